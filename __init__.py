@@ -1,0 +1,31 @@
+"""Outrider: speculative decoding for large language models, distributed on Ray.
+
+`from outrider import LLM, SamplingParams` is all that most users need. Names load on first use,
+so that importing the package costs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from .cluster.llm import LLM
+    from .cluster.outputs import CompletionOutput, RequestOutput
+    from .scheduler.sampling import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    homes = {
+        "LLM": ".cluster.llm",
+        "CompletionOutput": ".cluster.outputs",
+        "RequestOutput": ".cluster.outputs",
+        "SamplingParams": ".scheduler.sampling",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(homes[name], __name__), name)

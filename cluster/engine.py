@@ -1,0 +1,303 @@
+"""The engine: one scheduler loop in its own thread, over one target and its drafter.
+
+`LLM` and the Serve deployment both hold one. Requests come in from any thread; deltas go out to
+each request's sink, one call per sink and step. The loop never blocks on a sink.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ..config import EngineConfig
+from ..drafters.drafting import Drafting
+from ..drafters.registry import build
+from ..errors import (
+    ConfigError,
+    EngineDeadError,
+    OutriderError,
+    OverloadedError,
+    WorkerDiedError,
+    WorkerError,
+)
+from ..scheduler.loop import Loop
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.types import Delta, Request
+from ..workers.group import GroupTarget
+from .host import EngineHost
+
+log = logging.getLogger(__name__)
+_IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
+
+
+class Sink(Protocol):
+    """Where a request's deltas go."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """All of a step's deltas for this sink; must not block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the edge needs to know of an engine."""
+
+    model_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    drafter: str
+    num_kv_blocks: int
+    dtype: str
+
+
+class Engine:
+    """Use `Engine.start`; then `submit`, `abort`, `stats`, `shutdown` from any thread."""
+
+    def __init__(
+        self, config: EngineConfig, host: EngineHost, loop: Loop, drafting: Drafting
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._loop = loop
+        self._drafting = drafting
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._restarts: deque[float] = deque()
+        self._failure: OutriderError | None = None
+        self._closed = threading.Event()
+        self._num_failed_steps = 0
+        report = loop.target.report  # type: ignore[attr-defined]
+        self.info = EngineInfo(
+            model_name=config.model_name,
+            architecture=report.architecture,
+            max_model_len=loop.scheduler.max_model_len,
+            vocab_size=report.vocab_size,
+            eos_token_ids=report.eos_token_ids,
+            drafter=drafting.drafter.name,
+            num_kv_blocks=loop.scheduler.pool.num_blocks,
+            dtype=report.dtype,
+        )
+        self._thread = threading.Thread(target=self._run, name="outrider-loop", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> Engine:
+        """Loads the target and its drafter and starts the loop.
+
+        Raises:
+            ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
+        """
+        host = EngineHost(config)
+        try:
+            target = GroupTarget(host.target_group)
+            max_model_len = target.report.max_model_len
+            room = target.num_blocks * config.block_size
+            if room < max_model_len and config.max_model_len is None:
+                max_model_len = room
+            elif room < max_model_len:
+                raise ConfigError(
+                    f"num_kv_blocks: {target.num_blocks} blocks of {config.block_size} tokens hold "
+                    f"less than max_model_len ({max_model_len})",
+                    field="num_kv_blocks",
+                )
+            scheduler = Scheduler(config, target.num_blocks, max_model_len)
+            drafter = build(config.speculative_config, host)
+            drafting = Drafting(drafter, target.report.vocab_size)
+            return cls(config, host, Loop(scheduler, target, drafting), drafting)
+        except BaseException:
+            host.shutdown()
+            raise
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a request; its deltas go to `sink` until one has a finish reason.
+
+        Raises:
+            InvalidRequestError, OverloadedError, EngineDeadError.
+        """
+        outcome = self._in_loop(lambda: self._add(request, sink))
+        if outcome is not None:
+            raise outcome
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, if it still runs; its sink gets a last delta."""
+        self._inbox.put(lambda: self._emit(self._loop.abort(request_id)))
+
+    def check(self) -> None:
+        """Raises `EngineDeadError` if the loop is not running."""
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine is down: {self._failure.message}")
+        if not self._thread.is_alive():
+            raise EngineDeadError("the engine has been shut down")
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and times as plain values."""
+        scheduler = self._loop.scheduler
+        pool = scheduler.pool
+        return {
+            "model": self.info.model_name,
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting,
+            "kv": {
+                "num_blocks": pool.num_blocks,
+                "num_free_blocks": pool.num_free,
+                "block_size": pool.block_size,
+            },
+            "requests": asdict(scheduler.counts),
+            "steps": asdict(self._loop.times),
+            "num_failed_steps": self._num_failed_steps,
+            "num_restarts": len(self._restarts),
+            "drafters": {
+                name: stats.as_dict() for name, stats in self._drafting.all_stats().items()
+            },
+        }
+
+    def reconfigure(self, speculative: dict[str, Any]) -> None:
+        """Switches speculation without a restart: `enabled`, `max_draft_len`.
+
+        Raises:
+            ConfigError: an unknown key or a length above the configured one.
+        """
+        known = {"enabled", "max_draft_len"}
+        for key in speculative:
+            if key not in known:
+                raise ConfigError(f"{key}: unknown key; allowed: {sorted(known)}", field=key)
+        configured = self._config.speculative_config.max_draft_len
+        length = speculative.get("max_draft_len")
+        if length is None:
+            length = configured
+        if not isinstance(length, int) or not 0 <= length <= configured:
+            raise ConfigError(
+                f"max_draft_len: {length!r} is not within 0 to the configured {configured}",
+                field="max_draft_len",
+            )
+        self._loop.scheduler.budget.enabled = bool(speculative.get("enabled", True))
+        self._loop.scheduler.budget.set_max_draft_len(length)
+
+    def log_stats(self) -> None:
+        """One statistics block per drafter, as llama-server prints it."""
+        for name, stats in self._drafting.all_stats().items():
+            for line in stats.lines(name):
+                log.info(line)
+
+    def shutdown(self) -> None:
+        """Ends the loop and the workers; running requests end with an error."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._inbox.put(None)
+            self._thread.join(timeout=10.0)
+            self._drafting.shutdown()
+            self._host.shutdown()
+
+    def _run(self) -> None:
+        """The loop's thread: messages first, then a step; sleeps when there is nothing to do."""
+        try:
+            while not self._closed.is_set():
+                self._drain(block=not self._loop.scheduler.has_work)
+                self._emit(self._loop.scheduler.expire())
+                if self._loop.scheduler.has_work and not self._closed.is_set():
+                    self._step()
+            self._fail_all(EngineDeadError("the engine has been shut down"))
+        except OutriderError as error:
+            log.error("the engine is down: %s", error.message)
+            self._fail_all(error)
+        except Exception as error:
+            log.exception("the engine is down")
+            self._fail_all(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    def _step(self) -> None:
+        try:
+            self._emit(self._loop.step())
+        except WorkerDiedError as error:
+            self._recover(error)
+        except WorkerError as error:
+            # The step's requests fail; a lone rank is sound, several are stuck in a collective.
+            self._num_failed_steps += 1
+            log.error("a step failed: %s", error.message)
+            message = f"the step of this request failed: {error.message.strip().splitlines()[-1]}"
+            for request_id in self._loop.last_batch.request_ids:
+                self._emit(self._loop.abort(request_id, "error", message))
+            if self._config.tensor_parallel_size > 1:
+                self._recover(error)
+
+    def _recover(self, error: WorkerError) -> None:
+        """Fresh workers; every request goes on from its tokens.
+
+        Raises:
+            EngineDeadError: it happened too often.
+        """
+        now = time.monotonic()
+        self._restarts.append(now)
+        while self._restarts and self._restarts[0] < now - self._config.restart_window_s:
+            self._restarts.popleft()
+        if len(self._restarts) > self._config.max_restarts:
+            raise EngineDeadError(
+                f"workers died {len(self._restarts)} times within "
+                f"{self._config.restart_window_s:.0f} s (max_restarts = "
+                f"{self._config.max_restarts}); the last time: {error.message}"
+            )
+        log.warning("workers are restarted, requests will be replayed: %s", error.message)
+        self._loop.scheduler.requeue_all()
+        self._host.target_group.restart()
+
+    def _add(self, request: Request, sink: Sink) -> OutriderError | None:
+        if self._failure is not None:
+            return EngineDeadError(f"the engine is down: {self._failure.message}")
+        try:
+            self._loop.add(request)
+        except OutriderError as error:
+            return error
+        self._sinks[request.id] = sink
+        return None
+
+    def _in_loop(self, call: Callable[[], OutriderError | None]) -> OutriderError | None:
+        """Runs `call` between two steps and waits for what it says."""
+        answer: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
+        self._inbox.put(lambda: answer.put(call()))
+        while True:
+            try:
+                return answer.get(timeout=1.0)
+            except queue.Empty:
+                if self._failure is not None or not self._thread.is_alive():
+                    reason = self._failure.message if self._failure else "it was shut down"
+                    return EngineDeadError(f"the engine is down: {reason}")
+
+    def _drain(self, *, block: bool) -> None:
+        """Runs every message that waits; an idle loop waits for the first."""
+        try:
+            while True:
+                message = self._inbox.get(block=block, timeout=_IDLE_S)
+                if message is None:
+                    return
+                message()
+                block = False
+        except queue.Empty:
+            if block:
+                self._loop.scheduler.check()
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is not None:
+                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                if delta.finish_reason:
+                    del self._sinks[delta.request_id]
+        for sink, batch in by_sink.values():
+            sink.deliver(batch)
+
+    def _fail_all(self, error: OutriderError) -> None:
+        self._failure = error
+        self._emit(
+            [Delta(rid, (), finish_reason="error", error=error.message) for rid in self._sinks]
+        )
+
+
+__all__ = ["Engine", "EngineInfo", "OverloadedError", "Sink"]

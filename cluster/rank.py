@@ -1,0 +1,114 @@
+"""One rank as a Ray actor: a thin shell around `workers/worker.py`.
+
+Methods are called in this order by `ray_group.py`: place, join, load, allocate, listen, sentinel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+
+import ray
+
+from ..workers.collective import Collective
+from ..workers.spec import WorkerReport, WorkerSpec
+from ..workers.transport import channel, framing
+from ..workers.worker import Worker, pick_device
+
+_ACCEPT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    node_id: str
+    host: str
+    free_port: int
+
+
+class Rank:
+    """The actor."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._rank = 0
+        self._worker: Worker | None = None
+
+    def place(self) -> Place:
+        """Node, address, and a port that was free just now."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return Place(ray.get_runtime_context().get_node_id(), host, port)
+
+    def join(self, rank: int, host: str, port: int, generation: int, spread: bool) -> None:
+        """Meets the other ranks; `spread` over several nodes, gloo and NCCL need the interface."""
+        if spread:
+            name = interface_of(ray.util.get_node_ip_address())
+            if name is not None:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        self._rank = rank
+        device = pick_device(self._spec.device)
+        collective = Collective.connect(
+            "nccl" if device.type == "cuda" else "gloo",
+            host,
+            port,
+            rank,
+            self._spec.size,
+            generation,
+            self._spec.timeout_s,
+            device,
+        )
+        self._worker = Worker(self._spec, collective, device)
+
+    def load(self) -> WorkerReport:
+        """Reads this rank's shards."""
+        assert self._worker is not None
+        return self._worker.load()
+
+    def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> None:
+        """Makes the KV caches."""
+        assert self._worker is not None
+        self._worker.allocate(num_target_blocks, num_draft_blocks)
+
+    def listen(self, secret: bytes, same_node: bool) -> framing.Address:
+        """Opens this rank's end of the step channel and serves it from a thread."""
+        host = None if same_node else ray.util.get_node_ip_address()
+        server, address = framing.listen(host)
+        threading.Thread(
+            target=self._serve, args=(server, address, secret), name="outrider-steps", daemon=True
+        ).start()
+        return address
+
+    def sentinel(self) -> None:
+        """Never returns; fails when this process dies."""
+        threading.Event().wait()
+
+    def _serve(self, server: socket.socket, address: framing.Address, secret: bytes) -> None:
+        assert self._worker is not None
+        with server:
+            connection = framing.accept(server, secret, _ACCEPT_TIMEOUT_S)
+        framing.unlink(address)
+        with connection:
+            channel.serve(connection, self._rank, self._worker.handle)
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has the address `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None

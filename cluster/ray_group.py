@@ -1,0 +1,207 @@
+"""A tensor-parallel group as Ray actors in one placement group.
+
+Ray is the control plane: it places the ranks, starts them, and says when one died (a sentinel
+call that never returns, which fails within milliseconds of the process's death). Steps go over
+the sockets of `workers/transport`. A group with a dead rank is thrown away whole; a fresh one
+gets a new generation, a new store and new sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..config import ResourcesConfig
+from ..errors import OutriderError, ResourcesError, WorkerDiedError, WorkerError
+from ..workers.group import agreed_blocks
+from ..workers.spec import WorkerReport, WorkerSpec
+from ..workers.transport import framing
+from ..workers.transport.channel import SocketChannel
+from .rank import Rank
+
+log = logging.getLogger(__name__)
+_LOAD_TIMEOUT_S = 1800.0
+_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class RayGroup:
+    """Ranks in actors of their own.
+
+    Raises (also from `restart`):
+        ResourcesError: the cluster did not give what was asked for in time.
+        ConfigError, CheckpointError: a rank could not load.
+    """
+
+    def __init__(self, spec: WorkerSpec, resources: ResourcesConfig) -> None:
+        self._spec = spec
+        self._resources = resources
+        self._generation = 0
+        self._placement: PlacementGroup | None = None
+        self._ranks: list[Any] = []
+        self._channel: SocketChannel | None = None
+        self.reports: list[WorkerReport] = []
+        self.restart()
+
+    @property
+    def alive(self) -> bool:
+        return self._channel is not None
+
+    def call(self, message: Any) -> Any:
+        channel = self._channel
+        if channel is None:
+            raise WorkerDiedError("the workers are down")
+        try:
+            return channel.call(message, self._spec.timeout_s)
+        except WorkerDiedError:
+            self.shutdown()
+            raise
+
+    def restart(self) -> None:
+        self.shutdown()
+        self._generation += 1
+        try:
+            self._start()
+        except RayTaskError as error:
+            self.shutdown()
+            raise _cause(error) from None
+        except GetTimeoutError:
+            self.shutdown()
+            raise WorkerDiedError(f"the workers did not load in {_LOAD_TIMEOUT_S:.0f} s") from None
+        except RayActorError as error:
+            self.shutdown()
+            raise WorkerDiedError(f"a worker died while it loaded: {error}") from None
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    def _start(self) -> None:
+        size = self._spec.size
+        self._placement = self._place()
+        here = ray.get_runtime_context().get_node_id()
+        secret = secrets.token_bytes(32)
+        actor = ray.remote(Rank)
+        cpus, gpus = self._needs()
+        self._ranks = [
+            actor.options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_concurrency=4,
+                runtime_env={"env_vars": _ENV},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=index
+                ),
+            ).remote(self._spec)
+            for index in range(size)
+        ]
+        places = self._get([rank.place.remote() for rank in self._ranks])
+        # Neighbouring ranks share a node, wherever the bundles landed.
+        order = sorted(
+            range(size),
+            key=lambda index: (places[index].node_id != here, places[index].node_id, index),
+        )
+        self._ranks = [self._ranks[index] for index in order]
+        places = [places[index] for index in order]
+        master = (places[0].host, places[0].free_port)
+        spread = len({place.node_id for place in places}) > 1
+        self._get(
+            [
+                rank.join.remote(index, *master, self._generation, spread)
+                for index, rank in enumerate(self._ranks)
+            ]
+        )
+        self.reports = self._get([rank.load.remote() for rank in self._ranks])
+        blocks = agreed_blocks(self.reports)
+        self._get([rank.allocate.remote(*blocks) for rank in self._ranks])
+        addresses = self._get(
+            [
+                rank.listen.remote(secret, place.node_id == here)
+                for rank, place in zip(self._ranks, places, strict=True)
+            ]
+        )
+        connections: list[socket.socket] = [
+            framing.connect(tuple(address), secret, timeout_s=30.0) for address in addresses
+        ]
+        channel = SocketChannel(connections)
+        self._channel = channel
+        self._watch(channel)
+
+    def _watch(self, channel: SocketChannel) -> None:
+        """Kills the channel as soon as Ray says that a rank is gone."""
+        sentinels = [rank.sentinel.remote() for rank in self._ranks]
+
+        def wait() -> None:
+            try:
+                done, _ = ray.wait(sentinels, num_returns=1)
+                ray.get(done)
+            except RayError as error:
+                channel.kill(f"a worker died: {str(error).splitlines()[0]}")
+
+        threading.Thread(target=wait, name="outrider-sentinel", daemon=True).start()
+
+    def _place(self) -> PlacementGroup:
+        """One bundle a rank, on one node if that is possible at all."""
+        cpus, gpus = self._needs()
+        bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
+        bundles = [dict(bundle or {"CPU": 0.001}) for _ in range(self._spec.size)]
+        fits = any(
+            node["Alive"]
+            and all(
+                node["Resources"].get(name, 0) >= count * self._spec.size
+                for name, count in bundles[0].items()
+            )
+            for node in ray.nodes()
+        )
+        group = placement_group(bundles, strategy="STRICT_PACK" if fits else "PACK")
+        if not group.wait(timeout_seconds=self._resources.placement_timeout_s):
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            remove_placement_group(group)
+            raise ResourcesError(
+                f"tensor_parallel_size: {self._spec.size} workers of {bundles[0]} each could not "
+                f"be placed within {self._resources.placement_timeout_s:.0f} s; the cluster has "
+                f"{total}, free are {free or 'none'}",
+                field="tensor_parallel_size",
+            )
+        return group
+
+    def _needs(self) -> tuple[float, float]:
+        """CPUs and GPUs of one rank."""
+        resources, device = self._resources, self._spec.device
+        on_gpu = device == "cuda" or (
+            device == "auto" and ray.cluster_resources().get("GPU", 0) >= self._spec.size
+        )
+        cpus, gpus = resources.cpus_per_worker, resources.gpus_per_worker
+        return (
+            (0.0 if on_gpu else 1.0) if cpus is None else cpus,
+            (1.0 if on_gpu else 0.0) if gpus is None else gpus,
+        )
+
+    def _get(self, refs: list[Any]) -> list[Any]:
+        return ray.get(refs, timeout=_LOAD_TIMEOUT_S)
+
+
+def _cause(error: RayTaskError) -> OutriderError:
+    """What a rank raised, as what it was if it is one of ours."""
+    cause = error.cause
+    if isinstance(cause, OutriderError):
+        return cause
+    return WorkerError(f"a worker failed to load: {type(cause).__name__}: {cause}")

@@ -1,0 +1,91 @@
+"""Other engines' spellings of our configuration, translated before it is checked.
+
+TensorRT-LLM's keys are our own wherever they exist; vLLM's `--speculative-config` JSON (`method`,
+`num_speculative_tokens`, ...) and a few top-level synonyms are mapped here. A key that is in
+neither table passes through, so that the strict check reports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import ConfigError
+
+# TensorRT-LLM's top-level keys -> ours.
+ENGINE_SYNONYMS = {
+    "max_batch_size": "max_num_seqs",
+    "max_num_tokens": "max_num_batched_tokens",
+    "max_seq_len": "max_model_len",
+    "tp_size": "tensor_parallel_size",
+}
+KV_CACHE_SYNONYMS = {
+    "enable_block_reuse": "enable_prefix_caching",
+    "free_gpu_memory_fraction": "kv_memory_fraction",
+    "tokens_per_block": "block_size",
+}
+
+# vLLM's `method` -> our `decoding_type`.
+VLLM_METHODS = {"ngram": "NGram", "draft_model": "DraftTarget", "none": "None"}
+VLLM_KEYS = {
+    "model": "speculative_model",
+    "num_speculative_tokens": "max_draft_len",
+    "prompt_lookup_max": "max_matching_ngram_size",
+    "prompt_lookup_min": "min_matching_ngram_size",
+    "disable_by_batch_size": "max_concurrency",
+    "rejection_sample_method": "verification",
+}
+VLLM_VERIFICATION = {"strict": "rejection", "standard": "rejection"}
+
+
+def _rename(data: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
+    for key, value in data.items():
+        ours = names.get(key, key)
+        if ours in renamed:
+            raise ConfigError(f"{where}{key}: given twice (it means {ours})", field=f"{where}{key}")
+        renamed[ours] = value
+    return renamed
+
+
+def translate_engine(data: dict[str, Any]) -> dict[str, Any]:
+    """Top-level keys of TensorRT-LLM's YAML as ours."""
+    data = dict(data)
+    cache = data.pop("kv_cache_config", None)
+    if isinstance(cache, dict):
+        for key, ours in KV_CACHE_SYNONYMS.items():
+            if key in cache:
+                data.setdefault(ours, cache[key])
+        unknown = [key for key in cache if key not in KV_CACHE_SYNONYMS]
+        if unknown:
+            raise ConfigError(
+                f"kv_cache_config.{unknown[0]}: unknown key; "
+                f"known keys: {', '.join(KV_CACHE_SYNONYMS)}",
+                field=f"kv_cache_config.{unknown[0]}",
+            )
+    return _rename(data, ENGINE_SYNONYMS, "")
+
+
+def translate_speculative(data: dict[str, Any]) -> dict[str, Any]:
+    """A speculative section in either dialect as ours."""
+    data = dict(data)
+    if "decoding_type" not in data:
+        method = data.pop("method", None)
+        if method is None and "model" in data:
+            method = "draft_model"  # vLLM's own default
+        if method is None:
+            raise ConfigError(
+                "speculative_config.decoding_type: this key is required (or vLLM's `method`)",
+                field="speculative_config.decoding_type",
+            )
+        if method not in VLLM_METHODS:
+            raise ConfigError(
+                f"speculative_config.method: unknown drafter {method!r}; "
+                f"allowed: {', '.join(VLLM_METHODS)}",
+                field="speculative_config.method",
+            )
+        data["decoding_type"] = VLLM_METHODS[method]
+    data = _rename(data, VLLM_KEYS, "speculative_config.")
+    rule = data.get("verification")
+    if isinstance(rule, str):
+        data["verification"] = VLLM_VERIFICATION.get(rule, rule)
+    return data

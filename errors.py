@@ -1,0 +1,89 @@
+"""Typed errors. Each names the field at fault, the value it had and what is allowed.
+
+Raised everywhere; turned into OpenAI-shaped HTTP errors and one-screen CLI messages by `cluster/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OutriderError(Exception):
+    """Base of every error that Outrider raises on purpose."""
+
+    status = 500  # HTTP status at the edge
+    kind = "server_error"  # OpenAI's `error.type`
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.field))
+
+
+def _rebuild(cls: type[OutriderError], message: str, field: str | None) -> OutriderError:
+    error = cls.__new__(cls)
+    OutriderError.__init__(error, message, field=field)
+    return error
+
+
+class ConfigError(OutriderError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+    status = 400
+    kind = "invalid_config_error"
+
+
+class InvalidRequestError(OutriderError):
+    """A request's field is missing, malformed or out of range."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, or the prompt and `max_tokens` together, exceed the context."""
+
+    status = 400
+
+
+class ModelNotFoundError(OutriderError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is missing, truncated, or does not fit its configuration."""
+
+
+class ResourcesError(ConfigError):
+    """The cluster cannot give the CPUs, GPUs or memory that were asked for."""
+
+    status = 503
+
+
+class OverloadedError(OutriderError):
+    """The queue is full; try again after `retry_after_s`."""
+
+    status = 429
+    kind = "rate_limit_error"
+    retry_after_s = 1.0
+
+
+class WorkerError(OutriderError):
+    """A worker raised inside a step; the requests of that step fail."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process is gone; its group is started afresh and the requests are replayed."""
+
+
+class EngineDeadError(OutriderError):
+    """The engine could not recover; the message says why."""
+
+    status = 503
+    kind = "server_error"

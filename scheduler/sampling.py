@@ -1,0 +1,75 @@
+"""`SamplingParams`: what a user may ask of one completion. Validated once, frozen after.
+
+Called by the Python API and by the HTTP edge; the scheduler turns it into rows of `SamplingRows`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ..errors import InvalidRequestError
+
+
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+class SamplingParams(BaseModel):
+    """Sampling settings of one request.
+
+    Processing order at every position: penalties and biases, temperature, top-k, top-p, min-p.
+
+    Raises:
+        InvalidRequestError: a field is unknown or out of range; names the field.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: off
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(16, ge=1)  # None: to the end of the context
+    min_tokens: int = Field(0, ge=0)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field((), max_length=16)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: int = Field(1, ge=1, le=128)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the token history matters to this request."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """pydantic's first complaint as an `InvalidRequestError` that names the field."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"]) or "body"
+    value = first.get("input")
+    shown = "" if first["type"] == "missing" else f" (got {value!r})"
+    return InvalidRequestError(f"{name}: {first['msg']}{shown}", field=name)

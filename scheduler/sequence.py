@@ -1,0 +1,131 @@
+"""One running request: its tokens, how many of them are computed, and the blocks it holds.
+
+The single carrier of mutable state; only `Scheduler` changes it. Intervals:
+`[0, num_computed)` is in the KV cache, `[num_computed, num_tokens)` is known but to be computed;
+the last known token is the root of the next draft.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .blocks import BlockPool, chain_hash, root_hash
+from .types import IntArray, Request, SpeculationUsage
+
+
+class TokenBuffer:
+    """An int32 array that grows by doubling; `view` is what is filled."""
+
+    def __init__(self, *parts: IntArray) -> None:
+        self._data = np.concatenate([*parts, np.empty(64, dtype=np.int32)]).astype(np.int32)
+        self._size = len(self._data) - 64
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def view(self) -> IntArray:
+        return self._data[: self._size]
+
+    def extend(self, tokens: IntArray) -> None:
+        end = self._size + len(tokens)
+        if end > len(self._data):
+            self._data = np.concatenate([self._data, np.empty(end, dtype=np.int32)])
+        self._data[self._size : end] = tokens
+        self._size = end
+
+
+class PagedTokens:
+    """Known tokens, and the blocks that hold the computed ones. Shared with drafters' caches."""
+
+    def __init__(self, tenant: str, *tokens: IntArray) -> None:
+        self.tokens = TokenBuffer(*tokens)
+        self.num_computed = 0
+        self.blocks: list[int] = []
+        self._hashes: list[bytes] = [root_hash(tenant)]  # [0] is before the first block
+        self._num_published = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def reserve(self, pool: BlockPool, num_slots: int) -> bool:
+        """Holds blocks for `num_slots` tokens; False (and no change) if too few are free."""
+        missing = pool.blocks_for(num_slots) - len(self.blocks)
+        if missing <= 0:
+            return True
+        taken = pool.take(missing)
+        if taken is None:
+            return False
+        self.blocks += taken
+        return True
+
+    def adopt_prefix(self, pool: BlockPool) -> int:
+        """Takes over cached blocks of the known tokens, all but the last; tokens found."""
+        assert not self.blocks, "a prefix is adopted before anything is computed"
+        num_full = (self.num_tokens - 1) // pool.block_size
+        self.blocks = pool.match(self._block_hashes(pool.block_size, num_full))
+        self._num_published = len(self.blocks)
+        self.num_computed = len(self.blocks) * pool.block_size
+        return self.num_computed
+
+    def publish(self, pool: BlockPool) -> None:
+        """Makes newly full and computed blocks findable."""
+        num_full = self.num_computed // pool.block_size
+        if num_full > self._num_published:
+            hashes = self._block_hashes(pool.block_size, num_full)
+            for index in range(self._num_published, num_full):
+                pool.publish(self.blocks[index], hashes[index])
+            self._num_published = num_full
+
+    def trim(self, pool: BlockPool) -> None:
+        """Gives back blocks beyond the known tokens (rejected nodes)."""
+        keep = pool.blocks_for(self.num_tokens)
+        if len(self.blocks) > keep:
+            pool.release(self.blocks[keep:])
+            del self.blocks[keep:]
+
+    def drop(self, pool: BlockPool) -> None:
+        """Gives back everything; the tokens stay, to be computed again."""
+        pool.release(self.blocks)
+        self.blocks = []
+        self.num_computed = 0
+        self._num_published = 0
+
+    def slot(self, index: int, block_size: int) -> int:
+        """The cache slot of the token at `index`."""
+        return self.blocks[index // block_size] * block_size + index % block_size
+
+    def _block_hashes(self, block_size: int, num_full: int) -> list[bytes]:
+        """Hashes of the first `num_full` blocks; known tokens never change, so they are kept."""
+        tokens = self.tokens.view
+        for index in range(len(self._hashes) - 1, num_full):
+            block = tokens[index * block_size : (index + 1) * block_size]
+            self._hashes.append(chain_hash(self._hashes[-1], block))
+        return self._hashes[1 : num_full + 1]
+
+
+class Sequence(PagedTokens):
+    """A request on its way."""
+
+    def __init__(self, request: Request, arrival: int, limit: int) -> None:
+        super().__init__(request.tenant, request.prompt, request.emitted)
+        self.request = request
+        self.arrival = arrival  # order of arrival; a preempted request keeps its place
+        self.limit = limit  # known tokens at which it is finished
+        self.num_prompt = len(request.prompt)
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.usage = SpeculationUsage()
+        self.ends = frozenset(request.sampling.stop_token_ids) | (
+            frozenset() if request.sampling.ignore_eos else frozenset(request.eos_token_ids)
+        )
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: priority, then arrival."""
+        return (self.request.priority, self.arrival)

@@ -1,0 +1,157 @@
+"""Everything that is derived from a draft tree's `parents`: validity, depths, masks, join.
+
+The only file that does so. A chain is the tree `[-1, 0, 1, ...]`; node 0 of the literature (the
+root, the last committed token) is not in the draft, and is written as parent -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .types import Batch, Draft, DraftProbs, IntArray, StepInput, ints
+
+EMPTY = Draft(tokens=ints([]), parents=ints([]))
+
+
+def chain(tokens: object, source: str, probs: DraftProbs | None = None) -> Draft:
+    """A draft in which every token follows the one before."""
+    ids = ints(tokens)
+    return Draft(ids, np.arange(-1, len(ids) - 1, dtype=np.int32), probs, source)
+
+
+def problem(draft: Draft, vocab_size: int) -> str | None:
+    """Why `draft` is malformed, or None. Drafts of user code go through here."""
+    num_nodes = len(draft.tokens)
+    if len(draft.parents) != num_nodes:
+        return f"{num_nodes} tokens but {len(draft.parents)} parents"
+    if num_nodes == 0:
+        return None
+    order = np.arange(num_nodes)
+    if bool(np.any((draft.parents < -1) | (draft.parents >= order))):
+        return f"a parent must be -1 or come before its node: {draft.parents.tolist()}"
+    if bool(np.any((draft.tokens < 0) | (draft.tokens >= vocab_size))):
+        return f"a token is outside the vocabulary of {vocab_size}: {draft.tokens.tolist()}"
+    if draft.probs is not None and len(draft.probs.ids) != num_nodes:
+        return f"{num_nodes} nodes but {len(draft.probs.ids)} rows of probabilities"
+    pairs = set(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+    if len(pairs) != num_nodes:
+        return "two siblings carry the same token"
+    return None
+
+
+def is_chain(parents: IntArray) -> bool:
+    """Whether every node follows the one before it."""
+    return bool(np.array_equal(parents, np.arange(-1, len(parents) - 1)))
+
+
+def depths(parents: IntArray) -> IntArray:
+    """Distance from the root of every node; children of the root have depth 1."""
+    if is_chain(parents):
+        return np.arange(1, len(parents) + 1, dtype=np.int32)
+    depth = np.zeros(len(parents), dtype=np.int32)
+    for node, parent in enumerate(parents.tolist()):
+        depth[node] = 1 if parent < 0 else depth[parent] + 1
+    return depth
+
+
+def ancestor_mask(parents: IntArray) -> NDArray[np.bool_]:
+    """`mask[i, j]`: node i sees node j, its ancestor or itself. Shape [num_nodes, num_nodes]."""
+    num_nodes = len(parents)
+    if is_chain(parents):
+        return np.tri(num_nodes, dtype=np.bool_)
+    mask = np.eye(num_nodes, dtype=np.bool_)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def children(parents: IntArray) -> dict[int, list[int]]:
+    """Children of every inner node in drawing order; the root is -1."""
+    table: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents.tolist()):
+        table.setdefault(parent, []).append(node)
+    return table
+
+
+def truncate(draft: Draft, max_nodes: int) -> Draft:
+    """The first `max_nodes` nodes: parents come first, so what is left is still a tree."""
+    if draft.num_nodes <= max_nodes:
+        return draft
+    probs = draft.probs
+    if probs is not None:
+        probs = DraftProbs(probs.ids[:max_nodes], probs.probs[:max_nodes])
+    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs, draft.source)
+
+
+def join(batch: Batch, drafts: Sequence[Draft], block_size: int) -> StepInput:
+    """`batch` with one draft per sequence joined on, as every rank gets it."""
+    num_nodes = [draft.num_nodes for draft in drafts]
+    draft_start = np.concatenate([[0], np.cumsum(num_nodes, dtype=np.int32)]).astype(np.int32)
+    chunk_lens = np.diff(batch.query_start)
+    query_lens = chunk_lens + np.diff(draft_start)
+    query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    tokens = np.empty(query_start[-1], dtype=np.int32)
+    positions, slots = np.empty_like(tokens), np.empty_like(tokens)
+    rows: list[IntArray] = []
+    for seq, draft in enumerate(drafts):
+        assert draft.num_nodes <= batch.max_nodes[seq], (draft.num_nodes, batch.max_nodes[seq])
+        begin, end = query_start[seq], query_start[seq + 1]
+        root = begin + chunk_lens[seq] - 1  # flat row of the last known token in the chunk
+        context = batch.context_lens[seq]
+        tokens[begin : root + 1] = batch.token_ids[
+            batch.query_start[seq] : batch.query_start[seq + 1]
+        ]
+        tokens[root + 1 : end] = draft.tokens
+        index = np.arange(context, context + end - begin, dtype=np.int32)
+        positions[begin:end] = index
+        if draft.num_nodes and not is_chain(draft.parents):
+            positions[root + 1 : end] = index[root - begin] + depths(draft.parents)
+        table = batch.block_tables[seq]
+        slots[begin:end] = table[index // block_size] * block_size + index % block_size
+        if batch.samples[seq]:
+            rows.append(np.arange(root, end, dtype=np.int32))
+    return StepInput(
+        step=batch.step,
+        token_ids=tokens,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=query_start,
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
+        samples=batch.samples,
+        draft_tokens=_concat([draft.tokens for draft in drafts]),
+        draft_parents=_concat([draft.parents for draft in drafts]),
+        draft_start=draft_start,
+        draft_probs=_join_probs(drafts),
+        rows=_concat(rows),
+        kv_moves=batch.kv_moves,
+        sampling=batch.sampling,
+    )
+
+
+def _concat(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([ints([]), *parts]).astype(np.int32, copy=False)
+
+
+def _join_probs(drafts: Sequence[Draft]) -> DraftProbs | None:
+    """Every draft's probabilities, padded to one width; zeros for deterministic nodes."""
+    width = max(
+        (draft.probs.ids.shape[1] for draft in drafts if draft.probs is not None), default=0
+    )
+    if width == 0:
+        return None
+    total = sum(draft.num_nodes for draft in drafts)
+    ids = np.zeros((total, width), dtype=np.int32)
+    probs = np.zeros((total, width), dtype=np.float32)
+    begin = 0
+    for draft in drafts:
+        if draft.probs is not None:
+            top = draft.probs.ids.shape[1]
+            ids[begin : begin + draft.num_nodes, :top] = draft.probs.ids
+            probs[begin : begin + draft.num_nodes, :top] = draft.probs.probs
+        begin += draft.num_nodes
+    return DraftProbs(ids, probs)

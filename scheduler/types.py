@@ -1,0 +1,263 @@
+"""The types that cross borders: frozen, slotted; arrays are int32 numpy unless said otherwise.
+
+A step goes: `Batch` (who runs) + `Draft`s (what is guessed) -> `StepInput` (what every rank gets)
+-> `Verdict` (what rank 0 decided) -> `Delta`s (what the edge streams).
+Dimension names are those of the glossary in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sampling import SamplingParams
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+def ints(values: object) -> IntArray:
+    """`values` as an int32 array."""
+    return np.asarray(values, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What one request asks of speculation; None leaves the choice to the engine."""
+
+    enabled: bool = True
+    max_draft_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to produce. A request's truth is its tokens: prompt + what was emitted."""
+
+    id: str
+    prompt: IntArray  # [prompt_len]
+    sampling: SamplingParams
+    seed: int  # the coupled noise's key; drawn at the edge when the user gave none
+    eos_token_ids: tuple[int, ...] = ()
+    speculation: SpeculationOptions = SpeculationOptions()
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    emitted: IntArray = field(default_factory=lambda: ints([]))  # tokens streamed before a replay
+    deadline_s: float | None = None  # monotonic clock; None is never
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Token history of one row, sent only when a penalty is on."""
+
+    row: int
+    repetition: float
+    presence: float
+    frequency: float
+    prompt_ids: IntArray  # [num_prompt_unique]
+    output_ids: IntArray  # [num_output_unique]
+    output_counts: IntArray  # [num_output_unique]
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Additive logit biases of one row."""
+
+    row: int
+    ids: IntArray  # [num_biased]
+    values: FloatArray  # [num_biased]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling settings, one row per sequence of the batch."""
+
+    temperature: FloatArray  # [num_seqs], 0 is greedy
+    top_k: IntArray  # [num_seqs], 0 is off
+    top_p: FloatArray  # [num_seqs], 1 is off
+    min_p: FloatArray  # [num_seqs], 0 is off
+    seeds: NDArray[np.int64]  # [num_seqs]
+    min_new_tokens: IntArray  # [num_seqs], tokens still owed before `ends` may be sampled
+    num_logprobs: IntArray  # [num_seqs], -1 is none
+    ends: tuple[IntArray, ...] = ()  # per row, ids forbidden while min_new_tokens > 0
+    penalties: tuple[Penalties, ...] = ()
+    biases: tuple[Bias, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's plan: known tokens only; drafts are joined on later.
+
+    Of sequence i, `token_ids[query_start[i]:query_start[i+1]]` are the known tokens to compute.
+    `context_lens[i]` tokens are in the KV cache already. `samples[i]` says that the chunk ends
+    with the last known token (the root), so that a token is emitted; only then is
+    `max_nodes[i]` above zero.
+    """
+
+    step: int
+    request_ids: tuple[str, ...]
+    token_ids: IntArray  # [num_tokens]
+    query_start: IntArray  # [num_seqs + 1]
+    context_lens: IntArray  # [num_seqs]
+    block_tables: IntArray  # [num_seqs, max_blocks], padded with 0
+    samples: NDArray[np.bool_]  # [num_seqs]
+    max_nodes: IntArray  # [num_seqs], slots reserved for draft nodes
+    kv_moves: IntArray  # [num_moves, 2], (source slot, destination slot), before the forward
+    sampling: SamplingRows
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """Sparse distributions that a sampling drafter drew its nodes from (renormalised top-k).
+
+    Row i is the distribution at node i's parent, before any sibling was drawn; siblings are
+    drawn from it in order, without replacement.
+    """
+
+    ids: IntArray  # [num_nodes, top]
+    probs: FloatArray  # [num_nodes, top]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of guessed tokens. Node i's parent comes before it; -1 is the root."""
+
+    tokens: IntArray  # [num_nodes]
+    parents: IntArray  # [num_nodes]
+    probs: DraftProbs | None = None  # None: deterministic
+    source: str = "none"  # name of the drafter, for statistics
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """A batch with its drafts joined on: all that a rank needs for one forward and verdict.
+
+    Sequence i's query is its known chunk followed by its draft nodes. Draft node j of sequence
+    i is `draft_tokens[draft_start[i] + j]` and attends to the whole context, to its chunk and to
+    its own ancestors. Logit rows are, for each sampled sequence in order, the root's then the
+    nodes': `rows` indexes them in the flat query.
+    """
+
+    step: int
+    token_ids: IntArray  # [num_tokens], chunks with nodes
+    positions: IntArray  # [num_tokens]
+    slot_mapping: IntArray  # [num_tokens]
+    query_start: IntArray  # [num_seqs + 1]
+    context_lens: IntArray  # [num_seqs]
+    block_tables: IntArray  # [num_seqs, max_blocks]
+    samples: NDArray[np.bool_]  # [num_seqs]
+    draft_tokens: IntArray  # [num_nodes], of all sequences
+    draft_parents: IntArray  # [num_nodes], within the sequence; -1 is the root
+    draft_start: IntArray  # [num_seqs + 1]
+    draft_probs: DraftProbs | None  # rows of zeros for deterministic nodes
+    rows: IntArray  # [num_rows]
+    kv_moves: IntArray  # [num_moves, 2]
+    sampling: SamplingRows
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of emitted tokens under the model's own distribution."""
+
+    chosen: FloatArray  # [num_emitted]
+    top_ids: IntArray  # [num_emitted, top]
+    top: FloatArray  # [num_emitted, top]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was accepted. Sequence i emits `emitted[emitted_start[i]:emitted_start[i+1]]`.
+
+    `num_accepted[i] = num_emitted - 1` (0 when nothing was sampled) excludes the bonus token;
+    the accepted node ids are `path[path_start[i]:path_start[i+1]]`, root to leaf.
+    """
+
+    step: int
+    emitted: IntArray  # [num_emitted], of all sequences
+    emitted_start: IntArray  # [num_seqs + 1]
+    path: IntArray  # [num_accepted], of all sequences
+    path_start: IntArray  # [num_seqs + 1]
+    logprobs: Logprobs | None = None
+    forward_ms: float = 0.0
+
+    def tokens(self, row: int) -> IntArray:
+        return self.emitted[self.emitted_start[row] : self.emitted_start[row + 1]]
+
+    def nodes(self, row: int) -> IntArray:
+        return self.path[self.path_start[row] : self.path_start[row + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one emitted token, with its most likely rivals."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationUsage:
+    """How speculation went for one request so far."""
+
+    drafter: str = "none"
+    num_steps: int = 0  # target steps that emitted
+    num_drafts: int = 0  # non-empty drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_accepted_len(self) -> float:
+        """Accepted draft tokens per step; 0 before the first."""
+        return self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step gave one request. `finish_reason` is None while it runs."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0  # the first so many came from the draft; the rest from the target
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    stop_token_id: int | None = None  # the end token that stopped it, if one did
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    usage: SpeculationUsage | None = None  # with the last delta
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """One round for a draft model: compute what was committed, then draw `max_nodes` tokens each.
+
+    The known tokens are laid out as in `StepInput` (no draft nodes); a sequence's drafted tokens
+    go to the slots after them. `temperature` and the other settings are the target's own, so that
+    the shared noise makes the two agree.
+    """
+
+    known: StepInput
+    max_nodes: IntArray  # [num_seqs], tokens to draw; 0 only catches the cache up
+    probs_top: int  # width of the distributions to return; 0: tokens alone, with coupled noise
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A draft model's chains. Sequence i drew `tokens[start[i]:start[i+1]]`."""
+
+    tokens: IntArray  # [num_drawn], of all sequences
+    start: IntArray  # [num_seqs + 1]
+    probs: DraftProbs | None
+    forward_ms: float = 0.0

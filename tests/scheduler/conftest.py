@@ -1,0 +1,174 @@
+"""A target without a network: its KV cache holds token ids, so that every slot can be checked."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.scheduler import tree
+from outrider.scheduler.loop import Loop
+from outrider.scheduler.sampling import SamplingParams
+from outrider.scheduler.scheduler import Scheduler
+from outrider.scheduler.types import Batch, Draft, Request, Verdict, ints
+
+VOCAB = 50
+
+
+def next_token(prefix: tuple[int, ...]) -> int:
+    """The language: a hash of the last six tokens, so that mistakes do not heal quickly."""
+    digest = hashlib.blake2b(repr(prefix[-6:]).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def continuation(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """What plain greedy decoding emits."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tuple(tokens)))
+    return tuple(tokens[len(prompt) :])
+
+
+class TokenCacheTarget:
+    """Writes token ids into a paged cache and reads every context back from it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.max_tokens_seen = 0
+        self.fail_next = False
+
+    def verify(self, batch: Batch, drafts: list[Draft]) -> Verdict:
+        step = tree.join(batch, drafts, self.block_size)
+        self.max_tokens_seen = max(self.max_tokens_seen, len(step.token_ids))
+        moved = self.slots[step.kv_moves[:, 0]].copy()
+        self.slots[step.kv_moves[:, 1]] = moved
+        self.slots[step.slot_mapping] = step.token_ids
+        emitted: list[list[int]] = []
+        path: list[list[int]] = []
+        for row in range(batch.num_seqs):
+            tokens, nodes = self._walk(batch, step, drafts[row], row)
+            emitted.append(tokens)
+            path.append(nodes)
+        return Verdict(
+            batch.step,
+            ints(sum(emitted, [])),
+            np.concatenate([[0], np.cumsum([len(e) for e in emitted])]).astype(np.int32),
+            ints(sum(path, [])),
+            np.concatenate([[0], np.cumsum([len(p) for p in path])]).astype(np.int32),
+        )
+
+    def _walk(self, batch, step, draft: Draft, row: int) -> tuple[list[int], list[int]]:
+        if not batch.samples[row]:
+            return [], []
+        chunk = int(batch.query_start[row + 1] - batch.query_start[row])
+        known = int(step.context_lens[row]) + chunk
+        index = np.arange(known)
+        table = step.block_tables[row]
+        read = self.slots[
+            table[index // self.block_size] * self.block_size + index % self.block_size
+        ]
+        prefix = tuple(read.tolist())
+        kids = tree.children(draft.parents)
+        tokens, nodes, at = [], [], -1
+        while True:
+            token = next_token(prefix)
+            tokens.append(token)
+            prefix += (token,)
+            match = [n for n in kids.get(at, []) if draft.tokens[n] == token]
+            if not match:
+                return tokens, nodes
+            at = match[0]
+            nodes.append(at)
+
+
+class OracleDrafting:
+    """Drafts random trees around the true continuation, sometimes wrong, sometimes empty."""
+
+    def __init__(self, seed: int, accuracy: float = 0.7) -> None:
+        self.random = random.Random(seed)
+        self.accuracy = accuracy
+        self.tokens: dict[str, list[int]] = {}
+
+    def open(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.tokens[request.id] = [*request.prompt.tolist(), *request.emitted.tolist()]
+
+    def propose(self, batch: Batch) -> list[Draft]:
+        return [
+            self._tree(self.tokens[rid], int(batch.max_nodes[row]))
+            for row, rid in enumerate(batch.request_ids)
+        ]
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        for row, rid in enumerate(batch.request_ids):
+            self.tokens[rid] += verdict.tokens(row).tolist()
+
+    def close(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.tokens[request_id]
+
+    def _tree(self, prefix: list[int], budget: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        paths: dict[int, tuple[int, ...]] = {-1: tuple(prefix)}
+        while len(tokens) < budget and self.random.random() < 0.9:
+            parent = self.random.choice([-1, *range(len(tokens))])
+            truth = next_token(paths[parent])
+            token = truth if self.random.random() < self.accuracy else self.random.randrange(VOCAB)
+            if any(p == parent and t == token for p, t in zip(parents, tokens, strict=True)):
+                continue
+            paths[len(tokens)] = (*paths[parent], token)
+            tokens.append(token)
+            parents.append(parent)
+        return Draft(ints(tokens), ints(parents), source="oracle")
+
+
+@pytest.fixture
+def make_loop() -> Callable[..., Loop]:
+    """A loop over the token-cache target."""
+
+    def make(num_blocks: int = 64, seed: int = 0, max_model_len: int = 200, **options) -> Loop:
+        options = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
+        speculative = {"decoding_type": "NGram", "max_draft_len": options.pop("max_draft_len", 6)}
+        config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
+        scheduler = Scheduler(config, num_blocks, max_model_len)
+        return Loop(
+            scheduler, TokenCacheTarget(num_blocks, config.block_size), OracleDrafting(seed)
+        )
+
+    return make
+
+
+@pytest.fixture
+def request_of() -> Callable[..., Request]:
+    """A request of plain tokens."""
+
+    def make(name: str, prompt: tuple[int, ...], max_tokens: int | None = 20, **fields) -> Request:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, **fields.pop("sampling", {})
+        )
+        return Request(name, ints(prompt), sampling, seed=1, **fields)
+
+    return make
+
+
+@pytest.fixture
+def drive() -> Callable[..., dict[str, tuple[int, ...]]]:
+    """Steps until idle, checking the block accounting after every one."""
+
+    def run(loop: Loop, max_steps: int = 10_000) -> dict[str, tuple[int, ...]]:
+        outputs: dict[str, tuple[int, ...]] = {}
+        for _ in range(max_steps):
+            if not loop.scheduler.has_work:
+                return outputs
+            for delta in loop.step():
+                outputs[delta.request_id] = outputs.get(delta.request_id, ()) + delta.token_ids
+            loop.scheduler.check()
+        raise AssertionError("the loop did not come to an end")
+
+    return run

@@ -1,0 +1,138 @@
+"""The scheduler against a target whose KV cache holds token ids: every slot read is checked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.errors import InvalidRequestError, OverloadedError
+
+from .conftest import continuation
+
+
+def prompts(count: int, seed: int, longest: int = 60) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [
+        tuple(rng.randrange(50) for _ in range(rng.randrange(1, longest))) for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("num_blocks", "budget"),
+    [(200, 64), (200, 7), (30, 64)],
+    ids=["roomy", "tiny token budget", "few blocks, so preemption"],
+)
+def test_every_tree_gives_the_plain_tokens(make_loop, request_of, drive, seed, num_blocks, budget):
+    loop = make_loop(num_blocks, seed, max_model_len=110, max_num_batched_tokens=budget)
+    wanted = {}
+    for index, prompt in enumerate(prompts(24, seed)):
+        loop.add(request_of(str(index), prompt, max_tokens=40))
+        wanted[str(index)] = continuation(prompt, 40)
+    assert drive(loop) == wanted
+    assert loop.scheduler.pool.num_free == num_blocks
+    assert loop.target.max_tokens_seen <= budget
+    if num_blocks == 30:
+        assert loop.scheduler.counts.num_preemptions > 0
+
+
+def test_a_shared_prefix_is_computed_once(make_loop, request_of, drive):
+    loop = make_loop()
+    prompt = prompts(1, 9, 2)[0] * 41
+    loop.add(request_of("first", prompt, 8))
+    drive(loop)
+    deltas = []
+    loop.add(request_of("second", (*prompt, 3), 8))
+    loop.add(request_of("other tenant", (*prompt, 3), 8, tenant="b"))
+    while loop.scheduler.has_work:
+        deltas += loop.step()
+    cached = {delta.request_id: delta.num_cached_tokens for delta in deltas}
+    assert cached == {"second": 40, "other tenant": 0}
+    text = sum((d.token_ids for d in deltas if d.request_id == "second"), ())
+    assert text == continuation((*prompt, 3), 8)
+
+
+def test_a_better_priority_takes_the_seat_and_loses_nothing(make_loop, request_of, drive):
+    loop = make_loop(max_num_seqs=1)
+    loop.add(request_of("patient", (1, 2, 3), 30))
+    outputs = {"patient": (), "urgent": ()}
+    for _ in range(2):
+        for delta in loop.step():
+            outputs[delta.request_id] += delta.token_ids
+    loop.add(request_of("urgent", (4, 5), 10, priority=-1))
+    order = []
+    while loop.scheduler.has_work:
+        for delta in loop.step():
+            outputs[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                order.append(delta.request_id)
+        loop.scheduler.check()
+    assert order == ["urgent", "patient"]
+    assert outputs["patient"] == continuation((1, 2, 3), 30)
+    assert outputs["urgent"] == continuation((4, 5), 10)
+
+
+def test_replay_after_the_cache_was_lost_changes_nothing(make_loop, request_of, drive):
+    loop = make_loop(seed=3)
+    wanted = {}
+    for index, prompt in enumerate(prompts(6, 3)):
+        loop.add(request_of(str(index), prompt, 40))
+        wanted[str(index)] = continuation(prompt, 40)
+    outputs = {name: () for name in wanted}
+    step = 0
+    while loop.scheduler.has_work:
+        step += 1
+        if step % 5 == 0:
+            loop.scheduler.requeue_all()
+            loop.target.slots[:] = -1
+        for delta in loop.step():
+            outputs[delta.request_id] += delta.token_ids
+        loop.scheduler.check()
+    assert outputs == wanted
+
+
+def test_stop_tokens_and_minimum_and_limits(make_loop, request_of, drive):
+    truth = continuation((7, 7), 60)
+    stop = truth[12]
+    first = truth.index(stop)
+    loop = make_loop()
+    loop.add(request_of("stop", (7, 7), 60, eos_token_ids=(stop,)))
+    loop.add(request_of("ignore", (7, 7), 60, eos_token_ids=(stop,), sampling={"ignore_eos": True}))
+    loop.add(request_of("context", (7, 7), None))
+    reasons = {}
+    outputs = {"stop": (), "ignore": (), "context": ()}
+    while loop.scheduler.has_work:
+        for delta in loop.step():
+            outputs[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                reasons[delta.request_id] = delta.finish_reason
+    assert outputs["stop"] == truth[: first + 1]
+    assert outputs["ignore"] == truth
+    assert len(outputs["context"]) == 198
+    assert reasons == {"stop": "stop", "ignore": "length", "context": "length"}
+
+
+def test_abort_gives_everything_back(make_loop, request_of):
+    loop = make_loop()
+    loop.add(request_of("runs", tuple(range(30)), 30))
+    loop.step()
+    loop.add(request_of("waits", (1, 2), 5))
+    for name in ("runs", "waits"):
+        (delta,) = loop.abort(name)
+        assert delta.finish_reason == "abort"
+    assert loop.abort("runs") == []
+    assert not loop.scheduler.has_work
+    loop.scheduler.check()
+    assert loop.scheduler.pool.num_free == 64
+
+
+def test_what_can_never_run_is_refused(make_loop, request_of):
+    loop = make_loop(num_blocks=4, max_queued_requests=1)
+    for prompt, field in (((), "prompt"), (tuple(range(49)) * 5, "prompt"), ((1,), "max_tokens")):
+        with pytest.raises(InvalidRequestError) as caught:
+            loop.add(request_of("bad", prompt, 100))
+        assert caught.value.field == field
+    loop.add(request_of("fine", (1,), 4))
+    with pytest.raises(OverloadedError):
+        loop.add(request_of("too many", (1,), 4))

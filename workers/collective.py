@@ -1,0 +1,135 @@
+"""Collectives of one tensor-parallel group, over raw process-group objects.
+
+Nothing here touches `torch.distributed`'s globals: a group can be thrown away and a new one built
+in the same process, and ranks may be threads of one process (tests, local mode).
+Called by the sharded model; built by whoever starts the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError
+
+Backend = Literal["gloo", "nccl"]
+
+
+class Collective:
+    """One rank's end of a group. With size 1 every verb is a no-op and there is no group."""
+
+    def __init__(self, rank: int, size: int, group: Any | None) -> None:
+        assert 0 <= rank < size, (rank, size)
+        assert (group is None) == (size == 1), (size, group)
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_reduce(
+        self,
+        tensor: Tensor,  # any shape, contiguous; the same on every rank
+    ) -> Tensor:
+        """Sum over the ranks, in place; returns `tensor`."""
+        if self._group is not None:
+            self._group.allreduce(tensor).wait()
+        return tensor
+
+    def all_gather(
+        self,
+        tensor: Tensor,  # any shape; the same on every rank
+        dim: int = -1,
+    ) -> Tensor:
+        """Every rank's tensor, joined along `dim` in rank order."""
+        if self._group is None:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([parts], [tensor]).wait()
+        return torch.cat(parts, dim=dim)
+
+    def broadcast(
+        self,
+        tensor: Tensor,  # any shape, contiguous; the same on every rank
+        root: int = 0,
+    ) -> Tensor:
+        """`root`'s values, in place; returns `tensor`."""
+        if self._group is not None:
+            self._group.broadcast(tensor, root).wait()
+        return tensor
+
+    def abort(self) -> None:
+        """Leave the group without waiting for anyone. Blocked gloo peers still wait it out."""
+        group, self._group = self._group, None
+        self.size, self.rank = 1, 0
+        if group is not None:
+            group.abort()
+
+    @staticmethod
+    def single() -> Collective:
+        """A group of one."""
+        return Collective(0, 1, None)
+
+    @staticmethod
+    def connect(
+        backend: Backend,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        generation: int,
+        timeout_s: float,
+        device: torch.device,
+    ) -> Collective:
+        """Meet the other ranks at `host:port`, where rank 0 listens. Blocks until all are there.
+
+        `generation` keeps the keys of an earlier group out of this one. Between nodes, gloo binds
+        the interface that `GLOO_SOCKET_IFNAME` names (NCCL: `NCCL_SOCKET_IFNAME`).
+        """
+        if size == 1:
+            return Collective.single()
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, port, size, rank == 0, timeout)
+        scoped = dist.PrefixStore(f"generation-{generation}", store)
+        return Collective(rank, size, _builder(backend, device)(scoped, rank, size, timeout))
+
+    @staticmethod
+    def threads(size: int, timeout_s: float) -> list[Collective]:
+        """A gloo group inside this process; give one member to each of `size` threads."""
+        if size == 1:
+            return [Collective.single()]
+        store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+
+        def build(rank: int) -> Collective:
+            return Collective(rank, size, _gloo(store, rank, size, timeout))
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(build, range(size)))
+
+
+def _builder(backend: Backend, device: torch.device) -> Callable[..., Any]:
+    if backend == "gloo":
+        return _gloo
+    if not dist.is_nccl_available() or device.type != "cuda":
+        raise ConfigError(
+            f"backend 'nccl' needs a CUDA device and a torch built with NCCL, got {device}; "
+            "use 'gloo'",
+            field="backend",
+        )
+    torch.cuda.set_device(device)
+    return _nccl
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

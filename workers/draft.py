@@ -1,0 +1,139 @@
+"""The draft model's part of a worker: catch the cache up, then draw chains token by token.
+
+The whole chain is drawn inside the worker: one message each way per round. With `coupled`
+verification the draws share the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978);
+with `rejection` they come with the sparse distributions that they were drawn from.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..scheduler.types import Drafted, DraftProbs, DraftStep, IntArray, StepInput
+from .collective import Collective
+from .model import PagedModel
+from .verify.sample import draw, draw_with_probs
+
+
+class DraftService:
+    """A loaded draft model and its cache; every rank takes rank 0's draws."""
+
+    def __init__(
+        self, model: PagedModel, num_blocks: int, block_size: int, collective: Collective
+    ) -> None:
+        self._model = model
+        self._block_size = block_size
+        self._cache = model.new_cache(num_blocks, block_size)
+        self._collective = collective
+
+    def draft(self, step: DraftStep) -> Drafted:
+        """Chains of `step.max_nodes` tokens, drawn for all sequences together."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            tokens, probs = self._chains(step)
+        lengths = step.max_nodes
+        order = [(row, depth) for row, length in enumerate(lengths) for depth in range(length)]
+        picked = tuple(np.array(order, dtype=np.int64).reshape(-1, 2).T)
+        return Drafted(
+            tokens=tokens[picked],
+            start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            probs=None if probs is None else DraftProbs(probs.ids[picked], probs.probs[picked]),
+            forward_ms=(time.perf_counter() - start) * 1e3,
+        )
+
+    def _chains(self, step: DraftStep) -> tuple[IntArray, DraftProbs | None]:
+        """Tokens [num_seqs, depth] and, if asked for, their distributions [.., .., top]."""
+        known, num_seqs, depth = step.known, step.known.num_seqs, int(step.max_nodes.max(initial=0))
+        tokens = np.zeros((num_seqs, depth), dtype=np.int32)
+        ids = np.zeros((num_seqs, depth, step.probs_top), dtype=np.int32)
+        probs = np.zeros((num_seqs, depth, step.probs_top), dtype=np.float32)
+        lens = known.context_lens + np.diff(known.query_start)  # tokens computed after `known`
+        rows = np.flatnonzero(known.samples)
+        logits = self._model.forward(known, self._cache)
+        keep = step.max_nodes[rows] > 0
+        rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
+        for level in range(depth):
+            if level:
+                logits = self._model.forward(
+                    _next_token(
+                        known,
+                        rows,
+                        tokens[rows, level - 1],
+                        lens[rows] + level - 1,
+                        self._block_size,
+                    ),
+                    self._cache,
+                )
+            drawn = self._draw(step, rows, logits, lens[rows] + level)
+            tokens[rows, level] = drawn[0]
+            if step.probs_top:
+                width = drawn[1].shape[1]
+                ids[rows, level, :width], probs[rows, level, :width] = drawn[1], drawn[2]
+            going = step.max_nodes[rows] > level + 1
+            rows = rows[going]
+            if not len(rows):
+                break
+        return tokens, DraftProbs(ids, probs) if step.probs_top else None
+
+    def _draw(
+        self,
+        step: DraftStep,
+        rows: IntArray,  # [num_rows]
+        logits: Tensor,  # [num_rows, vocab]
+        positions: IntArray,  # [num_rows], of the tokens to be drawn
+    ) -> tuple[np.ndarray, ...]:
+        """Tokens [num_rows], and ids and probs [num_rows, top] if asked for; rank 0's."""
+        sampling = step.known.sampling
+        device = logits.device
+
+        def column(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values[rows])).to(device)
+
+        settings = (
+            logits,
+            column(sampling.seeds),
+            torch.from_numpy(positions.astype(np.int64)).to(device),
+            column(sampling.temperature),
+            column(sampling.top_k),
+            column(sampling.top_p),
+            column(sampling.min_p),
+        )
+        if step.probs_top:
+            tokens, ids, probs = draw_with_probs(*settings, step.probs_top)
+        else:
+            tokens = draw(*settings)
+        tokens = self._collective.broadcast(tokens.contiguous())
+        if not step.probs_top:
+            return (tokens.cpu().numpy(),)
+        return tokens.cpu().numpy(), ids.cpu().numpy(), probs.cpu().numpy()
+
+
+def _next_token(
+    known: StepInput, rows: IntArray, tokens: IntArray, index: IntArray, block_size: int
+) -> StepInput:
+    """One more token for each of `rows`, at `index` of its sequence."""
+    count = len(rows)
+    tables = known.block_tables[rows]
+    slots = tables[np.arange(count), index // block_size] * block_size + index % block_size
+    none, index = np.zeros(0, dtype=np.int32), index.astype(np.int32)
+    return replace(
+        known,
+        token_ids=tokens,
+        positions=index,
+        slot_mapping=slots.astype(np.int32),
+        query_start=np.arange(count + 1, dtype=np.int32),
+        context_lens=index,
+        block_tables=tables,
+        samples=np.ones(count, dtype=np.bool_),
+        draft_tokens=none,
+        draft_parents=none,
+        draft_start=np.zeros(count + 1, dtype=np.int32),
+        draft_probs=None,
+        rows=np.arange(count, dtype=np.int32),
+        kv_moves=none.reshape(0, 2),
+    )

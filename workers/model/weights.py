@@ -1,0 +1,197 @@
+"""Reading a checkpoint folder: which file holds which tensor, and only the slices asked for.
+
+A `Source` is a tensor that has not been read. Sources join and stack without reading, so that a
+rank's shard of a tensor which the checkpoint stores in pieces (one per expert, say) is read
+piece by piece. Called by `target.py` and `bridge.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import CheckpointError
+
+Box = tuple[tuple[int, int], ...]
+"""Per dimension, where to begin and where to end."""
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Source(Protocol):
+    """A tensor that can be read in part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, box: Box) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that is in memory already."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self, box: Box) -> Tensor:
+        return self.tensor[tuple(slice(begin, end) for begin, end in box)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Sources of one shape along a new dimension 0."""
+
+    parts: Sequence[Source]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def read(self, box: Box) -> Tensor:
+        begin, end = box[0]
+        return torch.stack([part.read(box[1:]) for part in self.parts[begin:end]])
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Sources laid end to end along `dim`."""
+
+    parts: Sequence[Source]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    def read(self, box: Box) -> Tensor:
+        begin, end = box[self.dim]
+        pieces, offset = [], 0
+        for part in self.parts:
+            length = part.shape[self.dim]
+            low, high = max(begin - offset, 0), min(end - offset, length)
+            if low < high:
+                pieces.append(part.read((*box[: self.dim], (low, high), *box[self.dim + 1 :])))
+            offset += length
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+
+
+class Checkpoint:
+    """The safetensors files of one folder. Counts what is read, so that tests can check it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = require_checkpoint(path)
+        self.num_elements_read = 0
+        self._files: dict[str, Any] = {}
+        self._index = self._read_index()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._index)
+
+    def source(self, name: str) -> Source:
+        file = self._open(self._index[name])
+        try:
+            piece = file.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"tensor {name!r} is in the index of {self.path} but not in "
+                f"{self._index[name]!r}: {error}",
+                field="model",
+            ) from error
+        return _Stored(self, name, piece, tuple(piece.get_shape()))
+
+    def dtype(self) -> torch.dtype:
+        """Of the first floating-point tensor; what a configuration without a dtype is taken as."""
+        for name in self.names:
+            stored = self._open(self._index[name]).get_slice(name).get_dtype()
+            if stored in _DTYPES:
+                return _DTYPES[stored]
+        return torch.float32
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.path / INDEX_NAME
+        if index.is_file():
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(f"{index} is not an index: {error}", field="model") from error
+            for name in sorted(set(weight_map.values())):
+                if not (self.path / name).is_file():
+                    raise CheckpointError(
+                        f"{index} names {name!r}, which is not in the folder", field="model"
+                    )
+            return weight_map
+        found = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if len(found) > 1 and "model.safetensors" in found:
+            found = ["model.safetensors"]
+        return {tensor: file for file in found for tensor in self._open(file).keys()}  # noqa: SIM118
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.path / name, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{self.path / name} cannot be read, it may be truncated: {error}",
+                    field="model",
+                ) from error
+        return self._files[name]
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    checkpoint: Checkpoint
+    name: str
+    piece: Any
+    shape: tuple[int, ...]
+
+    def read(self, box: Box) -> Tensor:
+        tensor: Tensor = self.piece[tuple(slice(begin, end) for begin, end in box)]
+        self.checkpoint.num_elements_read += tensor.numel()
+        return tensor
+
+
+def require_checkpoint(path: Path) -> Path:
+    """`path` if it is a folder with a configuration and safetensors; an error that says what not.
+
+    Hub names are not resolved here: download first, then serve the folder.
+    """
+    if not path.exists():
+        raise CheckpointError(f"model path {str(path)!r} does not exist", field="model")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"model path {str(path)!r} is a file; a checkpoint is a folder", field="model"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(path)!r} has no config.json", field="model")
+    if (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")):
+        return path
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+        raise CheckpointError(
+            f"{str(path)!r} holds only pickled weights; convert them to safetensors "
+            "(save_pretrained does)",
+            field="model",
+        )
+    raise CheckpointError(f"{str(path)!r} has no *.safetensors file", field="model")
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)

@@ -1,0 +1,59 @@
+"""What a worker is told to be, and what it reports back: plain data that crosses processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model and the room for its KV cache."""
+
+    path: str
+    dtype: str  # "auto", "bfloat16", "float16", "float32"
+    block_size: int
+    num_blocks: int | None  # None: as many as fit into the bytes below
+    max_model_len: int | None  # None: the checkpoint's
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cpu_bytes: int
+    kv_memory_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A tensor-parallel group: what each of its ranks loads."""
+
+    size: int
+    device: Literal["auto", "cpu", "cuda"]
+    threads: int | None  # torch threads per rank; None: the node's cores shared out
+    timeout_s: float
+    rule: str = "coupled"  # verification rule of the target
+    target: ModelSpec | None = None
+    draft: ModelSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What a rank found out while loading one model."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One rank is loaded."""
+
+    rank: int
+    device: str
+    load_s: float
+    target: ModelReport | None
+    draft: ModelReport | None

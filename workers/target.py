@@ -1,0 +1,47 @@
+"""The target's part of a worker: one forward, then the verification rule on rank 0."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from ..scheduler.types import StepInput, Verdict
+from .model import PagedModel
+from .verify import Rule, verify
+
+
+class TargetService:
+    """A loaded target and its cache; only rank 0's verdict counts."""
+
+    def __init__(self, model: PagedModel, num_blocks: int, block_size: int, rule: Rule) -> None:
+        self._model = model
+        self._cache = model.new_cache(num_blocks, block_size)
+        self._rule = rule
+
+    def verify(self, step: StepInput, rank: int) -> Verdict | None:
+        """The verdict on `step`; None on the ranks that only lend their shard."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            logits = self._model.forward(step, self._cache)
+            if rank != 0:
+                return None
+            verdict = verify(self._rule, step, logits) if len(step.rows) else _nothing(step)
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        return Verdict(
+            verdict.step,
+            verdict.emitted,
+            verdict.emitted_start,
+            verdict.path,
+            verdict.path_start,
+            verdict.logprobs,
+            elapsed_ms,
+        )
+
+
+def _nothing(step: StepInput) -> Verdict:
+    """The verdict on a step that only fills the cache."""
+    none = np.zeros(0, dtype=np.int32)
+    starts = np.zeros(step.num_seqs + 1, dtype=np.int32)
+    return Verdict(step.step, none, starts, none, starts)

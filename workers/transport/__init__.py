@@ -1,0 +1,1 @@
+"""Messages between processes: the wire format, framed sockets, and the step channel."""

@@ -1,0 +1,177 @@
+"""The step channel: one message to every rank of a group, one answer from rank 0.
+
+`SocketChannel` is the real one (persistent framed sockets, encoded once, written to every rank);
+`ThreadChannel` is its twin inside one process. A rank that raises answers with its error; one
+that is gone closes its socket, and whoever watches processes may call `kill`.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ...errors import WorkerDiedError, WorkerError
+from . import framing, wire
+
+Handler = Callable[[Any], Any]
+
+
+class Channel(Protocol):
+    """The engine's end."""
+
+    def call(self, message: Any, timeout_s: float) -> Any:
+        """Rank 0's answer.
+
+        Raises:
+            WorkerError: a rank raised; the others may be stuck in a collective.
+            WorkerDiedError: a rank is gone, or did not answer in time.
+        """
+        ...
+
+    def kill(self, reason: str) -> None:
+        """Makes pending and later calls raise `WorkerDiedError`; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the ranks."""
+        ...
+
+
+class ThreadChannel:
+    """Ranks as threads of this process; a lone rank is called directly."""
+
+    def __init__(self, handlers: Sequence[Handler]) -> None:
+        self._alone = handlers[0] if len(handlers) == 1 else None
+        self._inboxes: list[queue.SimpleQueue[Any]] = []
+        self._replies: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
+        self._dead: str | None = None
+        if self._alone is None:
+            for rank, handler in enumerate(handlers):
+                inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                self._inboxes.append(inbox)
+                threading.Thread(
+                    target=self._run,
+                    args=(rank, handler, inbox),
+                    daemon=True,
+                    name=f"outrider-rank-{rank}",
+                ).start()
+
+    def call(self, message: Any, timeout_s: float) -> Any:
+        if self._dead is not None:
+            raise WorkerDiedError(self._dead)
+        if self._alone is not None:
+            reply, error = _guarded(self._alone, message)
+            if error is not None:
+                raise WorkerError(error)
+            return reply
+        for inbox in self._inboxes:
+            inbox.put(message)
+        deadline = time.monotonic() + timeout_s
+        answer = None
+        for _ in self._inboxes:  # every rank answers here, so that none lags behind
+            try:
+                rank, reply, error = self._replies.get(
+                    timeout=max(0.0, deadline - time.monotonic())
+                )
+            except queue.Empty:
+                self._dead = f"no answer within {timeout_s} s"
+            if self._dead is not None:
+                raise WorkerDiedError(self._dead)
+            if error is not None:
+                self._dead = error  # the other ranks are stuck in a collective
+                raise WorkerError(error)
+            if rank == 0:
+                answer = reply
+        return answer
+
+    def kill(self, reason: str) -> None:
+        self._dead = reason
+        self._replies.put((-1, None, reason))
+
+    def close(self) -> None:
+        self._dead = self._dead or "closed"
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def _run(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[Any]) -> None:
+        while (message := inbox.get()) is not None:
+            reply, error = _guarded(handler, message)
+            self._replies.put((rank, reply, error))
+
+
+class SocketChannel:
+    """The engine's end of one socket per rank, in rank order."""
+
+    def __init__(self, connections: Sequence[socket.socket]) -> None:
+        self._connections = list(connections)
+        self._dead: str | None = None
+        self._wake, wake_reader = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wake_reader, selectors.EVENT_READ, -1)
+        for rank, connection in enumerate(self._connections):
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def call(self, message: Any, timeout_s: float) -> Any:
+        body = wire.encode(message)
+        deadline = time.monotonic() + timeout_s
+        try:
+            for connection in self._connections:
+                framing.send(connection, body)
+            while True:
+                if self._dead is not None:
+                    raise WorkerDiedError(self._dead)
+                ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise WorkerDiedError(f"no answer within {timeout_s} s")
+                for key, _ in ready:
+                    if key.data < 0:
+                        raise WorkerDiedError(self._dead or "killed")
+                    ok, reply = wire.decode(framing.receive(self._connections[key.data]))
+                    if not ok:
+                        raise WorkerError(f"rank {key.data}: {reply}")
+                    return reply  # only rank 0 answers when all is well
+        except OSError as error:
+            raise WorkerDiedError(f"a rank is gone: {error}") from None
+
+    def kill(self, reason: str) -> None:
+        self._dead = reason
+        try:
+            self._wake.send(b"!")
+        except OSError:
+            pass  # closed already, so nobody waits
+
+    def close(self) -> None:
+        self._dead = self._dead or "closed"
+        self._selector.close()
+        for connection in [*self._connections, self._wake]:
+            connection.close()
+
+
+def serve(connection: socket.socket, rank: int, handler: Handler) -> None:
+    """A rank's end: answers messages until the engine hangs up."""
+    while True:
+        try:
+            body = framing.receive(connection)
+        except (OSError, WorkerDiedError):
+            return
+        reply, error = _guarded(handler, wire.decode(body))
+        if rank == 0 or error is not None:
+            answer = (True, reply) if error is None else (False, error)
+            try:
+                framing.send(connection, wire.encode(answer))
+            except OSError:
+                return
+
+
+def _guarded(handler: Handler, message: Any) -> tuple[Any, str | None]:
+    """The answer, or the traceback as text."""
+    try:
+        return handler(message), None
+    except Exception:  # noqa: BLE001 - whatever a model raises goes back to the engine
+        return None, traceback.format_exc(limit=-4)

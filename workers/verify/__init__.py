@@ -1,0 +1,9 @@
+"""Verification: logits of a step's rows to the tokens that every sequence emits.
+
+Pure functions on the device; rank 0 decides and ships token ids. Start at `rules.verify`.
+"""
+
+from .rules import RULES, Rule, make_rule, verify
+from .sample import draw, draw_siblings, draw_with_probs
+
+__all__ = ["RULES", "Rule", "draw", "draw_siblings", "draw_with_probs", "make_rule", "verify"]

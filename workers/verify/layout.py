@@ -1,0 +1,114 @@
+"""Which logit row belongs to which sequence and draft node, and the walk over the rows.
+
+Called by `rules.verify` and by every rule. All on the CPU in numpy; nothing here sees logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduler.types import IntArray, StepInput, Verdict, ints
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The logit rows of a step: of each sampled sequence its root, then its draft nodes."""
+
+    seq: NDArray[np.int64]  # [num_rows], sequence in the batch
+    root: NDArray[np.int64]  # [num_rows], row of the sequence's root
+    parent: NDArray[np.int64]  # [num_rows], row of the parent; a root is its own
+    nodes: NDArray[np.int64]  # [num_rows], index into the step's draft_tokens; -1 at roots
+    tokens: IntArray  # [num_rows], the node's token; -1 at roots
+    depth: IntArray  # [num_rows], 0 at roots
+    positions: IntArray  # [num_rows], where the token drawn at the row lands
+    seeds: NDArray[np.int64]  # [num_rows]
+    num_seqs: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq)
+
+    @property
+    def is_root(self) -> NDArray[np.bool_]:  # [num_rows]
+        return self.nodes < 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a rule decided at every row, whether or not the walk gets there."""
+
+    taken: NDArray[np.bool_]  # [num_rows], the row is the child that its parent's row accepts
+    tokens: IntArray  # [num_rows], the token emitted if the walk ends at the row
+
+
+def layout(step: StepInput) -> Layout:
+    """The rows of `step`."""
+    seqs = np.flatnonzero(step.samples)
+    num_rows = np.diff(step.draft_start)[seqs] + 1
+    starts = np.cumsum(num_rows) - num_rows
+    seq, root = np.repeat(seqs, num_rows), np.repeat(starts, num_rows)
+    rows = np.arange(len(seq))
+    assert len(rows) == len(step.rows), (len(rows), len(step.rows))
+    drafted = rows != root
+    nodes = np.where(drafted, step.draft_start[seq] + rows - root - 1, -1)
+    parent, tokens = rows.copy(), np.full(len(rows), -1, dtype=np.int32)
+    tokens[drafted] = step.draft_tokens[nodes[drafted]]
+    parent[drafted] = root[drafted] + 1 + step.draft_parents[nodes[drafted]]
+    positions = step.positions[step.rows]
+    return Layout(
+        seq=seq,
+        root=root,
+        parent=parent,
+        nodes=nodes,
+        tokens=tokens,
+        depth=positions - positions[root],
+        positions=positions + np.int32(1),
+        seeds=step.sampling.seeds[seq],
+        num_seqs=step.num_seqs,
+    )
+
+
+def child_table(rows: Layout) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1
+    """Rows of every row's children, in drawing order."""
+    drafted = np.flatnonzero(rows.nodes >= 0)
+    order = drafted[np.argsort(rows.parent[drafted], kind="stable")]
+    num_children = np.bincount(rows.parent[order], minlength=rows.num_rows)
+    first = np.cumsum(num_children) - num_children
+    table = np.full((rows.num_rows, int(num_children.max(initial=0))), -1, dtype=np.int64)
+    table[rows.parent[order], np.arange(len(order)) - first[rows.parent[order]]] = order
+    return table
+
+
+def walk(rows: Layout, choice: Choice) -> NDArray[np.int64]:  # [num_emitted]
+    """The rows that the walks from the roots pass, sequence by sequence, root to leaf.
+
+    At most one child of a row is taken, and parents come before children, so that the passed
+    rows in ascending order are the paths. Each passed row emits one token.
+    """
+    passed = choice.taken
+    for _ in range(int(rows.depth.max(initial=0))):
+        passed = choice.taken & passed[rows.parent]
+    return np.flatnonzero(passed)
+
+
+def verdict(step: int, rows: Layout, choice: Choice, passed: NDArray[np.int64]) -> Verdict:
+    """The walk as a `Verdict`: accepted tokens, then the one that ended the walk."""
+    seq = rows.seq[passed]
+    num_emitted = np.bincount(seq, minlength=rows.num_seqs)
+    is_last = np.append(seq[1:] != seq[:-1], True)[: len(seq)]
+    emitted = np.where(is_last, choice.tokens[passed], np.roll(rows.tokens[passed], -1))
+    accepted = passed[passed != rows.root[passed]]
+    return Verdict(
+        step=step,
+        emitted=ints(emitted),
+        emitted_start=_starts(num_emitted),
+        path=ints(accepted - rows.root[accepted] - 1),
+        path_start=_starts(np.maximum(num_emitted - 1, 0)),
+    )
+
+
+def _starts(counts: NDArray[np.int64]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

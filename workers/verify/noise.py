@@ -1,0 +1,143 @@
+"""Counter-based noise: a pure function of (seed, position, stream, token), with no state.
+
+Called by `sample` for the target's draws and for drafters', and by the verification rules for
+their coins. The token that lands at index t of prompt + output has position t.
+
+A row's key is 64 bits, two rounds of splitmix64's finaliser over (seed, stream, position). A
+token's 32 bits come from a multiply-xorshift hash of the token id under that key, in int32
+arithmetic that wraps alike on CPU and CUDA. They become a uniform in (0, 1) and Gumbel noise in
+float64, rounded once to float32: what libm and kernels disagree on is lost in that rounding.
+
+Sources: Steele, Lea, Flood 2014 (splitmix64); Salmon et al. 2011 (counter-based generators);
+Daliri, Musco, Suresh 2024, arXiv:2408.07978 (noise shared by drafter and target).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import IntArray
+
+# Streams: independent noise for the same (seed, position).
+TARGET = 0  # the target's own draw; under the coupled rule the drafter's too
+DRAFT = 1  # a drafter that must draw independently of the verification
+RESIDUAL = 2  # which token replaces the rejected ones
+COINS = 16  # + sibling index: whether that sibling is accepted
+
+_ROOM_ON_CPU = 1 << 17  # elements per pass, so that the temporaries stay in the cache
+_ROOM_ON_GPU = 1 << 25  # elements per pass, so that the temporaries stay below a gigabyte
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
+_SPLIT_1 = _signed(0xBF58476D1CE4E5B9, 64)
+_SPLIT_2 = _signed(0x94D049BB133111EB, 64)
+_TOKEN = _signed(0x9E3779B1, 32)
+_HASH_1 = 0x7FEB352D
+_HASH_2 = _signed(0x846CA68B, 32)
+
+_GAP = 8.0
+_BITS_OF_GAP = int((2 * math.exp(-math.exp(3.2 - _GAP)) - 1) * 2**31)  # noise of _GAP - 3.2
+
+
+def keys(
+    seeds: NDArray[np.int64] | Tensor,  # [...]
+    positions: IntArray | Tensor,  # [...]
+    stream: int | Tensor = TARGET,  # broadcasts with the others
+) -> Tensor:  # [...], int64
+    """Well-mixed 64 bits per (seed, position, stream), computed where the inputs live."""
+    key = _finalise(torch.as_tensor(seeds, dtype=torch.int64) + _GOLDEN)
+    word = torch.as_tensor(positions, dtype=torch.int64) + stream * (1 << 32)
+    return _finalise(key + word * _GOLDEN)
+
+
+def uniform(
+    seeds: NDArray[np.int64] | Tensor,  # [...]
+    positions: IntArray | Tensor,  # [...]
+    stream: int | Tensor,  # broadcasts with the others
+) -> Tensor:  # [...], float64
+    """Uniforms strictly inside (0, 1), of 52 bits."""
+    bits = _shift(keys(seeds, positions, stream), 12, 64)
+    return bits.double() * 2.0**-52 + 2.0**-53
+
+
+def gumbel(
+    row_keys: Tensor,  # [num_rows], from `keys`
+    token_ids: Tensor | int,  # [num_rows, num_candidates], or the size of the vocabulary
+) -> Tensor:  # [num_rows, num_candidates], float32
+    """Gumbel noise of every candidate, between -3.1 and 22.9.
+
+    A token's noise is the same whether it is asked for alone or with the whole vocabulary.
+    """
+    if isinstance(token_ids, int):
+        token_ids = torch.arange(token_ids, device=row_keys.device)[None]
+    return _to_gumbel(_hash(row_keys, token_ids))
+
+
+def _hash(row_keys: Tensor, token_ids: Tensor) -> Tensor:  # [num_rows, num_candidates], int32
+    low, high = (half[:, None] for half in row_keys.view(torch.int32).view(-1, 2).unbind(1))
+    bits = token_ids.to(torch.int32) * _TOKEN + low
+    bits.bitwise_xor_(_shift(bits, 16, 32)).mul_(_HASH_1).bitwise_xor_(high)
+    bits.bitwise_xor_(_shift(bits, 15, 32)).mul_(_HASH_2)
+    bits.bitwise_xor_(_shift(bits, 16, 32))
+    return bits
+
+
+def _to_gumbel(bits: Tensor) -> Tensor:  # same shape, float32; grows with the bits
+    unit = bits.double().add_(2.0**31 + 0.5).mul_(2.0**-32)  # exact, strictly inside (0, 1)
+    return unit.log_().neg_().log_().neg_().float()
+
+
+def perturbed_argmax(
+    logits: Tensor,  # [num_rows, num_candidates] float32, -inf: not a candidate
+    row_keys: Tensor,  # [num_rows]
+    token_ids: Tensor | None = None,  # [num_rows, num_candidates]; None: the whole vocabulary
+) -> Tensor:  # [num_rows], index of the drawn candidate
+    """A draw from softmax(logits): the argmax of logits + Gumbel noise (the Gumbel-max trick)."""
+    num_rows, num_candidates = logits.shape
+    on_cpu = logits.device.type == "cpu"
+    rows_per_pass = max(1, (_ROOM_ON_CPU if on_cpu else _ROOM_ON_GPU) // max(1, num_candidates))
+    drawn = []
+    for begin in range(0, num_rows, rows_per_pass):
+        part = slice(begin, begin + rows_per_pass)
+        if on_cpu and token_ids is None:
+            drawn.append(_contest(logits[part], row_keys[part]))
+        else:
+            noise = gumbel(row_keys[part], num_candidates if token_ids is None else token_ids[part])
+            drawn.append(noise.add_(logits[part]).argmax(1))
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def _contest(logits: Tensor, row_keys: Tensor) -> Tensor:  # [num_rows, vocab], [num_rows]
+    """The perturbed argmax over the vocabulary, with logarithms only of tokens that could win.
+
+    Noise lies above -3.14, so the winner's score is above peak - 3.14. A token _GAP below the
+    peak needs noise above _GAP - 3.14, which the hash alone rules out for all but 0.8 % of them.
+    """
+    token_ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
+    bits = _hash(row_keys, token_ids)
+    rivals = (logits >= logits.amax(1, keepdim=True) - _GAP).logical_or_(bits > _BITS_OF_GAP)
+    at = rivals.view(-1).nonzero()[:, 0]
+    scores = torch.full_like(logits, -torch.inf)
+    scores.view(-1)[at] = _to_gumbel(bits.view(-1)[at]).add_(logits.reshape(-1)[at])
+    return scores.argmax(1)
+
+
+def _finalise(word: Tensor) -> Tensor:
+    """splitmix64's finaliser, a bijection of 64-bit words."""
+    word = (word ^ _shift(word, 30, 64)) * _SPLIT_1
+    word = (word ^ _shift(word, 27, 64)) * _SPLIT_2
+    return word ^ _shift(word, 31, 64)
+
+
+def _shift(word: Tensor, by: int, bits: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (word >> by).bitwise_and_((1 << (bits - by)) - 1)

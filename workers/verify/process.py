@@ -1,0 +1,310 @@
+"""Logits to the processed distribution of every row, as a run without speculation has it.
+
+Order: repetition, presence and frequency penalties, logit bias, min_new_tokens; then
+temperature, top-k, top-p, min-p. A draft node sees the history plus the tokens on its own path.
+
+Called by `rules.verify` (`edit`) and by `sample` and the rules (`pools`). Each stage touches
+only the rows that ask for it, and costs nothing when none does.
+
+Ties: tokens rank by (logit, lower id first), and the masses that top-p adds up are integers, so
+that a row's cut depends neither on the order of a sum nor on the rows beside it.
+
+Sources: Keskar et al. 2019, arXiv:1909.05858 (repetition); Holtzman et al. 2019,
+arXiv:1904.09751 (top-p); Nguyen et al. 2024, arXiv:2407.01082 (min-p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import FloatArray, IntArray, Penalties, SamplingRows
+from .layout import Layout
+
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: a division by them overflows float32
+
+_WIDTH = 256  # candidates looked at before all of the vocabulary
+_TIE_ROOM = 16  # candidates beyond top_k, so that a tie at the cut is seen whole
+_BUCKETS_PER_NAT, _NUM_BUCKETS = 32, 1024  # `_nucleus`: resolution, and reach of 32 nats
+_MASS = 2.0**40  # the most likely token's mass; a vocabulary's sum fits int64
+
+Rows = NDArray[np.int64]
+Entries = tuple[NDArray[Any], ...]  # flat indices into the logits, then values, alike long
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sampling settings per row of logits, on the CPU."""
+
+    temperature: FloatArray  # [num_rows], 0 is greedy
+    top_k: IntArray  # [num_rows], 0 is off
+    top_p: FloatArray  # [num_rows], 1 is off
+    min_p: FloatArray  # [num_rows], 0 is off
+
+    def take(self, rows: Rows | NDArray[np.bool_]) -> Settings:
+        return Settings(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Rows that are drawn from alike: greedily, from the vocabulary, or from few candidates."""
+
+    rows: Rows  # [num_pooled], rows of the logits
+    logits: Tensor  # [num_pooled, num_candidates], divided by the temperature; -inf is cut off
+    ids: Tensor | None  # [num_pooled, num_candidates], ascending; None: the whole vocabulary
+    greedy: bool = False  # only the argmax counts
+
+
+def settings(rows: Layout, sampling: SamplingRows) -> Settings:
+    """Each row's settings, from its sequence's."""
+    of_seqs = Settings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return of_seqs.take(rows.seq)
+
+
+# -- edits that see the tokens: penalties, biases, forbidden ends
+
+
+def edit(
+    rows: Layout,
+    sampling: SamplingRows,
+    logits: Tensor,  # [num_rows, vocab] float32
+) -> Tensor:  # [num_rows, vocab]; `logits` itself when there is nothing to edit
+    """`logits` with penalties, biases and forbidden ends applied; the input is left as it is."""
+    vocab = logits.shape[1]
+    scaled = [_penalised(rows, penalties, vocab) for penalties in sampling.penalties]
+    shifted = []
+    for bias in sampling.biases:
+        of_seq = np.flatnonzero(rows.seq == bias.row)
+        shifted.append(_entries(of_seq, bias.ids, vocab, np.tile(bias.values, len(of_seq))))
+    owed = sampling.min_new_tokens[rows.seq] > rows.depth
+    for seq in np.unique(rows.seq[owed]).tolist() if sampling.ends and owed.any() else ():
+        of_seq = np.flatnonzero(owed & (rows.seq == seq))
+        ends = sampling.ends[seq]
+        shifted.append(_entries(of_seq, ends, vocab, np.full(len(of_seq) * len(ends), -np.inf)))
+
+    edited = logits
+    if scaled:
+        at, factor, less = _upload(scaled, logits.device)
+        edited = edited.clone()
+        flat = edited.view(-1)
+        value = flat[at]
+        flat[at] = torch.where(value > 0, value / factor, value * factor) - less
+    if shifted:
+        at, more = _upload(shifted, logits.device)
+        edited = edited.clone() if edited is logits else edited
+        edited.view(-1).index_put_((at,), more, accumulate=True)
+    return edited
+
+
+def _penalised(rows: Layout, penalties: Penalties, vocab: int) -> Entries:
+    """One sequence's (flat index, repetition factor, amount to subtract) per row and token."""
+    of_seq = np.flatnonzero(rows.seq == penalties.row)
+    num_rows, path = len(of_seq), rows.tokens[of_seq[1:]]
+    prompt, output = penalties.prompt_ids, penalties.output_ids
+    ids, column = np.unique(np.concatenate([prompt, output, path]), return_inverse=True)
+    counts = np.zeros((num_rows, len(ids)))
+    seen = np.zeros(len(ids), dtype=np.bool_)
+    seen[column[: len(prompt)]] = True
+    counts[0, column[len(prompt) : len(prompt) + len(output)]] = penalties.output_counts
+    path_column = column[len(prompt) + len(output) :]
+    parents = rows.parent[of_seq] - of_seq[:1]
+    for row in range(1, num_rows):  # a node has its parent's history and its own token
+        counts[row] = counts[parents[row]]
+        counts[row, path_column[row - 1]] += 1
+    factor = np.where(seen | (counts > 0), penalties.repetition, 1.0)
+    less = penalties.frequency * counts + penalties.presence * (counts > 0)
+    return _entries(of_seq, ids, vocab, factor.ravel(), less.ravel())
+
+
+def _entries(
+    of_seq: Rows,
+    ids: IntArray,
+    vocab: int,
+    *values: NDArray[np.floating],  # each [num_rows of the sequence * num_ids]
+) -> Entries:
+    """Flat indices of (row, id) with their values; ids outside the vocabulary are left out."""
+    known = np.tile((ids >= 0) & (ids < vocab), len(of_seq))
+    at = (of_seq[:, None] * vocab + ids).ravel()
+    return at[known], *(value[known] for value in values)
+
+
+def _upload(parts: list[Entries], device: torch.device) -> tuple[Tensor, ...]:
+    at, *values = (np.concatenate(column) for column in zip(*parts))
+    return torch.from_numpy(at.astype(np.int64)).to(device), *(
+        torch.from_numpy(value.astype(np.float32)).to(device) for value in values
+    )
+
+
+# -- cuts that see only the logits: temperature, top-k, top-p, min-p
+
+
+def pools(
+    logits: Tensor,  # [num_rows, vocab] float32, edited
+    of_rows: Settings,
+) -> Iterator[Pool]:
+    """Every row, once, in the pool that suits its settings."""
+    vocab = logits.shape[1]
+    greedy = of_rows.temperature < GREEDY_BELOW
+    if greedy.any():
+        chosen, rows = _select(logits, greedy)
+        yield Pool(rows, chosen, None, greedy=True)
+        if len(rows) == len(greedy):
+            return
+    ranked = ((of_rows.top_k > 0) & (of_rows.top_k < vocab)) | (of_rows.top_p < 1)
+    whole = ~greedy & ~ranked
+    if whole.any():
+        chosen, rows = _select(logits, whole)
+        yield Pool(rows, _min_p(_heated(chosen, of_rows, rows), of_rows.min_p[rows]), None)
+    ranked &= ~greedy
+    if ranked.any():
+        chosen, rows = _select(logits, ranked)
+        yield from _ranked(_heated(chosen, of_rows, rows), rows, of_rows.take(rows))
+
+
+def _select(logits: Tensor, mask: NDArray[np.bool_]) -> tuple[Tensor, Rows]:
+    rows = np.flatnonzero(mask)
+    return (logits if mask.all() else logits[torch.from_numpy(rows).to(logits.device)]), rows
+
+
+def _heated(logits: Tensor, of_rows: Settings, rows: Rows) -> Tensor:
+    temperature = of_rows.temperature[rows]
+    return logits if (temperature == 1).all() else logits / _column(temperature, logits)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:  # [num_rows, 1]
+    return torch.from_numpy(values).to(like.device)[:, None]
+
+
+def _log(min_p: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        return np.log(min_p)
+
+
+def _min_p(scaled: Tensor, min_p: FloatArray) -> Tensor:
+    """Tokens less likely than `min_p` times the most likely one cut off."""
+    if not (min_p > 0).any():
+        return scaled
+    floor = scaled.amax(1, keepdim=True) + _column(_log(min_p), scaled)
+    return scaled.masked_fill(scaled < floor, -torch.inf)
+
+
+def _ranked(
+    scaled: Tensor,  # [num_ranked, vocab]
+    rows: Rows,  # [num_ranked]
+    limits: Settings,
+) -> Iterator[Pool]:
+    """Pools of the rows with top-k or top-p, looking at ever more candidates.
+
+    A row is done when its cut falls strictly above the last candidate looked at, so that no
+    token that ties with a kept one is out of sight.
+    """
+    vocab = scaled.shape[1]
+    totals = _totals(scaled, limits)
+    for width in _widths(limits, vocab):
+        if width >= vocab:
+            yield Pool(rows, _cut_whole(scaled, limits, totals), None)
+            return
+        ids = scaled.topk(width, dim=1, sorted=False).indices.sort(dim=1).values
+        candidates = scaled.gather(1, ids)
+        kept, last_kept = _keep(candidates, limits, totals)
+        done = (last_kept > candidates.amin(1)).cpu().numpy()
+        candidates.masked_fill_(~kept, -torch.inf)
+        if done.all():
+            yield Pool(rows, candidates, ids)
+            return
+        if done.any():
+            on_device = torch.from_numpy(done).to(scaled.device)
+            yield Pool(rows[done], candidates[on_device], ids[on_device])
+            scaled, totals = scaled[~on_device], totals[~on_device]
+            rows, limits = rows[~done], limits.take(~done)
+
+
+def _widths(limits: Settings, vocab: int) -> list[int]:
+    """How many candidates to look at, try after try; the last is the vocabulary."""
+    enough = int(limits.top_k.max()) + _TIE_ROOM
+    width = enough if (limits.top_k > 0).all() else max(_WIDTH, enough)
+    return [width, vocab] if width * 4 <= vocab else [vocab]
+
+
+def _totals(scaled: Tensor, limits: Settings) -> Tensor:  # [num_ranked], int64
+    """Each row's mass over the vocabulary, where top-p counts against that."""
+    totals = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
+    needed = np.flatnonzero((limits.top_p < 1) & (limits.top_k <= 0))
+    for row in needed.tolist() if scaled.device.type == "cpu" else ():
+        totals[row] = _masses(scaled[row : row + 1]).sum()  # in the cache
+    if len(needed) and scaled.device.type != "cpu":
+        totals = _masses(scaled).sum(1)
+    return totals
+
+
+def _masses(scaled: Tensor) -> Tensor:  # same shape, int64
+    """Unnormalised probabilities in fixed point: sums of them do not depend on the order."""
+    peak = scaled.amax(1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
+    return (scaled - peak).exp_().mul_(_MASS).to(torch.int64)
+
+
+def _keep(
+    candidates: Tensor,  # [num_ranked, num_candidates], ids ascending
+    limits: Settings,
+    totals: Tensor,  # [num_ranked], int64
+) -> tuple[Tensor, Tensor]:  # [num_ranked, num_candidates] bool; [num_ranked], least kept logit
+    """Which candidates survive: each cut keeps a prefix of the ranking."""
+    values, order = candidates.sort(dim=1, descending=True, stable=True)
+    top_k = np.where(limits.top_k > 0, limits.top_k, candidates.shape[1])
+    ranks = torch.arange(candidates.shape[1], device=candidates.device)
+    kept = (ranks < _column(top_k, values)) & (values > -torch.inf)
+    if (limits.top_p < 1).any():
+        masses = _masses(values) * kept  # top-p counts within what top-k left
+        cut = torch.from_numpy(limits.top_k > 0).to(values.device)
+        totals = torch.where(cut, masses.sum(1), totals)
+        top_p = _column(limits.top_p.astype(np.float64), values)
+        before = (masses.cumsum(1) - masses).double()
+        kept &= (before < top_p * totals[:, None]) | (top_p >= 1)
+    if (limits.min_p > 0).any():
+        kept &= values >= values[:, :1] + _column(_log(limits.min_p), values)
+    last = (kept.sum(1, keepdim=True) - 1).clamp_(min=0)
+    return torch.zeros_like(kept).scatter_(1, order, kept), values.gather(1, last)[:, 0]
+
+
+def _cut_whole(
+    scaled: Tensor,  # [num_ranked, vocab]
+    limits: Settings,
+    totals: Tensor,  # [num_ranked], int64
+) -> Tensor:  # [num_ranked, vocab]
+    """The same cut over the whole vocabulary: by a sort, or on a CPU by `_nucleus` if it can."""
+    if scaled.device.type != "cpu" or scaled.shape[1] <= _WIDTH or (limits.top_k > 0).any():
+        kept, _ = _keep(scaled, limits, totals)
+        return scaled.masked_fill(~kept, -torch.inf)
+    cut = torch.empty_like(scaled)
+    for row, (top_p, total) in enumerate(zip(limits.top_p.tolist(), totals.tolist())):
+        cut[row] = _nucleus(scaled[row], top_p, total) if top_p < 1 else scaled[row]
+    return _min_p(cut, limits.min_p)
+
+
+def _nucleus(
+    scaled: Tensor,  # [vocab]
+    top_p: float,
+    total: int,
+) -> Tensor:  # [vocab]
+    """Top-p without a sort of the vocabulary: only the bucket that the cut falls into is ranked."""
+    masses = _masses(scaled[None])[0]
+    distance = (scaled.amax() - scaled).mul_(_BUCKETS_PER_NAT).clamp_(max=_NUM_BUCKETS - 1)
+    bucket = distance.to(torch.int64)  # does not rise with the logit
+    mass = torch.zeros(_NUM_BUCKETS, dtype=torch.int64).index_add_(0, bucket, masses)
+    before = mass.cumsum(0) - mass
+    last = int((before.double() < top_p * total).sum()) - 1  # where the cut falls
+    inside = (bucket == last).nonzero()[:, 0]
+    values, order = scaled[inside].sort(descending=True, stable=True)
+    ranked = masses[inside[order]]
+    ahead = before[last] + ranked.cumsum(0) - ranked
+    out = scaled.masked_fill(bucket >= last, -torch.inf)
+    out[inside[order]] = values.masked_fill(ahead.double() >= top_p * total, -torch.inf)
+    return out

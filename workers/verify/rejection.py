@@ -1,0 +1,240 @@
+"""Exact rejection sampling for chains and trees: a child x is accepted by min(1, p(x) / q(x)).
+
+p is the target's processed distribution at the row, q the one the child was drawn from. After a
+rejection p becomes norm(max(0, p - q)), and the next sibling is tried against that.
+
+- A deterministic sibling (no probabilities, or a row of zeros) has all of q on its own token: it
+  is accepted by p(x), else p(x) becomes 0 and the rest is renormalised.
+- Siblings sampled without replacement: q with the earlier siblings zeroed, renormalised.
+
+Exact as long as no node's existence hangs on what is drawn after it (later siblings, deeper
+nodes); siblings that were *picked* by q instead of drawn from it must be sent as deterministic.
+
+The device never sends a distribution: per row go to the host the target's probabilities of the
+few tokens that some child's q knows (the *support*), the mass outside, and a token drawn from
+outside. All rows are then decided together in float64; randomness is `noise`'s by position.
+
+Sources: Leviathan et al. 2023, Alg. 1, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318;
+SpecInfer, Miao et al. 2023, arXiv:2305.09781; EAGLE, Li et al. 2024, arXiv:2401.15077.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import DraftProbs, IntArray, SamplingRows
+from . import noise
+from .coupled import draw_rows, match
+from .layout import Choice, Layout, child_table
+from .process import GREEDY_BELOW, Pool, pools, settings
+
+Probs = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Every row's children and the tokens that their distributions know."""
+
+    children: Index  # [num_rows, max_children], rows of the children in order; -1 pads
+    support: Index  # [num_rows, num_support], token ids, ascending and distinct; -1 pads
+    column: Index  # [num_rows, max_children], the child's own token in the support
+    draft_probs: Probs  # [num_rows, max_children, num_support]; zeros: deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the host must know of the target's distribution at every row."""
+
+    target_probs: Probs  # [num_rows, num_support]
+    outside: Probs  # [num_rows], mass of all other tokens
+    tokens: IntArray  # [num_rows], drawn from the other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """The law of a row's decision: children in order, then what replaces them."""
+
+    accept: Probs  # [num_rows, max_children], given that the earlier ones were rejected
+    residual: Probs  # [num_rows, num_support], once all were rejected
+    outside: Probs  # [num_rows], the residual's mass outside the support
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Accept a child by the ratio of the target's to the drafter's probability."""
+
+    name: ClassVar[str] = "rejection"
+    lossless: ClassVar[bool] = True
+
+    def choose(
+        self,
+        rows: Layout,
+        sampling: SamplingRows,
+        draft_probs: DraftProbs | None,
+        logits: Tensor,  # [num_rows, vocab] float32, edited
+    ) -> Choice:
+        greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
+        if greedy.all() or rows.is_root.all():  # nothing to reject
+            return match(rows, draw_rows(rows, sampling, logits))
+        family = siblings(rows, draft_probs, greedy)
+        seen = evidence(rows, sampling, family.support, logits)
+        chances = odds(family, seen.target_probs, seen.outside)
+        coins, spare = _coins(rows, family.children.shape[1])
+        return decide(rows, family, chances, seen.tokens, coins, spare)
+
+
+def siblings(
+    rows: Layout,
+    draft_probs: DraftProbs | None,
+    deterministic: NDArray[np.bool_],  # [num_rows], rows whose children's probabilities to ignore
+) -> Siblings:
+    """Children, support and draft distributions of every row, on one set of columns."""
+    children = child_table(rows)
+    num_rows, max_children = children.shape
+    exists = children >= 0
+    tokens = np.where(exists, rows.tokens[children], -1).astype(np.int64)
+    if draft_probs is None:
+        ids = np.empty((num_rows, max_children, 0), dtype=np.int64)
+        probs = np.empty((num_rows, max_children, 0))
+    else:
+        nodes = np.where(exists, rows.nodes[children], 0)
+        probs = draft_probs.probs[nodes].astype(np.float64)
+        probs[~exists | deterministic[:, None]] = 0.0
+        ids = np.where(probs > 0, draft_probs.ids[nodes], -1).astype(np.int64)
+    support, column = _distinct(np.concatenate([tokens, ids.reshape(num_rows, -1)], axis=1))
+    shape = (num_rows, max_children, support.shape[1])
+    group = np.arange(num_rows * max_children).reshape(num_rows, max_children, 1)
+    at = group * shape[2] + column[:, max_children:].reshape(ids.shape)
+    dense = np.zeros(int(np.prod(shape)))
+    np.add.at(dense, at.ravel(), probs.ravel())
+    return Siblings(children, support, column[:, :max_children], dense.reshape(shape))
+
+
+def _distinct(ids: Index) -> tuple[Index, Index]:
+    """Row-wise distinct `ids` [num_rows, num_support], and the column of every given one."""
+    order = np.argsort(ids, axis=1, kind="stable")
+    ascending = np.take_along_axis(ids, order, axis=1)
+    group = np.zeros_like(ids)
+    group[:, 1:] = np.cumsum(ascending[:, 1:] != ascending[:, :-1], axis=1)
+    support = np.full((len(ids), int(group.max(initial=-1)) + 1), -1, dtype=np.int64)
+    column = np.empty_like(ids)
+    np.put_along_axis(support, group, ascending, axis=1)
+    np.put_along_axis(column, order, group, axis=1)
+    return support, column
+
+
+def evidence(
+    rows: Layout,
+    sampling: SamplingRows,
+    support: Index,  # [num_rows, num_support], -1 pads
+    logits: Tensor,  # [num_rows, vocab]
+) -> Evidence:
+    """The target's probabilities on the support, the rest's mass, and a draw from the rest."""
+    device, num_support = logits.device, support.shape[1]
+    row_keys = noise.keys(rows.seeds, rows.positions).to(device)
+    packed = torch.empty((rows.num_rows, num_support + 2), dtype=torch.float64, device=device)
+    for pool in pools(logits, settings(rows, sampling)):
+        at = torch.from_numpy(pool.rows).to(device)
+        packed[at] = _weigh(pool, torch.from_numpy(support[pool.rows]).to(device), row_keys[at])
+    host = packed.cpu().numpy()
+    return Evidence(host[:, :-2], host[:, -2], host[:, -1].astype(np.int32))
+
+
+def _weigh(
+    pool: Pool,
+    support: Tensor,  # [num_pooled, num_support], -1 pads
+    row_keys: Tensor,  # [num_pooled]
+) -> Tensor:  # [num_pooled, num_support + 2] float64: probabilities, mass outside, token outside
+    if pool.greedy:
+        best = pool.logits.argmax(1, keepdim=True)
+        inside = support == best
+        return torch.cat([inside, ~inside.any(1, keepdim=True), best], dim=1).double()
+    num_candidates = pool.logits.shape[1]
+    if pool.ids is None:
+        index = support.clamp(0, num_candidates - 1)
+        known = index == support
+    else:
+        index = torch.searchsorted(pool.ids, support).clamp_(max=num_candidates - 1)
+        known = pool.ids.gather(1, index) == support
+    inside = pool.logits.gather(1, index).masked_fill(~known, -torch.inf)
+    taken = torch.zeros(
+        (len(index), num_candidates + 1), dtype=torch.bool, device=index.device
+    ).scatter_(1, torch.where(known, index, num_candidates), True)
+    outside = pool.logits.masked_fill(taken[:, :-1], -torch.inf)
+    peak = pool.logits.amax(1, keepdim=True)
+    weights = torch.cat(
+        [
+            (inside - peak).exp().double(),
+            (outside - peak).exp_().sum(1, keepdim=True, dtype=torch.float64),
+        ],
+        dim=1,
+    )
+    drawn = noise.perturbed_argmax(outside, row_keys, pool.ids)[:, None]
+    token = drawn if pool.ids is None else pool.ids.gather(1, drawn)
+    return torch.cat([weights / weights.sum(1, keepdim=True), token.double()], dim=1)
+
+
+def odds(
+    family: Siblings,
+    target_probs: Probs,  # [num_rows, num_support]
+    outside: Probs,  # [num_rows], the target's mass outside the support
+) -> Odds:
+    """The law of every row's decision. No randomness: the tests enumerate over what it returns."""
+    num_rows, max_children = family.children.shape
+    rows = np.arange(num_rows)
+    accept = np.zeros((num_rows, max_children))
+    fresh = np.ones_like(target_probs)  # 0 at the tokens of earlier siblings
+    for child in range(max_children):
+        own = family.column[:, child]
+        one_hot = np.zeros_like(target_probs)
+        one_hot[rows, own] = 1.0
+        drawn_from = family.draft_probs[:, child] * fresh
+        sampled = drawn_from[rows, own] > 0
+        drawn_from = np.where(sampled[:, None], drawn_from, one_hot)
+        drawn_from /= drawn_from.sum(1, keepdims=True)
+        exists = family.children[:, child] >= 0
+        ratio = target_probs[rows, own] / drawn_from[rows, own]
+        accept[:, child] = np.where(exists, np.minimum(1.0, ratio), 0.0)
+
+        left = np.maximum(target_probs - drawn_from, 0.0)
+        total = left.sum(1) + outside
+        # Nothing left means p = q: a rejection is then a rounding error, and p as good as any.
+        exists &= total > 0
+        divisor = np.where(exists, total, 1.0)
+        target_probs = np.where(exists[:, None], left / divisor[:, None], target_probs)
+        outside = outside / divisor
+        fresh[rows, own] = 0.0
+    return Odds(accept, target_probs, outside)
+
+
+def decide(
+    rows: Layout,
+    family: Siblings,
+    chances: Odds,
+    outside_tokens: IntArray,  # [num_rows], drawn from the target outside the support
+    coins: Probs,  # [num_rows, max_children], in (0, 1)
+    spare: Probs,  # [num_rows], in (0, 1): draws from the residual
+) -> Choice:
+    """The first child whose coin falls below its chance; a token of the residual without one."""
+    hit = coins < chances.accept
+    first = hit & (np.cumsum(hit, axis=1) == 1)
+    taken = rows.is_root.copy()
+    taken[family.children[first]] = True
+    levels = np.cumsum(np.column_stack([chances.outside, chances.residual]), axis=1)
+    drawn = (spare[:, None] * levels[:, -1:] >= levels).sum(1)  # 0: outside the support
+    tokens = np.column_stack([outside_tokens, family.support])[np.arange(rows.num_rows), drawn]
+    return Choice(taken, tokens.astype(np.int32))
+
+
+def _coins(rows: Layout, max_children: int) -> tuple[Probs, Probs]:
+    """A coin per row and sibling, and one per row for the residual."""
+    streams = torch.tensor([*range(noise.COINS, noise.COINS + max_children), noise.RESIDUAL])
+    coins = noise.uniform(rows.seeds[:, None], rows.positions[:, None], streams).numpy()
+    return coins[:, :-1], coins[:, -1]

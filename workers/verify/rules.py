@@ -1,0 +1,109 @@
+"""`verify`: the step's logits to its verdict, under the rule that the configuration names.
+
+Called by the target worker's rank 0 after the forward. Every rule is one file and one class:
+`choose` decides at every row, whether the walk gets there or not; the walk, the verdict and the
+log-probabilities are made here, alike for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...scheduler.types import DraftProbs, Logprobs, SamplingRows, StepInput, Verdict
+from .coupled import Coupled
+from .layout import Choice, Layout, layout, verdict, walk
+from .process import edit
+from .rejection import Rejection
+
+
+class Rule(Protocol):
+    """How draft nodes are accepted. A frozen dataclass; its fields are the rule's parameters.
+
+    `choose` gets the rows' layout, the sampling settings, the draft's sparse distributions and
+    the logits with penalties and biases applied, and returns a `Choice`: which child every row
+    takes, and which token is emitted if the walk ends there. `process.pools` gives the processed
+    distributions, `noise.uniform` coins that depend on (seed, position, stream) only. A rule
+    that looks at later nodes to decide on earlier ones (block verification) must draw its drafts
+    and coins with a stream that changes from round to round, or lose exactness.
+
+    To add one: write its file, and put its class into `RULES`.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]  # whether what is emitted follows the target's distribution
+
+    def choose(
+        self,
+        rows: Layout,
+        sampling: SamplingRows,
+        draft_probs: DraftProbs | None,  # rows of zeros for deterministic nodes
+        logits: Tensor,  # [num_rows, vocab] float32, edited
+    ) -> Choice: ...
+
+
+RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
+    {Coupled.name: Coupled, Rejection.name: Rejection}
+)
+
+
+def make_rule(name: str, **parameters: float) -> Rule:
+    """The rule called `name`.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    if name not in RULES:
+        raise ConfigError(f"rule: {name!r} is not one of {', '.join(RULES)}", field="rule")
+    return RULES[name](**parameters)
+
+
+def verify(
+    rule: Rule,
+    step: StepInput,
+    logits: Tensor,  # [num_rows, vocab] float32, left as it is
+) -> Verdict:
+    """What every sequence of `step` emits under `rule`."""
+    rows = layout(step)
+    assert len(logits) == rows.num_rows, (logits.shape, rows.num_rows)
+    edited = edit(rows, step.sampling, logits)
+    choice = rule.choose(rows, step.sampling, step.draft_probs, edited)
+    passed = walk(rows, choice)
+    result = verdict(step.step, rows, choice, passed)
+    asked = step.sampling.num_logprobs[rows.seq[passed]]
+    if (asked < 0).all():
+        return result
+    return replace(result, logprobs=_logprobs(logits, passed, result, asked >= 0, asked.max()))
+
+
+def _logprobs(
+    logits: Tensor,  # [num_rows, vocab]
+    passed: NDArray[np.int64],  # [num_emitted], the row that emitted each token
+    result: Verdict,
+    wanted: NDArray[np.bool_],  # [num_emitted]
+    top: int,
+) -> Logprobs:
+    """Log-probabilities under the model's own distribution; zeros for tokens that need none.
+
+    All rows get the widest `top` that any asked for, best first, lower ids first among equals.
+    """
+    top = min(int(top), logits.shape[1])
+    raw = logits[torch.from_numpy(passed[wanted]).to(logits.device)].log_softmax(1)
+    emitted = torch.from_numpy(result.emitted[wanted].astype(np.int64)).to(logits.device)
+    ids = raw.topk(top, dim=1).indices.sort(dim=1).values
+    best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    values = torch.cat([raw.gather(1, emitted[:, None]), best], dim=1).cpu().numpy()
+    chosen = np.zeros(len(passed), dtype=np.float32)
+    top_ids = np.zeros((len(passed), top), dtype=np.int32)
+    top_values = np.zeros((len(passed), top), dtype=np.float32)
+    chosen[wanted], top_values[wanted] = values[:, 0], values[:, 1:]
+    top_ids[wanted] = ids.gather(1, order).cpu().numpy()
+    return Logprobs(chosen, top_ids, top_values)

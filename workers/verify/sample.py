@@ -1,0 +1,116 @@
+"""Draws from processed distributions, for the target's rules and for drafters.
+
+`draw` uses the noise that the coupled rule verifies with: a drafter that draws so agrees with
+the target as often as the two distributions allow by a shared noise (Daliri, Musco, Suresh 2024,
+arXiv:2408.07978). `draw_with_probs` and `draw_siblings` use noise of their own stream, as exact
+rejection needs, and return the truncated distribution that they drew from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import FloatArray, IntArray
+from . import noise
+from .process import GREEDY_BELOW, Pool, Settings, pools
+
+Seeds = NDArray[np.int64] | Tensor
+Positions = IntArray | Tensor
+
+
+def draw(
+    logits: Tensor,  # [num_rows, vocab] float32
+    seeds: Seeds,  # [num_rows]
+    positions: Positions,  # [num_rows], where the drawn token lands in prompt + output
+    temperature: FloatArray,  # [num_rows], 0 is greedy
+    top_k: IntArray,  # [num_rows], 0 is off
+    top_p: FloatArray,  # [num_rows], 1 is off
+    min_p: FloatArray,  # [num_rows], 0 is off
+) -> Tensor:  # [num_rows], int32, on the device of `logits`
+    """One token per row, with the target's noise; temperature 0 is the argmax."""
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    row_keys: Tensor | None = None
+    for pool in pools(logits, Settings(temperature, top_k, top_p, min_p)):
+        if not pool.greedy and row_keys is None:
+            row_keys = noise.keys(seeds, positions).to(logits.device)
+        drawn = drawn_from(pool, row_keys).to(torch.int32)
+        if len(drawn) == len(tokens):
+            return drawn
+        tokens[torch.from_numpy(pool.rows).to(logits.device)] = drawn
+    return tokens
+
+
+def drawn_from(
+    pool: Pool,
+    row_keys: Tensor | None,  # [num_rows] of all pools; unused by a greedy pool
+) -> Tensor:  # [num_pooled], token ids
+    """One token of every row of a pool."""
+    if pool.greedy or row_keys is None:
+        return pool.logits.argmax(1)
+    if len(pool.rows) != len(row_keys):
+        row_keys = row_keys[torch.from_numpy(pool.rows).to(row_keys.device)]
+    index = noise.perturbed_argmax(pool.logits, row_keys, pool.ids)
+    return index if pool.ids is None else pool.ids.gather(1, index[:, None])[:, 0]
+
+
+def draw_with_probs(
+    logits: Tensor,  # [num_rows, vocab] float32
+    seeds: Seeds,  # [num_rows]
+    positions: Positions,  # [num_rows]
+    temperature: FloatArray,  # [num_rows]
+    top_k: IntArray,  # [num_rows]
+    top_p: FloatArray,  # [num_rows]
+    min_p: FloatArray,  # [num_rows]
+    top: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows], [num_rows, top], [num_rows, top]
+    """One token per row and the distribution it came from: (tokens, ids, probs) of `DraftProbs`.
+
+    The distribution is the processed one cut to its `top` most likely tokens and renormalised;
+    ids beyond its support have probability 0. Greedy rows have all-zero probabilities, which
+    marks a deterministic node.
+    """
+    tokens, ids, probs = draw_siblings(
+        logits, seeds, positions, temperature, top_k, top_p, min_p, top, num_siblings=1
+    )
+    return tokens[:, 0], ids, probs
+
+
+def draw_siblings(
+    logits: Tensor,  # [num_rows, vocab] float32
+    seeds: Seeds,  # [num_rows]
+    positions: Positions,  # [num_rows]
+    temperature: FloatArray,  # [num_rows]
+    top_k: IntArray,  # [num_rows]
+    top_p: FloatArray,  # [num_rows]
+    min_p: FloatArray,  # [num_rows]
+    top: int,
+    num_siblings: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows, num_siblings], [num_rows, top], [num_rows, top]
+    """Like `draw_with_probs`, but siblings drawn in order without replacement.
+
+    The best of the perturbed log-probabilities, in order, are such a sample (Kool, van Hoof,
+    Welling 2019, arXiv:1903.06059). A token of -1 says that the support has no further one; of a
+    greedy row the siblings are the most likely tokens.
+    """
+    vocab = logits.shape[1]
+    assert num_siblings <= top, (num_siblings, top)
+    top = min(top, vocab)
+    limit = np.where((top_k > 0) & (top_k < top), top_k, top).astype(np.int32)
+    greedy = temperature < GREEDY_BELOW
+    heat = np.where(greedy, np.float32(1), temperature)
+    row_keys = noise.keys(seeds, positions, noise.DRAFT).to(logits.device)
+    shape, device = (len(logits), top), logits.device
+    ids = torch.zeros(shape, dtype=torch.int32, device=device)
+    best = torch.full(shape, -torch.inf, device=device)
+    for pool in pools(logits, Settings(heat, limit, top_p, min_p)):
+        rows = torch.from_numpy(pool.rows).to(device)
+        best[rows], order = pool.logits.topk(top, dim=1)
+        ids[rows] = (order if pool.ids is None else pool.ids.gather(1, order)).to(torch.int32)
+    deterministic = torch.from_numpy(greedy).to(device)[:, None]
+    scores = torch.where(deterministic, best, best + noise.gumbel(row_keys, ids))
+    score, order = scores.topk(min(num_siblings, top), dim=1)
+    tokens = ids.gather(1, order).masked_fill(score == -torch.inf, -1)
+    return tokens, ids, best.softmax(1).masked_fill(deterministic, 0.0)

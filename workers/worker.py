@@ -1,0 +1,150 @@
+"""One rank: its device, its models, and the answer to every message of the step channel.
+
+Lives in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a test.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError
+from ..scheduler.types import Drafted, DraftStep, StepInput, Verdict
+from .collective import Collective
+from .draft import DraftService
+from .model import PagedModel, load_model
+from .spec import ModelReport, ModelSpec, WorkerReport, WorkerSpec
+from .target import TargetService
+from .verify import rule_named
+
+Message = StepInput | DraftStep
+Reply = Verdict | Drafted | None
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def pick_device(wish: str) -> torch.device:
+    """The device that `wish` means here.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there.
+    """
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: 'cuda' was asked for but no CUDA device is visible", field="device"
+        )
+    if wish != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Worker:
+    """Loads in two steps, since the number of KV blocks is the minimum over all ranks."""
+
+    def __init__(self, spec: WorkerSpec, collective: Collective, device: torch.device) -> None:
+        self._spec = spec
+        self._collective = collective
+        self._device = device
+        self._models: dict[str, PagedModel] = {}
+        self._target: TargetService | None = None
+        self._draft: DraftService | None = None
+        self._threads_of: int | None = None  # the thread whose torch threads are set
+
+    def load(self) -> WorkerReport:
+        """Reads this rank's shards and says how many KV blocks there is room for."""
+        self._share_cores()
+        start = time.perf_counter()
+        reports: dict[str, ModelReport] = {}
+        for name, model_spec in (("target", self._spec.target), ("draft", self._spec.draft)):
+            if model_spec is not None:
+                self._models[name] = load_model(
+                    Path(model_spec.path),
+                    dtype=_DTYPES.get(model_spec.dtype),
+                    device=self._device,
+                    collective=self._collective,
+                )
+                reports[name] = self._report(self._models[name], model_spec)
+        return WorkerReport(
+            rank=self._collective.rank,
+            device=str(self._device),
+            load_s=time.perf_counter() - start,
+            target=reports.get("target"),
+            draft=reports.get("draft"),
+        )
+
+    def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> None:
+        """Makes the KV caches; afterwards messages can be handled."""
+        spec = self._spec
+        if spec.target is not None:
+            self._target = TargetService(
+                self._models["target"],
+                num_target_blocks,
+                spec.target.block_size,
+                rule_named(spec.rule),
+            )
+        if spec.draft is not None:
+            self._draft = DraftService(
+                self._models["draft"], num_draft_blocks, spec.draft.block_size, self._collective
+            )
+
+    def handle(self, message: Message) -> Reply:
+        """Does what `message` asks; None on the ranks whose answer nobody needs."""
+        self._share_cores()
+        if isinstance(message, StepInput):
+            assert self._target is not None, "no target was allocated"
+            return self._target.verify(message, self._collective.rank)
+        assert self._draft is not None, "no draft model was allocated"
+        return self._draft.draft(message)
+
+    def close(self) -> None:
+        """Leaves the group without waiting for the others."""
+        self._collective.abort()
+
+    def _share_cores(self) -> None:
+        """Gives each rank its part of the node's cores; torch keeps that setting per thread."""
+        thread = threading.get_ident()
+        if self._device.type == "cpu" and thread != self._threads_of:
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(self._spec.threads or max(1, cores // self._spec.size))
+            self._threads_of = thread
+
+    def _report(self, model: PagedModel, spec: ModelSpec) -> ModelReport:
+        info = model.info
+        max_model_len = min(spec.max_model_len or info.max_model_len, info.max_model_len)
+        per_token = model.kv_bytes_per_token()
+        return ModelReport(
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=spec.num_blocks or self._room(per_token, max_model_len, spec),
+            block_size=spec.block_size,
+            kv_bytes_per_token=per_token,
+            eos_token_ids=info.eos_token_ids,
+            dtype=str(info.dtype).removeprefix("torch."),
+        )
+
+    def _room(self, kv_bytes_per_token: int, max_model_len: int, spec: ModelSpec) -> int:
+        """Blocks that fit, and no more than could ever be used.
+
+        Raises:
+            ConfigError: not even one sequence of full length fits.
+        """
+        free_bytes = spec.kv_cpu_bytes
+        if self._device.type == "cuda":
+            _, total_bytes = torch.cuda.mem_get_info(self._device)
+            used_bytes = total_bytes - torch.cuda.mem_get_info(self._device)[0]
+            free_bytes = int(total_bytes * spec.kv_memory_fraction) - used_bytes
+        per_sequence = -(-max_model_len // spec.block_size)
+        room = free_bytes // (kv_bytes_per_token * spec.block_size)
+        if room < per_sequence:
+            field = "kv_memory_fraction" if self._device.type == "cuda" else "kv_cpu_bytes"
+            raise ConfigError(
+                f"{field}: room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
+                f"sequence may have {max_model_len}; raise it or lower max_model_len",
+                field=field,
+            )
+        return min(room, per_sequence * spec.max_num_seqs)
