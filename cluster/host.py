@@ -25,11 +25,11 @@ class EngineHost:
         self._section = _draft_section(config)
         target = describe(Path(config.model), tp_size=config.tensor_parallel_size)
         self.vocab_size = target.vocab_size
-        colocated = self._section is not None and self._section.placement == "colocated"
-        draft = None
-        if self._section is not None:
-            check_vocabulary(config.model, self._section.speculative_model, self._draft_size())
-            draft = self._model_spec(self._section.speculative_model, self._section.num_kv_blocks)
+        section, draft, colocated = self._section, None, False
+        if section is not None:
+            check_vocabulary(config.model, section.speculative_model, self._draft_size())
+            draft = self._model_spec(section.speculative_model, section.num_kv_blocks)
+            colocated = section.placement == "colocated"
         self._draft_spec = draft
         self.target_group = self._group(
             WorkerSpec(

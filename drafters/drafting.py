@@ -87,7 +87,7 @@ class Drafting:
         result = None
         try:
             result = call()
-        except Exception:  # noqa: BLE001 - a drafter's fault, of whatever kind, costs speed only
+        except Exception:
             self.stats.faults += 1
             level = logging.ERROR if self.stats.faults == 1 else logging.DEBUG
             log.log(level, "drafter %s failed; going on without", self.drafter.name, exc_info=True)

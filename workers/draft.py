@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..scheduler.types import Drafted, DraftProbs, DraftStep, IntArray, StepInput
+from ..scheduler.types import Drafted, DraftProbs, DraftStep, IntArray, StepInput, ints
 from .collective import Collective
 from .model import PagedModel
 from .verify.sample import draw, draw_with_probs
@@ -53,7 +53,7 @@ class DraftService:
         ids = np.zeros((num_seqs, depth, step.probs_top), dtype=np.int32)
         probs = np.zeros((num_seqs, depth, step.probs_top), dtype=np.float32)
         lens = known.context_lens + np.diff(known.query_start)  # tokens computed after `known`
-        rows = np.flatnonzero(known.samples)
+        rows = ints(np.flatnonzero(known.samples))
         logits = self._model.forward(known, self._cache)
         keep = step.max_nodes[rows] > 0
         rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
@@ -89,19 +89,14 @@ class DraftService:
     ) -> tuple[np.ndarray, ...]:
         """Tokens [num_rows], and ids and probs [num_rows, top] if asked for; rank 0's."""
         sampling = step.known.sampling
-        device = logits.device
-
-        def column(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values[rows])).to(device)
-
         settings = (
             logits,
-            column(sampling.seeds),
-            torch.from_numpy(positions.astype(np.int64)).to(device),
-            column(sampling.temperature),
-            column(sampling.top_k),
-            column(sampling.top_p),
-            column(sampling.min_p),
+            sampling.seeds[rows],
+            positions,
+            sampling.temperature[rows],
+            sampling.top_k[rows],
+            sampling.top_p[rows],
+            sampling.min_p[rows],
         )
         if step.probs_top:
             tokens, ids, probs = draw_with_probs(*settings, step.probs_top)

@@ -19,7 +19,7 @@ from .draft import DraftService
 from .model import PagedModel, load_model
 from .spec import ModelReport, ModelSpec, WorkerReport, WorkerSpec
 from .target import TargetService
-from .verify import rule_named
+from .verify import make_rule
 
 Message = StepInput | DraftStep
 Reply = Verdict | Drafted | None
@@ -84,7 +84,7 @@ class Worker:
                 self._models["target"],
                 num_target_blocks,
                 spec.target.block_size,
-                rule_named(spec.rule),
+                make_rule(spec.rule),
             )
         if spec.draft is not None:
             self._draft = DraftService(

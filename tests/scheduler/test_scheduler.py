@@ -79,7 +79,7 @@ def test_replay_after_the_cache_was_lost_changes_nothing(make_loop, request_of, 
     for index, prompt in enumerate(prompts(6, 3)):
         loop.add(request_of(str(index), prompt, 40))
         wanted[str(index)] = continuation(prompt, 40)
-    outputs = {name: () for name in wanted}
+    outputs = dict.fromkeys(wanted, ())
     step = 0
     while loop.scheduler.has_work:
         step += 1

@@ -7,6 +7,7 @@ that is gone closes its socket, and whoever watches processes may call `kill`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import selectors
 import socket
@@ -141,10 +142,8 @@ class SocketChannel:
 
     def kill(self, reason: str) -> None:
         self._dead = reason
-        try:
+        with contextlib.suppress(OSError):  # closed already, so nobody waits
             self._wake.send(b"!")
-        except OSError:
-            pass  # closed already, so nobody waits
 
     def close(self) -> None:
         self._dead = self._dead or "closed"

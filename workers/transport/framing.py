@@ -6,6 +6,7 @@ so that a stray client on the network gets nothing. Called by the channel and by
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -57,12 +58,10 @@ def accept(server: socket.socket, secret: bytes, timeout_s: float) -> socket.soc
         server.settimeout(max(0.001, deadline - time.monotonic()))
         connection, _ = server.accept()
         connection.settimeout(5.0)
-        try:
-            if hmac.compare_digest(receive(connection), secret):
+        with contextlib.suppress(OSError, WorkerDiedError):  # strangers hang up or send nonsense
+            if hmac.compare_digest(receive(connection, max_bytes=len(secret)), secret):
                 tune(connection)
                 return connection
-        except (OSError, WorkerDiedError):
-            pass  # not one of ours: it hung up or sent nonsense
         connection.close()
 
 
@@ -93,15 +92,15 @@ def send(connection: socket.socket, body: bytes) -> None:
     connection.sendall(_HEADER.pack(len(body)) + body)
 
 
-def receive(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Reads one frame.
 
     Raises:
         WorkerDiedError: the peer hung up, or sent no frame of ours.
     """
     (size,) = _HEADER.unpack(_read(connection, _HEADER.size))
-    if size > MAX_FRAME_BYTES:
-        raise WorkerDiedError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
+    if size > max_bytes:
+        raise WorkerDiedError(f"a frame of {size} bytes exceeds {max_bytes}")
     return bytes(_read(connection, size))
 
 

@@ -15,6 +15,7 @@ Daliri, Musco, Suresh 2024, arXiv:2408.07978 (noise shared by drafter and target
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.types import IntArray
+from .kernels import argmax, nonzero
 
 # Streams: independent noise for the same (seed, position).
 TARGET = 0  # the target's own draw; under the coupled rule the drafter's too
@@ -103,17 +105,22 @@ def perturbed_argmax(
 ) -> Tensor:  # [num_rows], index of the drawn candidate
     """A draw from softmax(logits): the argmax of logits + Gumbel noise (the Gumbel-max trick)."""
     num_rows, num_candidates = logits.shape
-    on_cpu = logits.device.type == "cpu"
-    rows_per_pass = max(1, (_ROOM_ON_CPU if on_cpu else _ROOM_ON_GPU) // max(1, num_candidates))
     drawn = []
-    for begin in range(0, num_rows, rows_per_pass):
-        part = slice(begin, begin + rows_per_pass)
-        if on_cpu and token_ids is None:
+    for part in passes(num_rows, num_candidates, logits.device):
+        if logits.device.type == "cpu" and token_ids is None:
             drawn.append(_contest(logits[part], row_keys[part]))
         else:
             noise = gumbel(row_keys[part], num_candidates if token_ids is None else token_ids[part])
-            drawn.append(noise.add_(logits[part]).argmax(1))
+            drawn.append(argmax(noise.add_(logits[part])))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def passes(num_rows: int, num_candidates: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows whose temporaries suit the device's memory."""
+    room = _ROOM_ON_CPU if device.type == "cpu" else _ROOM_ON_GPU
+    rows_per_pass = max(1, room // max(1, num_candidates))
+    for begin in range(0, num_rows, rows_per_pass):
+        yield slice(begin, begin + rows_per_pass)
 
 
 def _contest(logits: Tensor, row_keys: Tensor) -> Tensor:  # [num_rows, vocab], [num_rows]
@@ -124,11 +131,12 @@ def _contest(logits: Tensor, row_keys: Tensor) -> Tensor:  # [num_rows, vocab], 
     """
     token_ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
     bits = _hash(row_keys, token_ids)
-    rivals = (logits >= logits.amax(1, keepdim=True) - _GAP).logical_or_(bits > _BITS_OF_GAP)
-    at = rivals.view(-1).nonzero()[:, 0]
+    floor = logits.amax(1, keepdim=True) - _GAP
+    rivals = (logits.numpy() >= floor.numpy()) | (bits.numpy() > _BITS_OF_GAP)
+    at = nonzero(torch.from_numpy(rivals).view(-1))
     scores = torch.full_like(logits, -torch.inf)
     scores.view(-1)[at] = _to_gumbel(bits.view(-1)[at]).add_(logits.reshape(-1)[at])
-    return scores.argmax(1)
+    return argmax(scores)
 
 
 def _finalise(word: Tensor) -> Tensor:

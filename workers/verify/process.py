@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.types import FloatArray, IntArray, Penalties, SamplingRows
+from .kernels import nonzero
 from .layout import Layout
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: a division by them overflows float32
@@ -296,12 +297,13 @@ def _nucleus(
 ) -> Tensor:  # [vocab]
     """Top-p without a sort of the vocabulary: only the bucket that the cut falls into is ranked."""
     masses = _masses(scaled[None])[0]
-    distance = (scaled.amax() - scaled).mul_(_BUCKETS_PER_NAT).clamp_(max=_NUM_BUCKETS - 1)
+    distance = (scaled.amax() - scaled).mul_(_BUCKETS_PER_NAT)
+    distance.nan_to_num_(nan=_NUM_BUCKETS).clamp_(max=_NUM_BUCKETS - 1)
     bucket = distance.to(torch.int64)  # does not rise with the logit
     mass = torch.zeros(_NUM_BUCKETS, dtype=torch.int64).index_add_(0, bucket, masses)
     before = mass.cumsum(0) - mass
     last = int((before.double() < top_p * total).sum()) - 1  # where the cut falls
-    inside = (bucket == last).nonzero()[:, 0]
+    inside = nonzero(bucket == last)
     values, order = scaled[inside].sort(descending=True, stable=True)
     ranked = masses[inside[order]]
     ahead = before[last] + ranked.cumsum(0) - ranked

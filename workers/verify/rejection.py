@@ -31,6 +31,7 @@ from torch import Tensor
 from ...scheduler.types import DraftProbs, IntArray, SamplingRows
 from . import noise
 from .coupled import draw_rows, match
+from .kernels import argmax
 from .layout import Choice, Layout, child_table
 from .process import GREEDY_BELOW, Pool, pools, settings
 
@@ -141,43 +142,41 @@ def evidence(
     row_keys = noise.keys(rows.seeds, rows.positions).to(device)
     packed = torch.empty((rows.num_rows, num_support + 2), dtype=torch.float64, device=device)
     for pool in pools(logits, settings(rows, sampling)):
-        at = torch.from_numpy(pool.rows).to(device)
-        packed[at] = _weigh(pool, torch.from_numpy(support[pool.rows]).to(device), row_keys[at])
+        for part in noise.passes(*pool.logits.shape, device):
+            known = torch.from_numpy(support[pool.rows[part]]).to(device)
+            at = torch.from_numpy(pool.rows[part]).to(device)
+            packed[at] = _weigh(pool, part, known, row_keys[at])
     host = packed.cpu().numpy()
     return Evidence(host[:, :-2], host[:, -2], host[:, -1].astype(np.int32))
 
 
 def _weigh(
     pool: Pool,
-    support: Tensor,  # [num_pooled, num_support], -1 pads
-    row_keys: Tensor,  # [num_pooled]
-) -> Tensor:  # [num_pooled, num_support + 2] float64: probabilities, mass outside, token outside
+    part: slice,  # rows of the pool
+    support: Tensor,  # [num_part, num_support], -1 pads
+    row_keys: Tensor,  # [num_part]
+) -> Tensor:  # [num_part, num_support + 2] float64: probabilities, mass outside, token outside
+    scaled = pool.logits[part]
     if pool.greedy:
-        best = pool.logits.argmax(1, keepdim=True)
+        best = argmax(scaled)[:, None]
         inside = support == best
         return torch.cat([inside, ~inside.any(1, keepdim=True), best], dim=1).double()
-    num_candidates = pool.logits.shape[1]
     if pool.ids is None:
-        index = support.clamp(0, num_candidates - 1)
+        ids, index = None, support.clamp(0, scaled.shape[1] - 1)
         known = index == support
     else:
-        index = torch.searchsorted(pool.ids, support).clamp_(max=num_candidates - 1)
-        known = pool.ids.gather(1, index) == support
-    inside = pool.logits.gather(1, index).masked_fill(~known, -torch.inf)
-    taken = torch.zeros(
-        (len(index), num_candidates + 1), dtype=torch.bool, device=index.device
-    ).scatter_(1, torch.where(known, index, num_candidates), True)
-    outside = pool.logits.masked_fill(taken[:, :-1], -torch.inf)
-    peak = pool.logits.amax(1, keepdim=True)
-    weights = torch.cat(
-        [
-            (inside - peak).exp().double(),
-            (outside - peak).exp_().sum(1, keepdim=True, dtype=torch.float64),
-        ],
-        dim=1,
-    )
-    drawn = noise.perturbed_argmax(outside, row_keys, pool.ids)[:, None]
-    token = drawn if pool.ids is None else pool.ids.gather(1, drawn)
+        ids = pool.ids[part]
+        index = torch.searchsorted(ids, support).clamp_(max=scaled.shape[1] - 1)
+        known = ids.gather(1, index) == support
+    at_index = scaled.gather(1, index)
+    hidden = at_index.masked_fill(known, -torch.inf)  # amin: a pad may share a token's index
+    outside = scaled.scatter_reduce(1, index, hidden, "amin")
+    peak = scaled.amax(1, keepdim=True)
+    inside = (at_index.masked_fill_(~known, -torch.inf) - peak).exp_().double()
+    rest = (outside - peak).exp_().sum(1, keepdim=True, dtype=torch.float64)
+    weights = torch.cat([inside, rest], dim=1)
+    drawn = noise.perturbed_argmax(outside, row_keys, ids)[:, None]
+    token = drawn if ids is None else ids.gather(1, drawn)
     return torch.cat([weights / weights.sum(1, keepdim=True), token.double()], dim=1)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...scheduler.types import FloatArray, IntArray
 from . import noise
+from .kernels import argmax
 from .process import GREEDY_BELOW, Pool, Settings, pools
 
 Seeds = NDArray[np.int64] | Tensor
@@ -49,7 +50,7 @@ def drawn_from(
 ) -> Tensor:  # [num_pooled], token ids
     """One token of every row of a pool."""
     if pool.greedy or row_keys is None:
-        return pool.logits.argmax(1)
+        return argmax(pool.logits)
     if len(pool.rows) != len(row_keys):
         row_keys = row_keys[torch.from_numpy(pool.rows).to(row_keys.device)]
     index = noise.perturbed_argmax(pool.logits, row_keys, pool.ids)

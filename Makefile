@@ -1,0 +1,44 @@
+# Two commands matter: `make demo` and `make test`. Everything else serves them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The package is the repository root; tools that resolve imports from files find it by this link.
+LINK := $(VENV)/source/outrider
+# Torch threads that spin while they wait make busy machines 10 times slower.
+export GOMP_SPINCOUNT = 0
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
+export OUTRIDER_CRDS ?= $(wildcard ../shared/crds)
+
+.PHONY: demo test test-all check format clean
+
+demo: $(STAMP)
+	$(BIN)/python -m outrider.demo.run
+
+test: $(STAMP) $(LINK)
+	$(BIN)/python -m pytest
+
+check: $(STAMP) $(LINK)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/source $(BIN)/mypy --config-file pyproject.toml -p outrider
+	$(BIN)/python -m pytest tests/test_style.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Torch's newest release would bring gigabytes of CUDA; the range in pyproject.toml does not.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.10,<2.14"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $(STAMP)
+
+$(LINK): $(STAMP)
+	mkdir -p $(dir $(LINK))
+	ln -sfn "$(CURDIR)" $(LINK)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

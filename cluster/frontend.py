@@ -1,0 +1,264 @@
+"""Text, token ids or messages become `Request`s: the only place that knows the tokenizer.
+
+Called by `LLM` and by the HTTP ingress. Everything that can be wrong with a request is found here,
+before anything is queued, and said with the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config import EngineConfig
+from ..errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
+from ..scheduler.sampling import SamplingParams
+from ..scheduler.types import Request, SpeculationOptions, ints
+from .text import Vocabulary
+
+Message = dict[str, Any]
+
+
+class Limits(Protocol):
+    """What the frontend needs of an engine; `EngineInfo` has it."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens; the text is None where the user gave token ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request may say beside its sampling settings."""
+
+    speculation: SpeculationOptions = SpeculationOptions()
+    priority: int = 0
+    tenant: str = ""
+
+
+class Frontend:
+    """Tokenizer, chat template and limits of one model.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be loaded from local files.
+        ConfigError: the chat template does not compile.
+    """
+
+    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+        self.model_name = config.model_name
+        self.max_model_len = limits.max_model_len
+        self.vocab_size = limits.vocab_size
+        self._eos_token_ids = tuple(limits.eos_token_ids)
+        self.tokenizer = _load_tokenizer(config.tokenizer or config.model)
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self._template = _read_template(config.chat_template)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`text` in tokens."""
+        # A lone surrogate (JSON allows "\ud800") is no text; the tokenizer would raise TypeError.
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"prompt: character {error.start} is half of a surrogate pair, which is not text",
+                field="prompt",
+            ) from None
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """A prompt given as text."""
+        token_ids = self.tokenize(text, add_special_tokens=add_special_tokens)
+        return Prompt(tuple(token_ids), text)
+
+    def token_prompt(self, token_ids: Sequence[int], field: str = "prompt") -> Prompt:
+        """A prompt given as token ids.
+
+        Raises:
+            InvalidRequestError: one is not in the vocabulary.
+        """
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(f"{field}: {token_id!r} is no token id", field=field)
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: token id {token_id} is not in the vocabulary "
+                    f"(0 to {self.vocab_size - 1})",
+                    field=field,
+                )
+        return Prompt(tuple(token_ids))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages, rendered by the chat template.
+
+        Raises:
+            InvalidRequestError: the template rejects them, or there is none.
+        """
+        import jinja2
+
+        if self._template is None and not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                f"messages: the tokenizer of {self.model_name} has no chat template; set "
+                "chat_template in the configuration, or use /v1/completions",
+                field="messages",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequestError(
+                f"messages: the chat template rejects them: {error}", field="messages"
+            ) from None
+        # The template writes the special tokens itself.
+        return self.text_prompt(text, add_special_tokens=False)
+
+    def requests(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: RequestOptions | None = None,
+        *,
+        field: str = "prompt",
+    ) -> list[Request]:
+        """The `sampling.n` requests of one prompt, checked and ready to be queued.
+
+        Raises:
+            PromptTooLongError: prompt, or prompt and `max_tokens`, exceed the context.
+            InvalidRequestError: empty prompt, or an id outside the vocabulary.
+        """
+        options = options or RequestOptions()
+        max_tokens = self._room(len(prompt.token_ids), sampling.max_tokens, field)
+        self._check_ids("logit_bias", sampling.logit_bias)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens: {sampling.min_tokens} is above max_tokens ({max_tokens})",
+                field="min_tokens",
+            )
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        one = sampling.model_copy(update={"max_tokens": max_tokens, "n": 1})
+        token_ids = ints(prompt.token_ids)
+        return [
+            Request(
+                id=request_id if sampling.n == 1 else f"{request_id}-{index}",
+                prompt=token_ids,
+                sampling=one,
+                seed=derive_seed(seed, index),
+                eos_token_ids=() if sampling.ignore_eos else self._eos_token_ids,
+                speculation=options.speculation,
+                priority=options.priority,
+                tenant=options.tenant,
+            )
+            for index in range(sampling.n)
+        ]
+
+    def is_eos(self, token_id: int | None) -> bool:
+        """Whether the model itself ends a text with this token."""
+        return token_id in self._eos_token_ids
+
+    def _room(self, num_prompt: int, max_tokens: int | None, field: str) -> int:
+        """Tokens to produce at most."""
+        if num_prompt == 0:
+            raise InvalidRequestError(f"{field}: it is empty; at least one token", field=field)
+        if num_prompt >= self.max_model_len:
+            raise PromptTooLongError(
+                f"{field}: This model's maximum context length is {self.max_model_len} tokens. "
+                f"However, your prompt has {num_prompt} tokens, which leaves no room for output.",
+                field=field,
+            )
+        room = self.max_model_len - num_prompt
+        if max_tokens is None:
+            return room
+        if max_tokens > room:
+            raise PromptTooLongError(
+                f"max_tokens: This model's maximum context length is {self.max_model_len} tokens. "
+                f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the "
+                f"{field}, {max_tokens} in the completion); at most {room} are left.",
+                field="max_tokens",
+            )
+        return max_tokens
+
+    def _check_ids(self, field: str, token_ids: Sequence[int] | dict[int, float]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: token id {token_id} is not in the vocabulary "
+                    f"(0 to {self.vocab_size - 1})",
+                    field=field,
+                )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of a prompt's completion `index`: the first has the prompt's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"tokenizer: none can be loaded from {path!r}: {reason}", field="tokenizer"
+        ) from None
+
+
+def _read_template(template: str | None) -> str | None:
+    """The template's text; a value without `{` is a file's path.
+
+    Raises:
+        ConfigError: no such file, or no template.
+    """
+    if template is None:
+        return None
+    if "{" not in template:
+        try:
+            template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template: cannot read {template!r}: {error}", field="chat_template"
+            ) from None
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        # `{% generation %}` is transformers' own tag; only it knows that.
+        if "generation" not in str(error):
+            raise ConfigError(
+                f"chat_template: line {error.lineno}: {error.message}", field="chat_template"
+            ) from None
+    return template

@@ -1,0 +1,203 @@
+"""What a request gives back, shaped as vLLM's users know it, and how deltas become that.
+
+`Assembler` takes the deltas of one request, one by one, and gives text; `LLM` and the HTTP edge
+share it. A stop string is found here, not in the engine: `Assembler.finished` without a finish
+reason in the delta means that the caller has to abort the engine's request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..scheduler.sampling import SamplingParams
+from ..scheduler.types import Delta, SpeculationUsage, TokenLogprobs
+from .text import Detokenizer, StopMatcher, Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token; `rank` is 1 for the likeliest, None outside the top."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop string or stop token; None for end-of-text
+    logprobs: list[dict[int, Logprob]] | None = None
+    speculation: SpeculationUsage = SpeculationUsage()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt with its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+
+    @property
+    def speculation(self) -> SpeculationUsage:
+        """Of all completions together."""
+        return add_usage([output.speculation for output in self.outputs])
+
+
+def add_usage(usages: list[SpeculationUsage]) -> SpeculationUsage:
+    """Sums; the drafter's name is the first that is not "none"."""
+    return SpeculationUsage(
+        drafter=next((usage.drafter for usage in usages if usage.drafter != "none"), "none"),
+        num_steps=sum(usage.num_steps for usage in usages),
+        num_drafts=sum(usage.num_drafts for usage in usages),
+        num_draft_tokens=sum(usage.num_draft_tokens for usage in usages),
+        num_accepted_tokens=sum(usage.num_accepted_tokens for usage in usages),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one delta added to a completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(slots=True)
+class Assembler:
+    """The text and tokens of one completion, from its deltas.
+
+    With stop strings, tokens are taken one at a time: those behind the one that completed a stop
+    string do not count, however many a draft brought along.
+    """
+
+    vocabulary: Vocabulary
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    speculation: SpeculationUsage = SpeculationUsage()
+    num_cached_tokens: int = 0
+    _detokenizer: Detokenizer = field(init=False)
+    _stops: StopMatcher = field(init=False)
+    _pieces: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self._detokenizer = Detokenizer(
+            self.vocabulary, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._stops = StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, delta: Delta) -> Chunk:
+        """Takes a delta; nothing more is taken once it is finished."""
+        if self.finished:
+            return Chunk("", ())
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        taken, text = self._take(delta)
+        if not self.finished and delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            if delta.finish_reason == "stop" and delta.stop_token_id not in self.eos_token_ids:
+                self.stop_reason = delta.stop_token_id
+            text += self._flush()
+        if delta.usage is not None:
+            self.speculation = delta.usage
+        else:
+            self._count(delta, taken)
+        token_ids, logprobs = delta.token_ids[:taken], delta.logprobs[:taken]
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self._pieces.append(text)
+        return Chunk(text, token_ids, logprobs)
+
+    def output(self) -> CompletionOutput:
+        """The completion so far."""
+        if self._pieces:
+            self.text += "".join(self._pieces)
+            self._pieces.clear()
+        wanted = self.sampling.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=logprob_table(self) if wanted else None,
+            speculation=self.speculation,
+        )
+
+    def _take(self, delta: Delta) -> tuple[int, str]:
+        """How many of the delta's tokens count, and their text."""
+        shown: tuple[int, ...] = delta.token_ids
+        hides_end = not self.sampling.include_stop_str_in_output
+        if delta.stop_token_id is not None and shown[-1:] == (delta.stop_token_id,) and hides_end:
+            shown = shown[:-1]
+        if not self.sampling.stop:
+            return len(delta.token_ids), self._detokenizer.push(shown)
+        text = ""
+        for count, token_id in enumerate(shown, start=1):
+            piece = self._detokenizer.push((token_id,))
+            if len(self.token_ids) + count < self.sampling.min_tokens:
+                text += piece
+                continue
+            text += self._stops.push(piece)
+            if self._stops.matched is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stops.matched
+                return count, text
+        return len(delta.token_ids), text
+
+    def _flush(self) -> str:
+        """The held-back rest; its half characters may still complete a stop string."""
+        text = self._stops.push(self._detokenizer.finish())
+        if self._stops.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self._stops.matched
+            return text
+        return text + self._stops.finish()
+
+    def _count(self, delta: Delta, taken: int) -> None:
+        """A running sum until the engine's own count comes with the last delta.
+
+        It is what is left where a stop string ends the request here, before that delta. The
+        engine's draft sizes are not known then, so only steps and accepted tokens are counted.
+        """
+        if delta.token_ids:
+            so_far = self.speculation
+            self.speculation = SpeculationUsage(
+                drafter=so_far.drafter,
+                num_steps=so_far.num_steps + 1,
+                num_drafts=so_far.num_drafts,
+                num_draft_tokens=so_far.num_draft_tokens,
+                num_accepted_tokens=so_far.num_accepted_tokens + min(delta.num_accepted, taken),
+            )
+
+
+def logprob_table(assembler: Assembler) -> list[dict[int, Logprob]]:
+    """Per token, vLLM's mapping of ids to log-probabilities: the chosen one and the top."""
+    text = assembler.vocabulary.token_text
+    table = []
+    for token_id, logprobs in zip(assembler.token_ids, assembler.logprobs, strict=False):
+        row = {
+            id: Logprob(value, rank, text(id))
+            for rank, (id, value) in enumerate(logprobs.top, start=1)
+        }
+        row.setdefault(token_id, Logprob(logprobs.chosen, None, text(token_id)))
+        table.append(row)
+    return table

@@ -1,0 +1,101 @@
+"""What the workers' tests share: step inputs from plain lists, and ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.scheduler import tree
+from outrider.scheduler.types import Batch, Draft, IntArray, SamplingRows, StepInput, ints
+from outrider.workers.collective import Collective
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence of a step."""
+
+    tokens: Sequence[int]  # the known chunk
+    context_len: int
+    table: Sequence[int]  # blocks
+    draft: Draft = tree.EMPTY
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """Tiny tensors: a pool of threads only gets in the way of the ranks' own threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def part() -> type[Part]:
+    return Part
+
+
+@pytest.fixture
+def build_step() -> Callable[..., StepInput]:
+    """`build_step(parts, block_size, kv_moves)`; every sequence samples."""
+
+    def build(
+        parts: Sequence[Part], block_size: int, kv_moves: Sequence[tuple[int, int]] = ()
+    ) -> StepInput:
+        chunks = [len(part.tokens) for part in parts]
+        width = max(len(part.table) for part in parts)
+        batch = Batch(
+            step=0,
+            request_ids=tuple(str(seq) for seq in range(len(parts))),
+            token_ids=ints([token for part in parts for token in part.tokens]),
+            query_start=ints(np.concatenate([[0], np.cumsum(chunks)])),
+            context_lens=ints([part.context_len for part in parts]),
+            block_tables=ints([[*part.table, *[0] * (width - len(part.table))] for part in parts]),
+            samples=np.ones(len(parts), dtype=np.bool_),
+            max_nodes=ints([part.draft.num_nodes for part in parts]),
+            kv_moves=ints(list(kv_moves)).reshape(-1, 2),
+            sampling=greedy(len(parts)),
+        )
+        return tree.join(batch, [part.draft for part in parts], block_size)
+
+    return build
+
+
+@pytest.fixture
+def run_ranks() -> Callable[[int, Callable[[Collective], Any]], list[Any]]:
+    """`run_ranks(size, work)`: `work(collective)` on that many threads; what each returned."""
+
+    def run(size: int, work: Callable[[Collective], Any]) -> list[Any]:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(work, Collective.threads(size, timeout_s=60)))
+
+    return run
+
+
+@pytest.fixture
+def random_tree() -> Callable[..., IntArray]:
+    """`random_tree(generator, num_nodes)`: parents, each before its node."""
+
+    def grow(generator: np.random.Generator, num_nodes: int) -> IntArray:
+        return ints([int(generator.integers(-1, node)) for node in range(num_nodes)])
+
+    return grow
+
+
+def greedy(num_seqs: int) -> SamplingRows:
+    zeros, ones = np.zeros(num_seqs, np.float32), np.ones(num_seqs, np.float32)
+    none = ints(np.zeros(num_seqs))
+    return SamplingRows(
+        temperature=zeros,
+        top_k=none,
+        top_p=ones,
+        min_p=zeros,
+        seeds=np.zeros(num_seqs, np.int64),
+        min_new_tokens=none,
+        num_logprobs=none - 1,
+    )

@@ -1,0 +1,100 @@
+"""Tiny random checkpoints, one per architecture, saved by transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BASE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "tied": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 6},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, **MOE},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"model_type": "phi3"},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {"model_type": "granite", "logits_scaling": 4.0, "embedding_multiplier": 3.0},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 6, "head_dim": 8},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """`checkpoint(name, **overrides)`: the folder, and transformers' own model as the oracle."""
+
+    def make(name: str, *, max_shard_size: str = "5GB", **overrides: Any) -> tuple[Path, Any]:
+        torch.manual_seed(0)
+        settings = {**BASE, **VARIANTS[name], **overrides}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float().eval()
+        for key, parameter in model.named_parameters():
+            if key.endswith(("bias", "sinks")) or parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.2)
+        model.save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
+        return tmp_path / name, model
+
+    return make
+
+
+@pytest.fixture(params=list(VARIANTS))
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -1,0 +1,143 @@
+"""Logits equal transformers' own full forward, through every kind of step, at 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.scheduler.tree import chain
+from outrider.scheduler.types import Draft, ints
+from outrider.workers.model import load_model
+
+BLOCK = 4
+TABLES = [[9, 2, 14, 5, 0, 7, 21, 11, 17], [3, 8, 1, 19, 6, 12, 4, 16]]
+PARENTS = [-1, -1, 0, 1, 1, 3, 4]
+ACCEPTED = [1, 4, 6]  # a path of PARENTS, not contiguous
+
+
+def full_logits(model, tokens):
+    with torch.inference_mode():
+        return model(torch.tensor([tokens], dtype=torch.int64), use_cache=False).logits[0]
+
+
+def every_row(step):
+    return replace(step, rows=ints(np.arange(len(step.token_ids))))
+
+
+def slot(table, index):
+    return table[index // BLOCK] * BLOCK + index % BLOCK
+
+
+def script(texts, part, build_step):
+    """Steps with the text whose full forward each row must equal, and the row within it."""
+    first, second = texts
+    steps = []
+
+    def add(parts, expected, kv_moves=()):
+        steps.append((every_row(build_step(parts, BLOCK, kv_moves)), expected))
+
+    def rows(text, begin, end):
+        return [(text[: index + 1], index) for index in range(begin, end)]
+
+    one, two = TABLES
+    add([part(first[:5], 0, one)], rows(first, 0, 5))
+    add(  # a chunk beside a whole prompt
+        [part(first[5:12], 5, one), part(second[:9], 0, two)],
+        rows(first, 5, 12) + rows(second, 0, 9),
+    )
+    add(  # two decodes
+        [part(first[12:13], 12, one), part(second[9:10], 9, two)],
+        rows(first, 12, 13) + rows(second, 9, 10),
+    )
+    nodes = [int(token) for token in np.random.default_rng(7).permutation(90)[: len(PARENTS)] + 3]
+    paths = []
+    for node in range(len(PARENTS)):
+        path = [node]
+        while PARENTS[path[0]] >= 0:
+            path.insert(0, PARENTS[path[0]])
+        paths.append(first[:14] + [nodes[step] for step in path])
+    add(  # a tree beside a chain
+        [
+            part(first[13:14], 13, one, Draft(ints(nodes), ints(PARENTS))),
+            part(second[10:11], 10, two, chain(second[11:13], "test")),
+        ],
+        [
+            *rows(first, 13, 14),
+            *((path, len(path) - 1) for path in paths),
+            *rows(second, 10, 13),
+        ],
+    )
+    kept = first[:14] + [nodes[node] for node in ACCEPTED] + [42]
+    moves = [(slot(one, 14 + node), slot(one, 14 + at)) for at, node in enumerate(ACCEPTED)]
+    add(  # the accepted path is compacted, and both go on
+        [part([42], 17, one), part(second[13:16], 13, two)],
+        rows(kept, 17, 18) + rows(second, 13, 16),
+        moves,
+    )
+    return steps
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_kind_of_step(checkpoint, variant, size, part, build_step, run_ranks):
+    path, oracle = checkpoint(variant)
+    texts = np.random.default_rng(3).integers(3, 100, (2, 24)).tolist()
+    steps = script(texts, part, build_step)
+
+    def work(collective):
+        model = load_model(path, dtype=None, device=torch.device("cpu"), collective=collective)
+        cache = model.new_cache(num_blocks=24, block_size=BLOCK)
+        return [model.forward(step, cache) for step, _ in steps]
+
+    outputs = run_ranks(size, work)
+    for index, (_, expected) in enumerate(steps):
+        wanted = torch.stack([full_logits(oracle, text)[row] for text, row in expected])
+        for logits in outputs:
+            assert logits[index].dtype == torch.float32
+            torch.testing.assert_close(logits[index], wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma2"])
+def test_greedy_equals_generate(checkpoint, name, size, part, build_step, run_ranks):
+    path, oracle = checkpoint(name)
+    prompt = [5, 17, 60, 3, 88]
+    tokens = torch.tensor([prompt])
+    wanted = oracle.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False
+    )[0].tolist()
+
+    def work(collective):
+        model = load_model(path, device=torch.device("cpu"), collective=collective)
+        cache, text, known = model.new_cache(12, BLOCK), list(prompt), 0
+        for _ in range(24):
+            step = build_step([part(text[known:], known, TABLES[0])], BLOCK)
+            known = len(text)
+            text.append(int(model.forward(step, cache)[-1].argmax()))
+        return text
+
+    for text in run_ranks(size, work):
+        assert text == wanted
+
+
+def test_rows_and_capture(checkpoint, part, build_step, run_ranks):
+    path, oracle = checkpoint("llama")
+    text = [5, 17, 60, 3, 88, 9]
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states
+
+    def work(collective):
+        model = load_model(path, device=torch.device("cpu"), collective=collective)
+        cache = model.new_cache(12, BLOCK)
+        step = build_step([part(text, 0, TABLES[0])], BLOCK)
+        some, hidden = model.forward_capturing(step, cache, (0, 1, 2))
+        none = model.forward(replace(step, rows=ints([])), cache)
+        return some, hidden, none
+
+    for some, hidden, none in run_ranks(2, work):
+        assert some.shape == (1, 101)
+        assert none.shape == (0, 101)
+        for mine, theirs in zip(hidden, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs[0], rtol=1e-4, atol=1e-4)

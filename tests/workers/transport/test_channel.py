@@ -1,0 +1,141 @@
+"""The socket channel and its twin behave alike: answers, errors, death, silence."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from outrider.errors import WorkerDiedError, WorkerError
+from outrider.workers.transport import framing
+from outrider.workers.transport.channel import Channel, Handler, SocketChannel, ThreadChannel, serve
+
+SECRET = b"s" * 32
+
+
+def over_sockets(host: str | None) -> Callable[[list[Handler]], Channel]:
+    def make(handlers: list[Handler]) -> Channel:
+        ends = []
+        for rank, handler in enumerate(handlers):
+            server, address = framing.listen(host)
+
+            def run(server=server, address=address, rank=rank, handler=handler) -> None:
+                with server:
+                    connection = framing.accept(server, SECRET, 10.0)
+                framing.unlink(address)
+                with connection:
+                    serve(connection, rank, handler)
+
+            threading.Thread(target=run, daemon=True).start()
+            ends.append(framing.connect(address, SECRET, 10.0))
+        return SocketChannel(ends)
+
+    return make
+
+
+@pytest.fixture(params=["threads", "unix", "tcp"])
+def make(request) -> Callable[[list[Handler]], Channel]:
+    if request.param == "threads":
+        return ThreadChannel
+    return over_sockets(None if request.param == "unix" else "127.0.0.1")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rank_zero_answers_and_all_hear(make, size):
+    heard = [[] for _ in range(size)]
+    done = threading.Semaphore(0)
+
+    def handler(rank):
+        def handle(message):
+            heard[rank].append(message)
+            done.release()
+            return (rank, message)
+
+        return handle
+
+    channel = make([handler(rank) for rank in range(size)])
+    for value in range(5):
+        assert channel.call(value, 10.0) == (0, value)
+    for _ in range(5 * size):
+        assert done.acquire(timeout=10)
+    assert heard == [list(range(5))] * size
+    channel.close()
+
+
+def test_any_ranks_error_comes_back_with_its_traceback(make):
+    stuck = threading.Event()
+
+    def broken(message):
+        raise ValueError("bad weights")
+
+    def waiting(message):
+        stuck.wait(5)
+
+    channel = make([waiting, broken])
+    with pytest.raises(WorkerError, match="bad weights"):
+        channel.call("go", 10.0)
+    stuck.set()
+    channel.close()
+
+
+def test_a_lone_rank_goes_on_after_an_error(make):
+    def fussy(message):
+        if message == "bad":
+            raise ValueError("no")
+        return "fine"
+
+    channel = make([fussy])
+    with pytest.raises(WorkerError):
+        channel.call("bad", 10.0)
+    assert channel.call("good", 10.0) == "fine"
+    channel.close()
+
+
+def test_kill_wakes_a_pending_call(make):
+    entered, stuck = threading.Event(), threading.Event()
+
+    def waiting(message):
+        entered.set()
+        stuck.wait(10)
+
+    channel = make([waiting, waiting])
+    threading.Thread(target=lambda: (entered.wait(10), channel.kill("node lost"))).start()
+    with pytest.raises(WorkerDiedError, match="node lost"):
+        channel.call("go", 30.0)
+    stuck.set()
+    channel.close()
+
+
+def test_silence_is_death(make):
+    stuck = threading.Event()
+    channel = make([lambda message: stuck.wait(10)] * 2)
+    with pytest.raises(WorkerDiedError, match="no answer"):
+        channel.call("go", 0.05)
+    stuck.set()
+    channel.close()
+
+
+def test_a_closed_socket_is_death():
+    here, there = socket.socketpair()
+    channel = SocketChannel([here])
+    there.close()
+    with pytest.raises(WorkerDiedError):
+        channel.call("go", 10.0)
+
+
+def test_a_stranger_gets_nothing_and_the_owner_still_gets_in():
+    server, address = framing.listen("127.0.0.1")
+    strangers = [socket.create_connection(address[1:]) for _ in range(2)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+    framing.send(strangers[1], b"x" * 32)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(framing.accept(server, SECRET, 10.0)))
+    thread.start()
+    mine = framing.connect(address, SECRET, 10.0)
+    thread.join(10)
+    framing.send(found[0], b"hello")
+    assert framing.receive(mine) == b"hello"
+    for end in (*strangers, mine, found[0], server):
+        end.close()

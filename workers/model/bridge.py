@@ -1,0 +1,261 @@
+"""All contact with transformers' internals; nothing else imports its private parts.
+
+Facts relied on (transformers 5.23): an attention function registered through `AttentionInterface`
+without a mask function keeps mask building out of the way; custom keyword arguments reach it;
+`use_cache=False` must be said; model forwards are wrapped by decorators that `inspect.unwrap`
+removes; `_init_weights` recomputes rotary frequencies and other constants.
+Each architecture that we claim has a test in `tests/workers/model/test_equality.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ...errors import CheckpointError
+from .weights import Joined, Source, Stacked, Whole, whole_box
+
+ATTENTION = "outrider_paged"
+
+
+class Attending(Protocol):
+    """One step's attention, as layers see it: `AttentionContext`, or a probe."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **kinds: Any
+    ) -> Tensor: ...
+
+
+def read_config(path: Path) -> Any:
+    """The text model's configuration; a typed error when transformers cannot make one of it."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / 'config.json'} is not a configuration that transformers knows: {error}",
+            field="model",
+        ) from error
+    config = config.get_text_config()
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(
+            f"{str(path)!r} is quantised ({config.quantization_config}); only float32, bfloat16 "
+            "and float16 checkpoints are served",
+            field="model",
+        )
+    return config
+
+
+def read_eos(path: Path, config: Any) -> tuple[int, ...]:
+    """Tokens that end a text: the generation configuration's, else the model's."""
+    eos = None
+    if (path / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def build_meta(config: Any, dtype: torch.dtype) -> Any:
+    """The model without weights, ready for ours, set to call `paged_attention`."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
+            )
+    except (ValueError, ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{config.model_type!r} is not a causal language model that can be served: {error}",
+            field="model",
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def tp_hints(model: Any) -> dict[str, str]:
+    """The model's own tensor-parallel plan: name pattern -> style."""
+    return dict(model.tp_plan or {})
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """State-dict names that share another's tensor: {tied: owner}."""
+    return dict(model.all_tied_weights_keys)
+
+
+def materialise_constants(model: Any, device: torch.device) -> None:
+    """Compute what is in no checkpoint: rotary frequencies, embedding scales."""
+    for module in model.modules():
+        names = [name for name in module._non_persistent_buffers_set if name in module._buffers]
+        if not names:
+            continue
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        with torch.no_grad():
+            model._init_weights(module)  # weights are still meta, so only constants get values
+
+
+def shrink_heads(model: Any, attentions: Sequence[str], num_heads: int, num_kv_heads: int) -> None:
+    """Tell attention modules how many heads this rank has. After `materialise_constants`."""
+    if not attentions:
+        return
+    counts = {
+        "num_heads": num_heads,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_key_value_groups": num_heads // num_kv_heads,
+    }
+    modules = [model.get_submodule(name) for name in attentions]
+    for owner in [*modules, *{id(m.config): m.config for m in modules}.values()]:
+        for name, count in counts.items():
+            if isinstance(getattr(owner, name, None), int):
+                setattr(owner, name, count)
+
+
+class Forward:
+    """Calls the model on a flat batch, past the decorators that cost time in every step.
+
+    `hidden_states` index i is the input of layer i; the last one is the output of the final norm.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._outer = partial(inspect.unwrap(type(model).forward), model)
+        inner = getattr(model, model.base_model_prefix)
+        decorated = inner.forward
+        plain = partial(inspect.unwrap(type(inner).forward), inner)
+
+        def forward(*args: Any, output_hidden_states: Any = None, **kwargs: Any) -> Any:
+            if output_hidden_states is None:
+                return plain(*args, **kwargs)
+            return decorated(*args, output_hidden_states=output_hidden_states, **kwargs)
+
+        inner.forward = forward
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # [num_tokens]
+        positions: Tensor,  # [num_tokens]
+        rows: Tensor | None,  # [num_rows]; None: every row
+        attention: Attending,
+        capture: tuple[int, ...] = (),
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
+        kinds: dict[str, Any] = {"output_hidden_states": list(capture)} if capture else {}
+        output = self._outer(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=None,
+            past_key_values=None,
+            use_cache=False,
+            logits_to_keep=0 if rows is None else rows,
+            outrider_attention=attention,
+            **kinds,
+        )
+        hidden = tuple(states[0] for states in output.hidden_states or () if states is not None)
+        return output.logits[0], hidden
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: Tensor | None,
+    *,
+    outrider_attention: Attending,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [num_heads], gpt-oss's sinks
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What every layer calls in place of transformers' attention functions."""
+    out = outrider_attention.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)
+
+
+def map_checkpoint(
+    model: Any, stored: Mapping[str, Source]
+) -> tuple[dict[str, Source], list[str]]:
+    """Sources by the model's own names, and checkpoint names that no module wants.
+
+    Renames and merges are those of transformers' conversion mapping. The common merges (experts
+    stored one by one) stay unread; any other conversion is run on whole tensors.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    wanted = model.state_dict()
+    rename = partial(
+        rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=wanted
+    )
+    sources: dict[str, Source] = {}
+    collected: dict[str, tuple[WeightConverter, dict[str, list[Source]]]] = {}
+    surplus = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename(name, renamings, converters)
+        if target not in wanted:
+            target, pattern = rename(name, [], [])
+        if target not in wanted:
+            surplus.append(name)
+        elif pattern is None:
+            sources[target] = stored[name]
+        else:
+            _, parts = collected.setdefault(target, (by_pattern[pattern], {}))
+            parts.setdefault(pattern, []).append(stored[name])
+    for target, (converter, parts) in collected.items():
+        sources.update(_convert(model, target, converter, parts))
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq"]
+    return sources, [name for name in surplus if not any(re.search(key, name) for key in ignored)]
+
+
+def _convert(
+    model: Any, target: str, converter: WeightConverter, parts: dict[str, list[Source]]
+) -> dict[str, Source]:
+    operations = converter.operations
+    merges = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    joins = operations[1:]
+    if merges and (not joins or (len(joins) == 1 and type(joins[0]) is Concatenate)):
+        stacks = [Stacked(parts[key]) for key in converter.source_patterns if key in parts]
+        if not joins:
+            return {target: stacks[0]}
+        return {target: Joined(stacks, joins[0].dim)}
+    whole = deepcopy(converter)
+    for pattern, pieces in parts.items():
+        for piece in pieces:
+            read = partial(piece.read, whole_box(piece.shape))
+            whole.add_tensor(target, target, pattern, read)
+    converted = whole.convert(target, model=model, config=model.config)
+    return {
+        name: Whole(tensor[0] if isinstance(tensor, list) else tensor)
+        for name, tensor in converted.items()
+    }

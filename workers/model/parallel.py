@@ -1,0 +1,91 @@
+"""Where ranks talk: forwards of the modules whose weights `sharding.py` has cut.
+
+A module keeps its class and its names; only its `forward` is replaced, and only where its output
+is a part of the whole. With one rank nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..collective import Collective
+from .sharding import ShardPlan
+
+
+def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_size: int) -> None:
+    """Give every module of the plan the forward that takes part in its collective."""
+    if collective.size == 1:
+        return
+    for name in plan.row_linears:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear), name
+        object.__setattr__(module, "forward", _RowLinear(module, collective))
+    for name in plan.experts:
+        module = model.get_submodule(name)
+        object.__setattr__(module, "forward", _Summed(module.forward, collective))
+    if plan.embedding is not None and plan.head is not None:
+        embedding, head = model.get_submodule(plan.embedding), model.get_submodule(plan.head)
+        assert isinstance(head, nn.Linear), type(head)
+        object.__setattr__(embedding, "forward", _Embedding(embedding, collective))
+        object.__setattr__(head, "forward", _Head(head, collective, vocab_size))
+
+
+class _RowLinear:
+    """`y = sum over ranks of (x W) + b`: the bias is added once."""
+
+    def __init__(self, module: nn.Linear, collective: Collective) -> None:
+        self._module = module
+        self._collective = collective
+
+    def __call__(self, states: Tensor) -> Tensor:  # [..., in_features of this rank]
+        out = self._collective.all_reduce(linear(states, self._module.weight))
+        return out if self._module.bias is None else out + self._module.bias
+
+
+class _Summed:
+    """A module whose output is a partial sum."""
+
+    def __init__(self, forward: Any, collective: Collective) -> None:
+        self._forward = forward
+        self._collective = collective
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self._forward(*args, **kwargs)
+        return self._collective.all_reduce(out.contiguous())
+
+
+class _Embedding:
+    """Each rank looks up the tokens it holds and gives zeros for the others."""
+
+    def __init__(self, module: nn.Module, collective: Collective) -> None:
+        assert isinstance(module.weight, Tensor)
+        self._forward = module.forward  # a subclass may scale what it looks up
+        self._length = module.weight.shape[0]
+        self._first = collective.rank * self._length
+        self._collective = collective
+
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [1, num_tokens]
+        local = token_ids - self._first
+        absent = (local < 0) | (local >= self._length)
+        out = self._forward(local.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(-1), 0)
+        return self._collective.all_reduce(out)
+
+
+class _Head:
+    """Each rank computes its tokens' logits; all ranks get all of them."""
+
+    def __init__(self, module: nn.Linear, collective: Collective, vocab_size: int) -> None:
+        self._module = module
+        self._collective = collective
+        self._vocab_size = vocab_size
+
+    def __call__(self, states: Tensor) -> Tensor:  # [1, num_rows, hidden_size]
+        if states.shape[-2] == 0:
+            return states.new_zeros(*states.shape[:-1], self._vocab_size)
+        part = linear(states, self._module.weight, self._module.bias)
+        gathered = self._collective.all_gather(part, dim=-1)
+        return torch.narrow(gathered, -1, 0, self._vocab_size)
