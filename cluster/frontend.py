@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Prompt:
 class RequestOptions:
     """What a request may say beside its sampling settings."""
 
-    speculation: SpeculationOptions = SpeculationOptions()
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     priority: int = 0
     tenant: str = ""
 
@@ -158,6 +158,8 @@ class Frontend:
         max_tokens = self._room(len(prompt.token_ids), sampling.max_tokens, field)
         self._check_ids("logit_bias", sampling.logit_bias)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        if "" in sampling.stop:
+            raise InvalidRequestError("stop: an empty string stops everything", field="stop")
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens: {sampling.min_tokens} is above max_tokens ({max_tokens})",

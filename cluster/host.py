@@ -23,7 +23,7 @@ class EngineHost:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._section = _draft_section(config)
-        target = describe(Path(config.model), tp_size=config.tensor_parallel_size)
+        target = describe(Path(config.model), tensor_parallel_size=config.tensor_parallel_size)
         self.vocab_size = target.vocab_size
         section, draft, colocated = self._section, None, False
         if section is not None:
@@ -106,10 +106,10 @@ def check_vocabulary(target: str, draft: str, draft_size: int) -> None:
     """
     field = "speculative_config.speculative_model"
     try:
-        draft_info = describe(Path(draft), tp_size=draft_size)
+        draft_info = describe(Path(draft), tensor_parallel_size=draft_size)
     except ConfigError as error:
         raise type(error)(f"{field}: {error.message}", field=field) from None
-    target_info = describe(Path(target), tp_size=1)
+    target_info = describe(Path(target), tensor_parallel_size=1)
     if draft_info.vocab_size != target_info.vocab_size:
         raise ConfigError(
             f"{field}: {draft} has a vocabulary of {draft_info.vocab_size} tokens, the target "

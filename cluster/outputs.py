@@ -2,7 +2,8 @@
 
 `Assembler` takes the deltas of one request, one by one, and gives text; `LLM` and the HTTP edge
 share it. A stop string is found here, not in the engine: `Assembler.finished` without a finish
-reason in the delta means that the caller has to abort the engine's request.
+reason in the delta means that the caller has to abort the engine's request, whose last delta then
+brings the statistics.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop string or stop token; None for end-of-text
     logprobs: list[dict[int, Logprob]] | None = None
-    speculation: SpeculationUsage = SpeculationUsage()
+    speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Assembler:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    speculation: SpeculationUsage = SpeculationUsage()
+    speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
     num_cached_tokens: int = 0
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopMatcher = field(init=False)
@@ -108,7 +109,9 @@ class Assembler:
         return self.finish_reason is not None
 
     def push(self, delta: Delta) -> Chunk:
-        """Takes a delta; nothing more is taken once it is finished."""
+        """Takes a delta. Once it is finished, no more tokens count, but the statistics do."""
+        if delta.usage is not None:
+            self.speculation = delta.usage
         if self.finished:
             return Chunk("", ())
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
@@ -118,10 +121,6 @@ class Assembler:
             if delta.finish_reason == "stop" and delta.stop_token_id not in self.eos_token_ids:
                 self.stop_reason = delta.stop_token_id
             text += self._flush()
-        if delta.usage is not None:
-            self.speculation = delta.usage
-        else:
-            self._count(delta, taken)
         token_ids, logprobs = delta.token_ids[:taken], delta.logprobs[:taken]
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
@@ -171,22 +170,6 @@ class Assembler:
             self.finish_reason, self.stop_reason = "stop", self._stops.matched
             return text
         return text + self._stops.finish()
-
-    def _count(self, delta: Delta, taken: int) -> None:
-        """A running sum until the engine's own count comes with the last delta.
-
-        It is what is left where a stop string ends the request here, before that delta. The
-        engine's draft sizes are not known then, so only steps and accepted tokens are counted.
-        """
-        if delta.token_ids:
-            so_far = self.speculation
-            self.speculation = SpeculationUsage(
-                drafter=so_far.drafter,
-                num_steps=so_far.num_steps + 1,
-                num_drafts=so_far.num_drafts,
-                num_draft_tokens=so_far.num_draft_tokens,
-                num_accepted_tokens=so_far.num_accepted_tokens + min(delta.num_accepted, taken),
-            )
 
 
 def logprob_table(assembler: Assembler) -> list[dict[int, Logprob]]:

@@ -103,17 +103,26 @@ class Detokenizer:
         new = [id for id in token_ids if id < self._size and id not in self._skipped]
         if not new:
             return ""
+        text = self._decode([*self._window, *new])
+        if len(new) > 1 and text.endswith(REPLACEMENT):
+            # Byte fallback writes U+FFFD for the whole run of bytes that an unfinished character
+            # is part of: token by token, the finished ones are seen.
+            return "".join([self._advance([id], self._decode([*self._window, id])) for id in new])
+        return self._advance(new, text)
+
+    def _advance(self, new: list[int], text: str) -> str:
         self._window += new
         self._num_pending += len(new)
-        self._text = self._decode(self._window)
-        stable = len(self._text.rstrip(REPLACEMENT))
-        if stable == len(self._text):
+        self._text = text
+        stable = len(text.rstrip(REPLACEMENT))
+        if stable == len(text):
             self._num_pending = 0
         elif self._num_pending > _MAX_PENDING:
-            stable = max(stable, len(self._text) - _MAX_HELD)
-        piece = self._text[self._given : stable]
+            stable = max(stable, len(text) - _MAX_HELD)
+        piece = text[self._given : stable]
         self._given = max(self._given, stable)
-        if len(self._window) > self._limit:
+        settled = self._num_pending == 0 or self._num_pending > _MAX_PENDING
+        if settled and len(self._window) > self._limit:
             self._cut()
         return piece
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from ..errors import ConfigError
 
@@ -94,8 +95,8 @@ class Collective:
         if size == 1:
             return Collective.single()
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, size, rank == 0, timeout)
-        scoped = dist.PrefixStore(f"generation-{generation}", store)
+        store = TCPStore(host, port, size, rank == 0, timeout)
+        scoped = PrefixStore(f"generation-{generation}", store)
         return Collective(rank, size, _builder(backend, device)(scoped, rank, size, timeout))
 
     @staticmethod
@@ -103,7 +104,7 @@ class Collective:
         """A gloo group inside this process; give one member to each of `size` threads."""
         if size == 1:
             return [Collective.single()]
-        store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+        store, timeout = HashStore(), timedelta(seconds=timeout_s)
 
         def build(rank: int) -> Collective:
             return Collective(rank, size, _gloo(store, rank, size, timeout))

@@ -19,7 +19,7 @@ from ...scheduler.tree import ancestor_mask, is_chain
 from ...scheduler.types import IntArray, StepInput
 
 BoolArray = NDArray[np.bool_]
-Index = NDArray[np.int64]
+Index = NDArray[np.int32]
 
 MAX_WASTE = 0.5
 """Padding that a group may add, as a share of its real (query, key) pairs."""

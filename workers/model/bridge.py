@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -48,7 +49,14 @@ def read_config(path: Path) -> Any:
     """The text model's configuration; a typed error when transformers cannot make one of it."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
         raise CheckpointError(
             f"{path / 'config.json'} is not a configuration that transformers knows: {error}",
             field="model",
@@ -202,9 +210,7 @@ def paged_attention(
 AttentionInterface.register(ATTENTION, paged_attention)
 
 
-def map_checkpoint(
-    model: Any, stored: Mapping[str, Source]
-) -> tuple[dict[str, Source], list[str]]:
+def map_checkpoint(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, Source], list[str]]:
     """Sources by the model's own names, and checkpoint names that no module wants.
 
     Renames and merges are those of transformers' conversion mapping. The common merges (experts
@@ -242,18 +248,18 @@ def _convert(
     model: Any, target: str, converter: WeightConverter, parts: dict[str, list[Source]]
 ) -> dict[str, Source]:
     operations = converter.operations
-    merges = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
-    joins = operations[1:]
-    if merges and (not joins or (len(joins) == 1 and type(joins[0]) is Concatenate)):
+    merge, joins = operations[0], operations[1:]
+    lazy = isinstance(merge, MergeModulelist) and merge.dim == 0
+    if lazy and len(joins) <= 1 and all(type(join) is Concatenate for join in joins):
         stacks = [Stacked(parts[key]) for key in converter.source_patterns if key in parts]
         if not joins:
             return {target: stacks[0]}
-        return {target: Joined(stacks, joins[0].dim)}
+        return {target: Joined(stacks, joins[0].dim)}  # type: ignore[attr-defined]
     whole = deepcopy(converter)
     for pattern, pieces in parts.items():
         for piece in pieces:
             read = partial(piece.read, whole_box(piece.shape))
-            whole.add_tensor(target, target, pattern, read)
+            whole.add_tensor(target, target, pattern, read)  # type: ignore[arg-type]
     converted = whole.convert(target, model=model, config=model.config)
     return {
         name: Whole(tensor[0] if isinstance(tensor, list) else tensor)

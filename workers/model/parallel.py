@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ..collective import Collective
 from .sharding import ShardPlan
@@ -20,11 +19,7 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
     """Give every module of the plan the forward that takes part in its collective."""
     if collective.size == 1:
         return
-    for name in plan.row_linears:
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear), name
-        object.__setattr__(module, "forward", _RowLinear(module, collective))
-    for name in plan.experts:
+    for name in plan.summed:
         module = model.get_submodule(name)
         object.__setattr__(module, "forward", _Summed(module.forward, collective))
     if plan.embedding is not None and plan.head is not None:
@@ -34,20 +29,8 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
         object.__setattr__(head, "forward", _Head(head, collective, vocab_size))
 
 
-class _RowLinear:
-    """`y = sum over ranks of (x W) + b`: the bias is added once."""
-
-    def __init__(self, module: nn.Linear, collective: Collective) -> None:
-        self._module = module
-        self._collective = collective
-
-    def __call__(self, states: Tensor) -> Tensor:  # [..., in_features of this rank]
-        out = self._collective.all_reduce(linear(states, self._module.weight))
-        return out if self._module.bias is None else out + self._module.bias
-
-
 class _Summed:
-    """A module whose output is a partial sum."""
+    """A module whose output is a partial sum: a row-parallel linear, sliced experts."""
 
     def __init__(self, forward: Any, collective: Collective) -> None:
         self._forward = forward
@@ -79,13 +62,12 @@ class _Head:
     """Each rank computes its tokens' logits; all ranks get all of them."""
 
     def __init__(self, module: nn.Linear, collective: Collective, vocab_size: int) -> None:
-        self._module = module
+        self._forward = module.forward
         self._collective = collective
         self._vocab_size = vocab_size
 
     def __call__(self, states: Tensor) -> Tensor:  # [1, num_rows, hidden_size]
         if states.shape[-2] == 0:
             return states.new_zeros(*states.shape[:-1], self._vocab_size)
-        part = linear(states, self._module.weight, self._module.bias)
-        gathered = self._collective.all_gather(part, dim=-1)
+        gathered = self._collective.all_gather(self._forward(states), dim=-1)
         return torch.narrow(gathered, -1, 0, self._vocab_size)

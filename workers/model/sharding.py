@@ -70,8 +70,7 @@ class ShardPlan:
     """Which tensors are cut, by state-dict name, and which modules take part in a collective."""
 
     shards: dict[str, Shard] = field(default_factory=dict)
-    row_linears: list[str] = field(default_factory=list)  # their output is summed over the ranks
-    experts: list[str] = field(default_factory=list)  # likewise
+    summed: list[str] = field(default_factory=list)  # modules whose output is a part of a sum
     rank0_only: set[str] = field(default_factory=set)  # biases added once: zeros elsewhere
     attentions: list[str] = field(default_factory=list)  # modules that hold fewer heads now
     embedding: str | None = None
@@ -79,11 +78,11 @@ class ShardPlan:
 
 
 def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> ShardPlan:
-    """The plan of one rank. `hints` is the model's `tp_plan`, used for names that we do not know."""
+    """The plan of one rank. `hints` is the model's `tp_plan`, for names that we do not know."""
     plan = ShardPlan()
     heads.check()
     for name, module in model.named_modules():
-        children = {key: child for key, child in module.named_children()}
+        children = dict(module.named_children())
         if isinstance(children.get("o_proj"), nn.Linear) and _shards_heads(children, heads):
             _plan_attention(plan, name, module, heads)
         elif isinstance(children.get("down_proj"), nn.Linear):
@@ -122,9 +121,7 @@ def split(total: int, rank: int, size: int, what: str) -> Range:
 
 
 def _indivisible(what: str, total: int, size: int) -> ConfigError:
-    return ConfigError(
-        f"{FIELD}={size} does not divide {what}={total} of this model", field=FIELD
-    )
+    return ConfigError(f"{FIELD}={size} does not divide {what}={total} of this model", field=FIELD)
 
 
 def _shards_heads(children: Mapping[str, nn.Module], heads: Heads) -> bool:
@@ -156,7 +153,8 @@ def _plan_attention(plan: ShardPlan, name: str, module: nn.Module, heads: Heads)
         elif (weight := getattr(child, "weight", None)) is not None and weight.dim() == 2:
             # A norm with weights of its own for every head (Cohere): [num_heads, head_dim].
             if weight.shape[0] == heads.num_heads and key == "q_norm":
-                plan.shards[f"{path}.weight"] = Shard(0, (split(heads.num_heads, rank, size, path),))
+                span = split(heads.num_heads, rank, size, path)
+                plan.shards[f"{path}.weight"] = Shard(0, (span,))
             elif weight.shape[0] == heads.num_kv_heads:
                 plan.shards[f"{path}.weight"] = Shard(0, (heads.kv_range,))
     for key, parameter in module.named_parameters(recurse=False):
@@ -193,7 +191,7 @@ def _plan_mlp(
 
 def _plan_experts(plan: ShardPlan, name: str, module: nn.Module, rank: int, size: int) -> None:
     """Every rank holds a slice of every expert: balanced whatever the router picks."""
-    plan.experts.append(name)
+    plan.summed.append(name)
     for key, parameter in module.named_parameters(recurse=False):
         path, is_bias = f"{name}.{key}", key.endswith("_bias")
         if key == "down_proj_bias":
@@ -201,6 +199,7 @@ def _plan_experts(plan: ShardPlan, name: str, module: nn.Module, rank: int, size
         elif key.startswith(("gate_up_proj", "up_proj")):
             dim = 1 if is_bias or not module.is_transposed else 2
             total = parameter.shape[dim]
+            ranges: tuple[Range, ...]
             if key.startswith("gate_up") and module.is_concatenated:
                 ranges = _halves(total, rank, size, path)
             else:  # pairs of gate and up lie side by side, or there is no gate
@@ -211,9 +210,7 @@ def _plan_experts(plan: ShardPlan, name: str, module: nn.Module, rank: int, size
             plan.shards[path] = Shard(dim, (split(parameter.shape[dim], rank, size, path),))
 
 
-def _plan_hinted(
-    plan: ShardPlan, model: nn.Module, hints: Mapping[str, str], heads: Heads
-) -> None:
+def _plan_hinted(plan: ShardPlan, model: nn.Module, hints: Mapping[str, str], heads: Heads) -> None:
     """Linears that only the model's own plan knows, outside of attention and known MLPs."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or f"{name}.weight" in plan.shards:
@@ -252,4 +249,6 @@ def _cut_rows(plan: ShardPlan, name: str, linear: nn.Linear, ranges: tuple[Range
 
 def _cut_columns(plan: ShardPlan, name: str, linear: nn.Linear, rank: int, size: int) -> None:
     plan.shards[f"{name}.weight"] = Shard(1, (split(linear.in_features, rank, size, name),))
-    plan.row_linears.append(name)
+    plan.summed.append(name)
+    if linear.bias is not None:
+        plan.rank0_only.add(f"{name}.bias")

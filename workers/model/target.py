@@ -30,6 +30,7 @@ from .bridge import (
     tied_names,
     tp_hints,
 )
+from .packed import pack_linears
 from .parallel import connect
 from .sharding import Heads, Shard, ShardPlan, plan_shards, plan_vocabulary, split
 from .weights import Checkpoint, Source, require_checkpoint
@@ -196,6 +197,7 @@ def load_model(
     load_weights(model, Checkpoint(path), plan, device, collective.rank)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
+    pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
     return PagedModel(info, model, device, collective, backend or SdpaBackend())
 

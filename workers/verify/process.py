@@ -27,6 +27,7 @@ from torch import Tensor
 from ...scheduler.types import FloatArray, IntArray, Penalties, SamplingRows
 from .kernels import nonzero
 from .layout import Layout
+from .noise import passes
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: a division by them overflows float32
 
@@ -91,6 +92,8 @@ def edit(
         ends = sampling.ends[seq]
         shifted.append(_entries(of_seq, ends, vocab, np.full(len(of_seq) * len(ends), -np.inf)))
 
+    scaled = [entries for entries in scaled if len(entries[0])]  # none of rows in their prompt
+    shifted = [entries for entries in shifted if len(entries[0])]
     edited = logits
     if scaled:
         at, factor, less = _upload(scaled, logits.device)
@@ -114,7 +117,7 @@ def _penalised(rows: Layout, penalties: Penalties, vocab: int) -> Entries:
     counts = np.zeros((num_rows, len(ids)))
     seen = np.zeros(len(ids), dtype=np.bool_)
     seen[column[: len(prompt)]] = True
-    counts[0, column[len(prompt) : len(prompt) + len(output)]] = penalties.output_counts
+    counts[:1, column[len(prompt) : len(prompt) + len(output)]] = penalties.output_counts
     path_column = column[len(prompt) + len(output) :]
     parents = rows.parent[of_seq] - of_seq[:1]
     for row in range(1, num_rows):  # a node has its parent's history and its own token
@@ -238,11 +241,9 @@ def _widths(limits: Settings, vocab: int) -> list[int]:
 def _totals(scaled: Tensor, limits: Settings) -> Tensor:  # [num_ranked], int64
     """Each row's mass over the vocabulary, where top-p counts against that."""
     totals = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
-    needed = np.flatnonzero((limits.top_p < 1) & (limits.top_k <= 0))
-    for row in needed.tolist() if scaled.device.type == "cpu" else ():
-        totals[row] = _masses(scaled[row : row + 1]).sum()  # in the cache
-    if len(needed) and scaled.device.type != "cpu":
-        totals = _masses(scaled).sum(1)
+    if ((limits.top_p < 1) & (limits.top_k <= 0)).any():
+        for part in passes(len(scaled), scaled.shape[1], scaled.device):
+            totals[part] = _masses(scaled[part]).sum(1)
     return totals
 
 

@@ -142,7 +142,7 @@ def evidence(
     row_keys = noise.keys(rows.seeds, rows.positions).to(device)
     packed = torch.empty((rows.num_rows, num_support + 2), dtype=torch.float64, device=device)
     for pool in pools(logits, settings(rows, sampling)):
-        for part in noise.passes(*pool.logits.shape, device):
+        for part in noise.passes(len(pool.rows), pool.logits.shape[1], device):
             known = torch.from_numpy(support[pool.rows[part]]).to(device)
             at = torch.from_numpy(pool.rows[part]).to(device)
             packed[at] = _weigh(pool, part, known, row_keys[at])

@@ -28,7 +28,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "tied": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 6},
+    "mistral": {"model_type": "mistral", "sliding_window": 2},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},

@@ -111,7 +111,7 @@ def test_greedy_equals_generate(checkpoint, name, size, part, build_step, run_ra
 
     def work(collective):
         model = load_model(path, device=torch.device("cpu"), collective=collective)
-        cache, text, known = model.new_cache(12, BLOCK), list(prompt), 0
+        cache, text, known = model.new_cache(24, BLOCK), list(prompt), 0
         for _ in range(24):
             step = build_step([part(text[known:], known, TABLES[0])], BLOCK)
             known = len(text)
@@ -130,7 +130,7 @@ def test_rows_and_capture(checkpoint, part, build_step, run_ranks):
 
     def work(collective):
         model = load_model(path, device=torch.device("cpu"), collective=collective)
-        cache = model.new_cache(12, BLOCK)
+        cache = model.new_cache(24, BLOCK)
         step = build_step([part(text, 0, TABLES[0])], BLOCK)
         some, hidden = model.forward_capturing(step, cache, (0, 1, 2))
         none = model.forward(replace(step, rows=ints([])), cache)

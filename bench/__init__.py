@@ -1,0 +1,1 @@
+"""Reproducible benchmarks: Outrider with and without speculation, and peers, in one run."""

@@ -1,0 +1,171 @@
+"""Who is measured: anything that runs a list of prompts at a batch size.
+
+`EngineContender` drives the engine as `LLM` does (tokenized prompts in, deltas through the
+detokenizer), with as many requests in flight as the batch size says, and notes when tokens came.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..cluster.engine import Engine
+from ..cluster.frontend import Frontend, Prompt
+from ..cluster.outputs import Assembler
+from ..config import EngineConfig
+from ..errors import WorkerError
+from ..scheduler.sampling import SamplingParams
+from ..scheduler.types import Delta
+from .measure import Acceptance, Arrival, Run, Trace
+
+_POLL_S = 1.0  # how often a silent engine is asked whether it lives
+
+
+class Contender(Protocol):
+    """One side of a comparison; stays loaded between runs."""
+
+    name: str
+
+    def run(self, prompts: Sequence[str], sampling: SamplingParams, batch_size: int) -> Run:
+        """All prompts once, at most `batch_size` of them at a time."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        ...
+
+
+class EngineContender:
+    """Outrider with one configuration."""
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        self.name = name
+        self._engine = Engine.start(config)
+        self._frontend = Frontend(config, self._engine.info)
+
+    def run(self, prompts: Sequence[str], sampling: SamplingParams, batch_size: int) -> Run:
+        parsed = [self._frontend.text_prompt(prompt) for prompt in prompts]
+        before = self._engine.stats()
+        flight = _Flight(self._engine, self._frontend, parsed, sampling)
+        start = time.perf_counter()
+        flight.fly(batch_size)
+        wall_s = time.perf_counter() - start
+        after = self._engine.stats()
+        return Run(
+            contender=self.name,
+            batch_size=batch_size,
+            wall_s=wall_s,
+            traces=flight.traces(start),
+            num_steps=after["steps"]["num_steps"] - before["steps"]["num_steps"],
+            acceptance=_acceptance(before, after, flight.num_emitting_steps),
+        )
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class _Flight:
+    """The requests of one run, and the sink that their deltas come to."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        frontend: Frontend,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        run = uuid.uuid4().hex
+        self._requests = []
+        for index, prompt in enumerate(prompts):
+            # A seed per prompt: the same text from every engine, also when sampling.
+            seeded = sampling.model_copy(update={"seed": (sampling.seed or 0) + index})
+            self._requests += frontend.requests(f"{run}-{index}", prompt, seeded)
+        self._index = {request.id: index for index, request in enumerate(self._requests)}
+        self._assemblers = [
+            Assembler(frontend.vocabulary, request.sampling, request.eos_token_ids)
+            for request in self._requests
+        ]
+        self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
+        self._submitted_s = [0.0] * len(prompts)
+        self._arrivals: list[list[Arrival]] = [[] for _ in prompts]
+        self.num_emitting_steps = 0
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """The engine's loop thread calls this."""
+        self._inbox.put(deltas)
+
+    def fly(self, batch_size: int) -> None:
+        """Keeps `batch_size` requests in flight until all are done."""
+        waiting = iter(range(len(self._requests)))
+        num_running = 0
+        for index in waiting:
+            self._submit(index)
+            num_running += 1
+            if num_running == batch_size:
+                break
+        while num_running:
+            for delta in self._next():
+                if self._take(delta):
+                    num_running -= 1
+                    following = next(waiting, None)
+                    if following is not None:
+                        self._submit(following)
+                        num_running += 1
+
+    def traces(self, start_s: float) -> tuple[Trace, ...]:
+        """One per prompt, in order, on the run's clock."""
+        return tuple(
+            Trace(
+                submitted_s=submitted_s - start_s,
+                arrivals=tuple(Arrival(each.at_s - start_s, each.num_tokens) for each in arrivals),
+                token_ids=tuple(assembler.token_ids),
+                num_prompt_tokens=len(prompt.token_ids),
+            )
+            for submitted_s, arrivals, assembler, prompt in zip(
+                self._submitted_s, self._arrivals, self._assemblers, self._prompts, strict=True
+            )
+        )
+
+    def _submit(self, index: int) -> None:
+        self._submitted_s[index] = time.perf_counter()
+        self._engine.submit(self._requests[index], self)
+
+    def _take(self, delta: Delta) -> bool:
+        """Counts a delta; whether it was its request's last."""
+        index = self._index[delta.request_id]
+        chunk = self._assemblers[index].push(delta)
+        if chunk.token_ids:
+            self._arrivals[index].append(Arrival(time.perf_counter(), len(chunk.token_ids)))
+        if delta.finish_reason == "error":
+            raise WorkerError(delta.error or "the step of this request failed")
+        if delta.usage is not None:
+            self.num_emitting_steps += delta.usage.num_steps
+        return delta.finish_reason is not None
+
+    def _next(self) -> list[Delta]:
+        while True:
+            try:
+                return self._inbox.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._engine.check()
+
+
+def _acceptance(before: dict[str, Any], after: dict[str, Any], num_steps: int) -> Acceptance:
+    """What the drafters did between two looks at the engine's counters."""
+    num_drafts = num_draft_tokens = num_accepted = 0
+    per_pos: list[int] = []
+    for name, now in after["drafters"].items():
+        was = before["drafters"][name]
+        num_drafts += now["num_gen_drafts"] - was["num_gen_drafts"]
+        num_draft_tokens += now["num_gen_tokens"] - was["num_gen_tokens"]
+        num_accepted += now["num_acc_tokens"] - was["num_acc_tokens"]
+        for place, count in enumerate(now["acc_tokens_per_pos"]):
+            old = was["acc_tokens_per_pos"]
+            per_pos += [0] * (place + 1 - len(per_pos))
+            per_pos[place] += count - (old[place] if place < len(old) else 0)
+    return Acceptance(num_steps, num_drafts, num_draft_tokens, num_accepted, tuple(per_pos))

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP edge; it knows an `EngineClient`, not Ray."""

@@ -1,0 +1,223 @@
+"""A tokenizer of 300 tokens, and an engine without a model: both are quick and deterministic."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.errors import EngineDeadError
+from outrider.scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+EOS = 299
+VOCAB_SIZE = 304  # padded, as real checkpoints are
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte-level BPE: 256 bytes, 40 merges, three special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=297,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["the cat sat on the mat and the other cat sat too "] * 20, trainer
+    )
+    size = tokenizer.get_vocab_size()
+    fillers = [f"<|filler{index}|>" for index in range(EOS - size)]
+    tokenizer.add_special_tokens([*fillers, "<|eos|>"])
+    assert tokenizer.token_to_id("<|eos|>") == EOS
+    path = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def config(tokenizer_path: Path) -> EngineConfig:
+    return EngineConfig.load(
+        {"model": str(tokenizer_path), "served_model_name": "tiny", "executor": "local"}
+    )
+
+
+@pytest.fixture(scope="session")
+def limits() -> Any:
+    return SimpleNamespace(
+        model_name="tiny",
+        max_model_len=256,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        drafter="fake",
+    )
+
+
+class FakeEngine:
+    """Answers every request with the same script, `num_per_step` tokens a step.
+
+    `gate` holds the steps back while it is cleared.
+    """
+
+    def __init__(self, info: Any, script: list[int], num_per_step: int = 3) -> None:
+        self.info = info
+        self.script = script
+        self.num_per_step = num_per_step
+        self.gate = threading.Event()
+        self.gate.set()
+        self.submitted: list[Request] = []
+        self.aborted: list[str] = []
+        self.dead = False
+        self.error: str | None = None
+        self.refuse: Exception | None = None
+        self.pause_s = 0.0
+        self._running: dict[str, tuple[Request, Any, list[int], int]] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Any) -> None:
+        self.check()
+        if self.refuse is not None:
+            raise self.refuse
+        with self._lock:
+            self.submitted.append(request)
+            self._running[request.id] = (request, sink, [*request.emitted.tolist()], 0)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            self.aborted.append(request_id)
+            entry = self._running.pop(request_id, None)
+        if entry is not None:
+            usage = SpeculationUsage("fake", entry[3], entry[3], 3 * entry[3], 2 * entry[3])
+            entry[1].deliver([Delta(request_id, (), finish_reason="abort", usage=usage)])
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "running": len(self._running),
+            "waiting": 0,
+            "kv": {"num_blocks": 8, "num_free_blocks": 8 - len(self._running), "block_size": 16},
+            "requests": {"num_finished": len(self.submitted) - len(self._running)},
+            "steps": {"num_steps": 7},
+            "drafters": {
+                "fake": {
+                    "num_calls": [1, 2, 3],
+                    "num_gen_drafts": 5,
+                    "num_acc_drafts": 4,
+                    "num_gen_tokens": 15,
+                    "num_acc_tokens": 9,
+                    "acc_tokens_per_pos": [4, 3, 2],
+                    "begin_ms": 0.1,
+                    "gen_ms": 0.2,
+                    "acc_ms": 0.3,
+                    "faults": 0,
+                }
+            },
+        }
+
+    def check(self) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine is down: test")
+
+    def reconfigure(self, speculative: dict[str, Any]) -> None:
+        self.reconfigured = speculative
+
+    def shutdown(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self.gate.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._running:
+                self._wake.wait(0.05)
+                self._wake.clear()
+            self.gate.wait()
+            if self.pause_s:
+                threading.Event().wait(self.pause_s)
+            self._step()
+
+    def _step(self) -> None:
+        with self._lock:
+            by_sink: dict[int, tuple[Any, list[Delta]]] = {}
+            for request_id, (request, sink, done, steps) in list(self._running.items()):
+                delta = self._advance(request, done, steps + 1)
+                self._running[request_id] = (request, sink, done, steps + 1)
+                if delta.finish_reason:
+                    del self._running[request_id]
+                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+            for sink, deltas in by_sink.values():
+                sink.deliver(deltas)
+
+    def _advance(self, request: Request, done: list[int], steps: int) -> Delta:
+        if self.error is not None:
+            return Delta(request.id, (), finish_reason="error", error=self.error)
+        sampling = request.sampling
+        new: list[int] = []
+        reason = None
+        while len(new) < self.num_per_step and reason is None:
+            token = self.script[len(done) % len(self.script)]
+            done.append(token)
+            new.append(token)
+            if token in request.eos_token_ids or token in sampling.stop_token_ids:
+                reason = "stop"
+            elif len(done) >= (sampling.max_tokens or 10**9):
+                reason = "length"
+        wanted = sampling.logprobs
+        logprobs = () if wanted is None else tuple(self._logprobs(token, wanted) for token in new)
+        return Delta(
+            request.id,
+            tuple(new),
+            num_accepted=len(new) - 1,
+            finish_reason=reason,
+            stop_token_id=new[-1] if reason == "stop" else None,
+            logprobs=logprobs,
+            num_cached_tokens=2,
+            usage=SpeculationUsage("fake", steps, steps, 3 * steps, 2 * steps) if reason else None,
+        )
+
+    def _logprobs(self, token: int, wanted: int) -> TokenLogprobs:
+        rivals = [token, *(id for id in (65, 66, 67, 68, 69) if id != token)][:wanted]
+        return TokenLogprobs(-0.5, tuple((id, -0.5 - rank) for rank, id in enumerate(rivals)))
+
+
+@pytest.fixture
+def make_engine(limits: Any, tokenizer: Any) -> Iterator[Callable[..., FakeEngine]]:
+    """Builds engines that write a text over and over; they end with the test."""
+    engines: list[FakeEngine] = []
+
+    def make(text: str = "the cat sat on the mat. ", *, eos: bool = False, num_per_step: int = 3):  # type: ignore[no-untyped-def]
+        script = tokenizer.encode(text) + ([EOS] if eos else [])
+        engines.append(FakeEngine(limits, script, num_per_step))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()

@@ -1,0 +1,63 @@
+"""Readers of `k8s/*.yaml`, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from outrider.tests.k8s import crd
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = sorted((ROOT / "k8s").glob("*.yaml"))
+_SUFFIXES = {
+    **{suffix: 1000**power for power, suffix in enumerate(["", "k", "M", "G", "T", "P", "E"])},
+    **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", start=1)},
+    "m": 1e-3,
+}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The one RayService of a manifest."""
+    documents = crd.load_documents(path.read_text(encoding="utf-8"))
+    assert len(documents) == 1, f"{path.name}: expected one document, found {len(documents)}"
+    return documents[0]
+
+
+def serve_config(manifest: dict[str, Any]) -> dict[str, Any]:
+    """`serveConfigV2`, keys unique."""
+    return crd.load_documents(manifest["spec"]["serveConfigV2"])[0]
+
+
+def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head's group, then the workers'."""
+    cluster = manifest["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
+
+
+def workers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The worker groups."""
+    return groups(manifest)[1:]
+
+
+def ray_container(group: dict[str, Any]) -> dict[str, Any]:
+    """The container that KubeRay starts Ray in: the first."""
+    return group["template"]["spec"]["containers"][0]
+
+
+def quantity(text: str | int | float) -> float:
+    """A Kubernetes quantity as a number."""
+    text = str(text)
+    digits = text.rstrip("kMGTPEim")
+    return float(digits) * _SUFFIXES[text[len(digits) :]]
+
+
+def ray_resources(group: dict[str, Any]) -> dict[str, float]:
+    """What a pod of the group offers to Ray: KubeRay takes it from the limits and rounds up."""
+    limits = ray_container(group)["resources"]["limits"]
+    params = group["rayStartParams"]
+    gpus = sum(quantity(value) for name, value in limits.items() if name.endswith("/gpu"))
+    return {
+        "CPU": float(params.get("num-cpus", math.ceil(quantity(limits["cpu"])))),
+        "GPU": float(params.get("num-gpus", gpus)),
+    }

@@ -1,0 +1,173 @@
+"""Every manifest against KubeRay's schemas, and against what no schema says.
+
+`OUTRIDER_CRDS` names a folder with the CustomResourceDefinitions as KubeRay ships them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider import __version__
+from outrider.tests.k8s import crd, manifests
+
+every_manifest = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
+
+
+@pytest.fixture(scope="session")
+def schemas() -> dict[tuple[str, str], crd.Schema]:
+    folder = os.environ.get("OUTRIDER_CRDS")
+    if not folder:
+        pytest.skip("OUTRIDER_CRDS is not set: no folder with KubeRay's CRDs to validate against")
+    found = crd.load_schemas(Path(folder))
+    assert found, f"OUTRIDER_CRDS={folder}: no CustomResourceDefinition found"
+    return found
+
+
+def complaints(manifest: dict[str, Any], schemas: dict[tuple[str, str], crd.Schema]) -> list[str]:
+    return crd.check(manifest, schemas[manifest["apiVersion"], manifest["kind"]])
+
+
+def test_there_are_manifests() -> None:
+    assert {path.name for path in manifests.PATHS} >= {"demo-cpu.yaml", "single-gpu.yaml"}
+
+
+@every_manifest
+def test_manifest_fits_its_schema(
+    path: Path, schemas: dict[tuple[str, str], crd.Schema]
+) -> None:
+    assert complaints(manifests.load(path), schemas) == []
+
+
+def _misspell(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["serveConfigv2"] = manifest["spec"].pop("serveConfigV2")
+
+
+def _misplace(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["rayClusterConfig"]["replicas"] = 1
+
+
+def _misspell_probe(manifest: dict[str, Any]) -> None:
+    probe = manifests.ray_container(manifests.workers(manifest)[0])["readinessProbe"]
+    probe["timeoutSecond"] = probe.pop("timeoutSeconds")
+
+
+def _number_for_string(manifest: dict[str, Any]) -> None:
+    manifests.groups(manifest)[0]["rayStartParams"]["num-cpus"] = 0
+
+
+def _bad_quantity(manifest: dict[str, Any]) -> None:
+    manifests.ray_container(manifests.groups(manifest)[0])["resources"]["limits"]["cpu"] = "two"
+
+
+def _no_group_name(manifest: dict[str, Any]) -> None:
+    del manifests.workers(manifest)[0]["groupName"]
+
+
+def _label_is_number(manifest: dict[str, Any]) -> None:
+    manifest["metadata"]["labels"] = {"version": 1}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (_misspell, ".spec.serveConfigv2: unknown field"),
+        (_misplace, ".spec.rayClusterConfig.replicas: unknown field"),
+        (_misspell_probe, "readinessProbe.timeoutSecond: unknown field"),
+        (_number_for_string, "rayStartParams.num-cpus: expected string, got 0"),
+        (_bad_quantity, "limits.cpu: 'two' does not match"),
+        (_no_group_name, "workerGroupSpecs[0].groupName: is required"),
+        (_label_is_number, ".metadata.labels.version: expected string"),
+    ],
+)
+def test_a_fault_is_found(
+    spoil: Callable[[dict[str, Any]], None],
+    complaint: str,
+    schemas: dict[tuple[str, str], crd.Schema],
+) -> None:
+    manifest = copy.deepcopy(manifests.load(manifests.ROOT / "k8s" / "demo-cpu.yaml"))
+    spoil(manifest)
+    errors = complaints(manifest, schemas)
+    assert len(errors) == 1
+    assert complaint in errors[0]
+
+
+@every_manifest
+def test_every_mount_has_its_volume(path: Path) -> None:
+    for group in manifests.groups(manifests.load(path)):
+        spec = group["template"]["spec"]
+        volumes = [volume["name"] for volume in spec.get("volumes", [])]
+        assert len(volumes) == len(set(volumes))
+        mounted = [
+            mount["name"]
+            for container in spec["containers"]
+            for mount in container.get("volumeMounts", [])
+        ]
+        assert sorted(mounted) == sorted(volumes)
+
+
+@every_manifest
+def test_requests_are_within_limits(path: Path) -> None:
+    for group in manifests.groups(manifests.load(path)):
+        resources = manifests.ray_container(group)["resources"]
+        requests, limits = resources["requests"], resources["limits"]
+        assert set(requests) == set(limits)
+        for name, wanted in requests.items():
+            assert manifests.quantity(wanted) <= manifests.quantity(limits[name])
+            # Extended resources cannot be overcommitted.
+            if "/" in name:
+                assert wanted == limits[name]
+
+
+@every_manifest
+def test_containers_have_no_privileges(path: Path) -> None:
+    for group in manifests.groups(manifests.load(path)):
+        spec = group["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["automountServiceAccountToken"] is False
+        assert not spec.get("hostNetwork")
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+@every_manifest
+def test_the_head_offers_no_cpus_and_names_the_serve_port(path: Path) -> None:
+    manifest = manifests.load(path)
+    head = manifests.groups(manifest)[0]
+    assert manifests.ray_resources(head) == {"CPU": 0.0, "GPU": 0.0}
+    port = manifests.serve_config(manifest)["http_options"]["port"]
+    for group in manifests.groups(manifest):
+        ports = {item["name"]: item["containerPort"] for item in manifests.ray_container(group)["ports"]}
+        assert ports["serve"] == port
+
+
+@every_manifest
+def test_workers_are_ready_by_their_own_proxy(path: Path) -> None:
+    manifest = manifests.load(path)
+    assert manifests.serve_config(manifest)["proxy_location"] == "EveryNode"
+    for group in manifests.workers(manifest):
+        container = manifests.ray_container(group)
+        assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+        assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+
+
+@every_manifest
+def test_versions_are_the_image_s(path: Path) -> None:
+    manifest = manifests.load(path)
+    dockerfile = (manifests.ROOT / "Dockerfile").read_text(encoding="utf-8")
+    ray_version = re.search(r"^ARG RAY_VERSION=(\S+)$", dockerfile, re.MULTILINE)
+    user = re.search(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    assert ray_version is not None
+    assert user is not None
+    assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == ray_version[1]
+    for group in manifests.groups(manifest):
+        assert group["template"]["spec"]["securityContext"]["runAsUser"] == int(user[1])
+        image = manifests.ray_container(group)["image"]
+        assert re.fullmatch(rf"outrider:{re.escape(__version__)}(-gpu)?", image)
+        assert image in dockerfile

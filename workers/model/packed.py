@@ -1,0 +1,62 @@
+"""Linears of a CPU model with weights laid out once for oneDNN.
+
+Plain `Linear` reorders its weight in every call. Packed, eight tokens cost little more than one
+(measured on an AVX-512 CPU, one thread, weights out of cache, 2816x1024: bf16 582 -> 456 us at 1
+token and 911 -> 499 at 8; fp32 697 -> 643 and 1484 -> 829), which is what verification lives on.
+Called by `target.py` after loading.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+MIN_ELEMENTS = {torch.bfloat16: 1 << 16, torch.float32: 1 << 18}
+"""Below this, the fixed cost of a oneDNN call (about 12 us) outweighs the gain at one token."""
+
+
+def pack_linears(model: nn.Module, device: torch.device) -> int:
+    """Pack every large linear, freeing its plain weight unless something shares it."""
+    if device.type != "cpu" or not _is_supported():
+        return 0
+    shared = _shared_weights(model)
+    num_packed = 0
+    for module in model.modules():
+        if type(module) is not nn.Linear:
+            continue
+        weight = module.weight
+        if weight.numel() < MIN_ELEMENTS.get(weight.dtype, weight.numel() + 1):
+            continue
+        object.__setattr__(module, "forward", _Packed(module))
+        num_packed += 1
+        if id(weight) not in shared:  # keeps its shape and dtype for whoever asks
+            hollow = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            module.weight = nn.Parameter(hollow, requires_grad=False)
+    return num_packed
+
+
+class _Packed:
+    def __init__(self, module: nn.Linear) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), None)
+        self._bias = None if module.bias is None else module.bias.detach()
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, states: Tensor) -> Tensor:  # [..., in_features]
+        out: Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
+        return out
+
+
+def _is_supported() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch.backends.mkldnn.is_available() and capability.startswith("AVX")
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Weights that more than one module holds: a tied output layer's, usually."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
