@@ -28,6 +28,7 @@ class Contender(Protocol):
     """One side of a comparison; stays loaded between runs."""
 
     name: str
+    max_batch_size: int | None  # None: any
 
     def run(self, prompts: Sequence[str], sampling: SamplingParams, batch_size: int) -> Run:
         """All prompts once, at most `batch_size` of them at a time."""
@@ -40,6 +41,8 @@ class Contender(Protocol):
 
 class EngineContender:
     """Outrider with one configuration."""
+
+    max_batch_size = None
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         self.name = name

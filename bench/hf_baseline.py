@@ -32,6 +32,7 @@ class HfContender:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.name = name
+        self.max_batch_size = 1 if prompt_lookup else None
         self._prompt_lookup = prompt_lookup
         self._tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
         self._tokenizer.padding_side = "left"

@@ -18,7 +18,7 @@ def load_prompts(path: Path | None, num_prompts: int) -> list[str]:
     """
     source = path or HELDOUT
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts: cannot read {source}: {error}", field="prompts") from None
     prompts = []

@@ -125,7 +125,7 @@ def exposition(edges: Iterable[Metric], engines: dict[str, dict[str, Any]], mode
         known = joined.setdefault(family.name, family)
         if known is not family:
             known.samples.extend(family.samples)
-    return generate_latest(_Collected(list(joined.values())))  # type: ignore[arg-type]
+    return generate_latest(_Collected(list(joined.values())))
 
 
 class _Collected:

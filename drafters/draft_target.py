@@ -95,7 +95,6 @@ class DraftTarget:
                 sequence.num_computed += min(len(verdict.nodes(row)), drawn - 1)
             sequence.tokens.extend(emitted)
             sequence.trim(self._pool)
-        self._drawn.clear()
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -114,6 +113,7 @@ class DraftTarget:
         """The rows that fit into one draft step, and which rows of `batch` they are."""
         rows: list[Row] = []
         sources: list[int] = []
+        self._drawn.clear()
         left = self._model.max_num_batched_tokens
         busy = {rid for rid, budget in zip(batch.request_ids, budgets, strict=True) if budget > 0}
         for source, (request_id, budget) in enumerate(
@@ -129,6 +129,8 @@ class DraftTarget:
                 sequence.adopt_prefix(self._pool)
             if not self._reserve(sequence, sequence.num_tokens + budget, busy):
                 continue
+            # A step that came to nothing left the root computed already; its logits are needed.
+            sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
             missing = sequence.num_tokens - sequence.num_computed
             chunk = min(missing, left)
             left -= chunk

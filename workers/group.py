@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -131,6 +130,7 @@ class GroupDraftModel:
         self.block_size = report.block_size
         self._reviving: threading.Thread | None = None
         self._num_tries = 0
+        self._closed = threading.Event()
 
     def draft(self, step: DraftStep) -> Drafted:
         drafted = self._group.call(step)
@@ -150,13 +150,17 @@ class GroupDraftModel:
         return False
 
     def shutdown(self) -> None:
+        self._closed.set()
+        if self._reviving is not None:
+            self._reviving.join()
         if self._owned:
             self._group.shutdown()
 
     def _restart(self) -> None:
         pause_s = self._BACKOFF_S[min(self._num_tries, len(self._BACKOFF_S) - 1)]
         self._num_tries += 1
-        time.sleep(pause_s)
+        if self._closed.wait(pause_s):
+            return
         try:
             self._group.restart()
         except OutriderError as error:

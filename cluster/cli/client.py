@@ -45,7 +45,9 @@ class Client:
             lines += drafter_lines(engine.get("drafters", {}))
         return lines
 
-    def chat(self, model: str, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
+    def chat(
+        self, model: str, messages: Sequence[dict[str, str]], **sampling: Any
+    ) -> Iterator[str]:
         """The answer's text, piece by piece."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         try:

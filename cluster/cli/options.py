@@ -123,7 +123,9 @@ class EngineOptions:
     ] = None
     executor: Annotated[
         str | None,
-        typer.Option(help="ray (an actor per rank), local (this process).", rich_help_panel=_ENGINE),
+        typer.Option(
+            help="ray (an actor per rank), local (this process).", rich_help_panel=_ENGINE
+        ),
     ] = None
     speculative_config: Annotated[
         str | None,

@@ -32,7 +32,7 @@ _SERVE = "Server"
 
 def serve(
     engine: EngineOptions,
-    model: Annotated[
+    checkpoint: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Checkpoint folder.")
     ] = None,
     host: Annotated[
@@ -59,15 +59,13 @@ def serve(
     ] = None,
     stats_interval_s: Annotated[
         float,
-        typer.Option(
-            help="Between statistics lines; 0: none.", min=0.0, rich_help_panel=_SERVE
-        ),
+        typer.Option(help="Between statistics lines; 0: none.", min=0.0, rich_help_panel=_SERVE),
     ] = 30.0,
 ) -> None:
     """Serves a model over an OpenAI-compatible API."""
     if engine.executor == "local":
         raise ConfigError("executor: serve runs on Ray; leave it out", field="executor")
-    config = (replace(engine, model=model) if model is not None else engine).resolve(executor="ray")
+    config = (replace(engine, model=checkpoint) if checkpoint else engine).resolve(executor="ray")
     check_port(host, port)
     from .check import preflight
 
@@ -144,7 +142,9 @@ def _join_ray(address: str | None, stack: ExitStack) -> None:
             namespace="outrider",
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"address: cannot join Ray at {address}: {error}", field="address") from None
+        raise ConfigError(
+            f"address: cannot join Ray at {address}: {error}", field="address"
+        ) from None
     stack.callback(ray.shutdown)
 
 

@@ -168,5 +168,5 @@ class Generation:
             return await anext(deltas)
         try:
             return await asyncio.wait_for(anext(deltas), self._deadline_s - time.monotonic())
-        except asyncio.TimeoutError:  # noqa: UP041 (another class on Python 3.10)
+        except asyncio.TimeoutError:
             raise RequestTimeoutError("the request took longer than request_timeout_s") from None

@@ -18,7 +18,7 @@ from ...scheduler.types import SpeculationOptions
 from ..frontend import Message, RequestOptions
 
 Body = TypeVar("Body", bound="Strict")
-_Lax = Annotated[dict[int, float], Field(strict=False)]
+_TokenId = Annotated[int, Field(strict=False)]  # JSON's keys are strings
 
 # Documented, not served: the values that ask for nothing beyond what we do.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -96,7 +96,7 @@ class GenerationBody(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: _Lax | None = None
+    logit_bias: dict[_TokenId, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -110,7 +110,7 @@ class GenerationBody(Strict):
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=256)  # the prefix cache is shared within one salt
-    speculation: Speculation = Field(default_factory=Speculation)
+    speculation: Speculation = Speculation()  # frozen
 
     def options(self) -> RequestOptions:
         """What goes with the request beside its sampling settings."""
@@ -167,9 +167,9 @@ class ChatMessage(Strict):
     name: str | None = None
     refusal: None = None
     audio: None = None
-    annotations: None | list[None] = None
+    annotations: list[None] | None = None
     function_call: None = None
-    tool_calls: None | list[None] = None
+    tool_calls: list[None] | None = None
 
     def render(self) -> Message:
         """As chat templates know it: one text, parts joined by newlines."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...errors import OutriderError
@@ -28,17 +29,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     Raises:
         BodyTooLargeError: it has more than `max_bytes`.
+        ClientGoneError: it never came to its end.
     """
     announced = request.headers.get("content-length", "")
     parts: list[bytes] = []
     size = int(announced) if announced.isdecimal() else 0
     if size <= max_bytes:
         size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                break
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    break
+                parts.append(part)
+        except ClientDisconnect:
+            raise ClientGoneError("the client hung up while sending") from None
     if size > max_bytes:
         raise BodyTooLargeError(f"body: more than {max_bytes} bytes", field="body")
     return b"".join(parts)

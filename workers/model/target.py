@@ -22,6 +22,7 @@ from ..collective import Collective
 from .bridge import (
     Forward,
     build_meta,
+    fuse_norms,
     map_checkpoint,
     materialise_constants,
     read_config,
@@ -197,6 +198,7 @@ def load_model(
     load_weights(model, Checkpoint(path), plan, device, collective.rank)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
+    fuse_norms(model)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
     return PagedModel(info, model, device, collective, backend or SdpaBackend())

@@ -10,7 +10,7 @@ import torch
 
 from outrider.scheduler.tree import chain
 from outrider.scheduler.types import Draft, ints
-from outrider.workers.model import load_model
+from outrider.workers.model import load_model, packed
 
 BLOCK = 4
 TABLES = [[9, 2, 14, 5, 0, 7, 21, 11, 17], [3, 8, 1, 19, 6, 12, 4, 16]]
@@ -97,6 +97,14 @@ def test_every_kind_of_step(checkpoint, variant, size, part, build_step, run_ran
         for logits in outputs:
             assert logits[index].dtype == torch.float32
             torch.testing.assert_close(logits[index], wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "tied", "phi3", "qwen3_moe"])
+def test_packed_linears(checkpoint, name, size, part, build_step, run_ranks, monkeypatch):
+    """Weights in oneDNN's layout, which these models are otherwise too small for."""
+    monkeypatch.setitem(packed.MIN_ELEMENTS, torch.float32, 0)
+    test_every_kind_of_step(checkpoint, name, size, part, build_step, run_ranks)
 
 
 @pytest.mark.parametrize("size", [1, 2])
