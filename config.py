@@ -126,6 +126,7 @@ class EngineConfig(Strict):
     step_timeout_s: float = Field(120.0, gt=0)  # a step that takes longer is a dead worker
     max_restarts: int = Field(3, ge=0)  # of the worker group, within `restart_window_s`
     restart_window_s: float = Field(600.0, gt=0)
+    stats_interval_s: float = Field(30.0, gt=0)  # between statistics lines in the log
     chat_template: str | None = None  # text or a file; None: the tokenizer's
     resources: ResourcesConfig = ResourcesConfig()
     speculative_config: SpeculativeConfig = NoSpeculation()

@@ -30,7 +30,9 @@ class HfContender:
 
     def __init__(self, name: str, config: EngineConfig, prompt_lookup: int = 0) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.name = name
         self.max_batch_size = 1 if prompt_lookup else None
         self._prompt_lookup = prompt_lookup

@@ -74,6 +74,7 @@ class Engine:
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
         self._num_failed_steps = 0
+        self._logged_at, self._logged_lines = time.monotonic(), [""]
         report = loop.target.report  # type: ignore[attr-defined]
         self.info = EngineInfo(
             model_name=config.model_name,
@@ -157,6 +158,7 @@ class Engine:
             "drafters": {
                 name: stats.as_dict() for name, stats in self._drafting.all_stats().items()
             },
+            "lines": self.statistics_lines(),
         }
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
@@ -181,11 +183,10 @@ class Engine:
         self._loop.scheduler.budget.enabled = bool(speculative.get("enabled", True))
         self._loop.scheduler.budget.set_max_draft_len(length)
 
-    def log_stats(self) -> None:
-        """One statistics block per drafter, as llama-server prints it."""
-        for name, stats in self._drafting.all_stats().items():
-            for line in stats.lines(name):
-                log.info(line)
+    def statistics_lines(self) -> list[str]:
+        """One block of statistics per drafter, as llama-server prints it."""
+        every = self._drafting.all_stats().items()
+        return [line for name, stats in every for line in stats.lines(name)]
 
     def shutdown(self) -> None:
         """Ends the loop and the workers; running requests end with an error."""
@@ -204,6 +205,7 @@ class Engine:
                 self._emit(self._loop.scheduler.expire())
                 if self._loop.scheduler.has_work and not self._closed.is_set():
                     self._step()
+                self._log_statistics()
             self._fail_all(EngineDeadError("the engine has been shut down"))
         except OutriderError as error:
             log.error("the engine is down: %s", error.message)
@@ -211,6 +213,16 @@ class Engine:
         except Exception as error:
             log.exception("the engine is down")
             self._fail_all(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    def _log_statistics(self) -> None:
+        """The statistics lines, now and then, if they have changed."""
+        now = time.monotonic()
+        if now - self._logged_at >= self._config.stats_interval_s:
+            self._logged_at, lines = now, self.statistics_lines()
+            if lines != self._logged_lines:
+                self._logged_lines = lines
+                for line in lines:
+                    log.info(line)
 
     def _step(self) -> None:
         try:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from ...errors import OutriderError
 from . import bench, chat, check, generate, serve
+from .aliases import EPILOG, canonical
 from .console import fail, say
 from .options import expand
 
@@ -59,10 +60,14 @@ app = typer.Typer(
     help="Serves large language models with speculative decoding, on Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": canonical,
+        "max_content_width": 120,
+    },
 )
 for _command in (serve.serve, generate.generate, chat.chat, bench.bench, check.check):
-    app.command()(expand(_command))
+    app.command(epilog=EPILOG)(expand(_command))
 
 
 def _version(wanted: bool) -> None:

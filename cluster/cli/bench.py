@@ -18,6 +18,7 @@ import typer
 from ...errors import ConfigError
 from .console import err, note
 from .options import EngineOptions
+from .session import prepare
 
 if TYPE_CHECKING:
     from ...bench.contenders import Contender
@@ -58,7 +59,7 @@ class BenchOptions:
         int, typer.Option("--max-tokens", "-n", min=1, rich_help_panel=_BENCH)
     ] = 128
     temperature: Annotated[
-        float, typer.Option("--temperature", "--temp", rich_help_panel=_BENCH)
+        float, typer.Option("--temperature", rich_help_panel=_BENCH)
     ] = 0.0
     seed: Annotated[int, typer.Option("--seed", "-s", rich_help_panel=_BENCH)] = 0
     ignore_eos: Annotated[
@@ -111,6 +112,7 @@ def bench(engine: EngineOptions, options: BenchOptions) -> None:
     if len(prompts) < options.num_prompts:
         note(f"There are {len(prompts)} prompts, not {options.num_prompts}.")
     with ExitStack() as stack:
+        prepare(config, stack)
         with err().status("Loading...") as status:
             contenders = _contenders(config, options.baseline or [], stack)
             plan = Plan(prompts, sampling, sizes, options.rounds)
@@ -153,12 +155,6 @@ def _contenders(
     from ...bench.contenders import EngineContender
     from ...config import NoSpeculation
 
-    if config.executor == "ray":
-        import ray
-
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False)
-            stack.callback(ray.shutdown)
     found: list[Contender] = []
 
     def join(contender: Contender) -> None:

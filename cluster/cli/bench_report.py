@@ -21,7 +21,7 @@ def show(report: dict[str, Any]) -> None:
         f"executor {settings['engine']['executor']}, "
         f"{settings['engine']['tensor_parallel_size']} rank(s)"
     )
-    for build in (_throughput, _latency, _acceptance):
+    for build in (_throughput, _latency, _pace, _acceptance):
         table = build(report["results"])
         if table.row_count:
             console.print(table)
@@ -48,14 +48,26 @@ def _throughput(rows: list[dict[str, Any]]) -> Table:
 
 
 def _latency(rows: list[dict[str, Any]]) -> Table:
-    table = _table(
-        "Latency in ms, p50 / p90 / p99", "first token", "inter-token", "gap", "end to end"
-    )
+    table = _table("Latency, ms: p50 / p90 / p99", "first token", "end to end")
     for row in rows:
         table.add_row(
             row["contender"],
             str(row["batch_size"]),
-            *(_three(row[name]) for name in ("ttft_ms", "inter_token_ms", "gap_ms", "e2e_ms")),
+            _three(row["ttft_ms"]),
+            _three(row["e2e_ms"]),
+        )
+    return table
+
+
+def _pace(rows: list[dict[str, Any]]) -> Table:
+    """An arrival may bring several tokens: per token, and per arrival."""
+    table = _table("Pace, ms: p50 / p90 / p99", "inter-token", "between arrivals")
+    for row in rows:
+        table.add_row(
+            row["contender"],
+            str(row["batch_size"]),
+            _three(row["inter_token_ms"]),
+            _three(row["gap_ms"]),
         )
     return table
 
@@ -87,7 +99,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _three(values: dict[str, float]) -> str:
-    return " / ".join(f"{value:.1f}" for value in values.values())
+    return " / ".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values.values())
 
 
 def _places(first: dict[str, int]) -> str:

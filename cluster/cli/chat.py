@@ -17,6 +17,7 @@ import typer
 from ...errors import ConfigError, OutriderError
 from .console import err, fail, note, write
 from .options import EngineOptions, SamplingOptions
+from .session import prepare
 from .statistics import drafter_lines
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def _partner(
         name = engine.served_model_name or engine.model or models[0]
         return Remote(client, name, sampling)
     config = engine.resolve()
+    prepare(config, stack)
     from ..llm import LLM
 
     with err().status("Loading the model..."):

@@ -1,7 +1,7 @@
 """`outrider check`: everything that can be known of a configuration without loading a model.
 
-`preflight` is also what `serve` runs before it starts anything, so that a wrong folder or a size
-that does not divide is said here and not in a worker's log.
+`preflight` is also what the other commands run before they start anything, so that a wrong folder
+or a size that does not divide is said in seconds and not in a worker's log.
 """
 
 from __future__ import annotations

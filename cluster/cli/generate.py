@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import say, write
+from .console import err, say, write
 from .options import EngineOptions, SamplingOptions
+from .session import prepare
 from .statistics import show_run
 
 if TYPE_CHECKING:
@@ -37,7 +39,10 @@ def generate(
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     from ..llm import LLM
 
-    with LLM.from_config(config) as llm:
+    with ExitStack() as stack:
+        prepare(config, stack)
+        with err().status("Loading the model..."):
+            llm = stack.enter_context(LLM.from_config(config))
         start = time.perf_counter()
         if stream and len(texts) == 1:
             outputs = [_stream(llm, texts[0], params)]

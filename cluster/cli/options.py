@@ -2,8 +2,7 @@
 
 A command takes `engine: EngineOptions`; `expand` turns that into one option per field, so that
 each option is written once. Only options that were given override the configuration file.
-The names that vLLM's, TensorRT-LLM's and llama.cpp's users type are accepted where the meaning is
-the same: `--gpu-memory-utilization`, `--max-batch-size`, `--ctx-size`, `--draft-max`, and so on.
+Names that other engines' users type are in `aliases.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class EngineOptions:
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            "--served-model-name", "--alias", help="Name for clients.", rich_help_panel=_ENGINE
+            "--served-model-name", help="Name for clients.", rich_help_panel=_ENGINE
         ),
     ] = None
     tokenizer: Annotated[
@@ -62,7 +61,6 @@ class EngineOptions:
         typer.Option(
             "--tensor-parallel-size",
             "-tp",
-            "--tp-size",
             help="Ranks of the target.",
             rich_help_panel=_ENGINE,
         ),
@@ -71,8 +69,6 @@ class EngineOptions:
         int | None,
         typer.Option(
             "--max-model-len",
-            "--max-seq-len",
-            "--ctx-size",
             help="Longest prompt and output together.",
             rich_help_panel=_ENGINE,
         ),
@@ -81,8 +77,6 @@ class EngineOptions:
         int | None,
         typer.Option(
             "--max-num-seqs",
-            "--max-batch-size",
-            "--parallel",
             "-np",
             help="Requests that run at once.",
             rich_help_panel=_ENGINE,
@@ -92,7 +86,6 @@ class EngineOptions:
         int | None,
         typer.Option(
             "--max-num-batched-tokens",
-            "--max-num-tokens",
             help="Tokens of one step.",
             rich_help_panel=_ENGINE,
         ),
@@ -107,7 +100,6 @@ class EngineOptions:
         float | None,
         typer.Option(
             "--kv-memory-fraction",
-            "--gpu-memory-utilization",
             help="Of a GPU's memory, weights included.",
             rich_help_panel=_ENGINE,
         ),
@@ -148,8 +140,6 @@ class EngineOptions:
         str | None,
         typer.Option(
             "--draft-model",
-            "--spec-draft-model",
-            "--model-draft",
             "-md",
             help="Checkpoint folder of a draft model.",
             rich_help_panel=_SPECULATION,
@@ -159,9 +149,6 @@ class EngineOptions:
         int | None,
         typer.Option(
             "--max-draft-len",
-            "--draft-max",
-            "--draft-n-max",
-            "--spec-draft-n-max",
             help="Most draft tokens per request and step.",
             rich_help_panel=_SPECULATION,
         ),
@@ -205,7 +192,6 @@ class SamplingOptions:
         int,
         typer.Option(
             "--max-tokens",
-            "--n-predict",
             "-n",
             help="Most tokens of an answer.",
             rich_help_panel=_SAMPLING,
@@ -213,7 +199,7 @@ class SamplingOptions:
     ] = 128
     temperature: Annotated[
         float,
-        typer.Option("--temperature", "--temp", help="0 is greedy.", rich_help_panel=_SAMPLING),
+        typer.Option("--temperature", help="0 is greedy.", rich_help_panel=_SAMPLING),
     ] = 0.0
     top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=_SAMPLING)] = 0
     top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=_SAMPLING)] = 1.0
@@ -222,7 +208,6 @@ class SamplingOptions:
         float,
         typer.Option(
             "--repetition-penalty",
-            "--repeat-penalty",
             help="1 is off.",
             rich_help_panel=_SAMPLING,
         ),

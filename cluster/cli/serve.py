@@ -6,7 +6,6 @@ then Ray. Ctrl-C and SIGTERM take the application down, and Ray if it was starte
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import time
@@ -20,6 +19,7 @@ import typer
 from ...errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
 from .options import EngineOptions
+from .session import prepare
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
@@ -67,14 +67,10 @@ def serve(
         raise ConfigError("executor: serve runs on Ray; leave it out", field="executor")
     config = (replace(engine, model=checkpoint) if checkpoint else engine).resolve(executor="ray")
     check_port(host, port)
-    from .check import preflight
-
-    with err().status("Checking the checkpoints..."):
-        preflight(config)
     url = _url(host, port, route_prefix)
     with ExitStack() as stack, _terminable():
-        with err().status("Starting Ray and the workers..."):
-            _join_ray(address, stack)
+        prepare(config, stack, address)
+        with err().status("Starting the workers..."):
             _deploy(config, host, port, num_replicas, name, route_prefix, stack)
         from .client import Client
 
@@ -124,28 +120,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _join_ray(address: str | None, stack: ExitStack) -> None:
-    """Joins the cluster at `address`, or starts one that ends with this process."""
-    import ray
-
-    if ray.is_initialized():
-        return
-    try:
-        # Quiet: statistics and errors are said by us. `local` keeps a stray cluster's address out.
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            include_dashboard=None if address else False,
-            namespace="outrider",
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"address: cannot join Ray at {address}: {error}", field="address"
-        ) from None
-    stack.callback(ray.shutdown)
 
 
 def _deploy(

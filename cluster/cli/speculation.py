@@ -1,11 +1,10 @@
 """llama.cpp-like short options as a speculative section.
 
     --spec-type none|ngram|draft-simple|<decoding_type>   decoding_type
-    --draft-model / --model-draft / -md FOLDER            speculative_model (implies DraftTarget)
-    --max-draft-len / --draft-max / --spec-draft-n-max N  max_draft_len
+    --draft-model FOLDER                                  speculative_model (implies DraftTarget)
+    --max-draft-len N                                     max_draft_len
 
 They refine what `--speculative-config` or the file says; another type starts a section afresh.
-Options of other engines that mean nothing here are left out, so that typer reports them.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def _state_routes(edge: Edge) -> APIRouter:
             name: sum(each.get(name, 0) for each in replicas.values())
             for name in ("running", "waiting")
         }
-        return JSONResponse({"model": edge.model_name, **totals, "replicas": replicas})
+        engines = [{"replica": name, **each} for name, each in replicas.items()]
+        return JSONResponse({"model": edge.model_name, **totals, "engines": engines})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -451,7 +451,7 @@ def test_stats_and_metrics(server: Server) -> None:
     server.openai.completions.create(model="tiny", prompt="a", max_tokens=7)
     stats = server.http.get("/stats").json()
     assert (stats["running"], stats["waiting"]) == (0, 0)
-    assert stats["replicas"]["local"]["drafters"]["fake"]["num_acc_tokens"] == 9
+    assert stats["engines"][0]["drafters"]["fake"]["num_acc_tokens"] == 9
     text = server.http.get("/metrics").text
     samples = {
         (sample.name, sample.labels.get("position")): sample
