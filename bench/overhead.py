@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,9 @@ def measure(engine: Engine, frontend: Frontend, batch_size: int, num_tokens: int
     for index in range(batch_size):
         prompt = frontend.text_prompt(texts[index % len(texts)][:_PROMPT_CHARS])
         requests += frontend.requests(f"overhead-{index}", prompt, sampling)
-    for request in requests:
-        engine.submit(request, window)
+    # `submit` waits for the step under way; together they all wait for the same one.
+    with ThreadPoolExecutor(batch_size) as pool:
+        list(pool.map(engine.submit, requests, [window] * batch_size))
     return window.result()
 
 

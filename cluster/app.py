@@ -63,7 +63,6 @@ def application(config: EngineConfig, section: ServeConfig) -> Application:
     if section.autoscaling_config is not None:
         scale = {"autoscaling_config": section.autoscaling_config}
     engine = serve.deployment(
-        EngineReplica,
         name=ENGINE,
         max_ongoing_requests=ongoing,
         max_queued_requests=config.max_queued_requests if queued is None else queued,
@@ -73,15 +72,14 @@ def application(config: EngineConfig, section: ServeConfig) -> Application:
         ray_actor_options={"num_cpus": 0, **section.ray_actor_options},
         user_config=section.user_config,
         **scale,
-    )
+    )(EngineReplica)
     ingress = serve.deployment(
-        serve.ingress()(Ingress),
         name=INGRESS,
         num_replicas=section.num_ingress_replicas,
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
         graceful_shutdown_timeout_s=section.graceful_shutdown_timeout_s,
         ray_actor_options={"num_cpus": 0},
-    )
+    )(serve.ingress()(Ingress))
     settings = config.model_dump(mode="json")
     return ingress.bind(engine.bind(settings), settings, section.model_dump(mode="json"))
 
@@ -194,31 +192,34 @@ def _decode_one_token(engine: Engine) -> None:
 class Ingress:
     """HTTP, tokenizer and detokenizer; several of them share the engines."""
 
-    async def __init__(
+    def __init__(
         self, engines: DeploymentHandle[Any], settings: dict[str, Any], section: dict[str, Any]
     ) -> None:
-        context = serve.get_replica_context()
-        name = context.replica_id.unique_id
-        config, serving = EngineConfig.load(settings), ServeConfig(**section)
-        info: EngineInfo = await engines.info.remote()
+        self._engines = engines
+        self._config = EngineConfig.load(settings)
+        self._section = ServeConfig(**section)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._metrics = EdgeMetrics(self._config.model_name, self._name)
+        self._listener: EdgeListener | None = None
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this once, in the replica's event loop; it waits for an engine to be up."""
+        info: EngineInfo = await self._engines.info.remote()
         self._listener = EdgeListener(
-            name,
+            self._name,
             ray.get_runtime_context().get_node_id(),
             ray.util.get_node_ip_address(),
             asyncio.get_running_loop(),
         )
-        siblings = serve.get_deployment_handle(INGRESS, context.app_name)
-        self._metrics = EdgeMetrics(config.model_name, name)
-        self._edge = Edge(
-            client=ServeClient(engines, siblings, self._listener),
-            frontend=await asyncio.to_thread(Frontend, config, info),
+        siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
+        edge = Edge(
+            client=ServeClient(self._engines, siblings, self._listener),
+            frontend=await asyncio.to_thread(Frontend, self._config, info),
             metrics=self._metrics,
-            max_body_bytes=serving.max_body_bytes,
-            request_timeout_s=serving.request_timeout_s,
+            max_body_bytes=self._section.max_body_bytes,
+            request_timeout_s=self._section.request_timeout_s,
         )
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http(self._edge)
+        return build_http(edge)
 
     async def edge_families(self) -> list[Any]:
         """This edge's metrics, for whichever edge is asked for all."""

@@ -58,7 +58,9 @@ def test_version_is_the_same_everywhere():
 
 def test_import_loads_neither_torch_nor_ray():
     code = "import sys, outrider; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 

@@ -82,7 +82,7 @@ class Speculation(Strict):
     """Our extension: what this request asks of speculation."""
 
     enabled: bool = True
-    max_draft_len: int | None = Field(None, ge=0, le=64)
+    max_draft_len: int | None = Field(default=None, ge=0, le=64)
 
 
 class GenerationBody(Strict):

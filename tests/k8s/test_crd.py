@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from outrider.tests.k8s import crd
 
 QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}

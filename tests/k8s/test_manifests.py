@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider import __version__
 from outrider.tests.k8s import crd, manifests
 

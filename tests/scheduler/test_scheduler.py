@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import InvalidRequestError, OverloadedError
 
-from .conftest import continuation
+from ..toy import continuation
 
 
 def prompts(count: int, seed: int, longest: int = 60) -> list[tuple[int, ...]]:

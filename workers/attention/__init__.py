@@ -1,7 +1,7 @@
 """Paged tree attention: the cache, the plan of a step, and the backends that run it."""
 
-from .backend import AttentionBackend, AttentionContext
+from .backend import AttentionBackend, StepAttention
 from .cache import KVCache, KVShape
 from .sdpa import SdpaBackend
 
-__all__ = ["AttentionBackend", "AttentionContext", "KVCache", "KVShape", "SdpaBackend"]
+__all__ = ["AttentionBackend", "KVCache", "KVShape", "SdpaBackend", "StepAttention"]

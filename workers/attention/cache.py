@@ -42,6 +42,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
+        self.device = device
         self.keys: list[Tensor] = [torch.empty(0)] * len(shapes)
         """Per layer [num_slots, num_kv_heads, head_dim], a view of one of `_storages`."""
         self.values: list[Tensor] = [torch.empty(0)] * len(shapes)
@@ -75,7 +76,6 @@ class KVCache:
         """Copy slots to slots in every layer; every read comes before every write."""
         if not len(kv_moves):
             return
-        device = self._storages[0].device
-        source, destination = torch.as_tensor(kv_moves, dtype=torch.int64).T.to(device)
+        source, destination = torch.as_tensor(kv_moves, dtype=torch.int64).T.to(self.device)
         for storage in self._storages:
             storage.index_copy_(1, destination, storage.index_select(1, source))

@@ -4,6 +4,9 @@ Built once per step from a `StepInput`, in numpy, and shared by all layers. Sequ
 `context_lens[i]` tokens in the cache, at indices `[0, context_len)`, whose positions are their
 indices; its query (chunk, then draft nodes) takes the next indices in order. Nodes that are
 siblings share a position, so windows are computed from positions, never from indices.
+
+The plan is on the path of every token of every model, drafters' too, where numpy's fixed costs
+count: what a step may not need (masks, positions) is computed when it is asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from ...scheduler.tree import ancestor_mask, is_chain
 from ...scheduler.types import IntArray, StepInput
 
 BoolArray = NDArray[np.bool_]
-Index = NDArray[np.int32]
 
 MAX_WASTE = 0.5
 """Padding that a group may add, as a share of its real (query, key) pairs."""
@@ -31,38 +33,87 @@ FREE_PAIRS = 2048
 class Group:
     """Sequences that are padded together to one query length and one key length."""
 
-    num_seqs: int
+    step: StepInput
+    members: list[int]
+    query_lens: IntArray  # [num_seqs], of the group
+    key_lens: IntArray  # [num_seqs]
     query_len: int
     key_len: int
-    slots: Tensor  # [num_seqs * key_len] int64
-    rows: Tensor | None  # [num_seqs * query_len] int64 into the flat query; None: all, in order
-    visible: BoolArray | None  # [num_seqs, query_len, key_len]; None: every key
-    causal: bool  # a single fresh chain: the mask is a triangle
-    query_positions: IntArray  # [num_seqs, query_len]
-    key_positions: IntArray  # [num_seqs, key_len]
     device: torch.device
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    slots: Tensor  # [num_seqs * key_len] int64
+    rows: Tensor | None = None  # [num_seqs * query_len] into the flat query; None: all, in order
+    _masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    _flat_rows: IntArray | None = None  # [num_seqs * query_len], padding repeats the last query
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.members)
+
+    @property
+    def is_fresh_chain(self) -> bool:
+        """One sequence, nothing cached, no branches: the mask is a plain triangle."""
+        return self.num_seqs == 1 and self.query_len == self.key_len and not self._has_branches()
 
     def is_plain(self, window: int | None) -> bool:
         """Whether `window` hides nothing that is not hidden already."""
         return window is None or self.key_len <= window
 
-    def mask(self, window: int | None) -> Tensor | None:  # [num_seqs, 1, query_len, key_len] bool
-        """Who sees whom within `window`; None where every query sees every key."""
-        if self.is_plain(window):
-            window = None
-        if window not in self._masks:
-            self._masks[window] = self._build(window)
-        return self._masks[window]
+    def mask(
+        self, window: int | None, fold: int = 1
+    ) -> Tensor | None:  # [num_seqs, 1, fold * query_len, key_len] bool
+        """Who sees whom within `window`, `fold` times over; None: every query sees every key."""
+        key = (None if self.is_plain(window) else window, fold)
+        if key not in self._masks:
+            visible = self._visible(key[0])
+            if visible is None:
+                self._masks[key] = None
+            else:
+                visible = visible if fold == 1 else np.tile(visible, (1, fold, 1))
+                mask = torch.from_numpy(visible).unsqueeze(1)
+                self._masks[key] = mask.to(self.device, non_blocking=True)
+        return self._masks[key]
 
-    def _build(self, window: int | None) -> Tensor | None:
-        visible = self.visible
-        if window is not None:
-            near = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
-            visible = near if visible is None else visible & near
-        if visible is None:
+    def flat_rows(self) -> IntArray:
+        if self._flat_rows is None:
+            lane = np.minimum(np.arange(self.query_len), self.query_lens[:, None] - 1)
+            rows = self.step.query_start[self.members][:, None] + lane
+            self._flat_rows = rows.astype(np.int32).reshape(-1)
+        return self._flat_rows
+
+    def _has_branches(self) -> bool:
+        return any(not is_chain(_parents(self.step, seq)) for seq in self.members)
+
+    def _visible(self, window: int | None) -> BoolArray | None:  # [num_seqs, query_len, key_len]
+        """Every query sees the keys up to its own index; nodes see their ancestors only."""
+        even = int(self.key_lens.min()) == self.key_len
+        if window is None and even and self.query_len == 1:
             return None
-        return torch.from_numpy(visible).unsqueeze(1).to(self.device, non_blocking=True)
+        lane, index = np.arange(self.query_len), np.arange(self.key_len)
+        first = self.key_lens - self.query_lens
+        last = np.minimum(first[:, None] + lane, self.key_lens[:, None] - 1)
+        visible: BoolArray = index <= last[:, :, None]
+        if len(self.step.draft_parents):
+            self._graft(visible)
+        if window is not None:
+            positions = self.step.positions[self.flat_rows()].reshape(self.num_seqs, -1)
+            new = np.clip(index - first[:, None], 0, self.query_lens[:, None] - 1)
+            own = np.take_along_axis(positions, new, axis=1)
+            key_positions = np.where(index < first[:, None], index, own)
+            visible &= key_positions[:, None, :] > positions[:, :, None] - window
+        return visible
+
+    def _graft(self, visible: BoolArray) -> None:
+        """Let draft nodes see, among the nodes, only their ancestors and themselves."""
+        for lane, seq in enumerate(self.members):
+            parents = _parents(self.step, seq)
+            if is_chain(parents):
+                continue
+            end = int(self.key_lens[lane])
+            first = int(self.query_lens[lane]) - len(parents)
+            block = visible[lane, first:, end - len(parents) : end]
+            mask = ancestor_mask(parents)
+            block[: len(parents)] = mask
+            block[len(parents) :] = mask[-1]  # padded queries repeat the last node
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +126,26 @@ class AttentionPlan:
 
 
 def build_plan(step: StepInput, block_size: int, device: torch.device) -> AttentionPlan:
-    """Group the sequences, pad each group, and lay out slots and masks."""
-    query_lens = np.diff(step.query_start)
+    """Group the sequences, pad each group, and lay out slots."""
+    query_lens = step.query_start[1:] - step.query_start[:-1]
     key_lens = step.context_lens + query_lens
     slot_mapping = _to_device(step.slot_mapping, device)
-    groups, restore, begin = [], np.empty(len(step.token_ids), dtype=np.int64), 0
-    for members in partition(query_lens, key_lens):
-        group, rows, valid = _build_group(step, members, query_lens, key_lens, block_size, device)
-        restore[rows[valid]] = begin + np.flatnonzero(valid)
-        begin += rows.size
-        groups.append(group)
-    in_order = len(groups) == 1 and groups[0].rows is None
-    return AttentionPlan(
-        slot_mapping, tuple(groups), None if in_order else _to_device(restore, device)
+    parts = partition(query_lens, key_lens)
+    groups = tuple(
+        _build_group(step, members, query_lens, key_lens, block_size, device) for members in parts
     )
+    only = groups[0]
+    padded = only.num_seqs * only.query_len
+    if len(parts) == 1 and padded == len(step.token_ids) == len(only.flat_or_all(padded)):
+        return AttentionPlan(slot_mapping, groups, None)
+    restore, begin = np.empty(len(step.token_ids), dtype=np.int32), 0
+    for group in groups:
+        rows = group.flat_rows()
+        # Padding repeats a row and comes after it, so it is written first and loses.
+        restore[rows[::-1]] = np.arange(begin, begin + len(rows), dtype=np.int32)[::-1]
+        group.rows = _to_device(rows, device)
+        begin += len(rows)
+    return AttentionPlan(slot_mapping, groups, _to_device(restore, device))
 
 
 def partition(query_lens: IntArray, key_lens: IntArray) -> list[list[int]]:
@@ -112,98 +169,3 @@ def partition(query_lens: IntArray, key_lens: IntArray) -> list[list[int]]:
             groups.append([seq])
             real, longest_query, longest_key = query_len * key_len, query_len, key_len
     return [sorted(group) for group in groups]
-
-
-def _build_group(
-    step: StepInput,
-    members: list[int],
-    query_lens: IntArray,  # [num_seqs]
-    key_lens: IntArray,  # [num_seqs]
-    block_size: int,
-    device: torch.device,
-) -> tuple[Group, Index, BoolArray]:
-    """The group, its rows in the flat query, and which of them are not padding."""
-    seqs = np.asarray(members)
-    query_lens, key_lens, context_lens = query_lens[seqs], key_lens[seqs], step.context_lens[seqs]
-    query_len, key_len = int(query_lens.max()), int(key_lens.max())
-    lane = np.arange(query_len)
-    valid = lane < query_lens[:, None]
-    rows = step.query_start[seqs, None] + np.minimum(lane, query_lens[:, None] - 1)
-    index = np.minimum(np.arange(key_len), key_lens[:, None] - 1)  # padding repeats the last key
-    slots = np.take_along_axis(step.block_tables[seqs], index // block_size, axis=1)
-    slots = slots * block_size + index % block_size
-    trees = [_parents(step, seq) for seq in members]
-    chains = all(is_chain(parents) for parents in trees)
-    uniform = bool(valid.all()) and key_len == int(key_lens.min())
-    if uniform and query_len == 1:
-        visible = None
-    else:
-        visible = _causal(context_lens, key_lens, query_len, key_len)
-        if not chains:
-            _graft(visible, trees, context_lens, query_lens)
-    query_positions = step.positions[rows]
-    every_row = bool(valid.all()) and rows.size == len(step.token_ids)
-    in_order = every_row and members == list(range(len(members)))
-    group = Group(
-        num_seqs=len(members),
-        query_len=query_len,
-        key_len=key_len,
-        slots=_to_device(slots.reshape(-1), device),
-        rows=None if in_order else _to_device(rows.reshape(-1), device),
-        visible=visible,
-        causal=len(members) == 1 and chains and int(context_lens[0]) == 0,
-        query_positions=query_positions,
-        key_positions=_key_positions(index, context_lens, query_lens, query_positions),
-        device=device,
-    )
-    return group, rows.reshape(-1), valid.reshape(-1)
-
-
-def _parents(step: StepInput, seq: int) -> IntArray:
-    return step.draft_parents[step.draft_start[seq] : step.draft_start[seq + 1]]
-
-
-def _causal(
-    context_lens: IntArray,  # [num_seqs]
-    key_lens: IntArray,  # [num_seqs]
-    query_len: int,
-    key_len: int,
-) -> BoolArray:  # [num_seqs, query_len, key_len]
-    """Every query sees the keys up to its own index; padded ones see those of the last."""
-    last = np.minimum(context_lens[:, None] + np.arange(query_len), key_lens[:, None] - 1)
-    visible: BoolArray = np.arange(key_len) <= last[:, :, None]
-    return visible
-
-
-def _graft(
-    visible: BoolArray,  # [num_seqs, query_len, key_len], written to
-    trees: list[IntArray],  # parents, per sequence
-    context_lens: IntArray,  # [num_seqs]
-    query_lens: IntArray,  # [num_seqs]
-) -> None:
-    """Let draft nodes see, among the nodes, only their ancestors and themselves."""
-    for lane, parents in enumerate(trees):
-        if not len(parents):
-            continue
-        first = int(query_lens[lane]) - len(parents)
-        begin = int(context_lens[lane]) + first
-        block = visible[lane, first:, begin : begin + len(parents)]
-        mask = ancestor_mask(parents)
-        block[: len(parents)] = mask
-        block[len(parents) :] = mask[-1]  # padded queries repeat the last node
-
-
-def _key_positions(
-    index: Index,  # [num_seqs, key_len]
-    context_lens: IntArray,  # [num_seqs]
-    query_lens: IntArray,  # [num_seqs]
-    query_positions: IntArray,  # [num_seqs, query_len]
-) -> IntArray:  # [num_seqs, key_len]
-    """A committed token's position is its index; a new token's is its own."""
-    new = index - context_lens[:, None]
-    mine = np.take_along_axis(query_positions, np.clip(new, 0, query_lens[:, None] - 1), axis=1)
-    return np.where(new < 0, index, mine).astype(np.int32)
-
-
-def _to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -34,17 +34,10 @@ from transformers.core_model_loading import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...errors import CheckpointError
+from ..attention import StepAttention
 from .weights import Joined, Source, Stacked, Whole, whole_box
 
 ATTENTION = "outrider_paged"
-
-
-class Attending(Protocol):
-    """One step's attention, as layers see it: `AttentionContext`, or a probe."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **kinds: Any
-    ) -> Tensor: ...
 
 
 def read_config(path: Path) -> Any:
@@ -185,7 +178,7 @@ class Forward:
         token_ids: Tensor,  # [num_tokens]
         positions: Tensor,  # [num_tokens]
         rows: Tensor | None,  # [num_rows]; None: every row
-        attention: Attending,
+        attention: StepAttention,
         capture: tuple[int, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         kinds: dict[str, Any] = {"output_hidden_states": list(capture)} if capture else {}
@@ -210,7 +203,7 @@ def paged_attention(
     value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: Tensor | None,
     *,
-    outrider_attention: Attending,
+    outrider_attention: StepAttention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -223,10 +216,10 @@ def paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window,
+        softcap,
+        s_aux,
     )
     return out.unsqueeze(0), None
 

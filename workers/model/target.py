@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...scheduler.types import IntArray, StepInput
-from ..attention import AttentionBackend, AttentionContext, KVCache, KVShape, SdpaBackend
+from ..attention import AttentionBackend, KVCache, KVShape, SdpaBackend
 from ..collective import Collective
 from .bridge import (
     Forward,
@@ -92,7 +91,7 @@ class PagedModel:
         module: nn.Module,
         device: torch.device,
         collective: Collective,
-        backend: AttentionBackend[Any],
+        backend: AttentionBackend,
     ) -> None:
         self.module = module
         self.device = device
@@ -126,20 +125,18 @@ class PagedModel:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`forward`, with the inputs of layers `capture`, each [num_tokens, hidden_size]."""
         cache.apply_moves(step.kv_moves)
-        plan = self._backend.plan(step, cache.block_size, self.device)
-        context = AttentionContext(self._backend, plan, cache)
         every_row = len(step.rows) == len(step.token_ids)
         logits, hidden = self._forward(
             self._tensor(step.token_ids),
             self._tensor(step.positions),
             None if every_row else self._tensor(step.rows),
-            context,
+            self._backend.begin(step, cache),
             capture,
         )
         return logits.float(), hidden
 
     def _tensor(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+        return torch.from_numpy(values).to(self.device, torch.int64, non_blocking=True)
 
     @torch.inference_mode()
     def _probe(self, vocab_size: int, dtype: torch.dtype) -> tuple[KVShape, ...]:
@@ -164,7 +161,7 @@ class _Probe:
         query: Tensor,  # [num_tokens, num_heads, head_dim]
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
-        **_: Any,
+        *_: Any,
     ) -> Tensor:
         self.shapes[layer] = KVShape(key.shape[1], key.shape[2], value.shape[2])
         return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])
@@ -176,7 +173,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device,
     collective: Collective,
-    backend: AttentionBackend[Any] | None = None,
+    backend: AttentionBackend | None = None,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's."""
     info = describe(path, collective.size, dtype)

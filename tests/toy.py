@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 
 import numpy as np
-import pytest
 
-from outrider.config import EngineConfig
 from outrider.scheduler import tree
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.types import Batch, Draft, Request, Verdict, ints
 
 VOCAB = 50
@@ -126,49 +120,3 @@ class OracleDrafting:
             tokens.append(token)
             parents.append(parent)
         return Draft(ints(tokens), ints(parents), source="oracle")
-
-
-@pytest.fixture
-def make_loop() -> Callable[..., Loop]:
-    """A loop over the token-cache target."""
-
-    def make(num_blocks: int = 64, seed: int = 0, max_model_len: int = 200, **options) -> Loop:
-        options = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
-        speculative = {"decoding_type": "NGram", "max_draft_len": options.pop("max_draft_len", 6)}
-        config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
-        scheduler = Scheduler(config, num_blocks, max_model_len)
-        return Loop(
-            scheduler, TokenCacheTarget(num_blocks, config.block_size), OracleDrafting(seed)
-        )
-
-    return make
-
-
-@pytest.fixture
-def request_of() -> Callable[..., Request]:
-    """A request of plain tokens."""
-
-    def make(name: str, prompt: tuple[int, ...], max_tokens: int | None = 20, **fields) -> Request:
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, **fields.pop("sampling", {})
-        )
-        return Request(name, ints(prompt), sampling, seed=1, **fields)
-
-    return make
-
-
-@pytest.fixture
-def drive() -> Callable[..., dict[str, tuple[int, ...]]]:
-    """Steps until idle, checking the block accounting after every one."""
-
-    def run(loop: Loop, max_steps: int = 10_000) -> dict[str, tuple[int, ...]]:
-        outputs: dict[str, tuple[int, ...]] = {}
-        for _ in range(max_steps):
-            if not loop.scheduler.has_work:
-                return outputs
-            for delta in loop.step():
-                outputs[delta.request_id] = outputs.get(delta.request_id, ()) + delta.token_ids
-            loop.scheduler.check()
-        raise AssertionError("the loop did not come to an end")
-
-    return run

@@ -1,0 +1,189 @@
+"""The Serve application for real: one deployment on a local Ray, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from outrider.cluster.serve_args import read_args, read_llm_args
+from outrider.config import DraftTargetConfig
+from outrider.errors import ConfigError
+
+MODEL = Path(__file__).parents[2] / "demo" / "models" / "target"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    import ray
+    from ray import serve
+
+    from outrider.cluster.app import build_app
+
+    port = _free_port()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build_app({**ARGS, "serve": {"num_ingress_replicas": 2}}), name="test")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+ARGS: dict[str, Any] = {
+    "model": str(MODEL),
+    "served_model_name": "demo",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "kv_cpu_bytes": 2**26,
+    "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
+}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _wait(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_serving(url: str) -> None:
+    """One start, one walk through everything that needs it."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    http = httpx.Client(base_url=url, timeout=120)
+    options: dict[str, Any] = {"model": "demo", "prompt": "def main(", "temperature": 0}
+
+    assert http.get("/health").json() == {"status": "ok"}
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+    whole = client.completions.create(**options, max_tokens=24)
+    usage = {"include_usage": True}
+    chunks = list(
+        client.completions.create(**options, max_tokens=24, stream=True, stream_options=usage)
+    )
+    assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.model_dump()["speculation"]["num_steps"] > 0
+
+    def ask(_: int) -> str:
+        return client.completions.create(**options, max_tokens=24).choices[0].text
+
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(ask, range(4))) == {whole.choices[0].text}
+
+    stop = whole.choices[0].text[5:8]
+    stopped = client.completions.create(**options, max_tokens=400, stop=stop)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == whole.choices[0].text.split(stop)[0]
+
+    chat = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8
+    )
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens <= 8
+
+    stream = client.completions.create(
+        **options, max_tokens=490, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    _wait(lambda: http.get("/stats").json()["running"] == 0)
+    (engine,) = http.get("/stats").json()["engines"]
+    assert engine["kv"]["num_free_blocks"] == engine["kv"]["num_blocks"]
+
+    for content in (b"{", b"\xff"):
+        answer = http.post("/v1/completions", content=content)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+    answer = http.post("/v1/completions", json={**options, "max_tokens": 9999})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+    text = http.get("/metrics").text
+    assert 'outrider:spec_decode_num_drafts_total{drafter="ngram"' in text
+    # Both edges are in it, whichever was asked.
+    assert (
+        len({line for line in text.splitlines() if "time_to_first_token_seconds_count" in line})
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        ({}, "model"),
+        ({"model": "m", "num_replicas": 2}, "num_replicas"),
+        ({"model": "m", "serve": {"num_replica": 2}}, "serve.num_replica"),
+        ({"model": "m", "serve": {"num_replicas": 0}}, "serve.ServeConfig"),
+        ({"model": "m", "serve": 3}, "serve"),
+        ({"model": "m", "speculative_config": {"decoding_type": "X"}}, "speculative_config"),
+    ],
+)
+def test_wrong_arguments(args: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_args(args)
+    assert str(caught.value.field).startswith(field)
+
+
+def test_arguments_of_a_command_line_are_text() -> None:
+    config, section = read_args(
+        {
+            "model": "m",
+            "tensor_parallel_size": "2",
+            "serve.num_replicas": "3",
+            "serve.request_timeout_s": "null",
+            "speculative_config": '{"method": "draft_model", "model": "d"}',
+        }
+    )
+    assert (config.tensor_parallel_size, section.num_replicas) == (2, 3)
+    assert section.request_timeout_s is None
+    assert isinstance(config.speculative_config, DraftTargetConfig)
+
+
+def test_ray_serve_llm_names() -> None:
+    model = {
+        "model_loading_config": {"model_id": "demo", "model_source": "/models/demo"},
+        "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 8},
+        "deployment_config": {"num_replicas": 2, "max_ongoing_requests": 16},
+        "placement_group_config": {"bundles": [{"CPU": 2, "GPU": 1}] * 2},
+    }
+    for args in (model, {"llm_configs": [model]}):
+        config, section = read_llm_args(args)
+        assert (config.model, config.model_name) == ("/models/demo", "demo")
+        assert (config.max_num_seqs, section.num_replicas) == (8, 2)
+        assert section.max_ongoing_requests == 16
+        assert config.resources.gpus_per_worker == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"accelerator_type": "H100"}, "accelerator_type"),
+        ({"deployment_config": {"version": "1"}}, "deployment_config.version"),
+        ({"engine_kwargs": {"enforce_eager": True}}, "enforce_eager"),
+        ({"placement_group_config": {"bundles": [{"GPU": 1}] * 3}}, "placement_group_config"),
+        ({"placement_group_config": {"strategy": "SPREAD"}}, "placement_group_config.strategy"),
+    ],
+)
+def test_what_ray_serve_llm_has_and_we_have_not(change: dict[str, Any], field: str) -> None:
+    args = {"model_loading_config": {"model_id": "demo"}, **change}
+    with pytest.raises(ConfigError) as caught:
+        read_llm_args(args)
+    assert str(caught.value.field).startswith(field)
+    with pytest.raises(ConfigError, match="second"):
+        read_llm_args({"llm_configs": [args, args]})

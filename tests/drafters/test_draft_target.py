@@ -1,0 +1,141 @@
+"""The draft model's books against a draft model whose KV cache holds token ids."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from outrider.config import DraftTargetConfig
+from outrider.drafters.draft_target import DraftTarget
+from outrider.drafters.drafting import Drafting
+from outrider.errors import WorkerDiedError
+from outrider.scheduler.types import Drafted, DraftStep, ints
+
+from ..toy import VOCAB, continuation, next_token
+
+
+class TokenCacheDraftModel:
+    """Draws the true continuation, often; checks on every read that its cache is right."""
+
+    vocab_size, max_model_len, max_num_batched_tokens, block_size = VOCAB, 200, 40, 4
+
+    def __init__(self, num_blocks: int, seed: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.slots = np.full(num_blocks * self.block_size, -1, dtype=np.int64)
+        self.random = random.Random(seed)
+        self.prefixes: set[tuple[int, ...]] = set()  # of what may be asked
+        self.dead = False
+        self.num_tokens = 0
+
+    def draft(self, step: DraftStep) -> Drafted:
+        if self.dead:
+            raise WorkerDiedError("gone")
+        known = step.known
+        assert len(known.token_ids) <= self.max_num_batched_tokens
+        self.num_tokens += len(known.token_ids)
+        self.slots[known.slot_mapping] = known.token_ids
+        chains = []
+        for row in range(known.num_seqs):
+            count = int(known.query_start[row + 1] - known.query_start[row])
+            assert count > 0, "an empty row"
+            end = int(known.context_lens[row]) + count
+            table = known.block_tables[row]
+            prefix = tuple(self.slots[self._slots(table, 0, end)].tolist())
+            assert any(whole[:end] == prefix for whole in self.prefixes), "the cache is stale"
+            chain: list[int] = []
+            for depth in range(int(step.max_nodes[row])):
+                wrong = self.random.random() < 0.3
+                token = self.random.randrange(VOCAB) if wrong else next_token(prefix)
+                chain.append(token)
+                prefix += (token,)
+                if depth + 1 < step.max_nodes[row]:  # the last one is never fed back
+                    self.slots[self._slots(table, end + depth, end + depth + 1)] = token
+            chains.append(chain)
+        starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])])
+        return Drafted(ints(sum(chains, [])), ints(starts), None)
+
+    def revive(self) -> bool:
+        if self.dead:
+            self.slots[:] = -1
+        self.dead = False
+        return True
+
+    def shutdown(self) -> None: ...
+
+    def _slots(self, table: np.ndarray, begin: int, end: int) -> np.ndarray:
+        index = np.arange(begin, end)
+        return table[index // self.block_size] * self.block_size + index % self.block_size
+
+
+def make_drafting(num_blocks: int) -> tuple[Drafting, TokenCacheDraftModel]:
+    model = TokenCacheDraftModel(num_blocks)
+    config = DraftTargetConfig(speculative_model="m", max_draft_len=5)
+    return Drafting(DraftTarget(config, model), VOCAB), model
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "evicting"])
+def test_cache_and_tokens_stay_right(make_loop, request_of, drive, num_blocks):
+    drafting, model = make_drafting(num_blocks)
+    loop = make_loop(200, max_model_len=150, drafting=drafting)
+    rng, wanted = random.Random(5), {}
+    for index in range(16):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 70)))
+        wanted[str(index)] = continuation(prompt, 40)
+        model.prefixes.add(prompt + wanted[str(index)])
+        loop.add(request_of(str(index), prompt, 40))
+    assert drive(loop) == wanted
+    assert drafting.stats.faults == 0
+    assert drafting.stats.num_acc_tokens > 0.3 * drafting.stats.num_gen_tokens
+    drafting.drafter.check()
+
+
+def test_a_failed_target_step_leaves_the_drafter_sound(make_loop, request_of, drive):
+    drafting, model = make_drafting(100)
+    loop = make_loop(200, drafting=drafting)
+    wanted = continuation((1, 2, 3), 40)
+    model.prefixes.add((1, 2, 3) + wanted)
+    loop.add(request_of("a", (1, 2, 3), 40))
+    emitted: tuple[int, ...] = ()
+    verify = loop.target.verify
+    for step in range(100):
+        if step % 3 == 1:
+            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            with pytest.raises(WorkerDiedError):
+                loop.step()
+            loop.scheduler.requeue_all()
+            loop.target.verify = verify
+        for delta in loop.step():
+            emitted += delta.token_ids
+        if not loop.scheduler.has_work:
+            break
+    assert emitted == wanted
+    assert drafting.stats.faults == 0
+
+
+def test_death_costs_speed_only_and_it_comes_back(make_loop, request_of, drive):
+    drafting, model = make_drafting(100)
+    loop = make_loop(200, drafting=drafting)
+    wanted = continuation((4, 2), 60)
+    model.prefixes.add((4, 2) + wanted)
+    loop.add(request_of("a", (4, 2), 60))
+    emitted = sum((delta.token_ids for delta in loop.step()), ())
+    model.dead = True
+    emitted += sum((delta.token_ids for delta in loop.step()), ())
+    assert drafting.stats.faults == 1
+    before = drafting.stats.num_gen_drafts
+    emitted += drive(loop)["a"]
+    assert emitted == wanted
+    assert drafting.stats.num_gen_drafts > before
+
+
+def test_a_prompt_longer_than_a_draft_step_is_caught_up_in_pieces(make_loop, request_of, drive):
+    drafting, model = make_drafting(100)
+    loop = make_loop(200, drafting=drafting, max_num_batched_tokens=200)
+    prompt = tuple(index % VOCAB for index in range(130))
+    wanted = continuation(prompt, 30)
+    model.prefixes.add(prompt + wanted)
+    loop.add(request_of("a", prompt, 30))
+    assert drive(loop) == {"a": wanted}
+    assert drafting.stats.num_gen_drafts > 0
