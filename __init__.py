@@ -6,10 +6,15 @@ so that importing the package costs neither torch nor ray.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+# Read once, when torch loads: OpenMP threads that spin while they wait for work make a machine
+# with more threads than cores ten times slower.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 if TYPE_CHECKING:
     from .cluster.llm import LLM

@@ -31,9 +31,7 @@ class Plan:
     num_rounds: int
 
 
-def compare(
-    contenders: Sequence[Contender], plan: Plan, progress: Callable[[str], None]
-) -> Runs:
+def compare(contenders: Sequence[Contender], plan: Plan, progress: Callable[[str], None]) -> Runs:
     """Warms everyone up, then measures round by round."""
     short = plan.sampling.model_copy(update={"max_tokens": _WARM_UP_TOKENS})
     for contender in contenders:

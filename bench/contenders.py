@@ -42,7 +42,7 @@ class Contender(Protocol):
 class EngineContender:
     """Outrider with one configuration."""
 
-    max_batch_size = None
+    max_batch_size: int | None = None
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         self.name = name

@@ -162,7 +162,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def ratio_of_rounds(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """`ours / theirs`, round by round; both sides of a round saw the same machine."""
-    assert len(ours) == len(theirs) and ours, (len(ours), len(theirs))
+    assert len(ours) == len(theirs) > 0, (len(ours), len(theirs))
     ratios = [mine / other for mine, other in zip(ours, theirs)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 

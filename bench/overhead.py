@@ -51,11 +51,7 @@ class Overhead:
     def outside_ms(self) -> float:
         """Everything but the forward."""
         return (
-            self.schedule_ms
-            + self.propose_ms
-            + self.channel_ms
-            + self.commit_ms
-            + self.observe_ms
+            self.schedule_ms + self.propose_ms + self.channel_ms + self.commit_ms + self.observe_ms
         )
 
 
@@ -118,7 +114,8 @@ class _Window:
         """
         if not self._ended.wait(timeout_s) or self._error is not None:
             raise OutriderError(self._error or f"nothing came within {timeout_s:.0f} s")
-        assert self._before is not None and self._after is not None, "every request had deltas"
+        assert self._before is not None, "every request had deltas"
+        assert self._after is not None, "every request ended"
         if self._after["num_steps"] <= self._before["num_steps"]:
             raise OutriderError("tokens: the first request ended before the last began; give more")
         return between(self._before, self._after)

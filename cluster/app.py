@@ -57,14 +57,15 @@ def build_openai_app(args: dict[str, Any]) -> Application:
 
 def application(config: EngineConfig, section: ServeConfig) -> Application:
     """The two deployments, bound."""
-    ongoing = section.max_ongoing_requests or 2 * config.max_num_seqs
+    # Enough waits in the engine to fill its next batch; the rest can still go to any replica.
+    ongoing = config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
     queued = section.max_queued_requests
     scale: dict[str, Any] = {"num_replicas": section.num_replicas}
     if section.autoscaling_config is not None:
         scale = {"autoscaling_config": section.autoscaling_config}
     engine = serve.deployment(
         name=ENGINE,
-        max_ongoing_requests=ongoing,
+        max_ongoing_requests=section.max_ongoing_requests or ongoing,
         max_queued_requests=config.max_queued_requests if queued is None else queued,
         health_check_period_s=section.health_check_period_s,
         health_check_timeout_s=section.health_check_timeout_s,

@@ -24,7 +24,7 @@ class ServeConfig(Strict):
     num_replicas: int | Literal["auto"] = Field(1)  # of engines
     autoscaling_config: dict[str, Any] | None = None  # Serve's own; instead of `num_replicas`
     num_ingress_replicas: int = Field(1, ge=1)
-    max_ongoing_requests: int | None = Field(None, ge=1)  # per engine; None: 2 x max_num_seqs
+    max_ongoing_requests: int | None = Field(None, ge=1)  # per engine; None: two batches
     max_queued_requests: int | None = Field(None, ge=-1)  # per ingress; None: the engine's
     request_timeout_s: float | None = Field(None, gt=0)
     max_body_bytes: int = Field(16 * 2**20, ge=1024)

@@ -36,7 +36,7 @@ from .edge import EdgeListener, EdgeLostError
 
 log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
-_BACKOFF_S = 0.5  # doubled with every attempt
+_BACKOFF_S = 0.5  # before the second replay, doubled with every further one
 _LAST_DELTA_S = 5.0  # how long after its call's end a request's last delta may still come
 _STATS_TIMEOUT_S = 5.0
 _LOST = (
@@ -89,7 +89,8 @@ class ServeClient:
             finally:
                 call.close()
                 del self._calls[request.id]
-            await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
+            if attempt > 1:
+                await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 2))
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)

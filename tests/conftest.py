@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -63,3 +64,44 @@ def drive() -> Callable[..., dict[str, tuple[int, ...]]]:
         raise AssertionError("the loop did not come to an end")
 
     return run
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Folders of random checkpoints of one vocabulary; the draft is the target, disturbed."""
+
+    target: str
+    draft: str
+    other_vocabulary: str
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """A target whose text does not repeat at once, and a draft that often agrees with it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def config(vocab: int) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            bos_token_id=0,
+            eos_token_id=1,
+            initializer_range=0.2,
+        )
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config(96))
+    target.save_pretrained(folder / "target")
+    with torch.no_grad():
+        for weight in target.parameters():
+            weight.add_(torch.randn_like(weight) * 0.01)
+    target.save_pretrained(folder / "draft")
+    LlamaForCausalLM(config(97)).save_pretrained(folder / "other")
+    return TinyModels(*(str(folder / name) for name in ("target", "draft", "other")))

@@ -53,9 +53,7 @@ def test_tensorrt_llms_yaml(tmp_path):
         ),
         (
             {"model": "d", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2},
-            DraftTargetConfig(
-                speculative_model="d", max_draft_len=5, draft_tensor_parallel_size=2
-            ),
+            DraftTargetConfig(speculative_model="d", max_draft_len=5, draft_tensor_parallel_size=2),
         ),
         (None, NoSpeculation()),
     ],

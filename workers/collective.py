@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 
 Backend = Literal["gloo", "nccl"]
 
@@ -37,8 +37,8 @@ class Collective:
         tensor: Tensor,  # any shape, contiguous; the same on every rank
     ) -> Tensor:
         """Sum over the ranks, in place; returns `tensor`."""
-        if self._group is not None:
-            self._group.allreduce(tensor).wait()
+        if self.size > 1:
+            self._live().allreduce(tensor).wait()
         return tensor
 
     def all_gather(
@@ -47,11 +47,11 @@ class Collective:
         dim: int = -1,
     ) -> Tensor:
         """Every rank's tensor, joined along `dim` in rank order."""
-        if self._group is None:
+        if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([parts], [tensor]).wait()
+        self._live().allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim=dim)
 
     def broadcast(
@@ -60,16 +60,20 @@ class Collective:
         root: int = 0,
     ) -> Tensor:
         """`root`'s values, in place; returns `tensor`."""
-        if self._group is not None:
-            self._group.broadcast(tensor, root).wait()
+        if self.size > 1:
+            self._live().broadcast(tensor, root).wait()
         return tensor
 
     def abort(self) -> None:
         """Leave the group without waiting for anyone. Blocked gloo peers still wait it out."""
         group, self._group = self._group, None
-        self.size, self.rank = 1, 0
         if group is not None:
             group.abort()
+
+    def _live(self) -> Any:
+        if self._group is None:
+            raise WorkerError(f"rank {self.rank} has left its group of {self.size}")
+        return self._group
 
     @staticmethod
     def single() -> Collective:

@@ -58,9 +58,7 @@ class BenchOptions:
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, rich_help_panel=_BENCH)
     ] = 128
-    temperature: Annotated[
-        float, typer.Option("--temperature", rich_help_panel=_BENCH)
-    ] = 0.0
+    temperature: Annotated[float, typer.Option("--temperature", rich_help_panel=_BENCH)] = 0.0
     seed: Annotated[int, typer.Option("--seed", "-s", rich_help_panel=_BENCH)] = 0
     ignore_eos: Annotated[
         bool,
@@ -162,7 +160,12 @@ def _contenders(
         found.append(contender)
 
     section = config.speculative_config
-    join(EngineContender(PLAIN, config.model_copy(update={"speculative_config": NoSpeculation()})))
+    join(
+        EngineContender(
+            PLAIN,
+            config.model_copy(update={"speculative_config": NoSpeculation.model_validate({})}),
+        )
+    )
     if section.max_draft_len:
         join(EngineContender(section.decoding_type, config))
     else:

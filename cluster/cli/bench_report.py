@@ -99,7 +99,9 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _three(values: dict[str, float]) -> str:
-    return " / ".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values.values())
+    return " / ".join(
+        f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values.values()
+    )
 
 
 def _places(first: dict[str, int]) -> str:

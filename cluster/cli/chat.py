@@ -105,7 +105,8 @@ class Conversation:
             self.messages.pop()
             raise
         finally:
-            write("\n")
+            if pieces:
+                write("\n")
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 

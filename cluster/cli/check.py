@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import note, say, table
-from .options import EngineOptions
+from .options import EngineOptions, serve_section
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
@@ -31,7 +31,9 @@ def check(
     """Checks a configuration, the checkpoints it names and how they fit; prints it in full."""
     import yaml
 
-    config = (replace(engine, config=file) if file is not None else engine).resolve()
+    engine = replace(engine, config=file) if file is not None else engine
+    config = engine.resolve()
+    serve_section(engine, {})
     facts = preflight(config)
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)

@@ -21,6 +21,7 @@ from .files import SECTION_KEYS, read_mapping, read_section
 if TYPE_CHECKING:
     from ...config import EngineConfig
     from ...scheduler.sampling import SamplingParams
+    from ..serve_args import ServeConfig
 
 _ENGINE = "Engine"
 _SPECULATION = "Speculation"
@@ -40,9 +41,7 @@ class EngineOptions:
     ] = None
     served_model_name: Annotated[
         str | None,
-        typer.Option(
-            "--served-model-name", help="Name for clients.", rich_help_panel=_ENGINE
-        ),
+        typer.Option("--served-model-name", help="Name for clients.", rich_help_panel=_ENGINE),
     ] = None
     tokenizer: Annotated[
         str | None, typer.Option(help="Default: the model's own.", rich_help_panel=_ENGINE)
@@ -164,12 +163,8 @@ class EngineOptions:
         from ...dialects import translate_engine
         from .speculation import section_of
 
-        data: dict[str, Any] = {}
-        if self.config is not None:
-            data = read_mapping(self.config, "config")
-            if SECTION_KEYS & data.keys():  # vLLM's JSON, alone in its file
-                data = {"speculative_config": data}
-            data = translate_engine(data)
+        data = translate_engine(self._file())
+        data.pop("serve", None)  # `serve_section` reads it
         own = {"config", "speculative_config", "spec_type", "draft_model", "draft_max"}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -182,6 +177,28 @@ class EngineOptions:
             given = read_section(self.speculative_config)
         section = section_of(given, self.spec_type, self.draft_model, self.draft_max)
         return EngineConfig.load({**data, "speculative_config": section, **forced})
+
+    def _file(self) -> dict[str, Any]:
+        """What the configuration file says."""
+        if self.config is None:
+            return {}
+        data = read_mapping(self.config, "config")
+        alone = SECTION_KEYS & data.keys()  # vLLM's JSON, without an engine around it
+        return {"speculative_config": data} if alone else data
+
+
+def serve_section(engine: EngineOptions, given: dict[str, Any]) -> ServeConfig:
+    """The file's `serve:` section, overridden by what was given.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    from ..serve_args import read_args
+
+    section = engine._file().get("serve") or {}
+    if isinstance(section, dict):
+        section = {**section, **given}
+    return read_args({"model": "", "serve": section})[1]
 
 
 @dataclass(frozen=True)

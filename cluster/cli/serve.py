@@ -6,23 +6,25 @@ then Ray. Ctrl-C and SIGTERM take the application down, and Ray if it was starte
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
-from .options import EngineOptions
+from .options import EngineOptions, serve_section
 from .session import prepare
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
+    from ..serve_args import ServeConfig
     from .client import Client
 
 _READY_TIMEOUT_S = 1800.0
@@ -30,30 +32,49 @@ _POLL_S = 0.5
 _SERVE = "Server"
 
 
+@dataclass(frozen=True)
+class HttpOptions:
+    """Where to listen."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVE)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, typer.Option(help="Port to listen on.", min=1, max=65535, rich_help_panel=_SERVE)
+    ] = 8000
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """How the application is deployed; `None` leaves it to the file's `serve:` section."""
+
+    num_replicas: Annotated[
+        int | None,
+        typer.Option(help="Engines behind one endpoint.", min=1, rich_help_panel=_SERVE),
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="Of the Serve application.", rich_help_panel=_SERVE)
+    ] = None
+    route_prefix: Annotated[
+        str | None, typer.Option(help="Path before /v1.", rich_help_panel=_SERVE)
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """What was said."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
 def serve(
     engine: EngineOptions,
+    http: HttpOptions,
+    deploy: DeployOptions,
     checkpoint: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Checkpoint folder.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVE)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on.", min=1, max=65535, rich_help_panel=_SERVE)
-    ] = 8000,
-    num_replicas: Annotated[
-        int, typer.Option(help="Engines behind one endpoint.", min=1, rich_help_panel=_SERVE)
-    ] = 1,
-    name: Annotated[
-        str, typer.Option(help="Of the Serve application.", rich_help_panel=_SERVE)
-    ] = "outrider",
-    route_prefix: Annotated[
-        str, typer.Option(help="Path before /v1.", rich_help_panel=_SERVE)
-    ] = "/",
     address: Annotated[
         str | None,
         typer.Option(
-            help="Ray cluster to join (auto, or host:port); default: start one here.",
+            help="Ray cluster to join (auto, or host:port); default: RAY_ADDRESS, or a new one.",
             rich_help_panel=_SERVE,
         ),
     ] = None,
@@ -66,19 +87,22 @@ def serve(
     if engine.executor == "local":
         raise ConfigError("executor: serve runs on Ray; leave it out", field="executor")
     config = (replace(engine, model=checkpoint) if checkpoint else engine).resolve(executor="ray")
-    check_port(host, port)
-    url = _url(host, port, route_prefix)
+    section = serve_section(engine, deploy.given())
+    check_port(http.host, http.port)
+    url = _url(http, section.route_prefix)
     with ExitStack() as stack, _terminable():
         prepare(config, stack, address)
         with err().status("Starting the workers..."):
-            _deploy(config, host, port, num_replicas, name, route_prefix, stack)
+            _deploy(config, section, http, stack)
         from .client import Client
 
         client = Client(url, timeout_s=10.0)
         stack.callback(client.close)
-        served = _wait_until_ready(client)
-        err().print(_panel(config, url, served, num_replicas))
-        _watch(client, stats_interval_s)
+        models = _wait_until_ready(client)
+        _announce(config, section, url, models[0])
+        with suppress(KeyboardInterrupt):  # how a server ends
+            _watch(client, stats_interval_s)
+        note("Shutting down...")
 
 
 def check_port(host: str, port: int) -> None:
@@ -102,10 +126,10 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def _url(host: str, port: int, route_prefix: str) -> str:
+def _url(http: HttpOptions, route_prefix: str) -> str:
     """Where a client on this machine finds the server."""
-    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    return f"http://{here}:{port}{route_prefix.rstrip('/')}"
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, http.host)
+    return f"http://{here}:{http.port}{route_prefix.rstrip('/')}"
 
 
 @contextmanager
@@ -123,13 +147,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _deploy(
-    config: EngineConfig,
-    host: str,
-    port: int,
-    num_replicas: int,
-    name: str,
-    route_prefix: str,
-    stack: ExitStack,
+    config: EngineConfig, section: ServeConfig, http: HttpOptions, stack: ExitStack
 ) -> None:
     """Deploys the application and waits for its replicas.
 
@@ -138,17 +156,27 @@ def _deploy(
     """
     from ray import serve as ray_serve
 
-    from ..app import build_app
+    from ..app import application
 
-    application = build_app(
-        {"engine": config.model_dump(mode="json"), "num_replicas": num_replicas}
-    )
-    ray_serve.start(http_options={"host": host, "port": port})
-    stack.callback(_quietly, lambda: ray_serve.delete(name))
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray_serve.start(http_options={"host": http.host, "port": http.port})
+    stack.callback(_quietly, lambda: _undeploy(section.name))
     try:
-        ray_serve.run(application, name=name, route_prefix=route_prefix)
+        ray_serve.run(
+            application(config, section), name=section.name, route_prefix=section.route_prefix
+        )
     except RuntimeError as error:
         raise EngineDeadError(f"the application did not come up: {error}") from None
+
+
+def _undeploy(name: str) -> None:
+    """Takes the application down, and Serve with it unless others use it."""
+    from ray import serve as ray_serve
+
+    if set(ray_serve.status().applications) - {name}:
+        ray_serve.delete(name)
+    else:
+        ray_serve.shutdown()
 
 
 def _quietly(call: Callable[[], Any]) -> None:
@@ -177,28 +205,30 @@ def _wait_until_ready(client: Client) -> list[str]:
         time.sleep(_POLL_S)
 
 
-def _panel(config: EngineConfig, url: str, models: list[str], num_replicas: int) -> Any:
+def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) -> None:
     """What the user has to know now."""
     from rich.panel import Panel
-
-    section = config.speculative_config
-    drafter = section.decoding_type
-    if section.max_draft_len:
-        drafter += f", up to {section.max_draft_len} tokens"
-    curl = (
-        f"curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f'  -d \'{{"model": "{models[0]}", "prompt": "def main(", "max_tokens": 64}}\''
-    )
-    text = (
-        f"URL      {url}/v1\n"
-        f"Model    {models[0]} ({config.model})\n"
-        f"Drafter  {drafter}\n"
-        f"Ranks    {config.tensor_parallel_size} x {num_replicas} replica(s)\n\n"
-        f"{curl}\n\nCtrl-C ends it."
-    )
     from rich.text import Text
 
-    return Panel(Text(text), title="Outrider is ready", border_style="green", expand=False)
+    speculative = config.speculative_config
+    drafter: str = speculative.decoding_type
+    if speculative.max_draft_len:
+        drafter += f", up to {speculative.max_draft_len} tokens"
+    text = (
+        f"URL       {url}/v1\n"
+        f"Model     {model} ({config.model})\n"
+        f"Drafter   {drafter}\n"
+        f"Ranks     {config.tensor_parallel_size}\n"
+        f"Replicas  {section.num_replicas}"
+    )
+    panel = Panel(Text(text), title="Outrider is ready", border_style="green", expand=False)
+    err().print(panel)
+    # Outside the panel: no frame, no line breaks in what will be copied.
+    note(
+        f"curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'  -d \'{{"model": "{model}", "prompt": "def main(", "max_tokens": 64}}\'\n\n'
+        "Ctrl-C ends it."
+    )
 
 
 def _watch(client: Client, interval_s: float) -> None:

@@ -136,7 +136,9 @@ def _check_type(value: Any, schema: Schema, path: str) -> list[str]:
 def _check_object(value: dict[Any, Any], schema: Schema, path: str) -> list[str]:
     properties = schema.get("properties", {})
     rest = schema.get("additionalProperties", False)
-    errors = [f"{path}.{key}: is required" for key in schema.get("required", []) if key not in value]
+    errors = [
+        f"{path}.{key}: is required" for key in schema.get("required", []) if key not in value
+    ]
     for key, item in value.items():
         where = f"{path}.{key}"
         if not isinstance(key, str):

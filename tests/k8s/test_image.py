@@ -12,7 +12,9 @@ TEXT = (manifests.ROOT / "Dockerfile").read_text(encoding="utf-8")
 # One instruction a line: comments gone, continued lines joined.
 LINES = [
     line.strip()
-    for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", TEXT, flags=re.MULTILINE)).splitlines()
+    for line in re.sub(
+        r"\\\n", " ", re.sub(r"^\s*#.*\n", "", TEXT, flags=re.MULTILINE)
+    ).splitlines()
     if line.strip()
 ]
 IGNORED = (manifests.ROOT / ".dockerignore").read_text(encoding="utf-8").split()

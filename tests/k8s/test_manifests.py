@@ -39,9 +39,7 @@ def test_there_are_manifests() -> None:
 
 
 @every_manifest
-def test_manifest_fits_its_schema(
-    path: Path, schemas: dict[tuple[str, str], crd.Schema]
-) -> None:
+def test_manifest_fits_its_schema(path: Path, schemas: dict[tuple[str, str], crd.Schema]) -> None:
     assert complaints(manifests.load(path), schemas) == []
 
 
@@ -138,13 +136,20 @@ def test_containers_have_no_privileges(path: Path) -> None:
 
 
 @every_manifest
+def test_ray_wants_a_token(path: Path) -> None:
+    assert manifests.load(path)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+@every_manifest
 def test_the_head_offers_no_cpus_and_names_the_serve_port(path: Path) -> None:
     manifest = manifests.load(path)
     head = manifests.groups(manifest)[0]
     assert manifests.ray_resources(head) == {"CPU": 0.0, "GPU": 0.0}
     port = manifests.serve_config(manifest)["http_options"]["port"]
     for group in manifests.groups(manifest):
-        ports = {item["name"]: item["containerPort"] for item in manifests.ray_container(group)["ports"]}
+        ports = {
+            item["name"]: item["containerPort"] for item in manifests.ray_container(group)["ports"]
+        }
         assert ports["serve"] == port
 
 

@@ -65,7 +65,7 @@ def deployments(path: Path) -> dict[str, dict[str, Any]]:
     asked = {
         each.name: {
             "num_replicas": each.num_replicas,
-            "max_replicas_per_node": each.max_replicas_per_node,
+            "max_replicas_per_node": None,
             **each.ray_actor_options,
         }
         for each in built.deployments

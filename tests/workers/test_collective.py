@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, WorkerError
 from outrider.workers.collective import Collective
 
 CPU = torch.device("cpu")
@@ -60,6 +60,15 @@ def test_a_group_is_rebuilt_in_the_same_process():
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(join, range(2))) == [2.0, 2.0]
+
+
+def test_a_rank_that_left_says_so(run_ranks):
+    def work(collective):
+        collective.abort()
+        with pytest.raises(WorkerError, match="has left its group of 2"):
+            collective.all_reduce(torch.ones(1))
+
+    run_ranks(2, work)
 
 
 def test_nccl_on_a_cpu_is_a_config_error():

@@ -134,15 +134,13 @@ def build_plan(step: StepInput, block_size: int, device: torch.device) -> Attent
     groups = tuple(
         _build_group(step, members, query_lens, key_lens, block_size, device) for members in parts
     )
-    only = groups[0]
-    padded = only.num_seqs * only.query_len
-    if len(parts) == 1 and padded == len(step.token_ids) == len(only.flat_or_all(padded)):
+    if len(parts) == 1 and groups[0].num_seqs * groups[0].query_len == len(step.token_ids):
         return AttentionPlan(slot_mapping, groups, None)
     restore, begin = np.empty(len(step.token_ids), dtype=np.int32), 0
     for group in groups:
         rows = group.flat_rows()
-        # Padding repeats a row and comes after it, so it is written first and loses.
-        restore[rows[::-1]] = np.arange(begin, begin + len(rows), dtype=np.int32)[::-1]
+        # Padding repeats a sequence's last row, mask and all: whichever of them wins is right.
+        restore[rows] = np.arange(begin, begin + len(rows), dtype=np.int32)
         group.rows = _to_device(rows, device)
         begin += len(rows)
     return AttentionPlan(slot_mapping, groups, _to_device(restore, device))
@@ -169,3 +167,42 @@ def partition(query_lens: IntArray, key_lens: IntArray) -> list[list[int]]:
             groups.append([seq])
             real, longest_query, longest_key = query_len * key_len, query_len, key_len
     return [sorted(group) for group in groups]
+
+
+def _build_group(
+    step: StepInput,
+    members: list[int],
+    query_lens: IntArray,  # [num_seqs]
+    key_lens: IntArray,  # [num_seqs]
+    block_size: int,
+    device: torch.device,
+) -> Group:
+    tables = step.block_tables
+    if len(members) < len(query_lens):
+        query_lens, key_lens, tables = query_lens[members], key_lens[members], tables[members]
+    key_len = int(key_lens.max())
+    num_blocks = -(-key_len // block_size)
+    lane = np.arange(block_size, dtype=np.int32)
+    slots = (tables[:, :num_blocks, None] * block_size + lane).reshape(len(members), -1)
+    slots = slots[:, :key_len]
+    if int(key_lens.min()) < key_len:  # padding repeats the sequence's own last key
+        index = np.minimum(np.arange(key_len), key_lens[:, None] - 1)
+        slots = np.take_along_axis(slots, index, axis=1)
+    return Group(
+        step=step,
+        members=members,
+        query_lens=query_lens,
+        key_lens=key_lens,
+        query_len=int(query_lens.max()),
+        key_len=key_len,
+        device=device,
+        slots=_to_device(slots.reshape(-1), device),
+    )
+
+
+def _parents(step: StepInput, seq: int) -> IntArray:
+    return step.draft_parents[step.draft_start[seq] : step.draft_start[seq + 1]]
+
+
+def _to_device(values: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, torch.int64, non_blocking=True)

@@ -38,6 +38,17 @@ from ..attention import StepAttention
 from .weights import Joined, Source, Stacked, Whole, whole_box
 
 ATTENTION = "outrider_paged"
+REFUSED = {
+    "llama4_text": "its attention takes positions from the mask, which we do not build",
+}
+"""Model types that would run and be wrong."""
+NEEDED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def read_config(path: Path) -> Any:
@@ -63,6 +74,15 @@ def read_config(path: Path) -> Any:
             "and float16 checkpoints are served",
             field="model",
         )
+    lacking = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
+    if lacking:
+        raise CheckpointError(
+            f"{config.model_type!r} is not a decoder with a plain key-value cache: its "
+            f"configuration has no {', '.join(lacking)}",
+            field="model",
+        )
+    if why := REFUSED.get(config.model_type):
+        raise CheckpointError(f"{config.model_type!r} is not served: {why}", field="model")
     return config
 
 

@@ -98,7 +98,7 @@ class PagedModel:
         self.collective = collective
         self._backend = backend
         self._forward = Forward(module)
-        self.kv_shapes = self._probe(info.vocab_size, info.dtype)
+        self.kv_shapes = self._probe(info.num_layers, info.vocab_size)
         first = self.kv_shapes[0]
         self.info = replace(info, num_kv_heads=first.num_kv_heads, head_dim=first.head_dim)
 
@@ -139,14 +139,20 @@ class PagedModel:
         return torch.from_numpy(values).to(self.device, torch.int64, non_blocking=True)
 
     @torch.inference_mode()
-    def _probe(self, vocab_size: int, dtype: torch.dtype) -> tuple[KVShape, ...]:
+    def _probe(self, num_layers: int, vocab_size: int) -> tuple[KVShape, ...]:
         """Run one token to see what each layer caches: observed, so true of any architecture."""
         probe = _Probe()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         logits, _ = self._forward(zero, zero, None, probe)
         assert logits.shape == (1, vocab_size), (logits.shape, vocab_size)
-        assert sorted(probe.shapes) == list(range(len(probe.shapes))), sorted(probe.shapes)
-        return tuple(probe.shapes[layer] for layer in range(len(probe.shapes)))
+        others = [layer for layer in range(num_layers) if layer not in probe.shapes]
+        if others:
+            raise CheckpointError(
+                f"layers {others} of this {type(self.module).__name__} keep a state other than "
+                "keys and values; recurrent and hybrid models are not served",
+                field="model",
+            )
+        return tuple(probe.shapes[layer] for layer in sorted(probe.shapes))
 
 
 class _Probe:

@@ -11,7 +11,7 @@ import torch
 from outrider.scheduler.tree import EMPTY, chain
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.attention import KVCache, KVShape, SdpaBackend
-from outrider.workers.attention.plan import FREE_PAIRS, MAX_WASTE, partition
+from outrider.workers.attention.plan import FREE_PAIRS, MAX_WASTE, build_plan, partition
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 200
@@ -73,7 +73,6 @@ def check(generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
     cache = KVCache(
         [KVShape(num_kv_heads, head_dim, value_dim)] * 2, BLOCKS, BLOCK, torch.float32, CPU
     )
-    plan = BACKEND.plan(steps_of, BLOCK, CPU)
     layer, texts = 1, []
     for seq in sequences:
         keys = torch.from_numpy(generator.normal(size=(seq.total, num_kv_heads, head_dim))).float()
@@ -88,7 +87,8 @@ def check(generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
     new_values = torch.cat([values[s.context_len :] for s, (_, values) in zip(sequences, texts)])
     query = torch.from_numpy(generator.normal(size=(len(new_keys), num_heads, head_dim))).float()
     kinds = {"scale": head_dim**-0.5, "window": None, "softcap": None, "sinks": None, **kinds}
-    out = BACKEND.attend(plan, cache, layer, query, new_keys, new_values, **kinds)
+    step = BACKEND.begin(steps_of, cache)
+    out = step.attend(layer, query, new_keys, new_values, **kinds)
     assert out.shape == (len(query), num_heads, value_dim)
     row = 0
     for seq, (keys, values) in zip(sequences, texts):
@@ -192,7 +192,7 @@ def test_partition_bounds_the_waste():
 
 def test_even_decodes_are_one_group_in_order(random_batch):
     _, step = random_batch(np.random.default_rng(0), CASES["even"])
-    plan = BACKEND.plan(step, BLOCK, CPU)
+    plan = build_plan(step, BLOCK, CPU)
     assert len(plan.groups) == 1
     assert plan.groups[0].rows is None
     assert plan.restore is None

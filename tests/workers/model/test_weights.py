@@ -147,6 +147,14 @@ def test_a_quantised_checkpoint_is_refused(checkpoint):
         describe(path)
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "llama4_text"])
+def test_models_that_cannot_be_served_are_refused(checkpoint, model_type):
+    path, _ = checkpoint("llama")
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=model_type):
+        describe(path)
+
+
 def rewrite(path, change):
     tensors = load_file(path / "model.safetensors")
     change(tensors)

@@ -1,0 +1,77 @@
+"""`outrider generate` and `outrider chat` on a demo model in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+PROMPT = "def __init__(self, name):\n        self.name"
+LOCAL = ("--executor", "local", "--dtype", "float32", "--num-kv-blocks", 256)
+
+
+def test_streams_the_text_and_the_statistics(outrider_cli, model):
+    args = ("generate", PROMPT, "-m", model, *LOCAL, "--max-tokens", 24, "--ignore-eos")
+    drafted = outrider_cli(*args, "--spec-type", "ngram")
+    assert drafted.exit_code == 0, drafted.stderr
+    assert "draft acceptance rate = " in drafted.stderr
+    assert "statistics ngram: #calls(b,g,a) = 1 " in drafted.stderr
+    assert "output tokens" in drafted.stderr
+    plain = outrider_cli(*args, "--no-stream", "--no-stats")
+    assert plain.stdout == drafted.stdout, "a drafter never changes the text"
+    assert "output tokens" not in plain.stderr
+
+
+def test_several_prompts(outrider_cli, model):
+    result = outrider_cli("generate", "a", "b", "-m", model, *LOCAL, "-n", 4)
+    assert result.exit_code == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if line.startswith("===")] == [
+        "=== a",
+        "=== b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (("-m", "/nowhere"), "model"),
+        (("-m", "/nowhere", "--temperature", -1), "temperature"),
+        (("-m", "/nowhere", "--top-p", 2), "top_p"),
+        (("-m", "/nowhere", "--config", "/nowhere.yaml"), "config"),
+        (("-m", "/nowhere", "--dtype", "int3"), "dtype"),
+    ],
+)
+def test_mistakes_are_named(outrider_cli, args, field):
+    result = outrider_cli("generate", "x", *args, "--executor", "local")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {field}")
+
+
+def test_too_many_tokens(outrider_cli, model):
+    result = outrider_cli("generate", "x", "-m", model, *LOCAL, "-n", 100_000)
+    assert result.exit_code == 1
+    assert "error: max_tokens" in result.stderr
+
+
+def test_chat_with_piped_input(outrider_cli, model):
+    result = outrider_cli(
+        "chat",
+        *("-m", model, *LOCAL, "--max-tokens", 8, "--spec-type", "ngram"),
+        input="hello\n/stats\n/reset\n/what\n\nhello\n/exit\nunseen\n",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "forgotten" in result.stderr
+    assert "/what: unknown command" in result.stderr
+    half = len(result.stdout) // 2
+    assert result.stdout[:half] == result.stdout[half:], "a reset conversation starts afresh"
+
+
+def test_chat_raw_continues_the_text(outrider_cli, model):
+    args = ("-m", model, *LOCAL, "--max-tokens", 8, "--ignore-eos")
+    chatted = outrider_cli("chat", *args, "--raw", input="import os\n")
+    generated = outrider_cli("generate", "import os", *args)
+    assert chatted.stdout == generated.stdout
+
+
+def test_chat_with_no_server(outrider_cli):
+    result = outrider_cli("chat", "--url", "127.0.0.1:9", input="hello\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: url: no server answers at http://127.0.0.1:9")

@@ -1,0 +1,172 @@
+"""The engine in one process: the same tokens from every drafter, and what goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import CheckpointError, ConfigError, InvalidRequestError, WorkerError
+from outrider.scheduler.sampling import SamplingParams
+from outrider.scheduler.types import Request, SpeculationOptions, ints
+
+from ..engines import Box, complete, engine_of, random_prompts
+
+PROMPTS = random_prompts(8, 96)
+SAMPLED = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.1,
+    "logit_bias": {5: 1.5},
+    "min_tokens": 4,
+}
+
+
+def sections(tiny) -> dict[str, dict]:
+    draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 4}
+    return {
+        "ngram": {"decoding_type": "NGram", "max_draft_len": 4},
+        "separate draft": draft,
+        "colocated draft": {**draft, "placement": "colocated"},
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """What no drafter emits, one request at a time."""
+    with engine_of(tiny.target) as engine:
+        greedy, _ = complete(engine, PROMPTS, at_once=1)
+        sampled, _ = complete(engine, PROMPTS, at_once=1, **SAMPLED)
+    return {"greedy": greedy, "sampled": sampled}
+
+
+@pytest.mark.parametrize("name", ["ngram", "separate draft", "colocated draft"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_drafter_emits_the_plain_tokens(tiny, plain, name, size):
+    with engine_of(tiny.target, sections(tiny)[name], tensor_parallel_size=size) as engine:
+        for at_once in (1, 8):
+            greedy, last = complete(engine, PROMPTS, at_once=at_once)
+            assert greedy == plain["greedy"]
+            sampled, _ = complete(engine, PROMPTS, at_once=at_once, **SAMPLED)
+            assert sampled == plain["sampled"]
+        (stats,) = engine.stats()["drafters"].values()
+    assert stats["faults"] == 0
+    assert stats["num_acc_tokens"] > 0
+    assert {delta.usage.drafter for delta in last.values()} <= {engine.info.drafter, "none"}
+
+
+def test_preemption_and_a_tiny_token_budget_change_nothing(tiny, plain):
+    speculative = sections(tiny)["separate draft"]
+    options = {"num_kv_blocks": 16, "max_model_len": 96, "max_num_batched_tokens": 24}
+    with engine_of(tiny.target, speculative, block_size=8, **options) as engine:
+        sampled, _ = complete(engine, PROMPTS, **SAMPLED)
+        assert sampled == plain["sampled"]
+        assert engine.stats()["requests"]["num_preemptions"] > 0
+
+
+def test_rejection_is_greedy_at_zero_and_runs_above(tiny, plain):
+    speculative = {**sections(tiny)["separate draft"], "verification": "rejection"}
+    with engine_of(tiny.target, speculative) as engine:
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        sampled, _ = complete(engine, PROMPTS, temperature=1.0)
+        assert all(len(tokens) == 32 for tokens in sampled.values())
+        assert engine.stats()["drafters"]["draft_target"]["num_acc_tokens"] > 0
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(tiny, plain):
+    with engine_of(tiny.target, sections(tiny)["ngram"]) as engine:
+        group = engine._host.target_group
+        call, calls = group.call, []
+
+        def sometimes(message):
+            calls.append(message)
+            if len(calls) == 3:
+                raise WorkerError("Traceback ...\nRuntimeError: out of luck")
+            return call(message)
+
+        group.call = sometimes
+        _, last = complete(engine, PROMPTS[:2])
+        assert {delta.finish_reason for delta in last.values()} == {"error"}
+        assert "out of luck" in last["0"].error
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert engine.stats()["num_failed_steps"] == 1
+        assert engine.stats()["running"] == 0
+
+
+def test_abort_frees_the_cache(tiny):
+    with engine_of(tiny.target) as engine:
+        box = Box()
+        sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        engine.submit(Request("a", ints([3, 4]), sampling, seed=1), box)
+        box.deltas.get(timeout=30)
+        engine.abort("a")
+        while (delta := box.deltas.get(timeout=30)).finish_reason is None:
+            pass
+        assert delta.finish_reason == "abort"
+        assert complete(engine, PROMPTS[:1])
+        stats = engine.stats()
+        assert stats["kv"]["num_free_blocks"] == stats["kv"]["num_blocks"]
+
+
+def test_switching_speculation_off_and_on(tiny, plain):
+    with engine_of(tiny.target, sections(tiny)["separate draft"]) as engine:
+        engine.reconfigure({"enabled": False})
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert engine.stats()["drafters"]["draft_target"]["num_gen_tokens"] == 0
+        engine.reconfigure({"max_draft_len": 2})
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert len(engine.stats()["drafters"]["draft_target"]["acc_tokens_per_pos"]) == 2
+        for wrong in ({"max_draft_len": 9}, {"length": 3}):
+            with pytest.raises(ConfigError):
+                engine.reconfigure(wrong)
+
+
+def test_a_request_may_opt_out_or_narrow(tiny):
+    with engine_of(tiny.target, sections(tiny)["separate draft"]) as engine:
+        box = Box()
+        sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        wishes = {"off": SpeculationOptions(enabled=False), "one": SpeculationOptions(True, 1)}
+        for name, wish in wishes.items():
+            engine.submit(Request(name, ints([3, 4]), sampling, 1, speculation=wish), box)
+        usage = {}
+        while len(usage) < 2:
+            delta = box.deltas.get(timeout=30)
+            if delta.finish_reason:
+                usage[delta.request_id] = delta.usage
+        assert (usage["off"].num_draft_tokens, usage["off"].num_steps) == (0, 16)
+        assert 0 < usage["one"].num_draft_tokens == usage["one"].num_drafts
+
+
+def test_bad_settings_name_their_field(tiny):
+    draft = sections(tiny)["separate draft"]
+    bad = [
+        ({"model": "/nowhere"}, None, CheckpointError, "model"),
+        ({"tensor_parallel_size": 3}, None, ConfigError, "tensor_parallel_size"),
+        (
+            {},
+            {**draft, "speculative_model": tiny.other_vocabulary},
+            ConfigError,
+            "speculative_config.speculative_model",
+        ),
+        (
+            {},
+            {**draft, "speculative_model": "/nowhere"},
+            CheckpointError,
+            "speculative_config.speculative_model",
+        ),
+        ({"num_kv_blocks": 4, "max_model_len": 200}, None, ConfigError, "num_kv_blocks"),
+    ]
+    for options, speculative, kind, field in bad:
+        options = {"model": tiny.target, **options}
+        with pytest.raises(kind) as caught, engine_of(options.pop("model"), speculative, **options):
+            pass
+        assert caught.value.field == field
+
+
+def test_impossible_requests_are_refused_before_anything_runs(tiny):
+    with engine_of(tiny.target) as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.submit(Request("a", ints(range(256)), SamplingParams(), 1), Box())
+        assert caught.value.field == "prompt"

@@ -1,0 +1,103 @@
+"""The engine over Ray actors: the same tokens, and nothing lost when workers are killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
+
+from ..engines import complete, engine_of, random_prompts
+
+pytestmark = pytest.mark.ray
+PROMPTS = random_prompts(4, 96)
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of four CPUs, whatever the machine has."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    with engine_of(tiny.target) as engine:
+        return complete(engine, PROMPTS, **SAMPLED)[0]
+
+
+def draft_section(tiny) -> dict:
+    return {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 3}
+
+
+def test_ranks_and_drafter_may_die_and_no_client_sees_it(cluster, tiny, plain):
+    options = {"executor": "ray", "tensor_parallel_size": 2}
+    with engine_of(tiny.target, draft_section(tiny), **options) as engine:
+
+        def strike(count, delta):
+            if count == 5:
+                cluster.kill(engine._host.target_group._ranks[1])
+            if count == 15:
+                cluster.kill(engine._drafting.drafter._model._group._ranks[0])
+
+        outputs, last = complete(engine, PROMPTS, on_delta=strike, **SAMPLED)
+        assert outputs == plain
+        assert {delta.finish_reason for delta in last.values()} == {"length"}
+        stats = engine.stats()
+        assert stats["num_restarts"] == 1
+        assert stats["drafters"]["draft_target"]["faults"] >= 1
+        # The drafter comes back by itself and is used again.
+        before = stats["drafters"]["draft_target"]["num_gen_drafts"]
+        for _ in range(60):
+            assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+            if engine.stats()["drafters"]["draft_target"]["num_gen_drafts"] > before:
+                break
+        assert engine.stats()["drafters"]["draft_target"]["num_gen_drafts"] > before
+
+
+def test_colocated_drafter_over_two_ranks(cluster, tiny, plain):
+    section = {**draft_section(tiny), "placement": "colocated"}
+    with engine_of(tiny.target, section, executor="ray", tensor_parallel_size=2) as engine:
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        assert engine.stats()["drafters"]["draft_target"]["num_acc_tokens"] > 0
+
+
+def test_too_many_deaths_end_the_engine_with_a_reason(cluster, tiny):
+    with engine_of(tiny.target, executor="ray", max_restarts=0) as engine:
+
+        def strike(count, delta):
+            if count == 2:
+                cluster.kill(engine._host.target_group._ranks[0])
+
+        _, last = complete(engine, PROMPTS[:2], on_delta=strike, **SAMPLED)
+        assert {delta.finish_reason for delta in last.values()} == {"error"}
+        assert "max_restarts" in last["0"].error
+        with pytest.raises(Exception, match="max_restarts"):
+            engine.check()
+
+
+def test_what_the_cluster_cannot_give_is_said(cluster, tiny):
+    resources = {"cpus_per_worker": 3, "placement_timeout_s": 2}
+    with (
+        pytest.raises(ResourcesError, match="the cluster has") as caught,
+        engine_of(tiny.target, executor="ray", tensor_parallel_size=2, resources=resources),
+    ):
+        pass
+    assert caught.value.field == "tensor_parallel_size"
+
+
+def test_a_rank_that_cannot_load_says_why(cluster, tiny, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny.target, broken)
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with (
+        pytest.raises((CheckpointError, WorkerDiedError)) as caught,
+        engine_of(str(broken), executor="ray"),
+    ):
+        pass
+    assert isinstance(caught.value, CheckpointError), caught.value

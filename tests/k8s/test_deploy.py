@@ -1,0 +1,105 @@
+"""`demo-cpu.yaml`'s application on a local Ray, deployed as KubeRay does: a PUT to the dashboard."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from outrider.tests.k8s import manifests
+from ray import serve
+from ray._private.authentication.http_token_authentication import (
+    get_auth_headers_if_auth_enabled as token_headers,
+)
+
+DEMO = manifests.ROOT / "k8s" / "demo-cpu.yaml"
+IN_IMAGE = "/opt/models"
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef add_three(a, b, c):\n    return"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def dashboard() -> Iterator[str]:
+    """A Ray with the demo worker's CPUs; the address of its dashboard."""
+    (group,) = manifests.workers(manifests.load(DEMO))
+    context = ray.init(
+        address="local",
+        num_cpus=int(manifests.ray_resources(group)["CPU"]),
+        num_gpus=0,
+        include_dashboard=True,
+        dashboard_port=free_port(),
+        log_to_driver=False,
+        namespace="outrider-k8s-test",
+    )
+    yield f"http://{context.dashboard_url}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+def deploy(dashboard: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Puts the configuration and waits until it runs; the application's status."""
+    url = f"{dashboard}/api/serve/applications/"
+    headers = token_headers({})  # as KubeRay has them from the cluster's secret
+    answer = httpx.put(url, json=config, headers=headers, timeout=60)
+    answer.raise_for_status()
+    deadline = time.monotonic() + 120
+    while True:
+        applications = httpx.get(url, headers=headers, timeout=10).json()["applications"]
+        (status,) = applications.values()
+        healthy = all(each["status"] == "HEALTHY" for each in status["deployments"].values())
+        if status["status"] == "RUNNING" and healthy:
+            return status
+        assert status["status"] not in ("DEPLOY_FAILED", "UNHEALTHY"), status["message"]
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+
+
+def replicas(status: dict[str, Any]) -> set[str]:
+    return {
+        replica["replica_id"]
+        for deployment in status["deployments"].values()
+        for replica in deployment["replicas"]
+    }
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_demo_answers_and_changes_its_switches_in_place(dashboard: str) -> None:
+    config = copy.deepcopy(manifests.serve_config(manifests.load(DEMO)))
+    port = free_port()
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
+    (app,) = config["applications"]
+    model = app["args"]["model"]
+    assert model.startswith(IN_IMAGE)
+    app["args"]["model"] = model.replace(IN_IMAGE, str(manifests.ROOT / "demo" / "models"), 1)
+
+    before = deploy(dashboard, config)
+    url = f"http://127.0.0.1:{port}"
+    assert httpx.get(f"{url}/-/healthz", timeout=10).text == "success"
+    body = {
+        "model": app["args"]["served_model_name"],
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    with_drafts = answer.json()["choices"][0]["text"]
+    assert with_drafts
+
+    (engine,) = [item for item in app["deployments"] if item["name"] == "Engine"]
+    engine["user_config"] = {"enabled": False, "max_draft_len": 0}
+    after = deploy(dashboard, config)
+    assert replicas(after) == replicas(before)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.json()["choices"][0]["text"] == with_drafts
