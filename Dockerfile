@@ -38,10 +38,10 @@ RUN /opt/outrider/bin/pip install "/src${OUTRIDER_EXTRAS}"
 
 FROM base
 COPY --from=build /opt/outrider /opt/outrider
-COPY demo/models /opt/models
-# Login shells reset PATH, and KubeRay before 1.4 starts Ray in one.
-RUN echo 'export PATH=/opt/outrider/bin:$PATH' > /etc/profile.d/outrider.sh \
-    && chmod -R a+rX /opt/models
+# The demo models, where the manifests find them whatever Python's version.
+RUN ln -s /opt/outrider/lib/python3.*/site-packages/outrider/demo/models /opt/models
+# Login shells reset PATH, and KubeRay starts Ray in one where it is told to.
+RUN echo 'export PATH=/opt/outrider/bin:$PATH' > /etc/profile.d/outrider.sh
 # Torch threads that spin while they wait slow down every other worker of the pod.
 ENV PATH=/opt/outrider/bin:$PATH \
     GOMP_SPINCOUNT=0 \
@@ -54,5 +54,5 @@ ENV PATH=/opt/outrider/bin:$PATH \
 USER 10001
 WORKDIR /home/ray
 RUN ray --version && outrider --help > /dev/null \
-    && test -f /opt/models/target/config.json
+    && test -r /opt/models/target/model.safetensors
 CMD ["outrider", "--help"]

@@ -3,7 +3,8 @@
     python -m outrider.bench.overhead [--model FOLDER] [--tp 1 2] [--batch 1 8 32] ...
 
 From differences of the engine's own `StepTimes` over a window in which every request of the batch
-decodes. The budget: 0.5 ms and 20 us per sequence on one core, with one rank.
+decodes; of several windows the quietest. The budget: 0.5 ms and 20 us per sequence on one core,
+with one rank.
 """
 
 from __future__ import annotations
@@ -136,6 +137,14 @@ def measure(engine: Engine, frontend: Frontend, batch_size: int, num_tokens: int
     return window.result()
 
 
+def quietest(
+    engine: Engine, frontend: Frontend, batch_size: int, options: argparse.Namespace
+) -> Overhead:
+    """The window with the least overhead: what else runs on the machine only ever adds to it."""
+    windows = [measure(engine, frontend, batch_size, options.tokens) for _ in range(options.repeat)]
+    return min(windows, key=lambda window: window.outside_ms)
+
+
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[tuple[Engine, Frontend]]:
     engine = Engine.start(config)
@@ -150,6 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--repeat", type=int, default=3, help="the quietest window counts")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--executor", nargs="+", default=["local", "ray"])
@@ -163,7 +173,7 @@ def main() -> None:
     from rich.table import Table
 
     options = _arguments()
-    console = Console()
+    console = Console(width=140)
     table = Table(title="Milliseconds per step outside the forward", title_justify="left")
     names = ("executor", "ranks", "drafter", "batch", *_VERBS, "outside", "budget", "forward")
     for name in names:
@@ -179,7 +189,7 @@ def main() -> None:
                 with _ray(executor), _engine(config) as (engine, frontend):
                     measure(engine, frontend, 1, 8)  # warms up
                     for batch in options.batch:
-                        found = measure(engine, frontend, batch, options.tokens)
+                        found = quietest(engine, frontend, batch, options)
                         cells = [f"{getattr(found, f'{verb}_ms'):.3f}" for verb in _VERBS]
                         table.add_row(
                             executor,

@@ -5,12 +5,13 @@ Serve's own schema swallows unknown keys; here every one is an error that names 
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
 
-from ..config import EngineConfig, Strict, parse
+from ..config import EngineConfig, Strict, parse, unknown_key
 from ..errors import ConfigError
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
@@ -57,6 +58,9 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
         section = parse(ServeConfig, serve)
     except ConfigError as error:
         raise ConfigError(f"serve.{error.message}", field=f"serve.{error.field}") from None
+    for key in data:
+        if difflib.get_close_matches(key, ["serve"], cutoff=0.8):
+            raise unknown_key(key, key, ["serve"])
     return EngineConfig.load(data), section
 
 

@@ -188,6 +188,10 @@ class _Call:
             return EngineDeadError(error.message)
         except (RequestCancelledError, TaskCancelledError):
             return WorkerError("the request was cancelled")
+        except asyncio.CancelledError:
+            if not self._aborted:
+                raise
+            return None  # Serve's router raises this for a call that no replica has yet
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, OutriderError):

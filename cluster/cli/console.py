@@ -14,12 +14,15 @@ from ...errors import OutriderError
 if TYPE_CHECKING:
     from rich.console import Console
 
+_PIPE_WIDTH = 140
+
 
 def out() -> Console:
-    """Results."""
+    """Results; in a file or a pipe, wide enough for our tables."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(highlight=False, width=width)
 
 
 def err() -> Console:

@@ -105,6 +105,10 @@ def test_serving(url: str) -> None:
     next(iter(stream))
     stream.close()
     _wait(lambda: http.get("/stats").json()["running"] == 0)
+    body = {**options, "max_tokens": 490, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.5)
+    _wait(lambda: http.get("/stats").json()["running"] == 0)
     (engine,) = http.get("/stats").json()["engines"]
     assert engine["kv"]["num_free_blocks"] == engine["kv"]["num_blocks"]
 
@@ -131,6 +135,7 @@ def test_serving(url: str) -> None:
         ({"model": "m", "serve": {"num_replica": 2}}, "serve.num_replica"),
         ({"model": "m", "serve": {"num_replicas": 0}}, "serve.ServeConfig"),
         ({"model": "m", "serve": 3}, "serve"),
+        ({"model": "m", "server": {}}, "server"),
         ({"model": "m", "speculative_config": {"decoding_type": "X"}}, "speculative_config"),
     ],
 )

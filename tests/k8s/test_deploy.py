@@ -1,4 +1,4 @@
-"""`demo-cpu.yaml`'s application on a local Ray, deployed as KubeRay does: a PUT to the dashboard."""
+"""The demo manifest's application on a local Ray, deployed as KubeRay does: over the dashboard."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from outrider.tests.k8s import manifests
 from ray import serve
 from ray._private.authentication.http_token_authentication import (
     get_auth_headers_if_auth_enabled as token_headers,
 )
+
+from outrider.tests.k8s import manifests
 
 DEMO = manifests.ROOT / "k8s" / "demo-cpu.yaml"
 IN_IMAGE = "/opt/models"

@@ -49,7 +49,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
         if "--from=" not in line
         for source in shlex.split(line)[:-1]
     ]
-    assert "demo/models" in sources
+    assert sources
     for source in sources:
         assert (manifests.ROOT / source).exists()
         assert not any(fnmatch.fnmatch(source, pattern) for pattern in IGNORED)
@@ -70,3 +70,11 @@ def test_pythons_entry_points_are_on_path_in_login_shells_too() -> None:
     (path,) = re.findall(r"PATH=(\S+):\$PATH' > /etc/profile\.d/\S+\.sh", TEXT)
     assert any(f"PATH={path}:$PATH" in line for line in instructions("ENV"))
     assert f"COPY --from=build {path.removesuffix('/bin')} " in TEXT
+
+
+def test_the_demo_models_are_where_the_manifest_looks() -> None:
+    demo = manifests.load(manifests.ROOT / "k8s" / "demo-cpu.yaml")
+    (app,) = manifests.serve_config(demo)["applications"]
+    in_image, name = app["args"]["model"].rsplit("/", 1)
+    assert re.search(rf"ln -s \S+/outrider/demo/models {in_image}$", TEXT, re.MULTILINE)
+    assert (manifests.ROOT / "demo" / "models" / name / "config.json").is_file()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider.tests.k8s import crd, manifests
 
 TEXT = (manifests.ROOT / "k8s" / "README.md").read_text(encoding="utf-8")

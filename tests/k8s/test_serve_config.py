@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider.cluster.serve_args import ServeConfig, read_args
-from outrider.config import DraftModelConfig, EngineConfig
-from outrider.errors import ConfigError
-from outrider.tests.k8s import manifests
 from pydantic import BaseModel
 from ray.serve._private.build_app import build_app as build_serve_app
 from ray.serve.schema import (
@@ -21,6 +17,11 @@ from ray.serve.schema import (
     ServeApplicationSchema,
     ServeDeploySchema,
 )
+
+from outrider.cluster.serve_args import ServeConfig, read_args
+from outrider.config import DraftModelConfig, EngineConfig
+from outrider.errors import ConfigError
+from outrider.tests.k8s import manifests
 
 every_manifest = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
 # Serve's schema drops keys that it does not know; these are its sections, by the key they are at.
@@ -103,7 +104,7 @@ def test_a_misspelt_key_of_ours_is_found() -> None:
     args = application(manifests.PATHS[0])["args"]
     with pytest.raises(ConfigError, match=r"max_num_seq: unknown key; did you mean 'max_num_seqs'"):
         read_args({**args, "max_num_seq": 1})
-    with pytest.raises(ConfigError, match="speculative_config.max_draft_length"):
+    with pytest.raises(ConfigError, match=r"speculative_config\.max_draft_length"):
         read_args({**args, "speculative_config": {"decoding_type": "NGram", "max_draft_length": 1}})
 
 
