@@ -6,25 +6,21 @@ come back in the order of the prompts.
 
 from __future__ import annotations
 
-import queue
-import uuid
-from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import InvalidRequestError
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Delta, Request
 from .frontend import Frontend, Message, Prompt, RequestOptions
-from .outputs import Assembler, RequestOutput
+from .outputs import RequestOutput
+from .run import Progress, Run
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 PromptLike = str | Sequence[int] | dict[str, Any]
-_POLL_S = 1.0  # how often a silent engine is asked whether it lives
 
 
 class LLM:
@@ -101,7 +97,7 @@ class LLM:
             WorkerError: a step failed. EngineDeadError: the engine is gone.
         """
         run = self._run(_as_list(prompts), sampling_params, options)
-        with _Progress(len(run.jobs), enabled=use_tqdm) as progress:
+        with Progress(len(run.jobs), enabled=use_tqdm) as progress:
             for job, delta in run.deltas():
                 progress.count(delta, finished=job.finished)
         return [job.output() for job in run.jobs]
@@ -176,9 +172,9 @@ class LLM:
         prompts: list[PromptLike],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions | None,
-    ) -> _Run:
+    ) -> Run:
         """Everything checked, nothing queued yet."""
-        run = _Run(
+        run = Run(
             self._alive(),
             self.frontend,
             [self._prompt(prompt) for prompt in prompts],
@@ -203,149 +199,6 @@ class LLM:
                 return Prompt(parsed.token_ids, prompt.get("prompt"))
             return self._prompt(prompt["prompt"])
         return self.frontend.token_prompt(prompt)
-
-
-class _Job:
-    """One prompt of a run, with an assembler per completion."""
-
-    def __init__(
-        self, frontend: Frontend, prompt: Prompt, sampling: SamplingParams, requests: list[Request]
-    ) -> None:
-        self.id = requests[0].id
-        self.prompt = prompt
-        self.assemblers = [
-            Assembler(frontend.vocabulary, sampling, request.eos_token_ids, index)
-            for index, request in enumerate(requests)
-        ]
-
-    @property
-    def finished(self) -> bool:
-        return all(assembler.finished for assembler in self.assemblers)
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.id,
-            prompt=self.prompt.text,
-            prompt_token_ids=list(self.prompt.token_ids),
-            outputs=[assembler.output() for assembler in self.assemblers],
-            finished=self.finished,
-            num_cached_tokens=max(each.num_cached_tokens for each in self.assemblers),
-        )
-
-
-class _Run:
-    """The requests of one call, and the sink that their deltas come to."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        frontend: Frontend,
-        prompts: list[Prompt],
-        sampling: Sequence[SamplingParams],
-        room: int,
-    ) -> None:
-        self._engine = engine
-        self._frontend = frontend
-        self._prompts = prompts
-        self._sampling = sampling
-        self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
-        self._waiting: deque[Request] = deque()
-        self._live: dict[str, tuple[_Job, Assembler]] = {}
-        self._room = room
-        self.jobs: list[_Job] = []
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        """The engine's loop thread calls this."""
-        self._inbox.put(deltas)
-
-    def prepare(self, options: RequestOptions | None) -> None:
-        """Checks every prompt before anything is queued."""
-        for prompt, sampling in zip(self._prompts, self._sampling, strict=True):
-            request_id = uuid.uuid4().hex
-            requests = self._frontend.requests(request_id, prompt, sampling, options)
-            job = _Job(self._frontend, prompt, sampling, requests)
-            self.jobs.append(job)
-            self._waiting.extend(requests)
-            for request, assembler in zip(requests, job.assemblers, strict=True):
-                self._live[request.id] = (job, assembler)
-
-    def deltas(self) -> Iterator[tuple[_Job, Delta]]:
-        """Runs everything; gives each delta once it has been taken into its job."""
-        running: set[str] = set()
-        try:
-            while self._waiting or running:
-                while self._waiting and len(running) < self._room:
-                    request = self._waiting.popleft()
-                    self._engine.submit(request, self)
-                    running.add(request.id)
-                for delta in self._next():
-                    job, assembler = self._live[delta.request_id]
-                    was_finished = assembler.finished
-                    assembler.push(delta)
-                    if delta.finish_reason is not None:
-                        running.discard(delta.request_id)
-                    elif assembler.finished and not was_finished:
-                        self._engine.abort(delta.request_id)  # a stop string; one delta follows
-                    if delta.finish_reason == "error":
-                        raise WorkerError(delta.error or "the step of this request failed")
-                    yield job, delta
-        finally:
-            for request_id in running:
-                self._engine.abort(request_id)
-
-    def outputs(self) -> Iterator[RequestOutput]:
-        """The first job's output after every delta that changed it."""
-        num_sent, done = 0, False
-        for job, _ in self.deltas():
-            output = job.output()
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-            if num_tokens > num_sent or (output.finished and not done):
-                num_sent, done = num_tokens, output.finished
-                yield output
-
-    def _next(self) -> list[Delta]:
-        while True:
-            try:
-                return self._inbox.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._engine.check()
-
-
-class _Progress:
-    """A bar over prompts, with tokens per second and accepted draft tokens per step."""
-
-    def __init__(self, num_prompts: int, *, enabled: bool) -> None:
-        self._bar: Any = None
-        self._done: set[str] = set()
-        self._num_tokens = self._num_steps = self._num_accepted = 0
-        if enabled:
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=num_prompts, desc="Prompts", dynamic_ncols=True)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def count(self, delta: Delta, *, finished: bool) -> None:
-        """One delta; `finished`: its prompt has all its completions."""
-        if self._bar is None:
-            return
-        self._num_tokens += len(delta.token_ids)
-        self._num_accepted += delta.num_accepted
-        self._num_steps += bool(delta.token_ids)
-        if not finished or delta.finish_reason is None:
-            return
-        elapsed_s = max(1e-9, self._bar.format_dict["elapsed"])
-        self._bar.set_postfix_str(
-            f"{self._num_tokens / elapsed_s:.1f} tokens/s, "
-            f"{self._num_accepted / max(1, self._num_steps):.2f} accepted/step",
-            refresh=False,
-        )
-        self._bar.update(1)
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -20,13 +20,12 @@ SOURCES = sorted(
 # Which folder may import which of ours (ARCHITECTURE.md, "The house").
 LAYERS = {
     "errors.py": set(),
-    "dialects.py": {"errors"},
-    "config.py": {"dialects", "errors"},
+    "config": {"config", "errors"},
     "scheduler": {"config", "errors", "scheduler"},
     "drafters": {"config", "errors", "scheduler", "drafters"},
     "workers": {"config", "errors", "scheduler", "drafters", "workers"},
 }
-RAY_FREE = {"scheduler", "drafters", "workers", "config.py", "errors.py", "dialects.py"}
+RAY_FREE = {"scheduler", "drafters", "workers", "config", "errors.py"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 80  # near 250 and 50 is the aim; past these it must be split
 
 
@@ -91,7 +90,7 @@ def test_drafters_are_named_in_their_own_folder_only():
     names = re.compile(
         r"\b(draft_target|ngram|lookahead|medusa|redrafter|eagle\d?|mtp)\b", re.IGNORECASE
     )
-    allowed = ("drafters/", "config.py", "dialects.py", "bench/", "demo/")
+    allowed = ("drafters/", "config/", "bench/", "demo/")
     for path in SOURCES:
         if not relative(path).startswith(allowed):
             for node in ast.walk(ast.parse(path.read_text())):

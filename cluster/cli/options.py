@@ -160,7 +160,7 @@ class EngineOptions:
             ConfigError: names the key, its value, and what is allowed.
         """
         from ...config import EngineConfig
-        from ...dialects import translate_engine
+        from ...config.dialects import translate_engine
         from .speculation import section_of
 
         data = translate_engine(self._file())

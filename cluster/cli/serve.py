@@ -91,7 +91,8 @@ def serve(
     check_port(http.host, http.port)
     url = _url(http, section.route_prefix)
     with ExitStack() as stack, _terminable():
-        prepare(config, stack, address)
+        replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
+        prepare(config, stack, address=address, num_engines=replicas)
         with err().status("Starting the workers..."):
             _deploy(config, section, http, stack)
         from .client import Client

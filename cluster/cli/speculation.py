@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...dialects import VLLM_METHODS, translate_speculative
+from ...config.dialects import VLLM_METHODS, translate_speculative
 
 # llama.cpp's `--spec-type` -> our `decoding_type`; vLLM's names and our own are accepted too.
 _LLAMA_TYPES = {"draft-simple": "DraftTarget"}

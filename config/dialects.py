@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 # TensorRT-LLM's top-level keys -> ours.
 ENGINE_SYNONYMS = {

@@ -1,0 +1,109 @@
+"""`EngineConfig`: one engine's settings, read once, checked strictly, frozen.
+
+`EngineConfig.load(path_or_dict)` is what the CLI, `LLM` and the Serve application call. Keys that
+TensorRT-LLM's YAML and vLLM's JSON spell differently are translated in `dialects.py` first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from ..errors import ConfigError
+from .dialects import translate_engine, translate_speculative
+from .speculation import NoSpeculation, SpeculationBase, SpeculativeConfig
+from .strict import Strict, parse
+
+
+class ResourcesConfig(Strict):
+    """What each Ray actor asks of the cluster."""
+
+    cpus_per_worker: float | None = Field(None, ge=0)  # None: 1 on CPU, 0 beside a GPU
+    gpus_per_worker: float | None = Field(None, ge=0)  # None: 1 on CUDA, 0 on CPU
+    threads_per_worker: int | None = Field(None, ge=1)  # None: cores / workers of the node
+    placement_timeout_s: float = Field(60.0, gt=0)
+
+
+class EngineConfig(Strict):
+    """One engine: a target, its drafter, its scheduler."""
+
+    model: str
+    tokenizer: str | None = None  # None: the model's own
+    served_model_name: str | None = None  # None: the last part of the model's path
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    executor: Literal["ray", "local"] = "ray"
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    max_model_len: int | None = Field(None, ge=2)  # None: the checkpoint's
+    block_size: int = Field(16, ge=1, le=256)
+    num_kv_blocks: int | None = Field(None, ge=2)  # None: from `kv_memory_fraction`
+    kv_memory_fraction: float = Field(0.9, gt=0, le=0.98)  # of a GPU's memory, weights included
+    kv_cpu_bytes: int = Field(2**30, ge=2**20)  # per worker, where the device is a CPU
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    max_queued_requests: int = Field(1024, ge=1)
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    step_timeout_s: float = Field(120.0, gt=0)  # a step that takes longer is a dead worker
+    max_restarts: int = Field(3, ge=0)  # of the worker group, within `restart_window_s`
+    restart_window_s: float = Field(600.0, gt=0)
+    stats_interval_s: float = Field(30.0, gt=0)  # between statistics lines in the log
+    chat_template: str | None = None  # text or a file; None: the tokenizer's
+    resources: ResourcesConfig = ResourcesConfig()
+    speculative_config: SpeculativeConfig = NoSpeculation()
+
+    @model_validator(mode="after")
+    def _chunk_holds_every_draft(self) -> EngineConfig:
+        nodes = 1 + self.speculative_config.max_draft_len
+        if self.max_num_batched_tokens < nodes:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below one request's "
+                f"step of {nodes} tokens (speculative_config.max_draft_len + 1)"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.served_model_name or Path(self.model).name
+
+    @classmethod
+    def load(cls, source: str | Path | dict[str, Any], **overrides: Any) -> EngineConfig:
+        """Reads a YAML or JSON file, or a dict; `overrides` that are not None win.
+
+        Raises:
+            ConfigError: names the key, its value, and what is allowed.
+        """
+        data = dict(source) if isinstance(source, dict) else _read(Path(source))
+        data.update({key: value for key, value in overrides.items() if value is not None})
+        data = translate_engine(data)
+        speculative = data.get("speculative_config")
+        if isinstance(speculative, dict):
+            data["speculative_config"] = translate_speculative(speculative)
+        elif speculative is None:
+            data.pop("speculative_config", None)
+        elif not isinstance(speculative, SpeculationBase):
+            raise ConfigError(
+                f"speculative_config: expected a mapping, got {speculative!r}",
+                field="speculative_config",
+            )
+        return parse(cls, data)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {path}: {error.strerror}", field="config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config: {path} is not UTF-8: {error}", field="config") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not YAML: {error}", field="config") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"config: {path} must hold a mapping of keys", field="config")
+    return data

@@ -1,0 +1,89 @@
+"""Strict pydantic models, and pydantic's complaints as errors that name the key and help.
+
+Base of every configuration section; `parse` is how a dict becomes one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def parse(model: type[Model], data: dict[str, Any]) -> Model:
+    """`data` as `model`; pydantic's first complaint as a `ConfigError` with a suggestion."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise config_error(model, error) from None
+
+
+def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """The first complaint, with the full key and, for an unknown key, the nearest known one."""
+    first = error.errors()[0]
+    names, section = _walk(model, [str(part) for part in first["loc"]])
+    name = ".".join(names) or model.__name__
+    if first["type"] == "extra_forbidden":
+        return unknown_key(name, names[-1], list(section.model_fields) if section else [])
+    if first["type"] == "missing":
+        return ConfigError(f"{name}: this key is required", field=name)
+    if first["type"] == "union_tag_invalid":
+        context = first.get("ctx", {})
+        return ConfigError(
+            f"{name}.decoding_type: unknown drafter {context.get('tag')!r}; "
+            f"allowed: {context.get('expected_tags')}",
+            field=f"{name}.decoding_type",
+        )
+    if first["type"] == "union_tag_not_found":
+        return ConfigError(f"{name}.decoding_type: this key is required", field=name)
+    message = first["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+    return ConfigError(f"{name}: {message}{shown}", field=name)
+
+
+def unknown_key(path: str, key: str, known: list[str]) -> ConfigError:
+    """An unknown key's error, with the nearest known key or all of them."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return ConfigError(f"{path}: unknown key; {hint}", field=path)
+
+
+def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys of `loc` without the tags of unions, and the section that holds the last one."""
+    names: list[str] = []
+    section: type[BaseModel] | None = model
+    held: Sequence[type[BaseModel]] = [model]
+    for part in loc:
+        if len(held) > 1:  # a union: pydantic puts the member's tag here
+            held = [member for member in held if _tag(member) == part]
+            continue
+        section = held[0] if held else None
+        names.append(part)
+        field = section.model_fields.get(part) if section else None
+        held = list(_sections(field.annotation)) if field else []
+    return names, section
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
+def _tag(section: type[BaseModel]) -> str | None:
+    field = section.model_fields.get("decoding_type")
+    return field.default if field else None
