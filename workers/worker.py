@@ -5,6 +5,7 @@ Lives in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a tes
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -42,6 +43,17 @@ def pick_device(wish: str) -> torch.device:
     return torch.device("cpu")
 
 
+def num_cores() -> int:
+    """Cores that this process may use: its affinity, or a container's quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, _, period = quota.read_text().strip().partition(" ")
+        if limit.isdigit() and period.isdigit():
+            cores = min(cores, math.ceil(int(limit) / int(period)))
+    return max(1, cores)
+
+
 class Worker:
     """Loads in two steps, since the number of KV blocks is the minimum over all ranks."""
 
@@ -58,16 +70,21 @@ class Worker:
         """Reads this rank's shards and says how many KV blocks there is room for."""
         self._share_cores()
         start = time.perf_counter()
-        reports: dict[str, ModelReport] = {}
-        for name, model_spec in (("target", self._spec.target), ("draft", self._spec.draft)):
-            if model_spec is not None:
-                self._models[name] = load_model(
-                    Path(model_spec.path),
-                    dtype=_DTYPES.get(model_spec.dtype),
-                    device=self._device,
-                    collective=self._collective,
-                )
-                reports[name] = self._report(self._models[name], model_spec)
+        specs = {"target": self._spec.target, "draft": self._spec.draft}
+        wanted = {name: spec for name, spec in specs.items() if spec is not None}
+        for name, spec in wanted.items():
+            self._models[name] = load_model(
+                Path(spec.path),
+                dtype=_DTYPES.get(spec.dtype),
+                device=self._device,
+                collective=self._collective,
+            )
+        # Room for caches is what all the weights leave, shared so that both hold as many tokens.
+        per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
+        reports = {
+            name: self._report(self._models[name], spec, per_token)
+            for name, spec in wanted.items()
+        }
         return WorkerReport(
             rank=self._collective.rank,
             device=str(self._device),
@@ -108,21 +125,19 @@ class Worker:
         """Gives each rank its part of the node's cores; torch keeps that setting per thread."""
         thread = threading.get_ident()
         if self._device.type == "cpu" and thread != self._threads_of:
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(self._spec.threads or max(1, cores // self._spec.size))
+            torch.set_num_threads(self._spec.threads or max(1, num_cores() // self._spec.size))
             self._threads_of = thread
 
-    def _report(self, model: PagedModel, spec: ModelSpec) -> ModelReport:
+    def _report(self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
         info = model.info
         max_model_len = min(spec.max_model_len or info.max_model_len, info.max_model_len)
-        per_token = model.kv_bytes_per_token()
         return ModelReport(
             architecture=info.architecture,
             vocab_size=info.vocab_size,
             max_model_len=max_model_len,
-            num_blocks=spec.num_blocks or self._room(per_token, max_model_len, spec),
+            num_blocks=spec.num_blocks or self._room(all_bytes_per_token, max_model_len, spec),
             block_size=spec.block_size,
-            kv_bytes_per_token=per_token,
+            kv_bytes_per_token=model.kv_bytes_per_token(),
             eos_token_ids=info.eos_token_ids,
             dtype=str(info.dtype).removeprefix("torch."),
         )

@@ -21,6 +21,7 @@ from ...errors import WorkerDiedError, WorkerError
 from . import framing, wire
 
 Handler = Callable[[Any], Any]
+_JOIN_S = 1.0
 
 
 class Channel(Protocol):
@@ -50,18 +51,21 @@ class ThreadChannel:
     def __init__(self, handlers: Sequence[Handler]) -> None:
         self._alone = handlers[0] if len(handlers) == 1 else None
         self._inboxes: list[queue.SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
         self._replies: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
         self._dead: str | None = None
         if self._alone is None:
             for rank, handler in enumerate(handlers):
                 inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._inboxes.append(inbox)
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._run,
                     args=(rank, handler, inbox),
                     daemon=True,
                     name=f"outrider-rank-{rank}",
-                ).start()
+                )
+                self._threads.append(thread)
+                thread.start()
 
     def call(self, message: Any, timeout_s: float) -> Any:
         if self._dead is not None:
@@ -99,6 +103,8 @@ class ThreadChannel:
         self._dead = self._dead or "closed"
         for inbox in self._inboxes:
             inbox.put(None)
+        for thread in self._threads:  # one that is stuck in a collective is left behind
+            thread.join(timeout=_JOIN_S)
 
     def _run(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[Any]) -> None:
         while (message := inbox.get()) is not None:
