@@ -4,6 +4,7 @@ from .engine import EngineConfig, ResourcesConfig
 from .speculation import (
     DraftModelConfig,
     DraftTargetConfig,
+    LookaheadConfig,
     NGramConfig,
     NoSpeculation,
     SpeculationBase,
@@ -15,6 +16,7 @@ __all__ = [
     "DraftModelConfig",
     "DraftTargetConfig",
     "EngineConfig",
+    "LookaheadConfig",
     "NGramConfig",
     "NoSpeculation",
     "ResourcesConfig",

@@ -25,7 +25,12 @@ KV_CACHE_SYNONYMS = {
 }
 
 # vLLM's `method` -> our `decoding_type`.
-VLLM_METHODS = {"ngram": "NGram", "draft_model": "DraftTarget", "none": "None"}
+VLLM_METHODS = {
+    "ngram": "NGram",
+    "draft_model": "DraftTarget",
+    "lookahead": "Lookahead",
+    "none": "None",
+}
 VLLM_KEYS = {
     "model": "speculative_model",
     "num_speculative_tokens": "max_draft_len",

@@ -47,6 +47,31 @@ class NGramConfig(SpeculationBase):
         return self
 
 
+class LookaheadConfig(SpeculationBase):
+    """Lookahead decoding (arXiv:2402.02057), with TensorRT-LLM's keys for its W, N and G."""
+
+    decoding_type: Literal["Lookahead"] = "Lookahead"
+    max_window_size: int = Field(4, ge=1, le=64)  # W
+    max_ngram_size: int = Field(3, ge=2, le=16)  # N
+    max_verification_set_size: int = Field(4, ge=1, le=64)  # G
+    pool_from_prompt: bool = True  # the prompt's n-grams are guesses too
+    max_draft_len: int = Field(0, ge=0, le=1024)  # nodes; 0: all that W, N and G make
+
+    @model_validator(mode="after")
+    def _nodes(self) -> LookaheadConfig:
+        length = self.max_ngram_size - 1
+        window = length * self.max_window_size - 1
+        if self.max_draft_len == 0:
+            every = window + length * self.max_verification_set_size
+            object.__setattr__(self, "max_draft_len", every)  # the section is not in use yet
+        if self.max_draft_len < window + length:
+            raise ValueError(
+                f"max_draft_len ({self.max_draft_len}) has no room for the window of {window} "
+                f"nodes and one guess of {length}"
+            )
+        return self
+
+
 class DraftModelConfig(SpeculationBase):
     """What sections with a draft model of its own share: which, where, how large."""
 
@@ -73,5 +98,6 @@ class DraftTargetConfig(DraftModelConfig):
 
 
 SpeculativeConfig = Annotated[
-    NoSpeculation | NGramConfig | DraftTargetConfig, Field(discriminator="decoding_type")
+    NoSpeculation | NGramConfig | LookaheadConfig | DraftTargetConfig,
+    Field(discriminator="decoding_type"),
 ]

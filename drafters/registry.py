@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..config import DraftTargetConfig, NGramConfig, NoSpeculation, SpeculationBase
+from ..config import DraftTargetConfig, LookaheadConfig, NGramConfig, NoSpeculation, SpeculationBase
 from .draft_target import DraftTarget
+from .lookahead import Lookahead
 from .ngram import NGram
 from .none import NoDrafter
 from .protocol import Drafter, DraftHost
 
 _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NoSpeculation: lambda config, host: NoDrafter(),
+    LookaheadConfig: lambda config, host: Lookahead(config),
     NGramConfig: lambda config, host: NGram(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
 }

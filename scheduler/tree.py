@@ -36,8 +36,13 @@ def problem(draft: Draft, vocab_size: int) -> str | None:
         return f"a token is outside the vocabulary of {vocab_size}: {draft.tokens.tolist()}"
     if draft.probs is not None and len(draft.probs.ids) != num_nodes:
         return f"{num_nodes} nodes but {len(draft.probs.ids)} rows of probabilities"
-    pairs = set(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
-    if len(pairs) != num_nodes:
+    if not 0 <= draft.num_window <= num_nodes:
+        return f"{draft.num_window} window nodes of {num_nodes}"
+    guesses = draft.num_guesses
+    pairs = set(
+        zip(draft.parents[:guesses].tolist(), draft.tokens[:guesses].tolist(), strict=True)
+    )
+    if len(pairs) != guesses:
         return "two siblings carry the same token"
     return None
 
@@ -84,7 +89,13 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
     probs = draft.probs
     if probs is not None:
         probs = DraftProbs(probs.ids[:max_nodes], probs.probs[:max_nodes])
-    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs, draft.source)
+    return Draft(
+        draft.tokens[:max_nodes],
+        draft.parents[:max_nodes],
+        probs,
+        draft.source,
+        max(0, max_nodes - draft.num_guesses),
+    )
 
 
 def join(batch: Batch, drafts: Sequence[Draft], block_size: int) -> StepInput:
@@ -130,6 +141,11 @@ def join(batch: Batch, drafts: Sequence[Draft], block_size: int) -> StepInput:
         rows=_concat(rows),
         kv_moves=batch.kv_moves,
         sampling=batch.sampling,
+        num_window=(
+            ints([draft.num_window for draft in drafts])
+            if any(draft.num_window for draft in drafts)
+            else None
+        ),
     )
 
 

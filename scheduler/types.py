@@ -125,12 +125,22 @@ class DraftProbs:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree of guessed tokens. Node i's parent comes before it; -1 is the root."""
+    """A tree of guessed tokens. Node i's parent comes before it; -1 is the root.
+
+    The last `num_window` nodes are computed but never accepted: what the target finds most likely
+    after each of them comes back in the verdict (the lookahead window).
+    """
 
     tokens: IntArray  # [num_nodes]
     parents: IntArray  # [num_nodes]
     probs: DraftProbs | None = None  # None: deterministic
     source: str = "none"  # name of the drafter, for statistics
+    num_window: int = 0
+
+    @property
+    def num_guesses(self) -> int:
+        """Nodes that may be accepted."""
+        return len(self.tokens) - self.num_window
 
     @property
     def num_nodes(self) -> int:
@@ -162,6 +172,7 @@ class StepInput:
     rows: IntArray  # [num_rows]
     kv_moves: IntArray  # [num_moves, 2]
     sampling: SamplingRows
+    num_window: IntArray | None = None  # [num_seqs], trailing nodes never accepted; None: none
 
     @property
     def num_seqs(self) -> int:
@@ -192,6 +203,14 @@ class Verdict:
     path_start: IntArray  # [num_seqs + 1]
     logprobs: Logprobs | None = None
     forward_ms: float = 0.0
+    window: IntArray | None = None  # [num_window], most likely token after each window node
+    window_start: IntArray | None = None  # [num_seqs + 1]
+
+    def window_tokens(self, row: int) -> IntArray:
+        """The target's most likely token after each of the row's window nodes."""
+        if self.window is None or self.window_start is None:
+            return ints([])
+        return self.window[self.window_start[row] : self.window_start[row + 1]]
 
     def tokens(self, row: int) -> IntArray:
         return self.emitted[self.emitted_start[row] : self.emitted_start[row + 1]]

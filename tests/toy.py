@@ -44,21 +44,27 @@ class TokenCacheTarget:
         self.slots[step.slot_mapping] = step.token_ids
         emitted: list[list[int]] = []
         path: list[list[int]] = []
+        window: list[list[int]] = []
         for row in range(batch.num_seqs):
-            tokens, nodes = self._walk(batch, step, drafts[row], row)
+            tokens, nodes, after = self._walk(batch, step, drafts[row], row)
             emitted.append(tokens)
             path.append(nodes)
+            window.append(after)
         return Verdict(
             batch.step,
             ints(sum(emitted, [])),
             np.concatenate([[0], np.cumsum([len(e) for e in emitted])]).astype(np.int32),
             ints(sum(path, [])),
             np.concatenate([[0], np.cumsum([len(p) for p in path])]).astype(np.int32),
+            window=ints(sum(window, [])),
+            window_start=np.concatenate([[0], np.cumsum([len(w) for w in window])]).astype(
+                np.int32
+            ),
         )
 
-    def _walk(self, batch, step, draft: Draft, row: int) -> tuple[list[int], list[int]]:
+    def _walk(self, batch, step, draft: Draft, row: int) -> tuple[list[int], list[int], list[int]]:
         if not batch.samples[row]:
-            return [], []
+            return [], [], []
         chunk = int(batch.query_start[row + 1] - batch.query_start[row])
         known = int(step.context_lens[row]) + chunk
         index = np.arange(known)
@@ -67,7 +73,11 @@ class TokenCacheTarget:
             table[index // self.block_size] * self.block_size + index % self.block_size
         ]
         prefix = tuple(read.tolist())
-        kids = tree.children(draft.parents)
+        kids = tree.children(draft.parents[: draft.num_guesses])
+        after = [
+            next_token((*prefix, *_path(draft, node)))
+            for node in range(draft.num_guesses, draft.num_nodes)
+        ]
         tokens, nodes, at = [], [], -1
         while True:
             token = next_token(prefix)
@@ -75,9 +85,18 @@ class TokenCacheTarget:
             prefix += (token,)
             match = [n for n in kids.get(at, []) if draft.tokens[n] == token]
             if not match:
-                return tokens, nodes
+                return tokens, nodes, after
             at = match[0]
             nodes.append(at)
+
+
+def _path(draft: Draft, node: int) -> list[int]:
+    """Tokens from the root's child down to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, int(draft.tokens[node]))
+        node = int(draft.parents[node])
+    return path
 
 
 class OracleDrafting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,16 +29,7 @@ class TargetService:
             if rank != 0:
                 return None
             verdict = verify(self._rule, step, logits) if len(step.rows) else _nothing(step)
-        elapsed_ms = (time.perf_counter() - start) * 1e3
-        return Verdict(
-            verdict.step,
-            verdict.emitted,
-            verdict.emitted_start,
-            verdict.path,
-            verdict.path_start,
-            verdict.logprobs,
-            elapsed_ms,
-        )
+        return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
 
 
 def _nothing(step: StepInput) -> Verdict:

@@ -63,4 +63,5 @@ def match(
     drawn: IntArray,  # [num_rows]
 ) -> Choice:
     """Take the child that equals its parent's draw; siblings differ, so there is at most one."""
-    return Choice((rows.tokens == drawn[rows.parent]) | rows.is_root, drawn)
+    agrees = (rows.tokens == drawn[rows.parent]) & ~rows.window
+    return Choice(agrees | rows.is_root, drawn)

@@ -25,6 +25,7 @@ class Layout:
     depth: IntArray  # [num_rows], 0 at roots
     positions: IntArray  # [num_rows], where the token drawn at the row lands
     seeds: NDArray[np.int64]  # [num_rows]
+    window: NDArray[np.bool_]  # [num_rows], the node is computed but never accepted
     num_seqs: int
 
     @property
@@ -67,13 +68,25 @@ def layout(step: StepInput) -> Layout:
         depth=positions - positions[root],
         positions=positions + np.int32(1),
         seeds=step.sampling.seeds[seq],
+        window=_window(step, seq, nodes),
         num_seqs=step.num_seqs,
     )
 
 
+def _window(
+    step: StepInput,
+    seq: NDArray[np.int64],  # [num_rows]
+    nodes: NDArray[np.int64],  # [num_rows]
+) -> NDArray[np.bool_]:  # [num_rows]
+    if step.num_window is None:
+        return np.zeros(len(seq), dtype=np.bool_)
+    first = step.draft_start[1:] - step.num_window
+    return (nodes >= 0) & (nodes >= first[seq])
+
+
 def child_table(rows: Layout) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1
-    """Rows of every row's children, in drawing order."""
-    drafted = np.flatnonzero(rows.nodes >= 0)
+    """Rows of every row's children that may be accepted, in drawing order."""
+    drafted = np.flatnonzero((rows.nodes >= 0) & ~rows.window)
     order = drafted[np.argsort(rows.parent[drafted], kind="stable")]
     num_children = np.bincount(rows.parent[order], minlength=rows.num_rows)
     first = np.cumsum(num_children) - num_children

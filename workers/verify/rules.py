@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...scheduler.types import DraftProbs, Logprobs, SamplingRows, StepInput, Verdict
+from ...scheduler.types import (
+    DraftProbs,
+    IntArray,
+    Logprobs,
+    SamplingRows,
+    StepInput,
+    Verdict,
+)
 from .coupled import Coupled
 from .layout import Choice, Layout, layout, verdict, walk
 from .process import edit
@@ -78,10 +85,29 @@ def verify(
     choice = rule.choose(rows, step.sampling, step.draft_probs, edited)
     passed = walk(rows, choice)
     result = verdict(step.step, rows, choice, passed)
+    if step.num_window is not None:
+        result = replace(result, **_window(step.num_window, rows, edited))
     asked = step.sampling.num_logprobs[rows.seq[passed]]
     if (asked < 0).all():
         return result
     return replace(result, logprobs=_logprobs(logits, passed, result, asked >= 0, asked.max()))
+
+
+def _window(
+    num_window: IntArray,  # [num_seqs]
+    rows: Layout,
+    logits: Tensor,  # [num_rows, vocab]
+) -> dict[str, IntArray]:
+    """The most likely token after every window node.
+
+    Not a draw: it may become a guess for a position whose noise must then still be unused.
+    """
+    nodes = torch.from_numpy(np.flatnonzero(rows.window)).to(logits.device)
+    sampled = np.bincount(rows.seq[rows.window], minlength=len(num_window))
+    return {
+        "window": logits[nodes].argmax(1).to(torch.int32).cpu().numpy(),
+        "window_start": np.concatenate([[0], np.cumsum(sampled)]).astype(np.int32),
+    }
 
 
 def _logprobs(

@@ -1,0 +1,198 @@
+"""Lookahead decoding: the target guesses n-grams for itself by Jacobi iteration, and verifies them.
+
+Fu et al. 2024, arXiv:2402.02057. A window of N-1 levels and W columns rides in every target
+forward: cell (l, i) stands l + i tokens after the root, sees the level-0 cells up to column i and
+the cells above it in its own column. What the target finds after the deepest level completes one
+n-gram per column; n-grams that begin with the current token are the next step's guesses.
+
+The window is an ordinary part of the draft tree (level-0 cells are a chain from the root, cell
+(l, i) is a child of (l-1, i)) that is computed and never accepted, so that it needs neither a mask
+nor a pass of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..config import LookaheadConfig
+from ..scheduler import tree
+from ..scheduler.sequence import TokenBuffer
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict, ints
+from .protocol import Needs
+
+Tokens = tuple[int, ...]
+
+
+class GuessPool:
+    """Per first token, the last `max_guesses` continuations of one length, newest last."""
+
+    def __init__(self, max_guesses: int) -> None:
+        self._max_guesses = max_guesses
+        self._guesses: dict[int, OrderedDict[Tokens, None]] = {}
+
+    def add(self, first: int, rest: Tokens) -> None:
+        """Makes `rest` the newest continuation of `first`; the oldest gives way."""
+        guesses = self._guesses.setdefault(first, OrderedDict())
+        guesses[rest] = None
+        guesses.move_to_end(rest)
+        if len(guesses) > self._max_guesses:
+            guesses.popitem(last=False)
+
+    def learn(self, tokens: list[int], length: int) -> None:
+        """Adds every n-gram of `tokens` with `length` tokens after its first."""
+        for begin in range(len(tokens) - length):
+            self.add(tokens[begin], tuple(tokens[begin + 1 : begin + 1 + length]))
+
+    def newest(self, first: int) -> list[Tokens]:
+        """Continuations of `first`, newest first."""
+        return list(reversed(self._guesses.get(first, ())))
+
+
+class Window:
+    """One request's Jacobi window.
+
+    `levels[0]` holds columns 1.. (column 0 is the root); deeper levels hold columns 0... The first
+    N-2 steps add a level each; after that every step shifts the window by one token.
+    """
+
+    def __init__(self, config: LookaheadConfig, prompt: list[int], seed: int) -> None:
+        self._num_levels = config.max_ngram_size - 1
+        rng = random.Random(seed)
+        width = config.max_window_size + config.max_ngram_size - 3
+        self.levels: list[list[int]] = [[rng.choice(prompt) for _ in range(width)]]
+
+    @property
+    def full(self) -> bool:
+        """Whether all levels are there, so that n-grams come out."""
+        return len(self.levels) == self._num_levels
+
+    def nodes(self, first: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the cells, as nodes `first`... of a tree."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        above = [-1]  # nodes of the level above, column 0 first; of level 0 that is the root
+        for depth, level in enumerate(self.levels):
+            begin = first + len(tokens)
+            row = list(range(begin, begin + len(level)))
+            # Level 0 is a chain; every other cell hangs below the one above it in its column.
+            parents += [-1, *row[:-1]][: len(row)] if depth == 0 else above[: len(level)]
+            tokens += level
+            above = [-1, *row] if depth == 0 else row
+        return tokens, parents
+
+    def advance(self, root: int, found: list[int]) -> list[tuple[int, Tokens]]:
+        """Takes in what the target found after every column of the deepest level.
+
+        Returns the n-grams that this completed: first token and the rest.
+        """
+        if not self.full:
+            # The root moves on by one, so every column does.
+            self.levels = [level[1:] for level in [*self.levels, found]]
+            return []
+        heads = [root, *self.levels[0]]
+        ngrams = [
+            (heads[column], (*(level[column] for level in self.levels[1:]), token))
+            for column, token in enumerate(found)
+        ]
+        self.levels = [*self.levels[1:], found]
+        self.levels[0] = self.levels[0][1:]  # its column 0 is the new root
+        return ngrams
+
+
+class Lookahead:
+    """Guesses from the pool, and the window that fills it."""
+
+    name = "lookahead"
+    needs = Needs(shape="tree")
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        self._config = config
+        self._pools: dict[str, GuessPool] = {}
+        self._windows: dict[str, Window] = {}
+        self._tokens: dict[str, TokenBuffer] = {}
+        self._asked: set[str] = set()  # requests whose window rides in the step that runs
+
+    def open(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            tokens = TokenBuffer(request.prompt, request.emitted)
+            known = tokens.view.tolist()
+            pool = GuessPool(self._config.max_verification_set_size)
+            if self._config.pool_from_prompt:
+                pool.learn(known, self._config.max_ngram_size - 1)
+            self._pools[request.id] = pool
+            self._windows[request.id] = Window(self._config, known, request.seed)
+            self._tokens[request.id] = tokens
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        self._asked.clear()
+        return [
+            self._draft(request_id, budget)
+            for request_id, budget in zip(batch.request_ids, budgets.tolist(), strict=True)
+        ]
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        length = self._config.max_ngram_size - 1
+        for row, request_id in enumerate(batch.request_ids):
+            emitted = verdict.tokens(row)
+            tokens = self._tokens.get(request_id)
+            if tokens is None or not len(emitted):
+                continue
+            if request_id in self._asked:
+                self._advance(request_id, verdict, row)
+            start = max(0, len(tokens) - length)
+            tokens.extend(emitted)
+            self._pools[request_id].learn(tokens.view[start:].tolist(), length)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            for table in (self._pools, self._windows, self._tokens):
+                table.pop(request_id, None)
+
+    def shutdown(self) -> None: ...
+
+    def _draft(self, request_id: str, budget: int) -> Draft:
+        tokens = self._tokens.get(request_id)
+        if tokens is None or budget <= 0:
+            return tree.EMPTY
+        window = self._windows[request_id]
+        room = budget - sum(len(level) for level in window.levels)
+        rides = room >= 0  # near the end of a sequence only guesses fit
+        guesses = self._pools[request_id].newest(int(tokens.view[-1]))
+        nodes, parents = _trie(guesses, room if rides else budget)
+        num_window = 0
+        if rides:
+            cells, above = window.nodes(len(nodes))
+            nodes, parents, num_window = [*nodes, *cells], [*parents, *above], len(cells)
+            self._asked.add(request_id)
+        return Draft(ints(nodes), ints(parents), None, self.name, num_window)
+
+    def _advance(self, request_id: str, verdict: Verdict, row: int) -> None:
+        window = self._windows[request_id]
+        found = verdict.window_tokens(row).tolist()
+        root = int(self._tokens[request_id].view[-1])
+        deepest = found[len(found) - len(window.levels[-1]) :]
+        if len(window.levels) == 1:  # the root is column 0 of level 0
+            deepest = [int(verdict.tokens(row)[0]), *deepest]
+        for first, rest in window.advance(root, deepest):
+            self._pools[request_id].add(first, rest)
+
+
+def _trie(guesses: list[Tokens], budget: int) -> tuple[list[int], list[int]]:
+    """Guesses merged by common prefixes: tokens and parents of at most `budget` nodes."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    for guess in guesses:
+        at = -1
+        for token in guess:
+            node = places.get((at, token))
+            if node is None:
+                if len(tokens) == budget:
+                    return tokens, parents
+                node = places[(at, token)] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            at = node
+    return tokens, parents
