@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -123,7 +123,11 @@ class Engine:
         Raises:
             InvalidRequestError, OverloadedError, EngineDeadError.
         """
-        outcome = self._in_loop(lambda: self._add(request, sink))
+        self.submit_all([request], sink)
+
+    def submit_all(self, requests: Sequence[Request], sink: Sink) -> None:
+        """Queues several requests before the same step, or none of them (raises as `submit`)."""
+        outcome = self._in_loop(lambda: self._add_all(requests, sink))
         if outcome is not None:
             raise outcome
 
@@ -259,14 +263,18 @@ class Engine:
         self._loop.scheduler.requeue_all()
         self._host.target_group.restart()
 
-    def _add(self, request: Request, sink: Sink) -> OutriderError | None:
+    def _add_all(self, requests: Sequence[Request], sink: Sink) -> OutriderError | None:
         if self._failure is not None:
             return EngineDeadError(f"the engine is down: {self._failure.message}")
-        try:
-            self._loop.add(request)
-        except OutriderError as error:
-            return error
-        self._sinks[request.id] = sink
+        for index, request in enumerate(requests):
+            try:
+                self._loop.add(request)
+            except OutriderError as error:
+                for added in requests[:index]:
+                    self._loop.abort(added.id)
+                    del self._sinks[added.id]
+                return error
+            self._sinks[request.id] = sink
         return None
 
     def _in_loop(self, call: Callable[[], OutriderError | None]) -> OutriderError | None:

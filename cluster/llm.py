@@ -14,7 +14,9 @@ from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..scheduler.sampling import SamplingParams
 from .frontend import Frontend, Message, Prompt, RequestOptions
+from .local_ray import start_ray
 from .outputs import RequestOutput
+from .preflight import preflight
 from .run import Progress, Run
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class LLM:
         model: folder of the checkpoint.
         speculative_config: as in the configuration file; None: no speculation.
         tensor_parallel_size: ranks of the target.
-        executor: "ray" (an actor per rank) or "local" (in this process, one rank).
+        executor: "ray" (an actor per rank) or "local" (ranks as threads of this process).
         options: any other key of `EngineConfig`.
 
     Raises:
@@ -68,7 +70,10 @@ class LLM:
         from .engine import Engine
 
         self._engine: Engine | None = None
-        self._owns_ray = config.executor == "ray" and _start_ray()
+        self._owns_ray = False
+        preflight(config)
+        if config.executor == "ray":
+            self._owns_ray = start_ray(config)
         try:
             self._engine = Engine.start(config)
             self.frontend = Frontend(config, self._engine.info)
@@ -222,13 +227,3 @@ def _per_prompt(
             f"sampling_params: {len(sampling)} for {num_prompts} prompts", field="sampling_params"
         )
     return list(sampling)
-
-
-def _start_ray() -> bool:
-    """Starts or joins Ray; whether it was this call that did it."""
-    import ray
-
-    if ray.is_initialized():
-        return False
-    ray.init(include_dashboard=False, log_to_driver=False)
-    return True

@@ -175,11 +175,14 @@ class RayGroup:
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             remove_placement_group(group)
+            field = "tensor_parallel_size"
+            if self._spec.target is None:
+                field = "speculative_config.draft_tensor_parallel_size"
             raise ResourcesError(
-                f"tensor_parallel_size: {self._spec.size} workers of {bundles[0]} each could not "
+                f"{field}: {self._spec.size} workers of {bundles[0]} each could not "
                 f"be placed within {self._resources.placement_timeout_s:.0f} s; the cluster has "
                 f"{total}, free are {free or 'none'}",
-                field="tensor_parallel_size",
+                field=field,
             )
         return group
 

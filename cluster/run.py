@@ -93,10 +93,11 @@ class Run:
         running: set[str] = set()
         try:
             while self._waiting or running:
-                while self._waiting and len(running) < self._room:
-                    request = self._waiting.popleft()
-                    self._engine.submit(request, self)
-                    running.add(request.id)
+                count = min(len(self._waiting), self._room - len(running))
+                if count > 0:
+                    requests = [self._waiting.popleft() for _ in range(count)]
+                    self._engine.submit_all(requests, self)
+                    running.update(request.id for request in requests)
                 for delta in self._next():
                     job, assembler = self._live[delta.request_id]
                     was_finished = assembler.finished

@@ -90,6 +90,11 @@ def translate_speculative(data: dict[str, Any]) -> dict[str, Any]:
             )
         data["decoding_type"] = VLLM_METHODS[method]
     data = _rename(data, VLLM_KEYS, "speculative_config.")
+    members = data.get("members")
+    if isinstance(members, list):
+        data["members"] = [
+            translate_speculative(each) if isinstance(each, dict) else each for each in members
+        ]
     rule = data.get("verification")
     if isinstance(rule, str):
         data["verification"] = VLLM_VERIFICATION.get(rule, rule)

@@ -77,9 +77,9 @@ class EngineConfig(Strict):
         Raises:
             ConfigError: names the key, its value, and what is allowed.
         """
-        data = dict(source) if isinstance(source, dict) else _read(Path(source))
-        data.update({key: value for key, value in overrides.items() if value is not None})
-        data = translate_engine(data)
+        data = translate_engine(dict(source) if isinstance(source, dict) else _read(Path(source)))
+        given = {key: value for key, value in overrides.items() if value is not None}
+        data.update(translate_engine(given))
         speculative = data.get("speculative_config")
         if isinstance(speculative, dict):
             data["speculative_config"] = translate_speculative(speculative)

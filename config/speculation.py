@@ -5,26 +5,19 @@ Keys are TensorRT-LLM's where it has the drafter, llama.cpp's where it has.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .strict import Strict
-
-
-class SpeculationBase(Strict):
-    """What every drafter's section shares."""
-
-    max_draft_len: int = Field(4, ge=0, le=64)  # draft nodes per request and step
-    verification: Literal["coupled", "rejection"] = "coupled"
-    max_concurrency: int | None = Field(None, ge=1)  # no drafts while more requests run
+from .lookup import LookupConfig
+from .section import SpeculationBase
 
 
 class NoSpeculation(SpeculationBase):
     """Plain decoding: a drafter that proposes nothing."""
 
     decoding_type: Literal["None"] = "None"
-    max_draft_len: Literal[0] = 0  # type: ignore[assignment]
+    max_draft_len: Literal[0] = 0
 
 
 class NGramConfig(SpeculationBase):
@@ -33,9 +26,12 @@ class NGramConfig(SpeculationBase):
     decoding_type: Literal["NGram"] = "NGram"
     max_matching_ngram_size: int = Field(4, ge=1, le=64)
     min_matching_ngram_size: int = Field(1, ge=1, le=64)
-    is_public_pool: bool = False  # one pool per tenant; off by default: timing could leak
+    is_public_pool: bool = False  # TensorRT-LLM's word for `pool_scope: tenant`
     is_keep_all: bool = True
     is_use_oldest: bool = True
+    pool_scope: Literal["request", "tenant", "replica", "cluster"] = "request"  # timing could leak
+    pool_max_patterns: int = Field(2**18, ge=1024)  # of shared pools, all tenants together
+    pool_snapshot: str | None = None  # file that a shared pool is saved to and starts from
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramConfig:
@@ -45,6 +41,19 @@ class NGramConfig(SpeculationBase):
                 f"max_matching_ngram_size ({self.max_matching_ngram_size})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_scope(self) -> NGramConfig:
+        if self.is_public_pool and self.pool_scope not in ("request", "tenant"):
+            raise ValueError("is_public_pool means pool_scope 'tenant'; give one of the two")
+        if self.pool_snapshot is not None and self.scope == "request":
+            raise ValueError("pool_snapshot belongs to a shared pool; pool_scope is 'request'")
+        return self
+
+    @property
+    def scope(self) -> Literal["request", "tenant", "replica", "cluster"]:
+        """Who shares a pool."""
+        return "tenant" if self.is_public_pool else self.pool_scope
 
 
 class LookaheadConfig(SpeculationBase):
@@ -81,7 +90,7 @@ class DraftModelConfig(SpeculationBase):
     num_kv_blocks: int | None = Field(None, ge=2)  # None: as many as there is room for
 
     @model_validator(mode="after")
-    def _colocated_size(self) -> DraftTargetConfig:
+    def _colocated_size(self) -> DraftModelConfig:
         if self.placement == "colocated" and self.draft_tensor_parallel_size is not None:
             raise ValueError(
                 "draft_tensor_parallel_size belongs to placement 'separate'; "
@@ -97,7 +106,64 @@ class DraftTargetConfig(DraftModelConfig):
     probs_top: int = Field(32, ge=1, le=1024)  # width of the distribution that `rejection` sees
 
 
+class UserConfig(SpeculationBase):
+    """A drafter of the user's own, by import path."""
+
+    decoding_type: Literal["User"] = "User"
+    drafter: str = Field(pattern=r"^[\w.]+:[\w.]+$")  # "package.module:Class"
+    options: dict[str, Any] = Field(default_factory=dict)  # its constructor's arguments
+    timeout_s: float = Field(0.1, gt=0, le=60)  # of each of its calls; it is left behind then
+
+
+MemberConfig = Annotated[
+    NGramConfig | LookupConfig | LookaheadConfig | DraftTargetConfig | UserConfig,
+    Field(discriminator="decoding_type"),
+]
+
+
+class ComposeConfig(SpeculationBase):
+    """Several drafters: the first that has a guess, or all of them merged into one tree."""
+
+    decoding_type: Literal["Compose"] = "Compose"
+    members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
+    mode: Literal["precedence", "merge"] = "precedence"
+    keep_order: bool = False  # precedence: False asks members without a model first
+    max_draft_len: int = Field(0, ge=0, le=1024)  # nodes; 0: the longest member's, or all merged
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down(cls, data: Any) -> Any:
+        """Members are verified together, so that they have the composition's rule."""
+        if not isinstance(data, dict) or not isinstance(data.get("members"), (list, tuple)):
+            return data
+        rule = {"verification": data["verification"]} if "verification" in data else {}
+        members = [rule | each if isinstance(each, dict) else each for each in data["members"]]
+        return {**data, "members": members}
+
+    @model_validator(mode="after")
+    def _fits(self) -> ComposeConfig:
+        for index, member in enumerate(self.members):
+            if member.verification != self.verification:
+                raise ValueError(
+                    f"members.{index}.verification is {member.verification!r}, but that of all is "
+                    f"{self.verification!r}; set it once, beside `members`"
+                )
+            if member.max_concurrency is not None:
+                raise ValueError(f"members.{index}.max_concurrency: set it once, beside `members`")
+        if self.keep_order and self.mode == "merge":
+            raise ValueError("keep_order belongs to mode 'precedence'; 'merge' keeps the order")
+        if self.max_draft_len == 0:
+            lengths = [member.max_draft_len for member in self.members]
+            length = sum(lengths) if self.mode == "merge" else max(lengths)
+            object.__setattr__(self, "max_draft_len", length)  # the section is not in use yet
+        return self
+
+    @property
+    def sections(self) -> tuple[SpeculationBase, ...]:
+        return self.members
+
+
 SpeculativeConfig = Annotated[
-    NoSpeculation | NGramConfig | LookaheadConfig | DraftTargetConfig,
+    NoSpeculation | MemberConfig | ComposeConfig,
     Field(discriminator="decoding_type"),
 ]

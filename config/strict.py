@@ -66,6 +66,9 @@ def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[B
     section: type[BaseModel] | None = model
     held: Sequence[type[BaseModel]] = [model]
     for part in loc:
+        if part.isdigit():  # a list's item
+            names.append(part)
+            continue
         if len(held) > 1:  # a union: pydantic puts the member's tag here
             held = [member for member in held if _tag(member) == part]
             continue

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..scheduler.types import Batch, Draft, Drafted, DraftStep, IntArray, Request, Verdict
+from .pool import PoolLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,18 @@ class Drafter(Protocol):
     def shutdown(self) -> None:
         """Lets go of everything it holds."""
         ...
+
+
+class DraftFault(Exception):
+    """Something went wrong, but not everything: `drafts` are still good.
+
+    A drafter raises it to have a fault counted and logged without losing the other requests'
+    drafts; its cause is logged with it.
+    """
+
+    def __init__(self, message: str, drafts: list[Draft] | None = None) -> None:
+        super().__init__(message)
+        self.drafts = drafts
 
 
 class DraftModel(Protocol):
@@ -87,6 +100,23 @@ class DraftHost(Protocol):
         Raises:
             ConfigError: it does not exist or does not fit the target.
         """
+        ...
+
+    def pool_link(self, config: Any) -> PoolLink:
+        """The line to those who share the pool of a drafter's configuration section.
+
+        Raises:
+            PoolSnapshotError: the snapshot to start from is not one, or of other tokens.
+        """
+        ...
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A drafter made of others, which are counted one by one."""
+
+    def all_stats(self) -> dict[str, DrafterStats]:
+        """Statistics by member."""
         ...
 
 

@@ -1,22 +1,16 @@
-"""`outrider check`: everything that can be known of a configuration without loading a model.
-
-`preflight` is also what the other commands run before they start anything, so that a wrong folder
-or a size that does not divide is said in seconds and not in a worker's log.
-"""
+"""`outrider check`: everything that can be known of a configuration without loading a model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ..preflight import preflight
 from .console import note, say, table
 from .options import EngineOptions, serve_section
-
-if TYPE_CHECKING:
-    from ...config import EngineConfig
 
 
 def check(
@@ -38,42 +32,3 @@ def check(
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
     note("The configuration is sound.")
-
-
-def preflight(config: EngineConfig) -> dict[str, Any]:
-    """What the checkpoints say, once they have been found to fit.
-
-    Raises:
-        ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
-            size that does not divide, no tokenizer; names the field.
-    """
-    from ...config import DraftModelConfig
-    from ...workers.model import describe
-    from ..frontend import Frontend
-    from ..host import check_vocabulary
-
-    size = config.tensor_parallel_size
-    target = describe(Path(config.model), tensor_parallel_size=size)
-    Frontend(config, target)  # tokenizer and chat template
-    facts: dict[str, Any] = {
-        "model": config.model,
-        "architecture": target.architecture,
-        "layers": target.num_layers,
-        "vocabulary": target.vocab_size,
-        "context": config.max_model_len or target.max_model_len,
-        "ranks": size,
-        "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
-        "drafter": config.speculative_config.decoding_type,
-    }
-    if config.max_model_len is not None and config.max_model_len > target.max_model_len:
-        facts["context"] = f"{target.max_model_len} (the checkpoint's; max_model_len is larger)"
-    section = config.speculative_config
-    if isinstance(section, DraftModelConfig):
-        colocated = section.placement == "colocated"
-        ranks = size if colocated else section.draft_tensor_parallel_size or 1
-        check_vocabulary(config.model, section.speculative_model, ranks)
-        draft = describe(Path(section.speculative_model), tensor_parallel_size=ranks)
-        facts["draft model"] = section.speculative_model
-        facts["draft architecture"] = draft.architecture
-        facts["draft ranks"] = f"{ranks} ({section.placement})"
-    return facts

@@ -21,6 +21,7 @@ def llm(
 ) -> Iterator[LLM]:
     fake = make_engine(TEXT)
     monkeypatch.setattr(engine_module.Engine, "start", lambda config: fake)
+    monkeypatch.setattr("outrider.cluster.llm.preflight", lambda config: {})
     with LLM(config.model, executor="local", max_queued_requests=2) as made:
         made.fake = fake  # type: ignore[attr-defined]
         yield made

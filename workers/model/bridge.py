@@ -9,6 +9,7 @@ Each architecture that we claim has a test in `tests/workers/model/test_equality
 
 from __future__ import annotations
 
+import threading
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from ...errors import CheckpointError
 from ..attention import StepAttention
 from .weights import Joined, Source, Stacked, Whole, whole_box
 
+_BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"
 REFUSED = {
     "llama4_text": "its attention takes positions from the mask, which we do not build",
@@ -99,9 +101,12 @@ def read_eos(path: Path, config: Any) -> tuple[int, ...]:
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> Any:
-    """The model without weights, ready for ours, set to call `paged_attention`."""
+    """The model without weights, ready for ours, set to call `paged_attention`.
+
+    One thread at a time: transformers sets torch's default dtype for the whole process meanwhile.
+    """
     try:
-        with torch.device("meta"):
+        with _BUILDING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
             )

@@ -86,7 +86,8 @@ def verify(
     passed = walk(rows, choice)
     result = verdict(step.step, rows, choice, passed)
     if step.num_window is not None:
-        result = replace(result, **_window(step.num_window, rows, edited))
+        window, starts = _window(step.num_window, rows, edited)
+        result = replace(result, window=window, window_start=starts)
     asked = step.sampling.num_logprobs[rows.seq[passed]]
     if (asked < 0).all():
         return result
@@ -97,17 +98,15 @@ def _window(
     num_window: IntArray,  # [num_seqs]
     rows: Layout,
     logits: Tensor,  # [num_rows, vocab]
-) -> dict[str, IntArray]:
-    """The most likely token after every window node.
+) -> tuple[IntArray, IntArray]:  # [num_window nodes], [num_seqs + 1]
+    """The most likely token after every window node, and where each sequence's begin.
 
     Not a draw: it may become a guess for a position whose noise must then still be unused.
     """
     nodes = torch.from_numpy(np.flatnonzero(rows.window)).to(logits.device)
     sampled = np.bincount(rows.seq[rows.window], minlength=len(num_window))
-    return {
-        "window": logits[nodes].argmax(1).to(torch.int32).cpu().numpy(),
-        "window_start": np.concatenate([[0], np.cumsum(sampled)]).astype(np.int32),
-    }
+    likely = logits[nodes].argmax(1).to(torch.int32).cpu().numpy()
+    return likely, np.concatenate([[0], np.cumsum(sampled)]).astype(np.int32)
 
 
 def _logprobs(

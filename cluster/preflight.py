@@ -1,0 +1,51 @@
+"""Everything that can be found wrong with a configuration without loading or starting anything.
+
+Run before Ray is started, so that a wrong folder is said in a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+
+
+def preflight(config: EngineConfig) -> dict[str, Any]:
+    """What the checkpoints say, once they have been found to fit.
+
+    Raises:
+        ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
+            size that does not divide, no tokenizer; names the field.
+    """
+    from ..config import DraftModelConfig
+    from ..workers.model import describe
+    from .frontend import Frontend
+    from .host import check_vocabulary
+
+    size = config.tensor_parallel_size
+    target = describe(Path(config.model), tensor_parallel_size=size)
+    Frontend(config, target)  # tokenizer and chat template
+    facts: dict[str, Any] = {
+        "model": config.model,
+        "architecture": target.architecture,
+        "layers": target.num_layers,
+        "vocabulary": target.vocab_size,
+        "context": config.max_model_len or target.max_model_len,
+        "ranks": size,
+        "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
+        "drafter": config.speculative_config.decoding_type,
+    }
+    if config.max_model_len is not None and config.max_model_len > target.max_model_len:
+        facts["context"] = f"{target.max_model_len} (the checkpoint's; max_model_len is larger)"
+    section = config.speculative_config
+    if isinstance(section, DraftModelConfig):
+        colocated = section.placement == "colocated"
+        ranks = size if colocated else section.draft_tensor_parallel_size or 1
+        check_vocabulary(config.model, section.speculative_model, ranks)
+        draft = describe(Path(section.speculative_model), tensor_parallel_size=ranks)
+        facts["draft model"] = section.speculative_model
+        facts["draft architecture"] = draft.architecture
+        facts["draft ranks"] = f"{ranks} ({section.placement})"
+    return facts

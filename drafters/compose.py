@@ -1,0 +1,257 @@
+"""Compose: several drafters as one, by precedence or merged into one token tree.
+
+*Precedence* is llama.cpp's rule: per request, the first member with a guess wins, and members
+without a model are asked before those with one. *Merge* is SpecInfer's (Miao et al. 2023,
+arXiv:2305.09781): every member's draft goes into one tree by common prefixes, in order of
+priority, within the node budget.
+
+Members never notice: each is guarded and counted on its own, and its verdict speaks of the nodes
+that it proposed itself. A merged tree has deterministic nodes only, which every rule verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..config import ComposeConfig
+from ..errors import ConfigError
+from ..scheduler import tree
+from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
+from .drafting import Guard
+from .protocol import Drafter, DrafterStats, Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A drafter, and what its section says."""
+
+    drafter: Drafter
+    max_draft_len: int
+    has_model: bool
+
+
+class Compose:
+    """Asks its members in order and puts what they say together.
+
+    Raises:
+        ConfigError: two members read different hidden layers, or `rejection` would need the
+            distributions of a member whose nodes are merged.
+    """
+
+    name = "compose"
+
+    def __init__(self, config: ComposeConfig, members: Sequence[Member], vocab_size: int) -> None:
+        self._merge = config.mode == "merge"
+        self.needs = _needs(members, self._merge, config.verification)
+        if not (self._merge or config.keep_order):
+            members = sorted(members, key=lambda member: member.has_model)
+        names = _unique([member.drafter.name for member in members])
+        self.members = [
+            Guard(member.drafter, vocab_size, name)
+            for member, name in zip(members, names, strict=True)
+        ]
+        self._max_draft_lens = [member.max_draft_len for member in members]
+        self._step = 0  # the step that the next two are of
+        self._drafted: list[list[Draft]] = []  # [member][row]
+        self._riding: list[int | None] = []  # [row], the member whose window is in the tree
+
+    def open(self, requests: Sequence[Request]) -> None:
+        for member in self.members:
+            member.open(requests)
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        joints = [_Joint(budget) for budget in budgets.tolist()]
+        self._step, self._drafted = batch.step, []
+        for index, (member, max_len) in enumerate(
+            zip(self.members, self._max_draft_lens, strict=True)
+        ):
+            if self._merge:
+                asked = np.minimum(budgets, max_len)
+            else:
+                rooms = [0 if joint.num_guesses else joint.room for joint in joints]
+                asked = np.minimum(ints(rooms), max_len)
+            drafts = member.propose(batch, asked)
+            self._drafted.append(drafts)
+            for joint, draft in zip(joints, drafts, strict=True):
+                if draft.num_nodes:
+                    joint.add(index, member.name, draft)
+        self._riding = [joint.riding for joint in joints]
+        return [joint.draft(keep_probs=not self._merge) for joint in joints]
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        for index, member in enumerate(self.members):
+            drafts: Sequence[Draft] = [tree.EMPTY] * batch.num_seqs
+            rides = [False] * batch.num_seqs
+            if batch.step == self._step:
+                drafts = self._drafted[index]
+                rides = [riding == index for riding in self._riding]
+            member.observe(batch, own_verdict(verdict, drafts, rides))
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        for member in self.members:
+            member.close(request_ids)
+
+    def all_stats(self) -> dict[str, DrafterStats]:
+        return {member.name: member.stats for member in self.members}
+
+    def shutdown(self) -> None:
+        for member in self.members:
+            member.shutdown()
+
+
+class _Joint:
+    """One row's tree as it grows: guesses by common prefixes, and one member's window."""
+
+    def __init__(self, budget: int) -> None:
+        self.room = budget
+        self.riding: int | None = None
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self._window: list[tuple[int, int, bool]] = []  # token, parent, parent is in the window
+        self._sources: list[str] = []
+        self._only: Draft | None = None  # the one draft, while there is no other
+
+    @property
+    def num_guesses(self) -> int:
+        return len(self._tokens)
+
+    def add(self, member: int, name: str, draft: Draft) -> None:
+        """Takes over what there is room for: a guess needs its parent, a window all its cells."""
+        tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+        places: list[int | None] = []  # [num_guesses], where the member's nodes are; None: nowhere
+        before = self.room
+        for token, parent in zip(tokens[: draft.num_guesses], parents, strict=False):
+            above = -1 if parent < 0 else places[parent]
+            place = None if above is None else self._place(above, token)
+            places.append(place)
+        whole = None not in places
+        if draft.num_window and whole and not self._window and draft.num_window <= self.room:
+            self._add_window(tokens, parents, draft.num_guesses, places)
+            self.riding = member
+        elif draft.num_window:
+            whole = False
+        self._only = draft if whole and not self._sources else None
+        if self.room < before:
+            self._sources.append(name)
+
+    def draft(self, *, keep_probs: bool) -> Draft:
+        """The tree; distributions stay only with the guesses of one member."""
+        if self._only is not None and (keep_probs or self._only.probs is None):
+            return self._only
+        if not self._tokens and not self._window:
+            return tree.EMPTY
+        first = len(self._tokens)
+        cells = [token for token, _, _ in self._window]
+        above = [parent + first if inside else parent for _, parent, inside in self._window]
+        return Draft(
+            ints(self._tokens + cells),
+            ints(self._parents + above),
+            None,
+            "+".join(self._sources),
+            len(cells),
+        )
+
+    def _place(self, above: int, token: int) -> int | None:
+        """The node of `token` below `above`, made if need be; None if there is no room."""
+        node = self._places.get((above, token))
+        if node is None and self.room > 0:
+            self.room -= 1
+            node = self._places[(above, token)] = len(self._tokens)
+            self._tokens.append(token)
+            self._parents.append(above)
+        return node
+
+    def _add_window(
+        self, tokens: list[int], parents: list[int], first: int, places: list[int | None]
+    ) -> None:
+        for token, parent in zip(tokens[first:], parents[first:], strict=True):
+            inside = parent >= first
+            above = parent - first if inside else -1 if parent < 0 else places[parent]
+            assert above is not None, "a window rides only with all of its guesses"
+            self._window.append((token, above, inside))
+        self.room -= len(tokens) - first
+
+
+def own_verdict(verdict: Verdict, drafts: Sequence[Draft], rides: Sequence[bool]) -> Verdict:
+    """What `verdict` says of one member's `drafts`: emitted tokens stay, the path is its own.
+
+    A member's nodes are closed under parents, so that its share of the accepted path is how far
+    its own tree follows the accepted tokens, whoever else proposed them. A draft that was cut, or
+    was not used at all, is judged alike: what a member drew and the target emitted is accepted.
+    """
+    path: list[int] = []
+    path_start = [0]
+    ends = verdict.path_start.tolist()
+    window: list[IntArray] = []
+    window_start = [0]
+    for row, draft in enumerate(drafts):
+        num_accepted = ends[row + 1] - ends[row]
+        if num_accepted and draft.num_guesses:
+            path += _followed(draft, verdict.tokens(row)[:num_accepted].tolist())
+        path_start.append(len(path))
+        if rides[row]:
+            window.append(verdict.window_tokens(row))
+        window_start.append(window_start[-1] + (len(window[-1]) if rides[row] else 0))
+    found = verdict.window is not None
+    return replace(
+        verdict,
+        path=ints(path),
+        path_start=ints(path_start),
+        window=np.concatenate([ints([]), *window]) if found else None,
+        window_start=ints(window_start) if found else None,
+    )
+
+
+def _followed(draft: Draft, tokens: list[int]) -> list[int]:
+    """The draft's nodes along `tokens`, from the root, as far as it has them."""
+    guesses = draft.num_guesses
+    parents, guessed = draft.parents[:guesses].tolist(), draft.tokens[:guesses].tolist()
+    places = {pair: node for node, pair in enumerate(zip(parents, guessed, strict=True))}
+    nodes: list[int] = []
+    at = -1
+    for token in tokens:
+        node = places.get((at, token))
+        if node is None:
+            break
+        nodes.append(node)
+        at = node
+    return nodes
+
+
+def _needs(members: Sequence[Member], merge: bool, verification: str) -> Needs:
+    """What all members together ask of the engine."""
+    field = "speculative_config.members"
+    layers = {member.drafter.needs.hidden_layers for member in members} - {()}
+    if len(layers) > 1:
+        raise ConfigError(
+            f"{field}: members read different hidden layers ({sorted(layers)}); one engine "
+            "captures one set",
+            field=field,
+        )
+    sampled = [index for index, each in enumerate(members) if each.drafter.needs.probabilities]
+    if merge and sampled and verification != "coupled":
+        index = sampled[0]
+        raise ConfigError(
+            f"{field}.{index}: under verification {verification!r} the member "
+            f"{members[index].drafter.name!r} draws its nodes from distributions, which do not "
+            "hold in a merged tree; use verification 'coupled', or mode 'precedence'",
+            field=f"{field}.{index}",
+        )
+    trees = merge or any(member.drafter.needs.shape == "tree" for member in members)
+    return Needs(
+        shape="tree" if trees else "chain",
+        hidden_layers=next(iter(layers), ()),
+        probabilities=bool(sampled),
+    )
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names with a number where one comes again."""
+    return [
+        name if index == names.index(name) else f"{name}-{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
+    ]

@@ -1,0 +1,78 @@
+"""What the README and the docs show is true: settings load, commands parse, Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import outrider
+from outrider.config import EngineConfig
+
+ROOT = Path(outrider.__file__).resolve().parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages: str) -> list[tuple[Path, str]]:
+    """Code blocks of all pages in one of the languages, without those marked `notest`."""
+    return [
+        (page, text)
+        for page in PAGES
+        for language, info, text in BLOCK.findall(page.read_text())
+        if language in languages and "notest" not in info
+    ]
+
+
+def name(value: object) -> str:
+    return value.relative_to(ROOT).as_posix() if isinstance(value, Path) else ""
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("yaml"), ids=name)
+def test_settings_load(page, text):
+    data = yaml.safe_load(text)
+    data.pop("serve", None)
+    EngineConfig.load({"model": "demo/models/target", **data})
+
+
+def commands() -> list[tuple[Path, str]]:
+    return [
+        (page, line)
+        for page, text in blocks("sh", "bash")
+        for line in text.replace("\\\n", " ").splitlines()
+        if line.startswith("outrider ")
+    ]
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=name)
+def test_commands_parse(page, line):
+    import typer.main
+
+    from outrider.cluster.cli.app import app
+
+    command, words = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
+    context = command.make_context("outrider", list(words))
+    while getattr(context.command, "commands", None):
+        left = [*context._protected_args, *context.args]
+        word, sub, rest = context.command.resolve_command(context, left)
+        context = sub.make_context(word, rest, parent=context)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "text"), blocks("python"), ids=name)
+def test_python_runs(page, text, tmp_path):
+    """Every Python block, from the project's root."""
+    script = tmp_path / "example.py"
+    script.write_text(text)
+    subprocess.run([sys.executable, script], cwd=ROOT, check=True, timeout=240)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
