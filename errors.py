@@ -60,6 +60,10 @@ class CheckpointError(ConfigError):
     """A checkpoint is missing, truncated, or does not fit its configuration."""
 
 
+class PoolSnapshotError(ConfigError):
+    """A saved n-gram pool is damaged, of another version, or of another tokenizer."""
+
+
 class ResourcesError(ConfigError):
     """The cluster cannot give the CPUs, GPUs or memory that were asked for."""
 
