@@ -129,6 +129,7 @@ class SocketChannel:
         deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
+                connection.settimeout(timeout_s)  # a rank that hangs may also stop reading
                 framing.send(connection, body)
             while True:
                 if self._dead is not None:

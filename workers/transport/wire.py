@@ -28,6 +28,7 @@ _RECORDS: tuple[type[Any], ...] = (
     types.DraftProbs,
     types.StepInput,
     types.Logprobs,
+    types.NextDrafts,
     types.Verdict,
     types.TokenLogprobs,
     types.SpeculationUsage,

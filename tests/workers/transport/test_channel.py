@@ -117,6 +117,15 @@ def test_silence_is_death(make):
     channel.close()
 
 
+def test_a_rank_that_stops_reading_is_death():
+    here, there = socket.socketpair()
+    channel = SocketChannel([here])
+    with pytest.raises(WorkerDiedError):
+        channel.call(b"x" * 2**24, 0.05)
+    there.close()
+    channel.close()
+
+
 def test_a_closed_socket_is_death():
     here, there = socket.socketpair()
     channel = SocketChannel([here])
