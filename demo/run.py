@@ -30,8 +30,7 @@ PROMPT = '''class Stack:
     def push(self, item):
         self._items.append(item)
 
-    def pop(self):
-'''
+    def pop(self):'''
 READY_TIMEOUT_S = 240.0
 SPECULATION = {
     "decoding_type": "DraftTarget",

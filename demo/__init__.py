@@ -1,0 +1,1 @@
+"""Small real checkpoints, held-out prompts, and the scripts that made them."""
