@@ -91,3 +91,7 @@ class EngineDeadError(OutriderError):
 
     status = 503
     kind = "server_error"
+
+
+class TableFileError(ConfigError):
+    """An n-gram table's file is missing, damaged, or made with another tokenizer."""

@@ -175,7 +175,7 @@ class Engine:
         for key in speculative:
             if key not in known:
                 raise ConfigError(f"{key}: unknown key; allowed: {sorted(known)}", field=key)
-        configured = self._config.speculative_config.max_draft_len
+        configured = self._config.speculative_config.max_nodes
         length = speculative.get("max_draft_len")
         if length is None:
             length = configured

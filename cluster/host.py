@@ -6,11 +6,13 @@ that does not match or a size that does not divide is said in a second.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from ..config import DraftModelConfig, EngineConfig
+from ..config import DraftModelConfig, EngineConfig, HeadConfig
+from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..errors import ConfigError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup
 from ..workers.model import describe
@@ -22,15 +24,14 @@ class EngineHost:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._section = _draft_section(config)
         target = describe(Path(config.model), tensor_parallel_size=config.tensor_parallel_size)
         self.vocab_size = target.vocab_size
-        section, draft, colocated = self._section, None, False
-        if section is not None:
-            check_vocabulary(config.model, section.speculative_model, self._draft_size())
-            draft = self._model_spec(section.speculative_model, section.num_kv_blocks)
-            colocated = section.placement == "colocated"
-        self._draft_spec = draft
+        self.tokenizer = Path(config.tokenizer or config.model)
+        for field, section in draft_sections(config):
+            check_vocabulary(
+                config.model, section.speculative_model, draft_size(config, section), field
+            )
+        colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
         self.target_group = self._group(
             WorkerSpec(
                 size=config.tensor_parallel_size,
@@ -39,27 +40,38 @@ class EngineHost:
                 timeout_s=config.step_timeout_s,
                 rule=config.speculative_config.verification,
                 target=self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
-                draft=draft if colocated else None,
+                draft=self._draft_spec(colocated[0]) if colocated else None,
+                head=head_section(config),
             )
         )
 
-    def draft_model(self, section: Any) -> GroupDraftModel:
-        """The draft model of `section`: the target's own workers, or a group of its own."""
-        assert section is self._section, "the engine's one drafter asks once"
-        assert self._draft_spec is not None
-        owned = section.placement == "separate"
+    def draft_model(self, config: Any) -> GroupDraftModel:
+        """The draft model of a section: in the target's own workers, or in a group of its own."""
+        known = [section for _, section in draft_sections(self._config)]
+        assert any(config is section for section in known), "a section of this engine's"
+        owned = config.placement == "separate"
         group = self.target_group
         if owned:
             group = self._group(
                 WorkerSpec(
-                    size=self._draft_size(),
+                    size=draft_size(self._config, config),
                     device=self._config.device,
                     threads=self._config.resources.threads_per_worker,
                     timeout_s=self._config.step_timeout_s,
-                    draft=self._draft_spec,
+                    draft=self._draft_spec(config),
                 )
             )
         return GroupDraftModel(group, self._config.max_num_batched_tokens, owned=owned)
+
+    def pool_link(self, config: Any) -> PoolLink:
+        """The line to a shared pool: over Ray if other engines share it, else in this process."""
+        fingerprint = vocabulary_fingerprint(Path(self._config.model), self.vocab_size)
+        snapshot = config.pool_snapshot and str(Path(config.pool_snapshot).resolve())
+        if config.scope == "cluster" and self._config.executor == "ray":
+            from .pools import RayPoolLink  # Ray is loaded only where it is used
+
+            return RayPoolLink(fingerprint, config.pool_max_patterns, snapshot)
+        return LocalLink(PoolStore(fingerprint, config.pool_max_patterns), snapshot)
 
     def shutdown(self) -> None:
         """Ends the target's workers; drafters end their own."""
@@ -74,12 +86,8 @@ class EngineHost:
 
         return RayGroup(spec, self._config.resources)
 
-    def _draft_size(self) -> int:
-        """Tensor-parallel size of the draft model."""
-        assert self._section is not None
-        if self._section.placement == "colocated":
-            return self._config.tensor_parallel_size
-        return self._section.draft_tensor_parallel_size or 1
+    def _draft_spec(self, section: DraftModelConfig) -> ModelSpec:
+        return self._model_spec(section.speculative_model, section.num_kv_blocks)
 
     def _model_spec(
         self, path: str, num_blocks: int | None, max_model_len: int | None = None
@@ -98,13 +106,66 @@ class EngineHost:
         )
 
 
-def check_vocabulary(target: str, draft: str, draft_size: int) -> None:
+def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
+    """Every section with a draft model, and the key that names the model.
+
+    Raises:
+        ConfigError: more than one is to be colocated.
+    """
+    sections = config.speculative_config.sections
+    alone = sections == (config.speculative_config,)
+    found = [
+        (f"speculative_config.{'' if alone else f'members.{index}.'}speculative_model", section)
+        for index, section in enumerate(sections)
+        if isinstance(section, DraftModelConfig)
+    ]
+    colocated = [field for field, section in found if section.placement == "colocated"]
+    if len(colocated) > 1:
+        field = colocated[1].replace("speculative_model", "placement")
+        raise ConfigError(
+            f"{field}: one draft model at most can be colocated with the target; "
+            "make this one 'separate'",
+            field=field,
+        )
+    return found
+
+
+def head_section(config: EngineConfig) -> HeadConfig | None:
+    """The section of the head that drafts inside the target's workers, if there is one.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = [
+        section for section in config.speculative_config.sections if isinstance(section, HeadConfig)
+    ]
+    if len(found) > 1:
+        raise ConfigError(
+            "speculative_config.members: one head at most can draft inside the target's workers, "
+            f"these are {len(found)}",
+            field="speculative_config.members",
+        )
+    return found[0] if found else None
+
+
+def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
+    """Tensor-parallel size of a section's draft model."""
+    if section.placement == "colocated":
+        return config.tensor_parallel_size
+    return section.draft_tensor_parallel_size or 1
+
+
+def check_vocabulary(
+    target: str,
+    draft: str,
+    draft_size: int,
+    field: str = "speculative_config.speculative_model",
+) -> None:
     """A draft model must speak the target's tokens.
 
     Raises:
         ConfigError, CheckpointError: the two differ, or the draft model is not there.
     """
-    field = "speculative_config.speculative_model"
     try:
         draft_info = describe(Path(draft), tensor_parallel_size=draft_size)
     except ConfigError as error:
@@ -138,6 +199,7 @@ def _vocabulary(path: Path) -> dict[str, int] | None:
     return vocab if isinstance(vocab, dict) else None
 
 
-def _draft_section(config: EngineConfig) -> DraftModelConfig | None:
-    section = config.speculative_config
-    return section if isinstance(section, DraftModelConfig) else None
+def vocabulary_fingerprint(model: Path, vocab_size: int) -> str:
+    """Equal for models whose token ids mean the same, as far as their folders tell."""
+    vocabulary = sorted((_vocabulary(model) or {}).items())
+    return hashlib.sha256(json.dumps([vocab_size, vocabulary]).encode()).hexdigest()

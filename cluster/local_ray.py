@@ -47,9 +47,9 @@ def num_cpus_of(config: EngineConfig) -> float:
     """CPUs that one engine's workers ask of a cluster without GPUs."""
     from ..config import DraftModelConfig
 
-    section = config.speculative_config
     num_workers = config.tensor_parallel_size
-    if isinstance(section, DraftModelConfig) and section.placement == "separate":
-        num_workers += section.draft_tensor_parallel_size or 1
+    for section in config.speculative_config.sections:
+        if isinstance(section, DraftModelConfig) and section.placement == "separate":
+            num_workers += section.draft_tensor_parallel_size or 1
     each = config.resources.cpus_per_worker
     return num_workers * (1.0 if each is None else each)

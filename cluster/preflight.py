@@ -19,10 +19,9 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
         ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
             size that does not divide, no tokenizer; names the field.
     """
-    from ..config import DraftModelConfig
     from ..workers.model import describe
     from .frontend import Frontend
-    from .host import check_vocabulary
+    from .host import check_vocabulary, draft_sections, draft_size
 
     size = config.tensor_parallel_size
     target = describe(Path(config.model), tensor_parallel_size=size)
@@ -39,13 +38,12 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
     }
     if config.max_model_len is not None and config.max_model_len > target.max_model_len:
         facts["context"] = f"{target.max_model_len} (the checkpoint's; max_model_len is larger)"
-    section = config.speculative_config
-    if isinstance(section, DraftModelConfig):
-        colocated = section.placement == "colocated"
-        ranks = size if colocated else section.draft_tensor_parallel_size or 1
-        check_vocabulary(config.model, section.speculative_model, ranks)
+    for field, section in draft_sections(config):
+        ranks = draft_size(config, section)
+        check_vocabulary(config.model, section.speculative_model, ranks, field)
         draft = describe(Path(section.speculative_model), tensor_parallel_size=ranks)
-        facts["draft model"] = section.speculative_model
-        facts["draft architecture"] = draft.architecture
-        facts["draft ranks"] = f"{ranks} ({section.placement})"
+        label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
+        facts[f"{label}draft model"] = section.speculative_model
+        facts[f"{label}draft architecture"] = draft.architecture
+        facts[f"{label}draft ranks"] = f"{ranks} ({section.placement})"
     return facts

@@ -1,6 +1,8 @@
 """Configuration: read once, checked strictly, frozen."""
 
+from .eagle import Eagle3Config, EagleConfig
 from .engine import EngineConfig, ResourcesConfig
+from .heads import HeadConfig
 from .lookup import (
     NGramCacheConfig,
     NGramMapK4VConfig,
@@ -10,6 +12,7 @@ from .lookup import (
     PromptLookupConfig,
     SuffixConfig,
 )
+from .medusa import MedusaConfig
 from .section import SpeculationBase
 from .speculation import (
     ComposeConfig,
@@ -27,8 +30,12 @@ __all__ = [
     "ComposeConfig",
     "DraftModelConfig",
     "DraftTargetConfig",
+    "Eagle3Config",
+    "EagleConfig",
     "EngineConfig",
+    "HeadConfig",
     "LookaheadConfig",
+    "MedusaConfig",
     "NGramCacheConfig",
     "NGramConfig",
     "NGramMapK4VConfig",

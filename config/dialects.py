@@ -29,8 +29,22 @@ VLLM_METHODS = {
     "ngram": "NGram",
     "draft_model": "DraftTarget",
     "lookahead": "Lookahead",
+    "medusa": "Medusa",
+    "eagle": "Eagle",
+    "eagle3": "Eagle3",
+    "suffix": "Suffix",
     "none": "None",
 }
+# llama.cpp's `--spec-type` -> our `decoding_type`; accepted as a `method` too.
+LLAMA_METHODS = {
+    "draft-simple": "DraftTarget",
+    "ngram-simple": "NGramSimple",
+    "ngram-map-k": "NGramMapK",
+    "ngram-map-k4v": "NGramMapK4V",
+    "ngram-mod": "NGramMod",
+    "ngram-cache": "NGramCache",
+}
+METHODS = {**VLLM_METHODS, **LLAMA_METHODS}
 VLLM_KEYS = {
     "model": "speculative_model",
     "num_speculative_tokens": "max_draft_len",
@@ -38,7 +52,16 @@ VLLM_KEYS = {
     "prompt_lookup_min": "min_matching_ngram_size",
     "disable_by_batch_size": "max_concurrency",
     "rejection_sample_method": "verification",
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+    # llama.cpp's
+    "draft_max": "max_draft_len",
+    "n_max": "max_draft_len",
 }
+# Older names of one drafter's keys, which mean something else elsewhere.
+OWN_KEYS = {"NGramMod": {"ngram_size_n": "n_match", "draft_min": "n_min"}}
 VLLM_VERIFICATION = {"strict": "rejection", "standard": "rejection"}
 
 
@@ -82,14 +105,16 @@ def translate_speculative(data: dict[str, Any]) -> dict[str, Any]:
                 "speculative_config.decoding_type: this key is required (or vLLM's `method`)",
                 field="speculative_config.decoding_type",
             )
-        if method not in VLLM_METHODS:
+        if method not in METHODS:
             raise ConfigError(
                 f"speculative_config.method: unknown drafter {method!r}; "
-                f"allowed: {', '.join(VLLM_METHODS)}",
+                f"allowed: {', '.join(METHODS)}",
                 field="speculative_config.method",
             )
-        data["decoding_type"] = VLLM_METHODS[method]
+        data["decoding_type"] = METHODS[method]
     data = _rename(data, VLLM_KEYS, "speculative_config.")
+    own = OWN_KEYS.get(data["decoding_type"]) if isinstance(data["decoding_type"], str) else None
+    data = _rename(data, own or {}, "speculative_config.")
     members = data.get("members")
     if isinstance(members, list):
         data["members"] = [

@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from ..errors import ConfigError
 from .dialects import translate_engine, translate_speculative
-from .speculation import NoSpeculation, SpeculationBase, SpeculativeConfig
+from .section import SpeculationBase
+from .speculation import NoSpeculation, SpeculativeConfig
 from .strict import Strict, parse
 
 
@@ -57,7 +58,7 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _chunk_holds_every_draft(self) -> EngineConfig:
-        nodes = 1 + self.speculative_config.max_draft_len
+        nodes = 1 + self.speculative_config.max_nodes
         if self.max_num_batched_tokens < nodes:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below one request's "

@@ -78,7 +78,7 @@ class NGramMapK4VConfig(LlamaNGramConfig):
 
 
 class NGramModConfig(SpeculationBase):
-    """llama.cpp's `ngram-mod`: one hash pool from n-gram to next token; `max_draft_len` is n_max."""
+    """llama.cpp's `ngram-mod`: a hash pool from n-gram to next token; `max_draft_len` is n_max."""
 
     decoding_type: Literal["NGramMod"] = "NGramMod"
     max_draft_len: int = Field(64, ge=0, le=_LONGEST_DRAFT)

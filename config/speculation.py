@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from .eagle import Eagle3Config, EagleConfig
 from .lookup import LookupConfig
+from .medusa import MedusaConfig
 from .section import SpeculationBase
 
 
@@ -116,7 +118,14 @@ class UserConfig(SpeculationBase):
 
 
 MemberConfig = Annotated[
-    NGramConfig | LookupConfig | LookaheadConfig | DraftTargetConfig | UserConfig,
+    NGramConfig
+    | LookupConfig
+    | LookaheadConfig
+    | DraftTargetConfig
+    | MedusaConfig
+    | EagleConfig
+    | Eagle3Config
+    | UserConfig,
     Field(discriminator="decoding_type"),
 ]
 
@@ -136,7 +145,7 @@ class ComposeConfig(SpeculationBase):
         """Members are verified together, so that they have the composition's rule."""
         if not isinstance(data, dict) or not isinstance(data.get("members"), (list, tuple)):
             return data
-        rule = {"verification": data["verification"]} if "verification" in data else {}
+        rule = {key: data[key] for key in ("verification", "lossy") if key in data}
         members = [rule | each if isinstance(each, dict) else each for each in data["members"]]
         return {**data, "members": members}
 
@@ -153,7 +162,7 @@ class ComposeConfig(SpeculationBase):
         if self.keep_order and self.mode == "merge":
             raise ValueError("keep_order belongs to mode 'precedence'; 'merge' keeps the order")
         if self.max_draft_len == 0:
-            lengths = [member.max_draft_len for member in self.members]
+            lengths = [member.max_nodes for member in self.members]
             length = sum(lengths) if self.mode == "merge" else max(lengths)
             object.__setattr__(self, "max_draft_len", length)  # the section is not in use yet
         return self

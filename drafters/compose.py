@@ -114,6 +114,7 @@ class _Joint:
         self._window: list[tuple[int, int, bool]] = []  # token, parent, parent is in the window
         self._sources: list[str] = []
         self._only: Draft | None = None  # the one draft, while there is no other
+        self._probs: DraftProbs | None = None  # of the guesses, while they are one member's
 
     @property
     def num_guesses(self) -> int:
@@ -123,19 +124,21 @@ class _Joint:
         """Takes over what there is room for: a guess needs its parent, a window all its cells."""
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
         places: list[int | None] = []  # [num_guesses], where the member's nodes are; None: nowhere
-        before = self.room
+        before, first = self.room, not self._tokens
         for token, parent in zip(tokens[: draft.num_guesses], parents, strict=False):
             above = -1 if parent < 0 else places[parent]
             place = None if above is None else self._place(above, token)
             places.append(place)
         whole = None not in places
+        if draft.num_guesses:
+            self._probs = draft.probs if first and whole else None
         if draft.num_window and whole and not self._window and draft.num_window <= self.room:
             self._add_window(tokens, parents, draft.num_guesses, places)
             self.riding = member
         elif draft.num_window:
             whole = False
-        self._only = draft if whole and not self._sources else None
         if self.room < before:
+            self._only = draft if whole and not self._sources else None
             self._sources.append(name)
 
     def draft(self, *, keep_probs: bool) -> Draft:
@@ -150,9 +153,19 @@ class _Joint:
         return Draft(
             ints(self._tokens + cells),
             ints(self._parents + above),
-            None,
+            self._padded(len(cells)) if keep_probs else None,
             "+".join(self._sources),
             len(cells),
+        )
+
+    def _padded(self, num_cells: int) -> DraftProbs | None:
+        """The guesses' distributions, and zeros for the window's cells."""
+        if self._probs is None:
+            return None
+        rows = ((0, num_cells), (0, 0))
+        guesses = slice(0, self.num_guesses)
+        return DraftProbs(
+            np.pad(self._probs.ids[guesses], rows), np.pad(self._probs.probs[guesses], rows)
         )
 
     def _place(self, above: int, token: int) -> int | None:
@@ -233,7 +246,7 @@ def _needs(members: Sequence[Member], merge: bool, verification: str) -> Needs:
             field=field,
         )
     sampled = [index for index, each in enumerate(members) if each.drafter.needs.probabilities]
-    if merge and sampled and verification != "coupled":
+    if merge and sampled and verification == "rejection":
         index = sampled[0]
         raise ConfigError(
             f"{field}.{index}: under verification {verification!r} the member "

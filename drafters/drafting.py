@@ -15,7 +15,7 @@ import numpy as np
 
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
-from .protocol import Composite, DraftFault, Drafter, DrafterStats
+from .protocol import Composite, Drafter, DrafterStats, DraftFault
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,11 @@ class Guard:
         """The call's result; None, or what is left of it, if it raised."""
         try:
             return call()
-        except DraftFault as fault:
-            self._count_fault()
-            return fault.drafts
-        except Exception:
-            self._count_fault()
-            return None
-
-    def _count_fault(self) -> None:
-        self.stats.faults += 1
-        level = logging.ERROR if self.stats.faults == 1 else logging.DEBUG
-        log.log(level, "drafter %s failed; going on without", self.name, exc_info=True)
+        except Exception as error:
+            self.stats.faults += 1
+            level = logging.ERROR if self.stats.faults == 1 else logging.DEBUG
+            log.log(level, "drafter %s failed; going on without", self.name, exc_info=True)
+            return error.drafts if isinstance(error, DraftFault) else None
 
     def _checked(self, drafts: list[Draft], budgets: IntArray) -> list[Draft]:
         """`drafts`, if all are sound.

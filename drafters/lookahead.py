@@ -171,6 +171,8 @@ class Lookahead:
     def _advance(self, request_id: str, verdict: Verdict, row: int) -> None:
         window = self._windows[request_id]
         found = verdict.window_tokens(row).tolist()
+        if len(found) < sum(len(level) for level in window.levels):
+            return  # there was no room for it beside other drafters' guesses
         root = int(self._tokens[request_id].view[-1])
         deepest = found[len(found) - len(window.levels[-1]) :]
         if len(window.levels) == 1:  # the root is column 0 of level 0

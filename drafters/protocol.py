@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..scheduler.types import Batch, Draft, Drafted, DraftStep, IntArray, Request, Verdict
@@ -93,6 +94,7 @@ class DraftHost(Protocol):
     """Starts the models that drafters ask for; the engine's executor is one."""
 
     vocab_size: int  # of the target
+    tokenizer: Path  # folder of the target's
 
     def draft_model(self, config: Any) -> DraftModel:
         """The model of a drafter's configuration section.

@@ -5,18 +5,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..config import DraftTargetConfig, LookaheadConfig, NGramConfig, NoSpeculation, SpeculationBase
+from ..config import (
+    ComposeConfig,
+    DraftModelConfig,
+    DraftTargetConfig,
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    LookaheadConfig,
+    MedusaConfig,
+    NGramCacheConfig,
+    NGramConfig,
+    NGramMapK4VConfig,
+    NGramMapKConfig,
+    NGramModConfig,
+    NGramSimpleConfig,
+    NoSpeculation,
+    PromptLookupConfig,
+    SpeculationBase,
+    SuffixConfig,
+    UserConfig,
+)
+from .compose import Compose, Member
 from .draft_target import DraftTarget
+from .eagle import Eagle, Eagle3
 from .lookahead import Lookahead
+from .medusa import Medusa
 from .ngram import NGram
+from .ngram_cache import NGramCache
+from .ngram_map_k import NGramMapK
+from .ngram_map_k4v import NGramMapK4V
+from .ngram_mod import NGramMod
+from .ngram_simple import NGramSimple
 from .none import NoDrafter
+from .pool import PoolLink
+from .prompt_lookup import PromptLookup
 from .protocol import Drafter, DraftHost
+from .suffix import Suffix
+from .user import User
 
 _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NoSpeculation: lambda config, host: NoDrafter(),
     LookaheadConfig: lambda config, host: Lookahead(config),
-    NGramConfig: lambda config, host: NGram(config),
+    NGramConfig: lambda config, host: NGram(config, _pool_link(config, host)),
+    PromptLookupConfig: lambda config, host: PromptLookup(config),
+    NGramSimpleConfig: lambda config, host: NGramSimple(config),
+    NGramMapKConfig: lambda config, host: NGramMapK(config),
+    NGramMapK4VConfig: lambda config, host: NGramMapK4V(config),
+    NGramModConfig: lambda config, host: NGramMod(config),
+    NGramCacheConfig: lambda config, host: NGramCache(config, host.tokenizer, host.vocab_size),
+    SuffixConfig: lambda config, host: Suffix(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
+    MedusaConfig: lambda config, host: Medusa(),
+    EagleConfig: lambda config, host: Eagle(),
+    Eagle3Config: lambda config, host: Eagle3(),
+    UserConfig: lambda config, host: User(config),
+    ComposeConfig: lambda config, host: _compose(config, host),
 }
 
 
@@ -27,3 +71,25 @@ def build(config: SpeculationBase, host: DraftHost) -> Drafter:
         ConfigError: its model is missing or does not fit the target.
     """
     return _BUILDERS[type(config)](config, host)
+
+
+def _compose(config: ComposeConfig, host: DraftHost) -> Compose:
+    """A composition of drafters; those that were built end with one that cannot be."""
+    members: list[Member] = []
+    try:
+        for section in config.members:
+            drafter = build(section, host)
+            has_model = isinstance(section, DraftModelConfig | HeadConfig)
+            members.append(Member(drafter, section.max_nodes, has_model))
+        return Compose(config, members, host.vocab_size)
+    except BaseException:
+        for member in members:
+            member.drafter.shutdown()
+        raise
+
+
+def _pool_link(config: NGramConfig, host: DraftHost) -> PoolLink | None:
+    """A link where the pool has others to talk to, or a file to be kept in."""
+    if config.scope == "cluster" or config.pool_snapshot is not None:
+        return host.pool_link(config)
+    return None

@@ -13,7 +13,7 @@ class DraftBudget:
     """The configured length, narrowed by the request's own wish and by the load."""
 
     def __init__(self, config: SpeculationBase) -> None:
-        self._max_draft_len = config.max_draft_len
+        self._max_draft_len = config.max_nodes
         self._max_concurrency = config.max_concurrency
         self.enabled = True
 

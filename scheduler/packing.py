@@ -35,12 +35,15 @@ def pack(step: int, rows: Rows[Row], moves: IntArray, sampling: SamplingRows) ->
     tables = np.zeros((len(rows), width), dtype=np.int32)
     chunks: list[IntArray] = []
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+    next_tokens = np.full(len(rows), -1, dtype=np.int32)
     for index, row in enumerate(rows):
         sequence = row.sequence
         tables[index, : len(sequence.blocks)] = sequence.blocks
         begin = sequence.num_computed
         chunks.append(sequence.tokens.view[begin : begin + row.num_chunk])
         query_start[index + 1] = query_start[index] + row.num_chunk
+        if not row.samples:
+            next_tokens[index] = sequence.tokens.view[begin + row.num_chunk]
     return Batch(
         step=step,
         request_ids=tuple(row.request_id for row in rows),
@@ -52,6 +55,7 @@ def pack(step: int, rows: Rows[Row], moves: IntArray, sampling: SamplingRows) ->
         max_nodes=ints([row.max_nodes for row in rows]),
         kv_moves=moves,
         sampling=sampling,
+        next_tokens=next_tokens,
     )
 
 

@@ -146,6 +146,8 @@ def join(batch: Batch, drafts: Sequence[Draft], block_size: int) -> StepInput:
             if any(draft.num_window for draft in drafts)
             else None
         ),
+        max_nodes=batch.max_nodes,
+        next_tokens=batch.next_tokens,
     )
 
 

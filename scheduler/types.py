@@ -105,6 +105,7 @@ class Batch:
     max_nodes: IntArray  # [num_seqs], slots reserved for draft nodes
     kv_moves: IntArray  # [num_moves, 2], (source slot, destination slot), before the forward
     sampling: SamplingRows
+    next_tokens: IntArray | None = None  # [num_seqs], the known token after the chunk; -1: none
 
     @property
     def num_seqs(self) -> int:
@@ -173,6 +174,8 @@ class StepInput:
     kv_moves: IntArray  # [num_moves, 2]
     sampling: SamplingRows
     num_window: IntArray | None = None  # [num_seqs], trailing nodes never accepted; None: none
+    max_nodes: IntArray | None = None  # [num_seqs], nodes that the sequence might have drafted
+    next_tokens: IntArray | None = None  # [num_seqs], as in `Batch`
 
     @property
     def num_seqs(self) -> int:
@@ -186,6 +189,21 @@ class Logprobs:
     chosen: FloatArray  # [num_emitted]
     top_ids: IntArray  # [num_emitted, top]
     top: FloatArray  # [num_emitted, top]
+
+
+@dataclass(frozen=True, slots=True)
+class NextDrafts:
+    """What a head inside the target's workers guesses for the step to come.
+
+    Sequence i's tree is `tokens[start[i]:start[i+1]]`; it follows `lens[i]` known tokens and is
+    of no use once there are others.
+    """
+
+    tokens: IntArray  # [num_nodes], of all sequences
+    parents: IntArray  # [num_nodes], within the sequence; -1 is the root
+    start: IntArray  # [num_seqs + 1]
+    lens: IntArray  # [num_seqs]
+    head_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +223,7 @@ class Verdict:
     forward_ms: float = 0.0
     window: IntArray | None = None  # [num_window], most likely token after each window node
     window_start: IntArray | None = None  # [num_seqs + 1]
+    next_drafts: NextDrafts | None = None  # where a head drafts inside the workers
 
     def window_tokens(self, row: int) -> IntArray:
         """The target's most likely token after each of the row's window nodes."""

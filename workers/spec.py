@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..config import HeadConfig
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -32,6 +34,7 @@ class WorkerSpec:
     rule: str = "coupled"  # verification rule of the target
     target: ModelSpec | None = None
     draft: ModelSpec | None = None
+    head: HeadConfig | None = None  # drafts inside the target's rank 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,6 @@ Lives in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a tes
 
 from __future__ import annotations
 
-import math
-import os
-import threading
 import time
 from pathlib import Path
 
@@ -17,9 +14,11 @@ from ..errors import ConfigError
 from ..scheduler.types import Drafted, DraftStep, StepInput, Verdict
 from .collective import Collective
 from .draft import DraftService
+from .head import HeadService
 from .model import PagedModel, load_model
 from .spec import ModelReport, ModelSpec, WorkerReport, WorkerSpec
 from .target import TargetService
+from .threads import Threads
 from .verify import make_rule
 
 Message = StepInput | DraftStep
@@ -43,17 +42,6 @@ def pick_device(wish: str) -> torch.device:
     return torch.device("cpu")
 
 
-def num_cores() -> int:
-    """Cores that this process may use: its affinity, or a container's quota if that is less."""
-    cores = len(os.sched_getaffinity(0))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, _, period = quota.read_text().strip().partition(" ")
-        if limit.isdigit() and period.isdigit():
-            cores = min(cores, math.ceil(int(limit) / int(period)))
-    return max(1, cores)
-
-
 class Worker:
     """Loads in two steps, since the number of KV blocks is the minimum over all ranks."""
 
@@ -64,11 +52,11 @@ class Worker:
         self._models: dict[str, PagedModel] = {}
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
-        self._threads_of: int | None = None  # the thread whose torch threads are set
+        self._head: HeadService | None = None
+        self._threads = Threads(spec.threads, spec.size)
 
     def load(self) -> WorkerReport:
         """Reads this rank's shards and says how many KV blocks there is room for."""
-        self._share_cores()
         start = time.perf_counter()
         specs = {"target": self._spec.target, "draft": self._spec.draft}
         wanted = {name: spec for name, spec in specs.items() if spec is not None}
@@ -79,8 +67,15 @@ class Worker:
                 device=self._device,
                 collective=self._collective,
             )
+        if self._device.type == "cpu":
+            for model in self._models.values():
+                self._threads.measure(model.one_token)
         # Room for caches is what all the weights leave, shared so that both hold as many tokens.
         per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
+        if self._spec.head is not None and self._spec.target and self._collective.rank == 0:
+            target = self._models["target"]
+            self._head = HeadService(self._spec.head, target, Path(self._spec.target.path))
+            per_token += self._head.kv_bytes_per_token()
         reports = {
             name: self._report(self._models[name], spec, per_token)
             for name, spec in wanted.items()
@@ -102,6 +97,7 @@ class Worker:
                 num_target_blocks,
                 spec.target.block_size,
                 make_rule(spec.rule),
+                self._head,
             )
         if spec.draft is not None:
             self._draft = DraftService(
@@ -110,7 +106,9 @@ class Worker:
 
     def handle(self, message: Message) -> Reply:
         """Does what `message` asks; None on the ranks whose answer nobody needs."""
-        self._share_cores()
+        if self._device.type == "cpu":
+            known = message if isinstance(message, StepInput) else message.known
+            self._threads.use(len(known.token_ids))
         if isinstance(message, StepInput):
             assert self._target is not None, "no target was allocated"
             return self._target.verify(message, self._collective.rank)
@@ -120,13 +118,6 @@ class Worker:
     def close(self) -> None:
         """Leaves the group without waiting for the others."""
         self._collective.abort()
-
-    def _share_cores(self) -> None:
-        """Gives each rank its part of the node's cores; torch keeps that setting per thread."""
-        thread = threading.get_ident()
-        if self._device.type == "cpu" and thread != self._threads_of:
-            torch.set_num_threads(self._spec.threads or max(1, num_cores() // self._spec.size))
-            self._threads_of = thread
 
     def _report(self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
         info = model.info

@@ -28,6 +28,8 @@ ALIASES = {
     "draft-n": "max-draft-len",
     "draft-n-max": "max-draft-len",
     "spec-draft-n-max": "max-draft-len",
+    "draft-min": "spec-draft-n-min",
+    "draft-n-min": "spec-draft-n-min",
     "n-predict": "max-tokens",
     "predict": "max-tokens",
     "temp": "temperature",

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...errors import OutriderError
-from . import bench, chat, check, generate, serve
+from . import bench, chat, check, generate, ngram, serve
 from .aliases import EPILOG, canonical
 from .console import fail, say
 from .options import expand
@@ -68,6 +68,7 @@ app = typer.Typer(
 )
 for _command in (serve.serve, generate.generate, chat.chat, bench.bench, check.check):
     app.command(epilog=EPILOG)(expand(_command))
+app.add_typer(ngram.app, name="ngram")
 
 
 def _version(wanted: bool) -> None:

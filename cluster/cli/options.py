@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from .files import SECTION_KEYS, read_mapping, read_section
+from .lookup import LookupOptions
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
@@ -29,7 +30,7 @@ _SAMPLING = "Sampling"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(LookupOptions):
     """The model and how it runs; `None` leaves it to the configuration file, then to defaults."""
 
     model: Annotated[
@@ -131,7 +132,8 @@ class EngineOptions:
         str | None,
         typer.Option(
             "--spec-type",
-            help="Drafter by name: none, ngram, draft-simple, or a decoding_type.",
+            help="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
+            "vLLM's (ngram, suffix, ...), or a decoding_type.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None
@@ -166,6 +168,7 @@ class EngineOptions:
         data = translate_engine(self._file())
         data.pop("serve", None)  # `serve_section` reads it
         own = {"config", "speculative_config", "spec_type", "draft_model", "draft_max"}
+        own.update(field.name for field in fields(LookupOptions))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in own and value is not None:
@@ -175,7 +178,14 @@ class EngineOptions:
             given = read_section(given)
         if self.speculative_config is not None:
             given = read_section(self.speculative_config)
-        section = section_of(given, self.spec_type, self.draft_model, self.draft_max)
+        section = section_of(
+            given,
+            self.spec_type,
+            self.draft_model,
+            self.draft_max,
+            self.lookup_keys(),
+            self.implied_type(),
+        )
         return EngineConfig.load({**data, "speculative_config": section, **forced})
 
     def _file(self) -> dict[str, Any]:

@@ -213,8 +213,8 @@ def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) 
 
     speculative = config.speculative_config
     drafter: str = speculative.decoding_type
-    if speculative.max_draft_len:
-        drafter += f", up to {speculative.max_draft_len} tokens"
+    if speculative.max_nodes:
+        drafter += f", up to {speculative.max_nodes} tokens"
     text = (
         f"URL       {url}/v1\n"
         f"Model     {model} ({config.model})\n"

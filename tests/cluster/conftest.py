@@ -111,6 +111,10 @@ class FakeEngine:
             self._running[request.id] = (request, sink, [*request.emitted.tolist()], 0)
         self._wake.set()
 
+    def submit_all(self, requests: list[Request], sink: Any) -> None:
+        for request in requests:
+            self.submit(request, sink)
+
     def abort(self, request_id: str) -> None:
         with self._lock:
             self.aborted.append(request_id)

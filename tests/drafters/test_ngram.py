@@ -7,7 +7,13 @@ import random
 import pytest
 
 from outrider.config import NGramConfig
-from outrider.drafters.ngram import NGramPool
+from outrider.drafters.drafting import Drafting
+from outrider.drafters.ngram import NGram
+from outrider.drafters.ngram_pool import FirstSeen, NGramPool
+from outrider.scheduler.sequence import TokenBuffer
+from outrider.scheduler.types import ints
+
+from ..toy import VOCAB, continuation
 
 
 def learn_slowly(config: NGramConfig, windows: list[list[int]]) -> dict:
@@ -57,3 +63,104 @@ def test_shorter_patterns_than_the_minimum_are_not_matched():
     pool.update([1, 2, 3, 1, 2])
     assert pool.find((9, 1, 2)) == (3, 1, 2)
     assert pool.find((9, 9, 2)) == ()
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 3), (2, 4, 5), (1, 1, 1), (1, 6, 2)])
+def test_a_table_of_positions_is_a_private_pool_of_the_oldest(sizes):
+    smallest, largest, length = sizes
+    config = NGramConfig(
+        min_matching_ngram_size=smallest, max_matching_ngram_size=largest, max_draft_len=length
+    )
+    rng = random.Random(2)
+    for prompt_len in (1, 2, 5, 40, 200):
+        prompt = [rng.randrange(4) for _ in range(prompt_len)]
+        book, pool = FirstSeen(config, TokenBuffer(ints(prompt))), NGramPool(config)
+        done: list[list[int]] = [list(prompt)]
+        pool.update(prompt)
+        known = list(prompt)
+        for _ in range(40):
+            slow = learn_slowly(config, done)
+            wanted: tuple[int, ...] = ()
+            for size in range(min(largest, len(known)), smallest - 1, -1):
+                if slow.get(tuple(known[-size:])):
+                    wanted = slow[tuple(known[-size:])][0]
+                    break
+            while book.learn(rng.choice([1, 7, 100])):
+                pass
+            assert tuple(book.find()) == wanted == pool.find(tuple(known[-largest:]))
+            emitted = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+            start = max(0, len(known) - pool.num_overlap)
+            num_known = len(known) - start
+            known += emitted
+            book.tokens.extend(ints(emitted))
+            done.append(known[start:])
+            pool.update(known[start:], num_known)
+
+
+@pytest.mark.parametrize("oldest", [True, False])
+def test_what_was_learnt_before_may_be_skipped(oldest):
+    config = NGramConfig(max_draft_len=3, max_matching_ngram_size=3, is_use_oldest=oldest)
+    rng = random.Random(3)
+    tokens = [rng.randrange(3) for _ in range(200)]
+    whole, skipping = NGramPool(config), NGramPool(config)
+    at = 0
+    while at < len(tokens):
+        start, end = max(0, at - whole.num_overlap), at + rng.randrange(1, 9)
+        whole.update(tokens[start:end])
+        skipping.update(tokens[start:end], at - start)
+        at = end
+        tail = tuple(tokens[max(0, end - 3) : end])
+        assert whole.find(tail) == skipping.find(tail)
+
+
+def test_a_pool_forgets_what_was_used_longest_ago():
+    pool = NGramPool(NGramConfig(max_matching_ngram_size=1, max_draft_len=1))
+    pool.update([1, 2, 3, 4])
+    assert pool.find((1,)) == (2,)
+    pool.evict()
+    assert len(pool) == 2
+    assert [pool.find((token,)) for token in (1, 2, 3)] == [(2,), (), (4,)]
+
+
+@pytest.mark.parametrize("oldest", [True, False])
+@pytest.mark.parametrize("scope", ["request", "tenant", "replica"])
+def test_greedy_output_is_that_of_no_drafter(make_loop, request_of, drive, scope, oldest):
+    config = NGramConfig(pool_scope=scope, is_use_oldest=oldest, max_draft_len=6)
+    drafting = Drafting(NGram(config), VOCAB)
+    loop = make_loop(200, drafting=drafting)
+    wanted = {}
+    for index in range(12):
+        prompt = tuple(range(index % 3, index % 3 + 5)) * 3
+        wanted[str(index)] = continuation(prompt, 40)
+        loop.add(request_of(str(index), prompt, 40))
+    assert drive(loop) == wanted
+    assert drafting.stats.faults == 0
+    if scope != "request":  # the ninth request is what the first was
+        assert drafting.stats.num_acc_tokens > 0
+
+
+def test_a_long_prompt_is_learnt_in_pieces(make_loop, request_of, drive):
+    drafting = Drafting(NGram(NGramConfig(pool_scope="tenant", max_draft_len=6)), VOCAB)
+    loop = make_loop(800, max_model_len=3000, drafting=drafting, max_num_batched_tokens=2500)
+    rng = random.Random(1)
+    prompt = tuple(rng.randrange(VOCAB) for _ in range(2000))
+    loop.add(request_of("a", prompt, 60))
+    assert drive(loop) == {"a": continuation(prompt, 60)}
+    again = continuation(prompt, 60)
+    loop.add(request_of("b", prompt, 60))
+    before = drafting.stats.num_acc_tokens
+    assert drive(loop) == {"b": again}
+    assert drafting.stats.num_acc_tokens - before > 20
+    assert drafting.stats.faults == 0
+
+
+def test_tenants_do_not_share(make_loop, request_of, drive):
+    drafting = Drafting(NGram(NGramConfig(is_public_pool=True, max_draft_len=6)), VOCAB)
+    loop = make_loop(200, drafting=drafting)
+    gained = []
+    for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):
+        before = drafting.stats.num_acc_tokens
+        loop.add(request_of(name, (1, 2, 3), 40, tenant=tenant))
+        drive(loop)
+        gained.append(drafting.stats.num_acc_tokens - before)
+    assert gained[0] == gained[1] < gained[2]

@@ -1,5 +1,5 @@
 """The target model: transformers' own modules, sharded by us, over paged attention."""
 
-from .target import ModelInfo, PagedModel, describe, load_model
+from .target import ModelInfo, PagedModel, describe, load_model, whole_module
 
-__all__ = ["ModelInfo", "PagedModel", "describe", "load_model"]
+__all__ = ["ModelInfo", "PagedModel", "describe", "load_model", "whole_module"]

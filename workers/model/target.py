@@ -7,6 +7,7 @@ anything is started.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...scheduler.types import IntArray, StepInput
-from ..attention import AttentionBackend, KVCache, KVShape, SdpaBackend
+from ..attention import AttentionBackend, KVCache, KVShape, SdpaBackend, StepAttention
 from ..collective import Collective
 from .bridge import (
     Forward,
@@ -135,15 +136,23 @@ class PagedModel:
         )
         return logits.float(), hidden
 
+    def attention(self, step: StepInput, cache: KVCache) -> StepAttention:
+        """The attention of `step`, for layers of `cache` that are not the target's."""
+        return self._backend.begin(step, cache)
+
     def _tensor(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.device, torch.int64, non_blocking=True)
 
     @torch.inference_mode()
+    def one_token(self, attention: StepAttention | None = None) -> Tensor:  # [1, vocab]
+        """A forward of one token without a cache, to time it or to watch it; collective."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self._forward(zero, zero, None, attention or _Probe())[0]
+
     def _probe(self, num_layers: int, vocab_size: int) -> tuple[KVShape, ...]:
         """Run one token to see what each layer caches: observed, so true of any architecture."""
         probe = _Probe()
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        logits, _ = self._forward(zero, zero, None, probe)
+        logits = self.one_token(probe)
         assert logits.shape == (1, vocab_size), (logits.shape, vocab_size)
         others = [layer for layer in range(num_layers) if layer not in probe.shapes]
         if others:
@@ -236,6 +245,25 @@ def load_weights(
         _place(model, name, tensor)
     for name, owner in tied.items():
         _place(model, name, _get(model, owner))
+
+
+def whole_module(
+    model: Any, name: str, path: Path, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """A twin of the sharded module `name`, with all of its tensors and no part in a collective."""
+    checkpoint = Checkpoint(path)
+    stored = {entry: checkpoint.source(entry) for entry in checkpoint.names}
+    sources, _ = map_checkpoint(model, stored)
+    twin = copy(model.get_submodule(name))
+    twin.__dict__.pop("forward", None)  # the class's own, not the one that talks to other ranks
+    twin._parameters = {}
+    for leaf, parameter in model.get_submodule(name)._parameters.items():
+        twin._parameters[leaf] = None
+        if parameter is not None:
+            full = f"{name}.{leaf}"
+            tensor = _read(sources[tied_names(model).get(full, full)], None)
+            twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+    return twin
 
 
 def _read(source: Source, shard: Shard | None) -> Tensor:

@@ -30,6 +30,7 @@ from .coupled import Coupled
 from .layout import Choice, Layout, layout, verdict, walk
 from .process import edit
 from .rejection import Rejection
+from .typical import Typical
 
 
 class Rule(Protocol):
@@ -58,7 +59,7 @@ class Rule(Protocol):
 
 
 RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
-    {Coupled.name: Coupled, Rejection.name: Rejection}
+    {rule.name: rule for rule in (Coupled, Rejection, Typical)}
 )
 
 

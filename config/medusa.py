@@ -1,0 +1,44 @@
+"""Medusa's section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .heads import Choice, HeadConfig, checked_tree, expand
+
+DEFAULT_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`
+
+
+class MedusaConfig(HeadConfig):
+    """Medusa (arXiv:2401.10774), with TensorRT-LLM's keys."""
+
+    decoding_type: Literal["Medusa"] = "Medusa"
+    max_draft_len: int = Field(0, ge=0, le=1024)  # nodes; 0: all of the tree
+    medusa_choices: tuple[Choice, ...] | None = None  # None: each head's best token, a chain
+    num_medusa_heads: int | None = Field(None, ge=1, le=64)  # None: as many as the tensors say
+    top_k: int = Field(10, ge=1, le=64)  # tokens looked at per head
+
+    @model_validator(mode="after")
+    def _sound(self) -> MedusaConfig:
+        length = self.num_medusa_heads or DEFAULT_LEN
+        if self.medusa_choices is not None:
+            length = len(checked_tree("medusa_choices", self.medusa_choices, self.top_k))
+        if self.max_draft_len == 0:
+            object.__setattr__(self, "max_draft_len", length)  # the section is not in use yet
+        deepest = max(len(path) for path in self.nodes)
+        if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
+            path = next(path for path in self.nodes if len(path) == deepest)
+            raise ValueError(
+                f"medusa_choices: path {list(path)} is {deepest} deep, but num_medusa_heads is "
+                f"{self.num_medusa_heads}"
+            )
+        return self
+
+    @property
+    def nodes(self) -> tuple[Choice, ...]:
+        """The tree as rank paths, parents first."""
+        if self.medusa_choices is None:
+            return tuple((0,) * depth for depth in range(1, self.max_draft_len + 1))
+        return expand(self.medusa_choices)

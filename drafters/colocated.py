@@ -1,0 +1,56 @@
+"""Drafters whose head runs inside the target's workers: the draft came with the last verdict.
+
+One round trip per step: `observe` keeps what the head guessed, `propose` hands it out if the
+sequence is still the one that it was guessed for. The head itself is in `drafters/heads/` and is
+run by `workers/head.py`. One small subclass per method gives it its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..scheduler import tree
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
+from .protocol import Needs
+
+
+class Colocated:
+    """Keeps one draft per request until it is asked for."""
+
+    name = "colocated"
+    needs = Needs(shape="tree")
+
+    def __init__(self) -> None:
+        self._drafts: dict[str, tuple[int, Draft]] = {}  # (known tokens, what follows them)
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Nothing is known of a request before its first verdict."""
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        known = batch.context_lens + np.diff(batch.query_start)
+        return [
+            self._draft(request_id, int(known[row]), int(budgets[row]))
+            for row, request_id in enumerate(batch.request_ids)
+        ]
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        guessed = verdict.next_drafts
+        for row, request_id in enumerate(batch.request_ids):
+            self._drafts.pop(request_id, None)
+            if guessed is None or guessed.start[row] == guessed.start[row + 1]:
+                continue
+            span = slice(guessed.start[row], guessed.start[row + 1])
+            draft = Draft(guessed.tokens[span], guessed.parents[span], source=self.name)
+            self._drafts[request_id] = (int(guessed.lens[row]), draft)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._drafts.pop(request_id, None)
+
+    def shutdown(self) -> None: ...
+
+    def _draft(self, request_id: str, num_known: int, budget: int) -> Draft:
+        known, draft = self._drafts.get(request_id, (-1, tree.EMPTY))
+        return tree.truncate(draft, budget) if known == num_known and budget > 0 else tree.EMPTY

@@ -1,0 +1,5 @@
+"""Heads: small modules that draft from the target's hidden states, inside its workers."""
+
+from .registry import build_head
+
+__all__ = ["build_head"]

@@ -1,0 +1,191 @@
+"""EAGLE's modules: one or few layers that guess the target's next feature, and so its next token.
+
+Row j consumes the target's feature f_j and the embedding of token j + 1, keeps its keys and
+values at token j's slot, and predicts token j + 2. Growing a draft, the head's own output stands
+in for the feature. How it runs in the worker is in `grow.py`; how files are read in
+`eagle_load.py`.
+
+- EAGLE-1 (arXiv:2401.15077): f is the target's output after its final norm; the layer reads
+  fc(embedding, f) without a norm of its own, and the target's output layer reads the result.
+- EAGLE-3 (arXiv:2503.01840): f is fc over the inputs of three layers, low to high; the attention
+  reads both normed halves side by side; the output layer may know a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .llama import Layer, LayerSizes, Norm, Rope
+from .protocol import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """The published variants of EAGLE-3."""
+
+    num_features: int = 3  # target states side by side; 0: one state, and no fc
+    norm_before_residual: bool = False  # the residual is the normed feature
+    fc_norm: bool = False  # a norm per captured state, before fc
+    norm_before_fc: bool = False  # one norm over all of them
+    norm_output: bool = False  # the next feature is the output after the final norm
+    fc_bias: bool = False
+
+
+class EagleModule(nn.Module):
+    """What both have in common; `states` are (next feature, what the output layer reads)."""
+
+    rope: Rope
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    layer_sizes: tuple[LayerSizes, ...]
+
+    def fuse(self, features: Tensor) -> Tensor:  # [num_tokens, all features] -> [.., hidden_size]
+        """The target's states as one feature."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        embedded: Tensor,  # [num_tokens, embedding size]
+        feature: Tensor,  # [num_tokens, hidden_size]
+        positions: Tensor,  # [num_tokens]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:  # [num_tokens, hidden_size] each
+        raise NotImplementedError
+
+
+class Eagle1Module(EagleModule):
+    """EAGLE-1 and EAGLE-2, which differ in the tree only."""
+
+    def __init__(
+        self,
+        sizes: LayerSizes,
+        num_layers: int,
+        rope: Rope,
+        *,
+        fc_bias: bool,
+        para_norm: bool = False,
+        vocab_size: int | None = None,  # of an embedding of its own
+    ) -> None:
+        super().__init__()
+        hidden = sizes.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias)
+        self.layers = nn.ModuleList(Layer(sizes, input_norm=i > 0) for i in range(num_layers))
+        self.layer_sizes = (sizes,) * num_layers
+        self.rope = rope
+        self.para_norm = para_norm
+        if para_norm:
+            self.embedding_layernorm = Norm(hidden, sizes.eps)
+            self.hidden_states_layernorm = Norm(hidden, sizes.eps)
+        self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, hidden)
+        self.lm_head = None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(
+        self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        if self.para_norm:
+            embedded = self.embedding_layernorm(embedded)
+            feature = self.hidden_states_layernorm(feature)
+        states = self.fc(_beside(embedded, feature))
+        rotation = self.rope(positions)
+        for index, layer in enumerate(self.layers):
+            states = layer(states, rotation, index, attend)
+        return states, states
+
+
+class Eagle3Layer(Layer):
+    """Layer 0 of EAGLE-3: its attention reads the embedding beside the feature."""
+
+    def __init__(self, sizes: LayerSizes, embedding_size: int, *, norm_before_residual: bool):
+        super().__init__(sizes)
+        self.input_layernorm = Norm(embedding_size, sizes.eps)
+        self.hidden_norm = Norm(sizes.hidden_size, sizes.eps)
+        self.norm_before_residual = norm_before_residual
+
+    def fused(
+        self,
+        embedded: Tensor,
+        feature: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        """The layer's output; `forward` is for those after it."""
+        normed = self.hidden_norm(feature)
+        both = _beside(self.input_layernorm(embedded), normed)
+        residual = normed if self.norm_before_residual else feature
+        states = residual + self.self_attn(both, rotation, 0, attend)
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
+class Eagle3Module(EagleModule):
+    """EAGLE-3 in its published variants."""
+
+    def __init__(
+        self,
+        sizes: LayerSizes,  # of layer 0; the others read hidden_size
+        later: LayerSizes,
+        num_layers: int,
+        rope: Rope,
+        options: Eagle3Options,
+        *,
+        target_hidden_size: int,
+        draft_vocab_size: int | None,  # None: the target's output layer
+        vocab_size: int | None = None,  # of an embedding of its own
+    ) -> None:
+        super().__init__()
+        hidden, eps = sizes.hidden_size, sizes.eps
+        width, count = target_hidden_size, options.num_features
+        embedding_size = sizes.input_size - hidden
+        first = Eagle3Layer(
+            sizes, embedding_size, norm_before_residual=options.norm_before_residual
+        )
+        self.layers = nn.ModuleList([first, *(Layer(later) for _ in range(num_layers - 1))])
+        self.layer_sizes = (sizes, *(later,) * (num_layers - 1))
+        self.options = options
+        self.rope = rope
+        if count:
+            self.fc = nn.Linear(count * width, hidden, bias=options.fc_bias)
+        if options.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(width, eps) for _ in range(count))
+        if options.norm_before_fc:
+            self.input_norm = Norm(count * width, eps)
+        self.norm = Norm(hidden, eps)
+        self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, embedding_size)
+        self.lm_head = None
+        if draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.options.fc_norm:
+            parts = features.chunk(self.options.num_features, dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = _beside(*normed)
+        if self.options.norm_before_fc:
+            features = self.input_norm(features)
+        if not self.options.num_features:
+            return features
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        rotation = self.rope(positions)
+        first = self.layers[0]
+        assert isinstance(first, Eagle3Layer), type(first)
+        states = first.fused(embedded, feature, rotation, attend)
+        for index, layer in enumerate(self.layers):
+            if index:
+                states = layer(states, rotation, index, attend)
+        normed = self.norm(states)
+        return (normed if self.options.norm_output else states), normed
+
+
+def _beside(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, dim=-1)

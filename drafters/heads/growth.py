@@ -1,0 +1,87 @@
+"""Attention of a draft that grows: the sequence from the cache, the draft's own rows beside it.
+
+What the head computes from its own guesses never enters the cache: keys and values of a growing
+draft live in a copy of the sequence's rows, with room at the end, and are dropped with it. A row
+sees the whole sequence and its own ancestors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...scheduler.types import IntArray, StepInput, Verdict
+from .protocol import Attend, Frontier, HeadHost, on
+
+
+class Growth:
+    """One round of growth for `num_drafts` sequences at once."""
+
+    def __init__(
+        self,
+        step: StepInput,
+        verdict: Verdict,
+        ends: Frontier,
+        host: HeadHost,
+        num_layers: int,
+        room: int,  # rows that may be added
+    ) -> None:
+        slots, known = committed(step, verdict, ends, host.block_size, room)
+        self._begin = slots.shape[1] - room
+        device = host.target.device
+        where = on(slots, device)
+        pages = [host.cached(layer, where) for layer in range(num_layers)]
+        self._keys = [keys for keys, _ in pages]
+        self._values = [values for _, values in pages]
+        index = torch.arange(self._begin, device=device)
+        self._known = (index < on(known, device)[:, None])[:, None]  # [num_drafts, 1, key_len]
+        self._seen = self._known.new_zeros(len(known), 1, 0)  # by the rows of the last level
+
+    def level(self, above: Tensor) -> Attend:  # [num_drafts, width], row of the last level
+        """Attention of `width` new rows per sequence, each below a row of the last level."""
+        num_drafts, width = above.shape
+        seen = self._seen.gather(1, above[..., None].expand(-1, -1, self._seen.shape[2]))
+        own = torch.eye(width, dtype=torch.bool, device=above.device).expand(num_drafts, -1, -1)
+        self._seen = torch.cat([seen, own], dim=2)
+        end = self._begin + self._seen.shape[2]
+        mask = torch.cat([self._known.expand(-1, width, -1), self._seen], dim=2)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            fresh = slice(end - width, end)
+            self._keys[layer][:, fresh] = key.unflatten(0, (num_drafts, width))
+            self._values[layer][:, fresh] = value.unflatten(0, (num_drafts, width))
+            near = self._keys[layer][:, :end].transpose(1, 2)
+            far = self._values[layer][:, :end].transpose(1, 2)
+            fold = query.shape[1] // key.shape[1]
+            rows = query.unflatten(0, (num_drafts, width)).transpose(1, 2)
+            rows = rows.reshape(num_drafts, key.shape[1], fold * width, -1)
+            tiled = mask.repeat(1, fold, 1)[:, None]
+            out = scaled_dot_product_attention(rows, near, far, tiled, scale=scale)
+            out = out.reshape(num_drafts, query.shape[1], width, -1)
+            return out.transpose(1, 2).flatten(0, 1)
+
+        return attend
+
+
+def committed(
+    step: StepInput, verdict: Verdict, ends: Frontier, block_size: int, room: int
+) -> tuple[IntArray, IntArray]:  # [num_drafts, key_len + room], [num_drafts]
+    """Slots of every known token that has a row, and how many those are.
+
+    Accepted nodes are still where the step put them: they are moved before the next one.
+    """
+    known = ends.lens - 1  # the token just emitted has no row yet
+    index = np.arange(int(known.max(initial=0)) + room)
+    tables = step.block_tables[ends.seqs]
+    column = np.minimum(index // block_size, tables.shape[1] - 1)
+    slots = tables[:, column] * block_size + index % block_size
+    slots[index >= known[:, None]] = 0
+    num_nodes = np.diff(step.draft_start)
+    for draft, seq in enumerate(ends.seqs.tolist()):
+        path = verdict.nodes(seq)
+        if len(path):
+            first = step.query_start[seq + 1] - num_nodes[seq]
+            slots[draft, known[draft] - len(path) : known[draft]] = step.slot_mapping[first + path]
+    return slots, known

@@ -1,0 +1,160 @@
+"""One Llama-like decoder layer over an attention that is given: what EAGLE's heads are made of.
+
+Sizes come from a checkpoint's shapes. Rotary positions are those of the target's tokens; the
+frequencies are computed here, since a head's may differ from its target's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from .load import fail
+from .protocol import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """One layer's dimensions."""
+
+    hidden_size: int
+    input_size: int  # of the attention's projections
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:  # [..., size], alike
+        return rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; keys and values are `attend`'s business."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        heads, kv_heads = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        self.q_proj = nn.Linear(sizes.input_size, heads, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(sizes.input_size, kv_heads, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(sizes.input_size, kv_heads, bias=sizes.qkv_bias)
+        self.o_proj = nn.Linear(heads, sizes.hidden_size, bias=sizes.output_bias)
+        if sizes.qk_norm:
+            self.q_norm = Norm(sizes.head_dim, sizes.eps)
+            self.k_norm = Norm(sizes.head_dim, sizes.eps)
+
+    def forward(
+        self,
+        states: Tensor,  # [num_tokens, input_size]
+        rotation: tuple[Tensor, Tensor],  # cos and sin, [num_tokens, 1, head_dim]
+        layer: int,
+        attend: Attend,
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        query = self.q_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
+        key = self.k_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
+        value = self.v_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
+        if self.sizes.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, rotation), rotate(key, rotation)
+        out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Gated linear unit."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
+        out: Tensor = self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+        return out
+
+
+class Layer(nn.Module):
+    """A pre-norm layer; `input_norm` False leaves the first norm out, as EAGLE-1's layer 0 does."""
+
+    def __init__(self, sizes: LayerSizes, *, input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(sizes)
+        self.mlp = Mlp(sizes)
+        self.post_attention_layernorm = Norm(sizes.hidden_size, sizes.eps)
+        self.input_layernorm = Norm(sizes.hidden_size, sizes.eps) if input_norm else nn.Identity()
+
+    def forward(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], layer: int, attend: Attend
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        attended = self.self_attn(self.input_layernorm(states), rotation, layer, attend)
+        states = states + attended
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
+class Rope(nn.Module):
+    """Rotary frequencies; a training length in the configuration does not bound them."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+        # No buffer: a cast of the module must leave these in float32.
+        self.frequencies = scaled(theta**-exponents, scaling or {}).float()
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # [num_tokens, 1, head_dim]
+        self.frequencies = self.frequencies.to(positions.device)
+        angles = positions.float()[:, None, None] * self.frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(
+    states: Tensor,  # [num_tokens, num_heads, head_dim]
+    rotation: tuple[Tensor, Tensor],
+) -> Tensor:
+    """`states` turned by their positions; computed in float32."""
+    cos, sin = rotation
+    wide = states.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = wide * cos + torch.cat([-second, first], dim=-1) * sin
+    return turned.to(states.dtype)
+
+
+def scaled(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Frequencies under a `rope_scaling` section.
+
+    Raises:
+        CheckpointError: its type is none that is known here.
+    """
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return frequencies
+    if kind not in ("linear", "llama3"):
+        raise fail(f"rope_scaling of type {kind!r} is not known; allowed: default, linear, llama3")
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return frequencies / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / factor)

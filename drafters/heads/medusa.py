@@ -1,0 +1,212 @@
+"""Medusa: several output layers on one hidden state, each a token further ahead.
+
+Head h (0-based) reads the target's last hidden state x (after the final norm) at position j and
+predicts the token at j + 2 + h: `x <- x + SiLU(W x + b)` once or more, then an output layer of its
+own. The draft is a fixed tree of ranks; head d's most likely tokens fill level d.
+
+Source: Cai et al. 2024, arXiv:2401.10774. File layouts: the reference's and vLLM's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from ...config import MedusaConfig
+from ...errors import ConfigError
+from ...scheduler.types import NextDrafts, ints
+from .load import Tensors, fail
+from .protocol import HeadHost, HeadLayer, TargetFacts, Verified, drafts_of, frontier, on
+
+_FILES = ("medusa_lm_head", "model", "pytorch_model")
+_PREFIX = re.compile(r"^(medusa_head|medusa_heads)\.")
+
+
+class MedusaModule(nn.Module):
+    """The residual blocks and output layers."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        num_heads: int,
+        num_layers: int,
+        *,
+        bias: bool = True,
+        own_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_layers))
+            for _ in range(num_heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size, bias=False)
+            for _ in range(num_heads if own_output else 0)
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.blocks)
+
+    def states(self, head: int, hidden: Tensor) -> Tensor:  # [..., hidden_size], alike
+        """What the head's output layer reads."""
+        for linear in self.blocks[head]:  # type: ignore[attr-defined]
+            hidden = hidden + silu(linear(hidden))
+        return hidden
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:  # per head [..., vocab]
+        """Logits of every head that has an output layer of its own."""
+        return [output(self.states(head, hidden)) for head, output in enumerate(self.lm_heads)]
+
+
+class MedusaHead:
+    """The modules and the tree that they fill."""
+
+    layers: tuple[HeadLayer, ...] = ()
+
+    def __init__(
+        self,
+        module: MedusaModule,
+        config: MedusaConfig,
+        target: TargetFacts,
+        token_map: Tensor | None,  # [truncated vocab], the target's ids
+    ) -> None:
+        self.module = module
+        self.capture: tuple[int, ...] = (target.num_layers,)
+        self._token_map = token_map
+        nodes = config.nodes
+        if config.medusa_choices is None:  # the chain has as many tokens as there are heads
+            nodes = nodes[: module.num_heads]
+        for path in nodes:
+            if len(path) > module.num_heads:
+                raise ConfigError(
+                    f"speculative_config.medusa_choices: path {list(path)} is {len(path)} deep, "
+                    f"but the checkpoint has {module.num_heads} heads",
+                    field="speculative_config.medusa_choices",
+                )
+        place = {path: index for index, path in enumerate(nodes)}
+        self._parents = ints([place.get(path[:-1], -1) for path in nodes])
+        depths = [len(path) for path in nodes]
+        self._widths = [
+            1 + max(path[-1] for path in nodes if len(path) == depth + 1)
+            for depth in range(max(depths))
+        ]
+        starts = np.concatenate([[0], np.cumsum(self._widths)])
+        self._columns = ints([starts[len(path) - 1] + path[-1] for path in nodes])
+
+    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
+        ends = frontier(done.step, done.verdict)
+        hidden = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]
+        best = [self._best(head, width, hidden, host) for head, width in enumerate(self._widths)]
+        ranked = torch.cat(best, dim=1).cpu().numpy()
+        return drafts_of(done.step, ends, ranked[:, self._columns], self._parents)
+
+    def _best(self, head: int, width: int, hidden: Tensor, host: HeadHost) -> Tensor:
+        """The head's most likely tokens [num_drafts, width], best first."""
+        states = self.module.states(head, hidden)
+        shared = len(self.module.lm_heads) == 0
+        logits = host.unembed(states) if shared else self.module.lm_heads[head](states)
+        if self._token_map is not None and shared:
+            logits = logits[:, self._token_map]
+        ranked = logits.topk(width, dim=1).indices
+        return ranked if self._token_map is None else self._token_map[ranked]
+
+
+def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
+    """The heads of `config`'s folder, in either layout.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of another shape.
+        ConfigError: the tree is deeper than there are heads.
+    """
+    tensors = Tensors(config.folder, _FILES, _without_prefix)
+    names = _names(tensors)
+    if not names.num_heads:
+        raise fail(f"{str(config.folder)!r} holds no Medusa heads")
+    if config.num_medusa_heads not in (None, names.num_heads):
+        raise ConfigError(
+            f"speculative_config.num_medusa_heads: {config.num_medusa_heads} were asked for, the "
+            f"checkpoint has {names.num_heads}",
+            field="speculative_config.num_medusa_heads",
+        )
+    vocab, hidden, token_map = target.vocab_size, target.hidden_size, None
+    if "token_map" in tensors:
+        token_map = tensors.take("token_map", *tensors.shape("token_map")).to(torch.int64)
+        if not bool(((token_map >= 0) & (token_map < vocab)).all()):
+            raise fail(f"tensor 'token_map' names tokens outside the target's {vocab}")
+        vocab = len(token_map) if names.own_output else vocab
+    state: dict[str, Tensor] = {}
+    for head in range(names.num_heads):
+        for layer in range(names.num_layers):
+            name = names.linear.format(head=head, layer=layer)
+            state[f"blocks.{head}.{layer}.weight"] = tensors.take(f"{name}.weight", hidden, hidden)
+            if names.bias:
+                state[f"blocks.{head}.{layer}.bias"] = tensors.take(f"{name}.bias", hidden)
+        if names.own_output:
+            name = names.output.format(head=head, layer=names.num_layers)
+            state[f"lm_heads.{head}.weight"] = tensors.take(name, vocab, hidden)
+    tensors.finish(names.ignored)
+    with torch.device("meta"):
+        module = MedusaModule(
+            hidden,
+            vocab,
+            names.num_heads,
+            names.num_layers,
+            bias=names.bias,
+            own_output=names.own_output,
+        )
+    module.load_state_dict(state, assign=True)
+    module.to(target.device, target.dtype).eval().requires_grad_(False)
+    return MedusaHead(
+        module, config, target, None if token_map is None else token_map.to(target.device)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How a file calls its tensors, and how many there are."""
+
+    linear: str
+    output: str
+    num_heads: int
+    num_layers: int
+    bias: bool
+    own_output: bool
+    ignored: str = "(?!)"
+
+
+def _names(tensors: Tensors) -> _Names:
+    """The layout of a file: vLLM's says `blocks`, the reference's only numbers."""
+    theirs = tensors.matches(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+    if theirs:
+        shared = "lm_head.weight" in tensors and "lm_heads.0.weight" not in tensors
+        linear, output = "blocks.{head}.layers.{layer}", "lm_heads.{head}.weight"
+        output = "lm_head.weight" if shared else output
+        outputs = tensors.matches(r"lm_head\.weight" if shared else r"lm_heads\.(\d+)\.weight")
+        blocks, ignored = theirs, "(?!)"
+        heads = [] if shared else outputs
+    else:
+        blocks = tensors.matches(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+        heads = outputs = tensors.matches(r"(\d+)\.(\d+)\.weight")
+        linear, output = "{head}.{layer}.linear", "{head}.{layer}.weight"
+        ignored = r"lm_head\.weight"  # of the whole model that the heads are part of
+    return _Names(
+        linear,
+        output,
+        num_heads=1 + max((int(match[1]) for match in [*blocks, *heads]), default=-1),
+        num_layers=1 + max((int(match[2]) for match in blocks), default=-1),
+        bias=any(match[3] == "bias" for match in blocks),
+        own_output=bool(outputs),
+        ignored=ignored,
+    )
+
+
+def _without_prefix(stored: str) -> str | None:
+    """Without the module's own name; the rest of a whole model is left aside."""
+    return None if stored.startswith("model.") else _PREFIX.sub("", stored)

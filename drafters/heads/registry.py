@@ -1,0 +1,27 @@
+"""From a configuration section to its head. A new head adds one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...config import Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
+from .grow import load_eagle
+from .medusa import load_medusa
+from .protocol import Head, TargetFacts
+
+_LOADERS: dict[type[HeadConfig], Callable[[Any, TargetFacts], Head]] = {
+    EagleConfig: load_eagle,
+    Eagle3Config: load_eagle,
+    MedusaConfig: load_medusa,
+}
+
+
+def build_head(config: HeadConfig, target: TargetFacts) -> Head:
+    """The head that `config` describes, loaded.
+
+    Raises:
+        CheckpointError: its tensors are not what they should be, or do not fit the target.
+        ConfigError: `config` asks for more than the checkpoint has.
+    """
+    return _LOADERS[type(config)](config, target)

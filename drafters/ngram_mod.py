@@ -1,0 +1,216 @@
+"""NGramMod: one hash pool from n tokens to the next, of constant size and cost.
+
+Semantics of llama.cpp's `ngram-mod`. 4 * 1024 * 1024 int32 slots hold nothing but a successor; no
+key is compared and the last writer wins. The slot is the n-gram's 64-bit LCG hash modulo the size,
+a power of two, so that 22 bits of every term are enough. A draft rolls the newest n tokens through
+the pool until a slot is empty, up to `max_draft_len` (n_max), and is dropped below `n_min`.
+
+A pool is shared by the requests of a tenant, never between tenants. There are at most `max_pools`;
+the one that idled longest gives way to a new tenant, and while all are in use a further tenant's
+requests go without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import NGramModConfig
+from ..scheduler import tree
+from ..scheduler.sequence import TokenBuffer
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
+from .protocol import Needs
+
+Slots = NDArray[np.uint32]
+
+NUM_SLOTS = 4 * 1024 * 1024
+_FACTOR = 6364136223846793005
+_MASK = np.uint32(NUM_SLOTS - 1)
+_EMPTY = np.uint32(0xFFFFFFFF)  # -1
+_MAX_LAG = 32  # n-grams are indexed when the oldest missing one begins further back than this
+_MAX_OCCUPANCY = 0.25  # after a prompt; above it the pool is wiped
+_LOW_FRACTION, _MAX_LOW = 0.25, 5  # so many drafts in a row accepted less than this: wiped
+_CHECK_EVERY = 8  # columns rolled between looks at whether any row is still alive
+
+
+class ModPool:
+    """A tenant's slots."""
+
+    def __init__(self, n_match: int) -> None:
+        self.slots = np.full(NUM_SLOTS, _EMPTY, dtype=np.uint32)
+        self.used = 0
+        self.num_requests = 0
+        self._n = n_match
+        powers = [pow(_FACTOR, n_match - 1 - index, NUM_SLOTS) for index in range(n_match)]
+        self._powers = np.array(powers, dtype=np.uint32)
+        self._factor = np.uint32(_FACTOR % NUM_SLOTS)
+        self._factor_n = np.uint32(pow(_FACTOR, n_match, NUM_SLOTS))
+
+    def add(self, tokens: IntArray) -> None:
+        """Learns what follows every n-gram of `tokens` ([any])."""
+        if len(tokens) <= self._n:
+            return
+        where = np.correlate(tokens[:-1].view(np.uint32), self._powers) & _MASK
+        fresh = where[self.slots[where] == _EMPTY]
+        self.used += len(np.unique(fresh)) if len(fresh) > 1 else len(fresh)
+        self.slots[where] = tokens[self._n :].view(np.uint32)  # the last of equals stays
+
+    def wipe(self) -> None:
+        self.slots.fill(_EMPTY)
+        self.used = 0
+
+    def roll(
+        self,
+        tails: Slots,  # [n_match, num_rows]
+        num_steps: int,
+    ) -> tuple[IntArray, IntArray]:
+        """Successors ([num_steps, num_rows]) and how many there are ([num_rows])."""
+        num_rows = tails.shape[1]
+        rolled = np.empty((self._n + num_steps, num_rows), dtype=np.uint32)
+        rolled[: self._n] = tails
+        where = (tails * self._powers[:, None]).sum(axis=0, dtype=np.uint32)
+        where &= _MASK
+        gone = np.empty(num_rows, dtype=np.uint32)
+        done = 0
+        for done in range(1, num_steps + 1):
+            found = rolled[self._n + done - 1]
+            self.slots.take(where, out=found, mode="clip")
+            if (done == 1 or done % _CHECK_EVERY == 0) and bool((found == _EMPTY).all()):
+                break
+            np.multiply(rolled[done - 1], self._factor_n, out=gone)
+            where *= self._factor
+            where += found
+            where -= gone
+            where &= _MASK
+        found = rolled[self._n : self._n + done]
+        empty = found == _EMPTY  # what was rolled on from there is noise
+        lengths = np.where(empty.any(axis=0), empty.argmax(axis=0), done)
+        return found.view(np.int32), lengths.astype(np.int32)
+
+
+class _Rolling:
+    """One request: its tokens, how far they are indexed, and its run of bad drafts."""
+
+    __slots__ = ("drafted", "num_indexed", "num_low", "pool", "tokens")
+
+    def __init__(self, request: Request, pool: ModPool) -> None:
+        self.tokens = TokenBuffer(request.prompt, request.emitted)
+        self.pool = pool
+        self.num_indexed = 0  # n-grams
+        self.num_low = 0
+        self.drafted: list[int] = []
+
+
+class NGramMod:
+    """Drafts by rolling through the pool of the request's tenant, all requests at once."""
+
+    name = "ngram_mod"
+    needs = Needs()
+
+    def __init__(self, config: NGramModConfig) -> None:
+        self._config = config
+        self._pools: dict[str, ModPool] = {}  # by tenant, least recently opened first
+        self._requests: dict[str, _Rolling] = {}
+
+    def open(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            pool = self._pool(request.tenant)
+            if pool is None:
+                continue
+            pool.num_requests += 1
+            rolling = self._requests[request.id] = _Rolling(request, pool)
+            self._index(rolling)
+            if pool.used > _MAX_OCCUPANCY * NUM_SLOTS:
+                pool.wipe()
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        drafts = [tree.EMPTY] * batch.num_seqs
+        n = self._config.n_match
+        rows: dict[int, list[tuple[int, int, _Rolling]]] = {}  # by pool
+        for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
+            rolling = self._requests.get(request_id)
+            if rolling is None:
+                continue
+            rolling.drafted = []
+            if budget <= 0 or len(rolling.tokens) <= n:
+                continue
+            if len(rolling.tokens) - 1 > rolling.num_indexed + _MAX_LAG:
+                self._index(rolling)
+            rows.setdefault(id(rolling.pool), []).append((row, budget, rolling))
+        for asked in rows.values():
+            self._roll(asked, drafts)
+        return drafts
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        starts = verdict.emitted_start.tolist()
+        for row, request_id in enumerate(batch.request_ids):
+            begin, end = starts[row], starts[row + 1]
+            if begin < end and (rolling := self._requests.get(request_id)) is not None:
+                emitted = verdict.emitted[begin:end]
+                if rolling.drafted:
+                    self._judge(rolling, emitted.tolist())
+                rolling.tokens.extend(emitted)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            rolling = self._requests.pop(request_id, None)
+            if rolling is not None:
+                rolling.pool.num_requests -= 1
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        self._pools.clear()
+
+    def _pool(self, tenant: str) -> ModPool | None:
+        pool = self._pools.pop(tenant, None)
+        if pool is None:
+            if len(self._pools) >= self._config.max_pools:
+                idle = next((t for t, p in self._pools.items() if p.num_requests == 0), None)
+                if idle is None:
+                    return None
+                del self._pools[idle]
+            pool = ModPool(self._config.n_match)
+        self._pools[tenant] = pool
+        return pool
+
+    def _index(self, rolling: _Rolling) -> None:
+        """All n-grams whose successor is in the history (all tokens but the newest)."""
+        history = rolling.tokens.view[:-1]
+        rolling.pool.add(history[rolling.num_indexed :])
+        rolling.num_indexed = max(rolling.num_indexed, len(history) - self._config.n_match)
+
+    def _roll(self, asked: list[tuple[int, int, _Rolling]], drafts: list[Draft]) -> None:
+        """Drafts for rows of one pool."""
+        n, n_min = self._config.n_match, self._config.n_min
+        tails = np.empty((len(asked), n), dtype=np.uint32)
+        for index, (_, _, rolling) in enumerate(asked):
+            tails[index] = rolling.tokens.view[-n:]
+        longest = max(max(budget for _, budget, _ in asked), n_min)
+        found, lengths = asked[0][2].pool.roll(
+            np.ascontiguousarray(tails.T), min(longest, self._config.max_draft_len)
+        )
+        for index, length in enumerate(lengths.tolist()):
+            row, budget, rolling = asked[index]
+            if length and length >= n_min:
+                tokens = found[: min(length, budget), index].copy()
+                drafts[row] = tree.chain(tokens, self.name)
+                rolling.drafted = tokens.tolist()
+
+    def _judge(self, rolling: _Rolling, emitted: list[int]) -> None:
+        drafted, num_accepted = rolling.drafted, 0
+        for guess, token in zip(drafted, emitted):
+            if guess != token:
+                break
+            num_accepted += 1
+        rolling.drafted = []
+        if num_accepted >= _LOW_FRACTION * len(drafted):
+            rolling.num_low = 0
+            return
+        rolling.num_low += 1
+        if rolling.num_low >= _MAX_LOW:
+            rolling.num_low = 0
+            rolling.pool.wipe()
+            rolling.num_indexed = 0
+            self._index(rolling)

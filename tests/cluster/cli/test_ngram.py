@@ -1,0 +1,144 @@
+"""`outrider ngram` and llama.cpp's options of the look-up drafters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import yaml
+from tokenizers import Tokenizer
+
+from outrider.drafters.ngram_table import Table, fingerprint, load, pairs
+
+
+def read(path, tokenizer) -> Table:
+    table: Table = {}
+    for arrays in load(path, "f", fingerprint(tokenizer), 1 << 20):
+        arrays.fill(table)
+    return table
+
+
+def as_counter(table: Table) -> Counter:
+    counts: Counter = Counter()
+    for key, entry in table.items():
+        for token, count in pairs(entry):
+            counts[key >> 32, key & 0xFFFFFFFF, token] = count
+    return counts
+
+
+def test_build_counts_what_follows(outrider_cli, tmp_path, model):
+    texts = ["the cat sat on the mat, the cat sat still\n" * 30, "the dog sat\n"]
+    files = []
+    for index, text in enumerate(texts):
+        files.append(tmp_path / f"{index}.txt")
+        files[-1].write_text(text)
+    out = tmp_path / "out.ngrams"
+    result = outrider_cli("ngram", "build", out, "--input", *files, "--tokenizer", model)
+    assert result.exit_code == 0, result.stderr
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    wanted: Counter = Counter()
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        wanted.update(zip(ids, ids[1:], ids[2:]))
+    assert as_counter(read(out, model)) == wanted
+    shown = outrider_cli("ngram", "inspect", out)
+    assert shown.exit_code == 0
+    assert yaml.safe_load(shown.stdout)["facts"]["num_files"] == 2
+    assert "sound" in shown.stderr
+
+
+@pytest.mark.parametrize("kind", ["npy", "txt"])
+def test_build_from_tokens(outrider_cli, tmp_path, model, kind):
+    ids = np.random.default_rng(0).integers(0, 20, 500)
+    file, out = tmp_path / f"ids.{kind}", tmp_path / "out"
+    np.save(file, ids) if kind == "npy" else file.write_text(" ".join(map(str, ids)))
+    args = ("ngram", "build", out, "--input", file, "--tokenizer", model, "--tokens")
+    assert outrider_cli(*args).exit_code == 0
+    wanted = Counter(zip(ids.tolist(), ids[1:].tolist(), ids[2:].tolist()))
+    assert as_counter(read(out, model)) == wanted
+    assert outrider_cli(*args, "--min-count", 2).exit_code == 0
+    assert as_counter(read(out, model)) == Counter({k: n for k, n in wanted.items() if n > 1})
+
+
+def test_mistakes_are_named(outrider_cli, tmp_path, model):
+    file, out = tmp_path / "ids.txt", tmp_path / "out"
+    file.write_text("1 2 999999999")
+    cases = [
+        (("--input", file, "--tokenizer", model, "--tokens"), "outside the vocabulary"),
+        (("--input", tmp_path / "none", "--tokenizer", model), "is not a file"),
+        (("--input", file, "--tokenizer", tmp_path), "tokenizer.json"),
+    ]
+    for args, words in cases:
+        result = outrider_cli("ngram", "build", out, *args)
+        assert result.exit_code == 1
+        assert words in result.stderr.replace("\n", " ")
+    file.write_text("one two")
+    result = outrider_cli("ngram", "build", out, "-i", file, "-t", model, "--tokens")
+    assert "no token ids" in result.stderr
+    assert outrider_cli("ngram", "inspect", file).exit_code == 1
+
+
+def resolved(outrider_cli, model, *args):
+    result = outrider_cli("check", "-m", model, *args)
+    assert result.exit_code == 0, result.stderr
+    return yaml.safe_load(result.stdout)["speculative_config"]
+
+
+def test_llama_cpps_options(outrider_cli, model):
+    simple = ("--spec-type", "ngram-simple", "--draft-max", 64)
+    assert resolved(outrider_cli, model, *simple)["max_draft_len"] == 64
+    k4v = resolved(
+        outrider_cli, model, "--spec-type", "ngram-map-k4v", "--spec-ngram-size-n", 8,
+        "--spec-ngram-size-m", 8, "--spec-ngram-min-hits", 2, "--spec-ngram-check-rate", 3,
+        "--spec-draft-n-max", 64, "--draft-min", 2,
+    )  # fmt: skip
+    wanted = {
+        "decoding_type": "NGramMapK4V", "ngram_size_n": 8, "ngram_size_m": 8, "min_hits": 2,
+        "check_rate": 3, "max_draft_len": 64, "draft_min": 2,
+    }  # fmt: skip
+    assert k4v.items() >= wanted.items()
+
+
+def test_ngram_mods_options_old_and_new(outrider_cli, model):
+    old = ("--spec-ngram-size-n", 20, "--draft-min", 40, "--draft-max", 60)
+    new = (
+        "--spec-ngram-mod-n-match", 20, "--spec-ngram-mod-n-min", 40, "--spec-ngram-mod-n-max", 60
+    )  # fmt: skip
+    sections = [
+        resolved(outrider_cli, model, "--spec-type", "ngram-mod", *args) for args in (old, new)
+    ]
+    assert sections[0] == sections[1]
+    assert (sections[0]["n_match"], sections[0]["n_min"], sections[0]["max_draft_len"]) == (
+        20, 40, 60,
+    )  # fmt: skip
+
+
+def test_a_table_implies_its_drafter(outrider_cli, model, tmp_path):
+    section = resolved(
+        outrider_cli, model, "-lcs", tmp_path / "a", "--lookup-cache-dynamic", tmp_path / "b"
+    )
+    assert section["decoding_type"] == "NGramCache"
+    assert section["lookup_cache_static"] == str(tmp_path / "a")
+
+
+def test_a_key_of_another_drafter_is_named(outrider_cli, model):
+    args = ("--spec-type", "ngram-simple", "--spec-ngram-min-hits", 2)
+    result = outrider_cli("check", "-m", model, *args)
+    assert result.exit_code == 1
+    assert "speculative_config.min_hits" in result.stderr
+
+
+def test_generate_with_a_table(outrider_cli, model, tmp_path):
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text("Once upon a time there was a little girl.\n" * 20)
+    assert outrider_cli("ngram", "build", out, "-i", text, "-t", model).exit_code == 0
+    args = ("generate", "-m", model, "--executor", "local", "-n", 12, "Once upon")
+    plain = outrider_cli(*args)
+    drafted = outrider_cli(*args, "--lookup-cache-static", out)
+    assert drafted.exit_code == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout
+    out.write_bytes(out.read_bytes()[:-1])
+    broken = outrider_cli(*args, "--lookup-cache-static", out)
+    assert broken.exit_code == 1
+    assert "truncated" in broken.stderr

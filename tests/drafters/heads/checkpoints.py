@@ -1,0 +1,159 @@
+"""Tiny random head checkpoints, written in the layouts that are found in the wild."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+
+def target_tensors(target: str) -> Tensors:
+    return load_file(Path(target) / "model.safetensors")
+
+
+def medusa_tensors(target: str, num_heads: int, num_layers: int = 1, seed: int = 0) -> Tensors:
+    """Reference names. The output layers are the target's, disturbed: some guesses are right."""
+    generator = torch.Generator().manual_seed(seed)
+    stored = target_tensors(target)
+    output = stored.get("lm_head.weight", stored["model.embed_tokens.weight"])
+    vocab, hidden = output.shape
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    tensors = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            tensors[f"{head}.{layer}.linear.weight"] = noise(hidden, hidden)
+            tensors[f"{head}.{layer}.linear.bias"] = noise(hidden)
+        tensors[f"{head}.{num_layers}.weight"] = output + noise(vocab, hidden)
+    return tensors
+
+
+def write_medusa(folder: Path, tensors: Tensors, layout: str) -> str:
+    """`tensors` (reference names) as a folder in one of the published layouts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}  # wrong, as some published ones are
+    (folder / "config.json").write_text(json.dumps(config))
+    if layout == "pt":
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    elif layout == "safetensors":
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    elif layout == "whole":
+        named = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+        rest = {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)}
+        save_file(named | rest, folder / "model.safetensors")
+    else:
+        assert layout == "vllm", layout
+        named = {}
+        for name, tensor in tensors.items():
+            parts = name.split(".")
+            if parts[2] == "linear":
+                named[f"medusa_heads.blocks.{parts[0]}.layers.{parts[1]}.{parts[3]}"] = tensor
+            else:
+                named[f"medusa_heads.lm_heads.{parts[0]}.weight"] = tensor
+        save_file(named, folder / "model.safetensors")
+    return str(folder)
+
+
+def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[dict, Tensors]:
+    """Configuration and tensors of an EAGLE head that often guesses right.
+
+    The layer adds little to a feature that is close to the target's last one, and the output
+    layer is the target's own, so that with a suitable `fc` a repeated token is a fair guess.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    stored = target_tensors(target)
+    output = stored["lm_head.weight"]
+    vocab, width = output.shape
+    hidden = options.get("hidden_size", width)
+    heads, kv_heads, head_dim, wide = 4, 2, 16, 48
+
+    def noise(*shape: int, scale: float = 0.15) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + noise(size)
+
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+    } | options.get("config", {})
+    names = options.get("layer", "midlayer" if version == 3 else "layers.0")
+    read = (options.get("embedding_size", hidden) + hidden) if version == 3 else hidden
+    tensors: Tensors = {}
+    num_layers = options.get("num_layers", 1)
+    for layer in range(num_layers):
+        stem = names if layer == 0 else f"layers.{layer}"
+        tensors |= {
+            f"{stem}.self_attn.q_proj.weight": noise(heads * head_dim, hidden if layer else read),
+            f"{stem}.self_attn.k_proj.weight": noise(
+                kv_heads * head_dim, hidden if layer else read
+            ),
+            f"{stem}.self_attn.v_proj.weight": noise(
+                kv_heads * head_dim, hidden if layer else read
+            ),
+            f"{stem}.self_attn.o_proj.weight": noise(hidden, heads * head_dim),
+            f"{stem}.mlp.gate_proj.weight": noise(wide, hidden),
+            f"{stem}.mlp.up_proj.weight": noise(wide, hidden),
+            f"{stem}.mlp.down_proj.weight": noise(hidden, wide),
+            f"{stem}.post_attention_layernorm.weight": norm(hidden),
+        }
+        if layer:
+            tensors[f"{stem}.input_layernorm.weight"] = norm(hidden)
+    if version == 1:
+        tensors["fc.weight"] = noise(hidden, 2 * hidden) + torch.cat(
+            [torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1
+        )
+        if options.get("fc_bias", True):
+            tensors["fc.bias"] = noise(hidden)
+        if options.get("para_norm"):
+            tensors["embedding_layernorm.weight"] = norm(hidden)
+            tensors["hidden_states_layernorm.weight"] = norm(hidden)
+        tensors["embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        return config, tensors
+    count = options.get("num_features", 3)
+    tensors |= {
+        f"{names}.hidden_norm.weight": norm(hidden),
+        f"{names}.input_layernorm.weight": norm(read - hidden),
+        "fc.weight": noise(hidden, count * width)
+        + torch.cat([torch.zeros(hidden, (count - 1) * width), torch.eye(hidden, width)], dim=1),
+        "norm.weight": norm(hidden),
+    }
+    if options.get("fc_norm"):
+        tensors |= {f"fc_norm.{index}.weight": norm(width) for index in range(count)}
+    if options.get("norm_before_fc"):
+        tensors["input_norm.weight"] = norm(count * width)
+    if options.get("qk_norm"):
+        tensors[f"{names}.self_attn.q_norm.weight"] = norm(head_dim)
+        tensors[f"{names}.self_attn.k_norm.weight"] = norm(head_dim)
+    if options.get("embed") or hidden != width:
+        tensors["embed_tokens.weight"] = stored["model.embed_tokens.weight"][:, : read - hidden]
+        tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].clone()
+    draft_vocab = options.get("draft_vocab")
+    if draft_vocab is None:
+        rows = output if hidden == width else noise(vocab, hidden)
+        tensors["lm_head.weight"] = rows + noise(vocab, hidden, scale=0.02)
+    else:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["lm_head.weight"] = output[ids] + noise(draft_vocab, hidden, scale=0.02)
+    return config, tensors
+
+
+def write_eagle(folder: Path, config: dict, tensors: Tensors, *, pickled: bool = False) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return str(folder)

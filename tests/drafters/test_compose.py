@@ -1,0 +1,435 @@
+"""Compose: what comes out is the target's, members keep their own books, faults stay with one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+
+import pytest
+
+from outrider.config import ComposeConfig, DraftTargetConfig, EngineConfig
+from outrider.drafters.compose import Compose, Member, own_verdict
+from outrider.drafters.draft_target import DraftTarget
+from outrider.drafters.drafting import Drafting
+from outrider.drafters.lookahead import Lookahead
+from outrider.drafters.ngram import NGram
+from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Needs
+from outrider.errors import ConfigError, WorkerDiedError
+from outrider.scheduler import tree
+from outrider.scheduler.types import Draft, DraftProbs, Verdict, ints
+
+from ..engines import complete, engine_of, random_prompts
+from ..toy import VOCAB, continuation, next_token
+from .test_draft_target import TokenCacheDraftModel
+
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+MODEL = {"decoding_type": "DraftTarget", "speculative_model": "m", "max_draft_len": 5}
+LOOKAHEAD = {"decoding_type": "Lookahead", "max_window_size": 2}
+
+
+class Scripted(NoDrafter):
+    """Proposes the same draft for every row; keeps the verdicts it is told."""
+
+    def __init__(self, name: str, draft: Draft, needs: Needs | None = None) -> None:
+        self.name, self.needs = name, needs or Needs()
+        self.draft = draft
+        self.asked: list[list[int]] = []
+        self.verdicts: list[Verdict] = []
+
+    def propose(self, batch, budgets):
+        self.asked.append(budgets.tolist())
+        return [tree.truncate(self.draft, int(budget)) for budget in budgets]
+
+    def observe(self, batch, verdict):
+        self.verdicts.append(verdict)
+
+
+class Raising(NoDrafter):
+    name = "raising"
+
+    def propose(self, batch, budgets):
+        raise RuntimeError("no luck")
+
+    def observe(self, batch, verdict):
+        raise RuntimeError("nor here")
+
+
+def section(*members: dict, **options) -> ComposeConfig:
+    data = {"decoding_type": "Compose", "members": list(members or (NGRAM,)), **options}
+    config = EngineConfig.load({"model": "m", "speculative_config": data}).speculative_config
+    assert isinstance(config, ComposeConfig)
+    return config
+
+
+def scripted(*drafters: NoDrafter, mode: str = "merge", **options) -> Compose:
+    """A composition of what is given; those called `model...` have a model."""
+    members = [Member(each, 64, each.name.startswith("model")) for each in drafters]
+    return Compose(section(mode=mode, **options), members, VOCAB)
+
+
+class Rows:
+    """As much of a batch as a drafter sees."""
+
+    def __init__(self, step: int, count: int = 1, budget: int = 6) -> None:
+        self.step, self.num_seqs = step, count
+        self.request_ids = tuple(map(str, range(count)))
+        self.max_nodes = ints([budget] * count)
+
+
+def emitted(tokens: list[int], path: list[int]) -> Verdict:
+    return Verdict(1, ints(tokens), ints([0, len(tokens)]), ints(path), ints([0, len(path)]))
+
+
+def chain(*tokens: int) -> Draft:
+    return tree.chain(tokens, "x")
+
+
+@pytest.mark.parametrize("mode", ["precedence", "merge"])
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "evicting"])
+def test_a_draft_models_cache_stays_right(make_loop, request_of, drive, mode, num_blocks):
+    model = TokenCacheDraftModel(num_blocks)
+    config = section(NGRAM, LOOKAHEAD, MODEL, mode=mode, max_draft_len=9)
+    drafters = [
+        NGram(config.members[0]),
+        Lookahead(config.members[1]),
+        DraftTarget(config.members[2], model),
+    ]
+    members = [
+        Member(drafter, each.max_draft_len, drafter is drafters[2])
+        for drafter, each in zip(drafters, config.members, strict=True)
+    ]
+    drafting = Drafting(Compose(config, members, VOCAB), VOCAB)
+    loop = make_loop(200, max_model_len=150, drafting=drafting, max_draft_len=9)
+    rng, wanted = random.Random(5), {}
+    for index in range(16):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 70)))
+        wanted[str(index)] = continuation(prompt, 40)
+        model.prefixes.add(prompt + wanted[str(index)])
+        loop.add(request_of(str(index), prompt, 40))
+    assert drive(loop) == wanted
+    stats = drafting.all_stats()
+    assert list(stats) == ["ngram", "lookahead", "draft_target"]
+    assert [each.faults for each in stats.values()] == [0, 0, 0]
+    assert stats["draft_target"].num_acc_tokens > 0.2 * stats["draft_target"].num_gen_tokens > 0
+    drafters[2].check()
+    # What is accepted needs no second look: the model computes little more than every token once.
+    if num_blocks == 200 and mode == "merge":
+        known = sum(len(text) for text in model.prefixes)
+        assert model.num_tokens < 1.6 * known
+
+
+def test_failed_target_steps_leave_members_sound(make_loop, request_of):
+    model = TokenCacheDraftModel(100)
+    config = section(NGRAM, MODEL, mode="merge", max_draft_len=6)
+    draft_target = DraftTarget(config.members[1], model)
+    members = [Member(NGram(config.members[0]), 4, False), Member(draft_target, 5, True)]
+    drafting = Drafting(Compose(config, members, VOCAB), VOCAB)
+    loop = make_loop(200, drafting=drafting)
+    wanted = continuation((1, 2, 3), 40)
+    model.prefixes.add((1, 2, 3) + wanted)
+    loop.add(request_of("a", (1, 2, 3), 40))
+    text: tuple[int, ...] = ()
+    verify = loop.target.verify
+    for step in range(100):
+        if step % 3 == 1:
+            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            with pytest.raises(WorkerDiedError):
+                loop.step()
+            loop.scheduler.requeue_all()
+            loop.target.verify = verify
+        loop.scheduler.budget.enabled = step % 4 != 2  # steps in which nobody is asked
+        for delta in loop.step():
+            text += delta.token_ids
+        if not loop.scheduler.has_work:
+            break
+    assert text == wanted
+    assert [each.faults for each in drafting.all_stats().values()] == [0, 0]
+
+
+def test_precedence_asks_members_without_a_model_first():
+    model, empty = Scripted("model", chain(7, 8)), Scripted("empty", tree.EMPTY)
+    free = Scripted("free", chain(5))
+    compose = scripted(model, empty, free, mode="precedence")
+    (draft,) = compose.propose(Rows(1), ints([6]))
+    assert draft is free.draft
+    assert (model.asked, empty.asked, free.asked) == ([], [[6]], [[6]])  # a winner ends the asking
+    kept = scripted(model, free, mode="precedence", keep_order=True)
+    assert kept.propose(Rows(1), ints([6]))[0] is model.draft
+
+
+def test_merge_shares_prefixes_within_the_budget():
+    first, second = Scripted("first", chain(1, 2, 3)), Scripted("second", chain(1, 2, 4, 5))
+    compose = scripted(first, second)
+    (draft,) = compose.propose(Rows(1), ints([5]))
+    assert draft.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert draft.parents.tolist() == [-1, 0, 1, 1, 3]
+    assert draft.source == "first+second"
+    (draft,) = compose.propose(Rows(2), ints([4]))  # the last node has no room
+    assert draft.tokens.tolist() == [1, 2, 3, 4]
+    assert tree.problem(draft, VOCAB) is None
+
+
+def test_acceptance_belongs_to_every_member_that_proposed_the_node():
+    first, second = Scripted("first", chain(1, 2, 3)), Scripted("second", chain(1, 2, 4, 5))
+    compose = scripted(first, second)
+    compose.propose(Rows(1), ints([5]))
+    compose.observe(Rows(1), emitted([1, 2, 4, 9], [0, 1, 3]))
+    assert first.verdicts[0].nodes(0).tolist() == [0, 1]
+    assert second.verdicts[0].nodes(0).tolist() == [0, 1, 2]
+    stats = compose.all_stats()
+    assert (stats["first"].num_acc_tokens, stats["second"].num_acc_tokens) == (2, 3)
+    assert (stats["first"].num_gen_tokens, stats["second"].num_gen_tokens) == (3, 4)
+
+
+def test_a_verdict_of_another_step_is_nobodys():
+    first = Scripted("first", chain(1, 2))
+    compose = scripted(first)
+    compose.propose(Rows(1), ints([5]))
+    compose.observe(Rows(2), emitted([1, 2, 4], [0, 1]))
+    assert first.verdicts[0].nodes(0).tolist() == []
+    assert compose.all_stats()["first"].num_acc_tokens == 0
+
+
+def test_own_verdicts_are_the_path_restricted_to_own_nodes():
+    """Against the slow reading: which merged nodes on the path did the member propose itself?"""
+    rng = random.Random(3)
+    for _ in range(300):
+        drafts = [random_tree(rng, rng.randrange(0, 6)) for _ in range(3)]
+        compose = scripted(*(Scripted(str(i), draft) for i, draft in enumerate(drafts)))
+        (merged,) = compose.propose(Rows(1), ints([rng.randrange(1, 12)]))
+        assert tree.problem(merged, VOCAB) is None
+        path, at, kids = [], -1, tree.children(merged.parents)
+        while kids.get(at) and rng.random() < 0.8:
+            at = rng.choice(kids[at])
+            path.append(at)
+        tokens = [*merged.tokens[path].tolist(), rng.randrange(4)]
+        for draft in drafts:
+            texts = {text_of(draft, node): node for node in range(draft.num_nodes)}
+            wanted = [
+                texts[tuple(tokens[: depth + 1])]
+                for depth in range(len(path))
+                if tuple(tokens[: depth + 1]) in texts
+            ]
+            own = own_verdict(emitted(tokens, path), [draft], [False])
+            assert own.nodes(0).tolist() == wanted
+
+
+def random_tree(rng: random.Random, size: int) -> Draft:
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(size):
+        parent, token = rng.choice([-1, *range(len(tokens))]), rng.randrange(4)
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return Draft(ints(tokens), ints(parents))
+
+
+def text_of(draft: Draft, node: int) -> tuple[int, ...]:
+    text: list[int] = []
+    while node >= 0:
+        text.insert(0, int(draft.tokens[node]))
+        node = int(draft.parents[node])
+    return tuple(text)
+
+
+@pytest.mark.parametrize("mode", ["precedence", "merge"])
+def test_a_window_rides_beside_anothers_guesses(mode):
+    window = Draft(ints([8, 9]), ints([-1, 0]), num_window=2)
+    looking, free = Scripted("looking", window), Scripted("free", chain(5))
+    (draft,) = scripted(looking, free, mode=mode).propose(Rows(1), ints([6]))
+    assert draft.tokens.tolist() == [5, 8, 9]
+    assert draft.parents.tolist() == [-1, -1, 1]
+    assert draft.num_window == 2
+    (draft,) = scripted(free, looking, mode="merge").propose(Rows(1), ints([2]))
+    assert draft is free.draft  # all of it or nothing
+
+
+def test_distributions_stay_with_the_winner_and_leave_a_merged_tree():
+    probs = DraftProbs(ints([[7, 8], [8, 7]]), ints([[1, 0], [1, 0]]).astype("float32"))
+    drawn = Draft(ints([7, 8]), ints([-1, 0]), probs)
+    window = Draft(ints([9]), ints([-1]), num_window=1)
+    winner = scripted(Scripted("looking", window), Scripted("model", drawn), mode="precedence")
+    (draft,) = winner.propose(Rows(1), ints([6]))
+    assert draft.probs is not None
+    assert draft.probs.probs.tolist() == [[1, 0], [1, 0], [0, 0]]
+    (draft,) = scripted(Scripted("model", drawn)).propose(Rows(1), ints([6]))
+    assert draft.probs is None
+
+
+def test_merging_what_is_drawn_is_refused_under_rejection():
+    drawing = Scripted("drawing", chain(1), Needs(probabilities=True))
+    with pytest.raises(ConfigError, match=r"members\.1.*'drawing'.*coupled"):
+        scripted(Scripted("free", chain(1)), drawing, verification="rejection")
+    scripted(drawing, verification="rejection", mode="precedence")
+
+
+def test_members_that_read_different_layers_are_refused():
+    heads = [Scripted(str(i), chain(1), Needs(hidden_layers=(i + 1,))) for i in range(2)]
+    with pytest.raises(ConfigError, match="hidden layers"):
+        scripted(*heads)
+    assert scripted(heads[0], Scripted("x", chain(1))).needs.hidden_layers == (1,)
+
+
+@pytest.mark.parametrize("mode", ["precedence", "merge"])
+def test_a_member_that_raises_hurts_nobody(make_loop, request_of, drive, caplog, mode):
+    truth = NGram(section().members[0])
+    drafting = Drafting(scripted(Raising(), truth, mode=mode), VOCAB)
+    loop = make_loop(drafting=drafting)
+    prompt = (1, 2, 3, 4) * 4
+    loop.add(request_of("a", prompt, 30))
+    with caplog.at_level(logging.ERROR):
+        assert drive(loop) == {"a": continuation(prompt, 30)}
+    stats = drafting.all_stats()
+    assert stats["raising"].faults > 10
+    assert stats["ngram"].faults == 0
+    assert stats["ngram"].num_calls[1] > 0
+    assert len([record for record in caplog.records if "raising" in record.getMessage()]) == 1
+
+
+def test_members_of_one_kind_have_names_of_their_own():
+    config = section(NGRAM, {**NGRAM, "max_matching_ngram_size": 2})
+    members = [Member(NGram(each), 4, False) for each in config.members]
+    assert list(Compose(config, members, VOCAB).all_stats()) == ["ngram", "ngram-2"]
+
+
+@pytest.mark.parametrize("mode", ["precedence", "merge"])
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_the_engine_emits_what_it_does_without(tiny, mode, placement):
+    prompts = random_prompts(6, 96) + [[5, 6, 7, 8] * 6]
+    model = {**MODEL, "speculative_model": tiny.draft, "placement": placement}
+    speculative = {"decoding_type": "Compose", "members": [NGRAM, LOOKAHEAD, model], "mode": mode}
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}):
+        with engine_of(tiny.target) as engine:
+            plain = complete(engine, prompts, **sampling)[0]
+        with engine_of(tiny.target, speculative) as engine:
+            assert complete(engine, prompts, **sampling)[0] == plain
+            drafters = engine.stats()["drafters"]
+            assert list(drafters) == ["ngram", "lookahead", "draft_target"]
+            assert drafters["draft_target"]["num_acc_tokens"] > 0
+            assert [each["faults"] for each in drafters.values()] == [0, 0, 0]
+
+
+def test_greedy_output_holds_under_rejection_too(tiny):
+    model = {**MODEL, "speculative_model": tiny.draft}
+    data = {"decoding_type": "Compose", "members": [NGRAM, model], "verification": "rejection"}
+    merged = {**data, "members": [NGRAM, LOOKAHEAD], "mode": "merge"}
+    prompts = random_prompts(5, 96)
+    with engine_of(tiny.target) as engine:
+        plain = complete(engine, prompts)[0]
+    for speculative in (data, merged):
+        with engine_of(tiny.target, speculative) as engine:
+            assert complete(engine, prompts)[0] == plain
+            complete(engine, prompts, temperature=0.9)
+            stats = engine.stats()["drafters"].values()
+            assert [each["faults"] for each in stats] == [0, 0]
+            assert any(each["num_acc_tokens"] > 0 for each in stats)
+    with (
+        pytest.raises(ConfigError, match=r"members\.1.*coupled"),
+        engine_of(tiny.target, {**data, "mode": "merge"}),
+    ):
+        pass
+
+
+def test_several_separate_models_and_one_colocated_at_most(tiny):
+    separate = {**MODEL, "speculative_model": tiny.draft, "max_draft_len": 2}
+    colocated = {**separate, "placement": "colocated"}
+    prompts = random_prompts(3, 96)
+    with engine_of(tiny.target) as engine:
+        plain = complete(engine, prompts)[0]
+    for members in ([separate, separate], [separate, colocated]):
+        data = {"decoding_type": "Compose", "members": members, "mode": "merge"}
+        with engine_of(tiny.target, data) as engine:
+            assert complete(engine, prompts)[0] == plain
+            stats = engine.stats()["drafters"]
+            assert all(each["num_acc_tokens"] > 0 for each in stats.values())
+    data = {"decoding_type": "Compose", "members": [colocated, colocated]}
+    with (
+        pytest.raises(ConfigError, match=r"members\.1\.placement.*at most"),
+        engine_of(tiny.target, data),
+    ):
+        pass
+
+
+def test_a_members_model_is_checked_and_named(tiny):
+    other = {**MODEL, "speculative_model": tiny.other_vocabulary}
+    data = {"decoding_type": "Compose", "members": [NGRAM, other]}
+    with (
+        pytest.raises(ConfigError, match=r"members\.1\.speculative_model.*97"),
+        engine_of(tiny.target, data),
+    ):
+        pass
+
+
+def test_mistakes_in_the_section_are_named():
+    bad = {
+        r"members\.1\.max_draf_len: unknown key; did you mean": [
+            NGRAM,
+            {**NGRAM, "max_draf_len": 1},
+        ],
+        r"members\.0\.decoding_type: unknown drafter 'X'": [{"decoding_type": "X"}],
+        r"members\.1\.verification is 'rejection'": [NGRAM, {**NGRAM, "verification": "rejection"}],
+        r"members: .*at least 1": [],
+    }
+    for message, members in bad.items():
+        with pytest.raises(ConfigError, match=message):
+            section_of(members)
+    with pytest.raises(ConfigError, match="keep_order"):
+        section_of([NGRAM], mode="merge", keep_order=True)
+
+
+def section_of(members: list, **options) -> None:
+    data = {"decoding_type": "Compose", "members": members, **options}
+    EngineConfig.load({"model": "m", "speculative_config": data})
+
+
+def test_lengths_and_rule_are_handed_down():
+    config = section(NGRAM, MODEL, mode="merge", verification="rejection")
+    assert config.max_draft_len == 9
+    assert {member.verification for member in config.members} == {"rejection"}
+    assert section(NGRAM, MODEL).max_draft_len == 5
+    dialect = section({"method": "ngram", "num_speculative_tokens": 3})
+    assert dialect.members[0].max_draft_len == 3
+    assert isinstance(section(NGRAM, MODEL).members[1], DraftTargetConfig)
+
+
+def test_merged_drafts_of_the_toy_language_are_exact(make_loop, request_of, drive):
+    """Random members, random trees, small budgets: greedy output never changes."""
+
+    class Wild(NoDrafter):
+        def __init__(self, seed: int) -> None:
+            self.name, self.random, self.texts = f"wild{seed}", random.Random(seed), {}
+
+        def open(self, requests):
+            for request in requests:
+                self.texts[request.id] = request.prompt.tolist()
+
+        def propose(self, batch, budgets):
+            return [
+                self.guess(self.texts[name], int(budget))
+                for name, budget in zip(batch.request_ids, budgets, strict=True)
+            ]
+
+        def observe(self, batch, verdict):
+            for row, name in enumerate(batch.request_ids):
+                self.texts[name] += verdict.tokens(row).tolist()
+
+        def guess(self, text, budget):
+            tokens = []
+            for _ in range(self.random.randrange(0, budget + 1)):
+                right = self.random.random() < 0.7
+                tokens.append(next_token(tuple(text + tokens)) if right else 0)
+            return tree.chain(tokens, self.name)
+
+    for seed, mode in itertools.product(range(4), ("merge", "precedence")):
+        drafting = Drafting(scripted(*(Wild(seed + 10 * i) for i in range(3)), mode=mode), VOCAB)
+        loop = make_loop(drafting=drafting)
+        wanted = {}
+        for index in range(5):
+            wanted[str(index)] = continuation((index, seed), 30)
+            loop.add(request_of(str(index), (index, seed), 30))
+        assert drive(loop) == wanted
+        accepted = [each.num_acc_tokens > 0 for each in drafting.all_stats().values()]
+        assert all(accepted) if mode == "merge" else accepted[0]

@@ -1,0 +1,188 @@
+"""Suffix decoding against counting strings in lists; bounds; tenants."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.drafters.suffix_index import SuffixIndex
+
+from . import lookups
+from .lookups import TextOracle, drafter_of, growing, observe, propose, request_of, walk
+
+
+def ends(texts, string):
+    """Where `string` ends, over all texts, as one running number; in order."""
+    found, offset = [], 0
+    for text in texts:
+        for end in range(len(string), len(text) + 1):
+            if text[end - len(string) : end] == string:
+                found.append(offset + end)
+        offset += len(text) + 1
+    return found
+
+
+class SlowSuffix(TextOracle):
+    def __init__(self, past, *, depth, factor, min_prob, shape, vocab) -> None:
+        super().__init__()
+        self.past, self.depth, self.factor = past, depth, factor
+        self.min_prob, self.shape, self.vocab = min_prob, shape, vocab
+
+    def one(self, name, tokens, budget):
+        best = (0.0, [], [])
+        for texts, own in (([tokens], 1), (self.past, 0)):
+            for size in range(min(self.depth - 1, len(tokens)), 0, -1):
+                total = len(ends(texts, tokens[-size:])) - own
+                limit = min(budget, int(size * self.factor + 1e-6), self.depth - size)
+                if total <= 0 or limit <= 0:
+                    continue
+                grow = self.tree if self.shape == "tree" else self.chain
+                found = grow(texts, tokens[-size:], total, limit)
+                if found[0] > best[0]:
+                    best = found
+        return best[1] if self.shape == "chain" else list(zip(best[1], best[2]))
+
+    def chain(self, texts, tail, total, limit):
+        prob, score, chain = 1.0, 0.0, []
+        while len(chain) < limit:
+            seen = {t: ends(texts, [*tail, t]) for t in range(self.vocab)}
+            token = max(seen, key=lambda t: (len(seen[t]), seen[t][-1:]))
+            if not seen[token]:
+                break
+            prob *= len(seen[token]) / total
+            if prob < self.min_prob:
+                break
+            total = len(seen[token])
+            score += prob
+            chain.append(token)
+            tail = [*tail, token]
+        return score, chain, []
+
+    def tree(self, texts, tail, total, limit):
+        score, tokens, parents = 0.0, [], []
+        open_nodes = [(-1, tail, 1.0, total)]
+        offers = []
+        while len(tokens) < limit:
+            for parent, path, prob, count in open_nodes:
+                for token in range(self.vocab):
+                    share = prob * (len(ends(texts, [*path, token])) / count)
+                    if share >= self.min_prob and share > 0:
+                        offers.append((-share, parent, token, [*path, token]))
+            if not offers:
+                break
+            offers.sort(key=lambda offer: offer[:3])
+            negative, parent, token, path = offers.pop(0)
+            score -= negative
+            tokens.append(token)
+            parents.append(parent)
+            open_nodes = [(len(tokens) - 1, path, -negative, len(ends(texts, path)))]
+        return score, tokens, parents
+
+
+def shaped(draft):
+    return list(zip(draft.tokens.tolist(), draft.parents.tolist()))
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(
+    ("depth", "factor", "min_prob"), [(6, 1.0, 0.1), (9, 2.5, 0.3), (24, 1.0, 0.0), (3, 0.7, 0.1)]
+)
+@pytest.mark.parametrize("with_past", [False, True])
+def test_against_counting(shape, depth, factor, min_prob, with_past, monkeypatch):
+    vocab, rng = 4, random.Random(depth)
+    past = [growing(rng, [], 25, vocab) for _ in range(3)] if with_past else []
+
+    def primed(section, vocab_size):
+        drafter = drafter_of(section, vocab_size)
+        for index, text in enumerate(past):
+            drafter.open([request_of(f"past {index}", [])])
+            drafter._memories[f"past {index}"].learn(text)
+            drafter.close([f"past {index}"])
+        drafter.work(10_000)
+        return drafter
+
+    monkeypatch.setattr(lookups, "drafter_of", primed)
+    section = {
+        "decoding_type": "Suffix", "max_tree_depth": depth, "max_spec_factor": factor,
+        "min_token_prob": min_prob, "shape": shape,
+    }  # fmt: skip
+    oracle = SlowSuffix(
+        past, depth=depth, factor=factor, min_prob=min_prob, shape=shape, vocab=vocab
+    )
+    count = walk(
+        section, oracle, seed=depth, vocab=vocab, prompt_len=20, steps=12, num_requests=2,
+        **({"shaped": shaped} if shape == "tree" else {}),
+    )  # fmt: skip
+    assert count > 10
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+def test_the_index_counts(num_texts):
+    rng = random.Random(num_texts)
+    for vocab in (1, 2, 5):
+        index, texts = SuffixIndex(5), []
+        for _ in range(num_texts):
+            text = growing(rng, [], 40, vocab)
+            texts.append(text)
+            index.extend(text)
+            index.begin_text()
+        for _ in range(200):
+            begin = rng.randrange(36)
+            string = rng.choice(texts)[begin : begin + rng.randrange(1, 6)]
+            state = 0
+            for token in string:
+                state = index.next[state][token]
+            assert index.count[state] == len(ends(texts, string))
+
+
+def test_one_token_over_and_over_stays_cheap():
+    index = SuffixIndex(24)
+    index.extend([7] * 20_000)  # quadratic counting would take minutes
+    state, matched = index.repeated()
+    assert (matched, index.count[state]) == (23, 20_000 - 22)
+
+
+def finish(drafter, name, output, tenant):
+    drafter.open([request_of(name, [49], tenant)])
+    observe(drafter, [name], [output])
+    drafter.close([name])
+
+
+def test_past_outputs_are_a_tenants_own_and_prompts_are_not_kept():
+    drafter = drafter_of({"decoding_type": "Suffix"})
+    finish(drafter, "1", [1, 2, 3, 4], "x")
+    observe(drafter, [], [])
+    drafter.open([request_of("a", [9, 1, 2], "x"), request_of("b", [9, 1, 2], "y")])
+    drafter.open([request_of("c", [49], "x")])
+    drafts = propose(drafter, ["a", "b", "c"], [4, 4, 4])
+    assert [draft.tokens.tolist() for draft in drafts] == [[3, 4], [], []]
+
+
+def test_a_running_request_sees_what_finishes():
+    drafter = drafter_of({"decoding_type": "Suffix"})
+    drafter.open([request_of("a", [9, 1, 2])])
+    finish(drafter, "1", [1, 2, 3], "")
+    observe(drafter, ["a"], [[5]])
+    observe(drafter, ["a"], [[1, 2]])
+    assert propose(drafter, ["a"], [1])[0].num_nodes == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_cached_requests": 4}, {"max_cached_tokens": 200}])
+def test_the_past_is_bounded(limits):
+    drafter = drafter_of({"decoding_type": "Suffix", **limits})
+    rng = random.Random(0)
+    for index in range(40):
+        finish(drafter, str(index), [rng.randrange(50) for _ in range(30)], str(index % 3))
+        drafter.work(1000)
+        sizes = [past.size for past in drafter._pasts.values()]
+        assert sum(sizes) <= limits.get("max_cached_tokens", 3 * 4 * 30)
+    drafter.open([request_of("a", [1], "0")])
+
+
+def test_no_past_at_all():
+    drafter = drafter_of({"decoding_type": "Suffix", "max_cached_requests": 0})
+    finish(drafter, "1", [1, 2, 3], "")
+    drafter.open([request_of("a", [9, 1, 2])])
+    assert not propose(drafter, ["a"], [4])[0].num_nodes
+    assert not drafter._pasts

@@ -1,0 +1,83 @@
+"""Typical acceptance: the criterion on every node, the longest path, and greedy as ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.config import MedusaConfig, NGramConfig, parse
+from outrider.errors import ConfigError
+from outrider.scheduler import tree
+from outrider.scheduler.types import Draft, ints
+from outrider.workers.verify import RULES, make_rule, verify
+
+from .laws import make_step, sampling_rows
+
+VOCAB = 12
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    every = []
+    for node in range(draft.num_nodes):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, at)
+            at = int(draft.parents[at])
+        every.append(path)
+    return every
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_longest_accepted_path_by_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    parents, tokens = [], []
+    while len(tokens) < 12:
+        parent, token = int(rng.integers(-1, len(tokens))), int(rng.integers(VOCAB))
+        if (parent, token) not in set(zip(parents, tokens)):
+            parents.append(parent)
+            tokens.append(token)
+    draft = Draft(ints(tokens), ints(parents))
+    logits = torch.from_numpy(rng.standard_normal((13, VOCAB), dtype=np.float32) * 2)
+    temperature = float(rng.choice([0.5, 1.0, 1.5]))
+    step = make_step([draft], sampling_rows(1, temperature=[temperature]))
+    result = verify(make_rule("typical"), step, logits)
+
+    probs = (logits.double() / temperature).softmax(1).numpy()
+    entropy = -(probs * np.log(probs + 1e-5)).sum(1)
+    bound = np.minimum(0.09, 0.3 * np.exp(-entropy))
+    best: tuple[float, list[int]] = (0.0, [])
+    for path in paths(draft):
+        rows = [parents[node] + 1 for node in path]
+        chances = [probs[row, tokens[node]] for row, node in zip(rows, path)]
+        passes = all(chance > bound[row] for chance, row in zip(chances, rows))
+        score = float(np.log(chances).sum())
+        if passes and (len(path), score) > (len(best[1]), best[0] if best[1] else -np.inf):
+            best = (score, path)
+    assert result.nodes(0).tolist() == best[1]
+    assert result.tokens(0)[:-1].tolist() == [tokens[node] for node in best[1]]
+
+
+def test_greedy_rows_and_chains_are_exact():
+    rng = np.random.default_rng(1)
+    draft = tree.chain([3, 4, 5], "t")
+    logits = torch.from_numpy(rng.standard_normal((8, VOCAB), dtype=np.float32))
+    logits[0, 3] = logits[1, 4] = 9.0
+    step = make_step([draft] * 2, sampling_rows(2, temperature=[0.0, 0.0]))
+    lossy, exact = (verify(make_rule(name), step, logits) for name in ("typical", "coupled"))
+    assert lossy.emitted.tolist() == exact.emitted.tolist()
+    assert lossy.nodes(0).tolist() == [0, 1]
+
+
+def test_only_typical_is_lossy_and_it_has_to_be_asked_for():
+    assert {name: rule.lossless for name, rule in RULES.items()} == {
+        "coupled": True,
+        "rejection": True,
+        "typical": False,
+    }
+    fields = {"speculative_model": "m", "verification": "typical"}
+    with pytest.raises(ConfigError, match="lossy"):
+        parse(MedusaConfig, fields)
+    with pytest.raises(ConfigError, match="lossy"):
+        parse(NGramConfig, {"lossy": True})
+    assert parse(MedusaConfig, fields | {"lossy": True}).verification == "typical"

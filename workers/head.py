@@ -1,0 +1,132 @@
+"""A head inside the target's worker: what it sees of a step, and what it may use of the target.
+
+Runs on rank 0 alone, right after the verification rule, and needs no collective: hidden states
+are whole on every rank, and where the target's embedding and output layer are cut over the
+vocabulary, rank 0 reads a copy of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..config import HeadConfig
+from ..drafters.heads import build_head
+from ..drafters.heads.protocol import Attend, Head, TargetFacts, Verified
+from ..scheduler.types import IntArray, SamplingRows, StepInput, Verdict
+from .attention import KVCache, KVShape
+from .model import PagedModel, whole_module
+from .model.packed import pack_linears
+from .verify.sample import draw
+
+
+class HeadService:
+    """A loaded head; `HeadHost` to it."""
+
+    def __init__(self, config: HeadConfig, model: PagedModel, path: Path) -> None:
+        info = model.info
+        self._model = model
+        self.target = TargetFacts(
+            info.hidden_size, info.vocab_size, info.num_layers, info.dtype, model.device
+        )
+        self.head: Head = build_head(config, self.target)
+        pack_linears(self.head.module, model.device)
+        self._embedding, self._output = _ends(model, path)
+        self._shares_noise = config.verification == "coupled"
+        self._cache: KVCache | None = None
+        self.block_size = 0  # known once there is a cache
+        self._first = len(model.kv_shapes)  # the head's first layer in the cache
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Layers whose inputs the head reads, ascending."""
+        return tuple(sorted(set(self.head.capture)))
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What the head keeps for a token, layer by layer."""
+        return tuple(
+            KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim)
+            for layer in self.head.layers
+        )
+
+    def kv_bytes_per_token(self) -> int:
+        return sum(shape.num_elements for shape in self.kv_shapes) * self.target.dtype.itemsize
+
+    def attach(self, cache: KVCache) -> None:
+        """The target's cache, with the head's layers after the target's own."""
+        self._cache, self.block_size = cache, cache.block_size
+
+    def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
+        """`verdict` with the drafts for the step to come."""
+        start = time.perf_counter()
+        done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
+        drafts = self.head.draft(done, self)
+        drafts = replace(drafts, head_ms=(time.perf_counter() - start) * 1e3)
+        return replace(verdict, next_drafts=drafts)
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
+        states: Tensor = self._embedding(token_ids)
+        return states
+
+    def unembed(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
+        logits: Tensor = self._output(states)
+        return logits
+
+    def attention(self, step: StepInput) -> Attend:
+        assert self._cache is not None, "the cache comes first"
+        planned, first = self._model.attention(step, self._cache), self._first
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            return planned.attend(first + layer, query, key, value, scale, None, None, None)
+
+        return attend
+
+    def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._cache is not None, "the cache comes first"
+        flat, shape = slots.reshape(-1), slots.shape
+        return (
+            self._cache.keys[self._first + layer].index_select(0, flat).unflatten(0, shape),
+            self._cache.values[self._first + layer].index_select(0, flat).unflatten(0, shape),
+        )
+
+    def draw(
+        self,
+        logits: Tensor,  # [num_rows, vocab]
+        sampling: SamplingRows,
+        seqs: NDArray[np.int64],  # [num_rows]
+        positions: IntArray,  # [num_rows]
+    ) -> Tensor:  # [num_rows]
+        if not self._shares_noise:  # other rules take the draft as it is: the likeliest is best
+            return logits.argmax(1)
+        drawn = draw(
+            logits.float(),
+            sampling.seeds[seqs],
+            positions,
+            sampling.temperature[seqs],
+            sampling.top_k[seqs],
+            sampling.top_p[seqs],
+            sampling.min_p[seqs],
+        )
+        return drawn.to(torch.int64)
+
+
+def _ends(model: PagedModel, path: Path) -> tuple[nn.Module, nn.Module]:
+    """The target's embedding and output layer, whole."""
+    whole: Any = model.module
+    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    if model.collective.size == 1:
+        return ends
+    names = {id(module): name for name, module in model.module.named_modules()}
+    embedding, output = (
+        whole_module(model.module, names[id(module)], path, model.info.dtype, model.device)
+        for module in ends
+    )
+    return embedding, output

@@ -1,0 +1,100 @@
+"""Lossy, off by default: a draft node is accepted if the target finds it typical enough.
+
+A child x is accepted where p(x) > min(threshold, alpha * exp(-H)): H is the entropy of the target's
+distribution p at the parent, at the request's temperature, so that much is accepted where
+the target itself is unsure. The longest accepted path is taken; among equals the one of the
+highest summed log p. What is emitted does NOT follow the target's distribution: a choice of the
+user, asked for by name. At temperature 0 it is greedy matching, and exact.
+
+Source: Cai et al. 2024, arXiv:2401.10774; Hewitt et al. 2022, arXiv:2210.15191 (the threshold).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import SamplingRows
+from .coupled import draw_rows, match
+from .layout import Choice, Layout
+from .process import GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Accept what is likely enough for how unsure the target is."""
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    threshold: float = 0.09  # hard bound
+    alpha: float = 0.3  # of the bound that falls with the entropy
+
+    def choose(
+        self,
+        rows: Layout,
+        sampling: SamplingRows,
+        draft_probs: object,
+        logits: Tensor,  # [num_rows, vocab] float32, edited
+    ) -> Choice:
+        drawn = draw_rows(rows, sampling, logits)
+        greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
+        matched = match(rows, drawn)
+        drafted = ~rows.is_root & ~rows.window
+        if greedy.all() or not drafted.any():
+            return matched
+        passes, log_probs = self._tested(rows, sampling, logits, drafted & ~greedy)
+        taken = np.where(greedy, matched.taken, _longest(rows, passes, log_probs))
+        return Choice(taken, drawn)
+
+    def _tested(
+        self,
+        rows: Layout,
+        sampling: SamplingRows,
+        logits: Tensor,  # [num_rows, vocab]
+        drafted: NDArray[np.bool_],  # [num_rows]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:  # [num_rows] each
+        """Which nodes pass the test at their parent, and their log-probabilities there."""
+        nodes = np.flatnonzero(drafted)
+        parents, place = np.unique(rows.parent[nodes], return_inverse=True)
+        device = logits.device
+        heat = torch.from_numpy(sampling.temperature[rows.seq[parents]]).to(device)[:, None]
+        logs = (logits[torch.from_numpy(parents).to(device)] / heat).log_softmax(1)
+        probs = logs.exp()
+        entropy = -(probs * (probs + 1e-5).log()).sum(1)
+        bound = (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
+        tokens = torch.from_numpy(rows.tokens[nodes].astype(np.int64)).to(device)
+        at = torch.from_numpy(place).to(device)
+        passes = np.zeros(rows.num_rows, dtype=np.bool_)
+        log_probs = np.full(rows.num_rows, -np.inf)
+        passes[nodes] = (probs[at, tokens] > bound[at]).cpu().numpy()
+        log_probs[nodes] = logs[at, tokens].double().cpu().numpy()
+        return passes, log_probs
+
+
+def _longest(
+    rows: Layout,
+    passes: NDArray[np.bool_],  # [num_rows]
+    log_probs: NDArray[np.float64],  # [num_rows]
+) -> NDArray[np.bool_]:  # [num_rows]
+    """Every sequence's root and the longest path on which all nodes pass."""
+    taken = rows.is_root.copy()
+    reached, total = rows.is_root.copy(), np.zeros(rows.num_rows)
+    best = rows.root.copy()  # of every root's row: the end of its best path
+    for row in np.flatnonzero(passes).tolist():  # parents come before children
+        parent, root = rows.parent[row], rows.root[row]
+        if not reached[parent]:
+            continue
+        reached[row], total[row] = True, total[parent] + log_probs[row]
+        leader = best[root]
+        if (rows.depth[row], total[row]) > (rows.depth[leader], total[leader]):
+            best[root] = row
+    for row in best[rows.is_root].tolist():
+        while not rows.is_root[row]:
+            taken[row] = True
+            row = rows.parent[row]
+    return taken
