@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..cluster.engine import Engine
-from ..cluster.frontend import Frontend, Prompt
+from ..cluster.frontend import Frontend, Prompt, RequestOptions
 from ..cluster.outputs import Assembler
 from ..config import EngineConfig
 from ..errors import WorkerError
@@ -87,7 +87,9 @@ class _Flight:
         for index, prompt in enumerate(prompts):
             # A seed per prompt: the same text from every engine, also when sampling.
             seeded = sampling.model_copy(update={"seed": (sampling.seed or 0) + index})
-            self._requests += frontend.requests(f"{run}-{index}", prompt, seeded)
+            # A tenant per run: what one run wrote must not be what the next one drafts from.
+            options = RequestOptions(tenant=run)
+            self._requests += frontend.requests(f"{run}-{index}", prompt, seeded, options)
         self._index = {request.id: index for index, request in enumerate(self._requests)}
         self._assemblers = [
             Assembler(frontend.vocabulary, request.sampling, request.eos_token_ids)

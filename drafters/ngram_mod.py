@@ -12,6 +12,7 @@ requests go without drafts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..scheduler.sequence import TokenBuffer
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from .protocol import Needs
 
+log = logging.getLogger(__name__)
 Slots = NDArray[np.uint32]
 
 NUM_SLOTS = 4 * 1024 * 1024
@@ -32,6 +34,7 @@ _EMPTY = np.uint32(0xFFFFFFFF)  # -1
 _MAX_LAG = 32  # n-grams are indexed when the oldest missing one begins further back than this
 _MAX_OCCUPANCY = 0.25  # after a prompt; above it the pool is wiped
 _LOW_FRACTION, _MAX_LOW = 0.25, 5  # so many drafts in a row accepted less than this: wiped
+_ADVISED_N = 16  # llama.cpp's advice: shorter n-grams match by chance
 _CHECK_EVERY = 8  # columns rolled between looks at whether any row is still alive
 
 
@@ -111,6 +114,8 @@ class NGramMod:
 
     def __init__(self, config: NGramModConfig) -> None:
         self._config = config
+        if config.n_match < _ADVISED_N:
+            log.warning("n_match is %d; below %d drafts are poor", config.n_match, _ADVISED_N)
         self._pools: dict[str, ModPool] = {}  # by tenant, least recently opened first
         self._requests: dict[str, _Rolling] = {}
 

@@ -44,10 +44,10 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def six(tmp_path_factory) -> str:
-    """A target of six layers."""
+    """A target of six layers whose next token hangs on the last one, and a little on the rest."""
     folder = tmp_path_factory.mktemp("six") / "target"
     torch.manual_seed(1)
-    LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=96,
             hidden_size=64,
@@ -60,7 +60,10 @@ def six(tmp_path_factory) -> str:
             eos_token_id=1,
             initializer_range=0.15,
         )
-    ).save_pretrained(folder)
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(8)
+    model.save_pretrained(folder)
     return str(folder)
 
 

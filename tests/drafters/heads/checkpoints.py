@@ -63,15 +63,15 @@ def write_medusa(folder: Path, tensors: Tensors, layout: str) -> str:
 def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[dict, Tensors]:
     """Configuration and tensors of an EAGLE head that often guesses right.
 
-    The layer adds little to a feature that is close to the target's last one, and the output
-    layer is the target's own, so that with a suitable `fc` a repeated token is a fair guess.
+    For a target whose next token hangs mostly on the last one: the embedding is let through, by
+    `fc` in version 1 and in version 3 by an attention that finds its own row.
     """
     generator = torch.Generator().manual_seed(seed)
     stored = target_tensors(target)
     output = stored["lm_head.weight"]
     vocab, width = output.shape
     hidden = options.get("hidden_size", width)
-    heads, kv_heads, head_dim, wide = 4, 2, 16, 48
+    heads, kv_heads, head_dim, wide = 4, 2, 32, 48
 
     def noise(*shape: int, scale: float = 0.15) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * scale
@@ -110,7 +110,7 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
             tensors[f"{stem}.input_layernorm.weight"] = norm(hidden)
     if version == 1:
         tensors["fc.weight"] = noise(hidden, 2 * hidden) + torch.cat(
-            [torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1
+            [3 * torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
         )
         if options.get("fc_bias", True):
             tensors["fc.bias"] = noise(hidden)
@@ -123,10 +123,22 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
     tensors |= {
         f"{names}.hidden_norm.weight": norm(hidden),
         f"{names}.input_layernorm.weight": norm(read - hidden),
-        "fc.weight": noise(hidden, count * width)
-        + torch.cat([torch.zeros(hidden, (count - 1) * width), torch.eye(hidden, width)], dim=1),
+        "fc.weight": noise(hidden, count * width, scale=0.05),
         "norm.weight": norm(hidden),
     }
+    if hidden == kv_heads * head_dim:
+        own, _ = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))
+        parts = own.chunk(kv_heads)
+        fold = heads // kv_heads
+        seen = {
+            "v": own,
+            "k": 2 * own,
+            "q": 2 * torch.cat([part for part in parts for _ in range(fold)]),
+        }
+        for part, rows in seen.items():
+            tensors[f"{names}.self_attn.{part}_proj.weight"][:, :hidden] += rows
+        out = torch.cat([part.T for part in parts for _ in range(fold)], dim=1)
+        tensors[f"{names}.self_attn.o_proj.weight"] += 2 * out
     if options.get("fc_norm"):
         tensors |= {f"fc_norm.{index}.weight": norm(width) for index in range(count)}
     if options.get("norm_before_fc"):
