@@ -39,9 +39,7 @@ def problem(draft: Draft, vocab_size: int) -> str | None:
     if not 0 <= draft.num_window <= num_nodes:
         return f"{draft.num_window} window nodes of {num_nodes}"
     guesses = draft.num_guesses
-    pairs = set(
-        zip(draft.parents[:guesses].tolist(), draft.tokens[:guesses].tolist(), strict=True)
-    )
+    pairs = set(zip(draft.parents[:guesses].tolist(), draft.tokens[:guesses].tolist(), strict=True))
     if len(pairs) != guesses:
         return "two siblings carry the same token"
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.bench.drafters import SECTIONS as ALL
 
 from .engines import complete, engine_of
 
@@ -55,6 +56,28 @@ def test_forty_prompts(prompts, plain, name, size):
         (stats,) = engine.stats()["drafters"].values()
     assert stats["num_acc_tokens"] > 0
     assert stats["faults"] == 0
+
+
+FAMILY = {
+    **{name: section for name, section in ALL.items() if name not in (*SECTIONS, "none")},
+    "Suffix tree": {**ALL["Suffix"], "shape": "tree"},
+    "merged": {
+        "decoding_type": "Compose",
+        "mode": "merge",
+        "max_draft_len": 12,
+        "members": [ALL["Suffix"], ALL["DraftTarget"]],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_whole_family(prompts, plain, name):
+    with engine_of(TARGET, FAMILY[name], num_kv_blocks=1024) as engine:
+        assert complete(engine, prompts)[0] == plain["greedy"]
+        drafters = engine.stats()["drafters"].values()
+    assert sum(stats["num_acc_tokens"] for stats in drafters) > 0
+    assert not any(stats["faults"] for stats in drafters)
 
 
 @pytest.mark.slow

@@ -77,8 +77,7 @@ class Worker:
             self._head = HeadService(self._spec.head, target, Path(self._spec.target.path))
             per_token += self._head.kv_bytes_per_token()
         reports = {
-            name: self._report(self._models[name], spec, per_token)
-            for name, spec in wanted.items()
+            name: self._report(self._models[name], spec, per_token) for name, spec in wanted.items()
         }
         return WorkerReport(
             rank=self._collective.rank,

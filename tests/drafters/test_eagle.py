@@ -63,6 +63,9 @@ def six(tmp_path_factory) -> str:
     )
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(8)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.06)
+            layer.mlp.down_proj.weight.mul_(0.06)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -172,7 +175,7 @@ def test_dynamic_trees_follow_the_equations(six, heads, case, monkeypatch):
         assert paths_of(tokens, parents) == reference.dynamic(text, 3, 3, 9)
 
 
-@pytest.mark.parametrize("case", ["one", "three"])
+@pytest.mark.parametrize("case", ["one", "three-d2t"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, monkeypatch):
     """Rows that moved, were computed again, or came with a cached prefix are the right ones."""
@@ -180,8 +183,8 @@ def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, 
     fields = {"use_dynamic_tree": tree, "max_draft_len": 2}
     if tree:
         fields |= {"dynamic_tree_max_topK": 4}
-    prompts = [list(range(2, 20)) + prompt for prompt in PROMPTS] * 2
-    small = {"block_size": 4, "num_kv_blocks": 24, "max_model_len": 64}
+    prompts = [list(range(2, 11)) + prompt for prompt in PROMPTS] * 2
+    small = {"block_size": 4, "num_kv_blocks": 16, "max_model_len": 60}
     seen, stats = drafts_seen(
         monkeypatch, six, section(folder, **fields), prompts, max_num_batched_tokens=32, **small
     )

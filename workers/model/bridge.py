@@ -9,9 +9,9 @@ Each architecture that we claim has a test in `tests/workers/model/test_equality
 
 from __future__ import annotations
 
-import threading
 import inspect
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial

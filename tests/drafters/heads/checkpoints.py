@@ -100,17 +100,17 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
             f"{stem}.self_attn.v_proj.weight": noise(
                 kv_heads * head_dim, hidden if layer else read
             ),
-            f"{stem}.self_attn.o_proj.weight": noise(hidden, heads * head_dim),
+            f"{stem}.self_attn.o_proj.weight": noise(hidden, heads * head_dim, scale=0.04),
             f"{stem}.mlp.gate_proj.weight": noise(wide, hidden),
             f"{stem}.mlp.up_proj.weight": noise(wide, hidden),
-            f"{stem}.mlp.down_proj.weight": noise(hidden, wide),
+            f"{stem}.mlp.down_proj.weight": noise(hidden, wide, scale=0.04),
             f"{stem}.post_attention_layernorm.weight": norm(hidden),
         }
         if layer:
             tensors[f"{stem}.input_layernorm.weight"] = norm(hidden)
     if version == 1:
-        tensors["fc.weight"] = noise(hidden, 2 * hidden) + torch.cat(
-            [3 * torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
+        tensors["fc.weight"] = noise(hidden, 2 * hidden, scale=0.05) + torch.cat(
+            [0.8 * torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
         )
         if options.get("fc_bias", True):
             tensors["fc.bias"] = noise(hidden)

@@ -148,5 +148,6 @@ class Reference:
                 for token in logs.argsort(descending=True)[:top].tolist():
                     children.append((score + float(logs[token]), (*path, token)))
             pool += children
-            frontier = sorted(children, reverse=True)[:top]
-        return {path for _, path in sorted(pool, reverse=True)[:total]}
+            frontier = sorted(children, key=lambda each: -each[0])[:top]
+        best = sorted(pool, key=lambda each: (-each[0], len(each[1])))  # ties go to the parent
+        return {path for _, path in best[:total]}
