@@ -26,7 +26,7 @@ CASES = {
     "one": (1, {}),
     "one-norms": (1, {"para_norm": True, "fc_bias": False, "num_layers": 2}),
     "three": (3, {}),
-    "three-d2t": (3, {"draft_vocab": 40}),
+    "three-d2t": (3, {"draft_vocab": 80}),
     "three-norms": (
         3,
         {
@@ -175,7 +175,7 @@ def test_dynamic_trees_follow_the_equations(six, heads, case, monkeypatch):
         assert paths_of(tokens, parents) == reference.dynamic(text, 3, 3, 9)
 
 
-@pytest.mark.parametrize("case", ["one", "three-d2t"])
+@pytest.mark.parametrize("case", ["one", "three"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, monkeypatch):
     """Rows that moved, were computed again, or came with a cached prefix are the right ones."""
@@ -219,7 +219,7 @@ def test_tokens_are_those_without_a_drafter(six, heads, shape, case, tensor_para
     with engine_of(six) as engine:
         greedy, _ = complete(engine, prompts, max_tokens=40)
         sampled, _ = complete(engine, prompts, max_tokens=40, temperature=0.8)
-    options = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 40}
+    options = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 28}
     options |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": 96}
     with engine_of(six, section(heads[case][0], **SHAPES[shape]), **options) as engine:
         assert complete(engine, prompts, max_tokens=40)[0] == greedy
