@@ -126,6 +126,7 @@ class EngineReplica:
                 engine.check()
                 raise WorkerError(delta.error or "the step of this request failed")
         finally:
+            link.forget(request.id)
             if not finished:
                 # Behind the submission, should it still be under way.
                 submitted.add_done_callback(lambda _: engine.abort(request.id))

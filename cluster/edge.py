@@ -94,8 +94,10 @@ class EdgeListener:
                 connection = framing.accept(server, secret, _ACCEPT_POLL_S)
             except TimeoutError:
                 continue
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if not self._closed.wait(_ACCEPT_POLL_S):  # out of file descriptors, say
+                    log.warning("a replica's connection was not accepted: %s", error)
+                continue
             threading.Thread(
                 target=self._read, args=(connection,), name="outrider-deltas", daemon=True
             ).start()
@@ -147,6 +149,11 @@ class EdgeLink:
                 raise EdgeLostError("the connection to the ingress is lost")
             self._pending[request_id] = future
         return future
+
+    def forget(self, request_id: str) -> None:
+        """Expects nothing more of a request, which may never have begun."""
+        with self._lock:
+            self._pending.pop(request_id, None)
 
     def deliver(self, deltas: list[Delta]) -> None:
         self._outbox.put(deltas)

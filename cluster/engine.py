@@ -242,6 +242,9 @@ class Engine:
                 self._emit(self._loop.abort(request_id, "error", message))
             if self._config.tensor_parallel_size > 1:
                 self._recover(error)
+            elif len(self._loop.last_batch.kv_moves):
+                # They may not have run, also those of blocks that others hold or will find.
+                self._loop.scheduler.requeue_all()
 
     def _recover(self, error: WorkerError) -> None:
         """Fresh workers; every request goes on from its tokens.
@@ -249,6 +252,20 @@ class Engine:
         Raises:
             EngineDeadError: it happened too often.
         """
+        self._loop.scheduler.requeue_all()
+        restarted = False
+        while not (restarted or self._closed.is_set()):
+            self._count_restart(error)
+            log.warning("workers are restarted, requests will be replayed: %s", error.message)
+            try:
+                self._host.target_group.restart()
+                restarted = True
+            except WorkerError as again:  # it counts, and is tried again
+                error = again
+        if self._closed.is_set():  # `shutdown` did not wait for the restart
+            self._host.shutdown()
+
+    def _count_restart(self, error: WorkerError) -> None:
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts and self._restarts[0] < now - self._config.restart_window_s:
@@ -259,9 +276,6 @@ class Engine:
                 f"{self._config.restart_window_s:.0f} s (max_restarts = "
                 f"{self._config.max_restarts}); the last time: {error.message}"
             )
-        log.warning("workers are restarted, requests will be replayed: %s", error.message)
-        self._loop.scheduler.requeue_all()
-        self._host.target_group.restart()
 
     def _add_all(self, requests: Sequence[Request], sink: Sink) -> OutriderError | None:
         if self._failure is not None:
@@ -311,7 +325,10 @@ class Engine:
                 if delta.finish_reason:
                     del self._sinks[delta.request_id]
         for sink, batch in by_sink.values():
-            sink.deliver(batch)
+            try:
+                sink.deliver(batch)
+            except Exception:
+                log.exception("a sink failed; what was meant for it is lost")
 
     def _fail_all(self, error: OutriderError) -> None:
         self._failure = error

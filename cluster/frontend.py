@@ -69,14 +69,7 @@ class Frontend:
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`text` in tokens."""
-        # A lone surrogate (JSON allows "\ud800") is no text; the tokenizer would raise TypeError.
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"prompt: character {error.start} is half of a surrogate pair, which is not text",
-                field="prompt",
-            ) from None
+        _check_text("prompt", text)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -158,6 +151,8 @@ class Frontend:
         max_tokens = self._room(len(prompt.token_ids), sampling.max_tokens, field)
         self._check_ids("logit_bias", sampling.logit_bias)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        for stop in sampling.stop:
+            _check_text("stop", stop)
         if "" in sampling.stop:
             raise InvalidRequestError("stop: an empty string stops everything", field="stop")
         if sampling.min_tokens > max_tokens:
@@ -216,6 +211,17 @@ class Frontend:
                     f"(0 to {self.vocab_size - 1})",
                     field=field,
                 )
+
+
+def _check_text(field: str, text: str) -> None:
+    """Refuses a lone surrogate (JSON allows "\ud800"), which no tokenizer and no codec takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}: character {error.start} is half of a surrogate pair, which is not text",
+            field=field,
+        ) from None
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup
 from ..workers.model import describe
 from ..workers.spec import ModelSpec, WorkerSpec
@@ -41,7 +41,7 @@ class EngineHost:
                 rule=config.speculative_config.verification,
                 target=self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
                 draft=self._draft_spec(colocated[0]) if colocated else None,
-                head=head_section(config),
+                head=_at_its_place(head_section(config)),
             )
         )
 
@@ -135,6 +135,7 @@ def head_section(config: EngineConfig) -> HeadConfig | None:
 
     Raises:
         ConfigError: there are several.
+        CheckpointError: its folder does not exist.
     """
     found = [
         section for section in config.speculative_config.sections if isinstance(section, HeadConfig)
@@ -145,7 +146,19 @@ def head_section(config: EngineConfig) -> HeadConfig | None:
             f"these are {len(found)}",
             field="speculative_config.members",
         )
+    if found and not found[0].folder.is_dir():
+        field = "speculative_config.speculative_model"
+        raise CheckpointError(
+            f"{field}: {found[0].speculative_model!r} is not a folder", field=field
+        )
     return found[0] if found else None
+
+
+def _at_its_place(section: HeadConfig | None) -> HeadConfig | None:
+    """`section` with a path that holds in every process."""
+    if section is None:
+        return None
+    return section.model_copy(update={"speculative_model": str(section.folder.resolve())})
 
 
 def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:

@@ -6,7 +6,7 @@ come back in the order of the prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,11 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several."""
+        if isinstance(messages, (str, dict)):
+            raise InvalidRequestError(
+                f"messages: a list of messages, or of such lists, got {messages!r}",
+                field="messages",
+            )
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
         prompts: list[PromptLike] = []
@@ -209,6 +214,11 @@ class LLM:
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts: a text, a list of token ids, a dict, or a list of those, got {prompts!r}",
+            field="prompts",
+        )
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]
@@ -222,6 +232,13 @@ def _per_prompt(
         sampling = SamplingParams()
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
+    if not isinstance(sampling, (list, tuple)) or not all(
+        isinstance(one, SamplingParams) for one in sampling
+    ):
+        raise InvalidRequestError(
+            f"sampling_params: one SamplingParams, or one per prompt, got {sampling!r}",
+            field="sampling_params",
+        )
     if len(sampling) != num_prompts:
         raise InvalidRequestError(
             f"sampling_params: {len(sampling)} for {num_prompts} prompts", field="sampling_params"

@@ -21,7 +21,7 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
     """
     from ..workers.model import describe
     from .frontend import Frontend
-    from .host import check_vocabulary, draft_sections, draft_size
+    from .host import check_vocabulary, draft_sections, draft_size, head_section
 
     size = config.tensor_parallel_size
     target = describe(Path(config.model), tensor_parallel_size=size)
@@ -46,4 +46,7 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
         facts[f"{label}draft model"] = section.speculative_model
         facts[f"{label}draft architecture"] = draft.architecture
         facts[f"{label}draft ranks"] = f"{ranks} ({section.placement})"
+    head = head_section(config)
+    if head is not None:
+        facts["head"] = head.speculative_model
     return facts

@@ -79,7 +79,9 @@ class ServeClient:
                     yield replace(delta, request_id=request.id)
                     if delta.finish_reason is not None:
                         return
-            except _LOST as error:
+            except (*_LOST, OverloadedError) as error:
+                if attempt == 0 and isinstance(error, OverloadedError):
+                    raise  # only a request that had begun is not refused any more
                 attempt += 1
                 if attempt == _MAX_ATTEMPTS:
                     raise EngineDeadError(

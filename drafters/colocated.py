@@ -13,7 +13,7 @@ import numpy as np
 
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
-from .protocol import Needs
+from .protocol import DraftFault, Needs
 
 
 class Colocated:
@@ -44,6 +44,8 @@ class Colocated:
             span = slice(guessed.start[row], guessed.start[row + 1])
             draft = Draft(guessed.tokens[span], guessed.parents[span], source=self.name)
             self._drafts[request_id] = (int(guessed.lens[row]), draft)
+        if guessed is not None and guessed.error:
+            raise DraftFault(f"the head failed in the worker: {guessed.error}")
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -5,13 +5,14 @@ Used by the scheduler for the target and by drafters that run a model of their o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
 
 from .sequence import PagedTokens, Sequence
-from .types import Batch, Bias, IntArray, Penalties, SamplingRows, ints
+from .types import Batch, Bias, IntArray, Penalties, Request, SamplingRows, ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +64,19 @@ class SamplingPacker:
     """Builds `SamplingRows`; the unchanging part is kept while the same requests run."""
 
     def __init__(self) -> None:
-        self._ids: tuple[str, ...] = ()
+        self._requests: list[Request] = []
         self._rows: SamplingRows | None = None
         self._changing = False
 
     def pack(self, sequences: Rows[Sequence]) -> SamplingRows:
         """One row of settings per sequence."""
-        ids = tuple(sequence.request.id for sequence in sequences)
-        if self._rows is not None and ids == self._ids and not self._changing:
+        requests = [sequence.request for sequence in sequences]
+        if self._rows is not None and not self._changing and _same(requests, self._requests):
             return self._rows
-        params = [sequence.request.sampling for sequence in sequences]
+        params = [request.sampling for request in requests]
         owed = [max(0, p.min_tokens - s.num_output) for p, s in zip(params, sequences, strict=True)]
         self._changing = any(owed) or any(p.has_penalties for p in params)
-        self._ids = ids
+        self._requests = requests
         self._rows = SamplingRows(
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
             top_k=ints([max(0, p.top_k) for p in params]),
@@ -99,6 +100,11 @@ class SamplingPacker:
             ),
         )
         return self._rows
+
+
+def _same(requests: list[Request], others: list[Request]) -> bool:
+    """Whether these are the same objects: an id may come again, with other settings."""
+    return len(requests) == len(others) and all(map(operator.is_, requests, others))
 
 
 def _penalties(row: int, sequence: Sequence) -> Penalties:

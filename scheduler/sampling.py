@@ -30,7 +30,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_k: int = Field(0, ge=-1)  # 0 and -1: off
+    top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1: off
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
@@ -41,7 +41,7 @@ class SamplingParams(BaseModel):
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(16, ge=1)  # None: to the end of the context
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     stop: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field((), max_length=16)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -69,7 +69,8 @@ class SamplingParams(BaseModel):
 def invalid_request(error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint as an `InvalidRequestError` that names the field."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"]) or "body"
+    # "[key]" is pydantic's mark for a mapping's key, no part of what the user wrote.
+    name = ".".join(str(part) for part in first["loc"] if part != "[key]") or "body"
     value = first.get("input")
     shown = "" if first["type"] == "missing" else f" (got {value!r})"
     return InvalidRequestError(f"{name}: {first['msg']}{shown}", field=name)

@@ -204,6 +204,7 @@ class NextDrafts:
     start: IntArray  # [num_seqs + 1]
     lens: IntArray  # [num_seqs]
     head_ms: float = 0.0
+    error: str = ""  # why there are none, if the head failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,11 +128,14 @@ class GroupDraftModel:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = agreed_blocks(group.reports)[1]
         self.block_size = report.block_size
+        self._reports = group.reports  # a restarted group has new ones
         self._reviving: threading.Thread | None = None
         self._num_tries = 0
         self._closed = threading.Event()
 
     def draft(self, step: DraftStep) -> Drafted:
+        if self._group.reports is not self._reports:
+            raise WorkerDiedError("the draft model was restarted, with the target's workers")
         drafted = self._group.call(step)
         assert isinstance(drafted, Drafted), type(drafted)
         self._num_tries = 0
@@ -143,6 +146,7 @@ class GroupDraftModel:
         if self._reviving is not None and self._reviving.is_alive():
             return False
         if self._group.alive:
+            self._reports = self._group.reports
             return True
         if self._owned:
             self._reviving = threading.Thread(target=self._restart, daemon=True)

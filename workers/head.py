@@ -7,6 +7,7 @@ vocabulary, rank 0 reads a copy of its own.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from ..config import HeadConfig
 from ..drafters.heads import build_head
 from ..drafters.heads.protocol import Attend, Head, TargetFacts, Verified
-from ..scheduler.types import IntArray, SamplingRows, StepInput, Verdict
+from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
 from .attention import KVCache, KVShape
 from .model import PagedModel, whole_module
 from .model.packed import pack_linears
 from .verify.sample import draw
+
+log = logging.getLogger(__name__)
 
 
 class HeadService:
@@ -68,7 +71,14 @@ class HeadService:
         """`verdict` with the drafts for the step to come."""
         start = time.perf_counter()
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
-        drafts = self.head.draft(done, self)
+        try:
+            drafts = self.head.draft(done, self)
+        except Exception as error:  # costs this step's drafts, as any drafter's fault does
+            log.debug("the head failed", exc_info=True)
+            none = np.zeros(0, dtype=np.int32)
+            starts = np.zeros(step.num_seqs + 1, dtype=np.int32)
+            reason = f"{type(error).__name__}: {error}"
+            drafts = NextDrafts(none, none, starts, starts[1:], error=reason)
         drafts = replace(drafts, head_ms=(time.perf_counter() - start) * 1e3)
         return replace(verdict, next_drafts=drafts)
 

@@ -93,6 +93,7 @@ def serve(
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         prepare(config, stack, address=address, num_engines=replicas)
+        stack.enter_context(_terminable())  # again: Ray has put its own handler there
         with err().status("Starting the workers..."):
             _deploy(config, section, http, stack)
         from .client import Client

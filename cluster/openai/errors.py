@@ -45,12 +45,17 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     """What OpenAI's clients expect in an error's body."""
     return {
         "error": {
-            "message": error.message,
+            "message": _sendable(error.message),
             "type": error.kind,
-            "param": error.field,
+            "param": error.field and _sendable(error.field),
             "code": _CODES.get(type(error)),
         }
     }
+
+
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair, quoted from a request, has no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_response(error: OutriderError) -> Response:

@@ -199,3 +199,54 @@ def test_closing_aborts(make_engine: Callable[..., Any]) -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+def test_a_replay_that_meets_full_replicas_tries_again(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import RayTaskError
+
+    from outrider.cluster import serve_client
+
+    monkeypatch.setattr(serve_client, "_BACKOFF_S", 0.001)
+    expected = [token for delta in run(make_engine, "fine")[0] for token in delta.token_ids]
+    full = RayTaskError("generate", "trace", OverloadedError("full"))
+    deltas, _ = run(make_engine, "dies", full, "fine")
+    assert [token for delta in deltas for token in delta.token_ids] == expected
+
+
+def test_a_refused_request_leaves_nothing_in_the_link() -> None:
+    async def main() -> None:
+        async with listening() as listener:
+            link = EdgeLink(listener.reply_to, "node")
+            link.expect("refused")
+            link.forget("refused")
+            link.forget("refused")
+            assert not link._pending
+            link.close()
+
+    asyncio.run(main())
+
+
+def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cluster import edge
+
+    accept, failures = edge.framing.accept, [OSError(24, "Too many open files")] * 2
+
+    def flaky(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(*args)
+
+    monkeypatch.setattr(edge.framing, "accept", flaky)
+    monkeypatch.setattr(edge, "_ACCEPT_POLL_S", 0.05)
+
+    async def main() -> None:
+        async with listening() as listener:
+            link = EdgeLink(listener.reply_to, "node")
+            first = listener.open("a")
+            link.deliver([Delta("a", (1,))])
+            assert await asyncio.wait_for(first.get(), 5) == Delta("a", (1,))
+            link.close()
+
+    asyncio.run(main())

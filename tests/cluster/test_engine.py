@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from outrider.errors import CheckpointError, ConfigError, InvalidRequestError, WorkerError
+from outrider.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    WorkerDiedError,
+    WorkerError,
+)
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, SpeculationOptions, ints
 
@@ -170,3 +178,79 @@ def test_impossible_requests_are_refused_before_anything_runs(tiny):
         with pytest.raises(InvalidRequestError) as caught:
             engine.submit(Request("a", ints(range(256)), SamplingParams(), 1), Box())
         assert caught.value.field == "prompt"
+
+
+def test_lost_moves_are_not_trusted(tiny):
+    """A step that fails before it compacted the cache leaves KV out of place, also of others."""
+    lookahead = {"decoding_type": "Lookahead", "max_window_size": 3, "max_ngram_size": 3}
+    options = {"max_num_seqs": 8, "block_size": 4}
+    with engine_of(tiny.target, lookahead, **options) as engine:
+        group = engine._host.target_group
+        call, failed = group.call, []
+
+        def sometimes(message):
+            hashes = engine._loop.scheduler.pool._hashes
+            if not failed and any(hashes[slot // 4] for slot in message.kv_moves[:, 1].tolist()):
+                failed.append(message)
+                raise WorkerError("RuntimeError: out of memory")
+            return call(message)
+
+        group.call = sometimes
+        begun, _ = complete(engine, PROMPTS, max_tokens=64)
+        assert failed
+        longer = [[*prompt, *begun[str(index)], 7] for index, prompt in enumerate(PROMPTS)]
+        found, _ = complete(engine, longer)
+    with engine_of(tiny.target, block_size=4) as engine:
+        assert found == complete(engine, longer)[0]
+
+
+def test_a_restart_that_fails_is_tried_again(tiny, plain):
+    with engine_of(tiny.target, max_restarts=3) as engine:
+        group = engine._host.target_group
+        call, restart, failures = group.call, group.restart, []
+
+        def dies(message):
+            group.call = call
+            raise WorkerDiedError("gone")
+
+        def fails_twice():
+            if len(failures) < 2:
+                failures.append(1)
+                raise WorkerDiedError("a worker died while it loaded")
+            restart()
+
+        group.call, group.restart = dies, fails_twice
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert engine.stats()["num_restarts"] == 3
+
+
+def test_nothing_is_restarted_once_the_engine_is_shut_down(tiny, monkeypatch):
+    with engine_of(tiny.target) as engine:
+        group = engine._host.target_group
+        entered, ended = threading.Event(), threading.Event()
+        restarts = []
+
+        def hangs(message):
+            entered.set()
+            ended.wait(30)
+            raise WorkerDiedError("its socket was closed")
+
+        group.call, group.restart = hangs, lambda: restarts.append(1)
+        monkeypatch.setattr(group, "shutdown", ended.set)
+        join = engine._thread.join
+        monkeypatch.setattr(engine._thread, "join", lambda timeout: join(timeout=0.1))
+        engine.submit(Request("a", ints([3, 4]), SamplingParams(), seed=1), Box())
+        assert entered.wait(30)
+        engine.shutdown()
+        join(timeout=30)
+        assert not restarts
+
+
+def test_a_broken_sink_hurts_nobody_else(tiny, plain):
+    class Broken:
+        def deliver(self, deltas):
+            raise RuntimeError("Event loop is closed")
+
+    with engine_of(tiny.target) as engine:
+        engine.submit(Request("x", ints([3, 4]), SamplingParams(), seed=1), Broken())
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]

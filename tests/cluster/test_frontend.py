@@ -86,6 +86,7 @@ def test_bad_token_ids(frontend: Frontend, bad: list[Any]) -> None:
         ({"logit_bias": {304: 1.0}}, "logit_bias"),
         ({"stop_token_ids": (-2,)}, "stop_token_ids"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"stop": "a\ud800"}, "stop"),
     ],
 )
 def test_bad_settings(frontend: Frontend, settings: dict[str, Any], field: str) -> None:

@@ -54,6 +54,19 @@ def test_a_bad_prompt_runs_nothing(llm: LLM) -> None:
     assert llm.fake.submitted == []  # type: ignore[attr-defined]
 
 
+def test_what_is_no_prompt_is_named(llm: LLM) -> None:
+    wrong: Any
+    for wrong in (None, 5, b"ab"):
+        with pytest.raises(InvalidRequestError, match="^prompts: "):
+            llm.generate(wrong)
+    for wrong in ({"max_tokens": 1}, "a", [{"max_tokens": 1}]):
+        with pytest.raises(InvalidRequestError, match="^sampling_params: "):
+            llm.generate("a", wrong)
+    for wrong in ("hi", {"role": "user", "content": "hi"}):
+        with pytest.raises(InvalidRequestError, match="^messages: "):
+            llm.chat(wrong)
+
+
 def test_stop_string_aborts_the_request(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(stop="mat", max_tokens=200), use_tqdm=False)
     assert output.outputs[0].text == "the cat sat on the "

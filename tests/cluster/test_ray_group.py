@@ -6,6 +6,7 @@ import pytest
 
 from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
 
+from ..drafters.heads.checkpoints import medusa_tensors, write_medusa
 from ..engines import complete, engine_of, random_prompts
 
 pytestmark = pytest.mark.ray
@@ -55,6 +56,22 @@ def test_ranks_and_drafter_may_die_and_no_client_sees_it(cluster, tiny, plain):
             if engine.stats()["drafters"]["draft_target"]["num_gen_drafts"] > before:
                 break
         assert engine.stats()["drafters"]["draft_target"]["num_gen_drafts"] > before
+
+
+def test_a_head_comes_back_with_its_rank(cluster, tiny, plain, tmp_path):
+    heads = write_medusa(tmp_path, medusa_tensors(tiny.target, 3), "safetensors")
+    section = {"method": "medusa", "model": heads, "num_speculative_tokens": 3}
+    with engine_of(tiny.target, section, executor="ray", tensor_parallel_size=2) as engine:
+
+        def strike(count, delta):
+            if count == 5:
+                cluster.kill(engine._host.target_group._ranks[0])
+
+        assert complete(engine, PROMPTS, on_delta=strike, **SAMPLED)[0] == plain
+        stats = engine.stats()
+    assert stats["num_restarts"] == 1
+    assert stats["drafters"]["medusa"]["faults"] == 0
+    assert stats["drafters"]["medusa"]["num_gen_drafts"] > 10
 
 
 def test_colocated_drafter_over_two_ranks(cluster, tiny, plain):

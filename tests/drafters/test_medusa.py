@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import EngineConfig, MedusaConfig, parse
 from outrider.drafters import colocated
+from outrider.drafters.heads.medusa import MedusaHead
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler import tree
 from outrider.workers.head import HeadService
@@ -189,3 +190,57 @@ def HeadOf(target: str, fields: dict) -> None:
     """Starts an engine with the head, and ends it."""
     with engine_of(target, fields):
         pass
+
+
+def test_typical_is_greedy_at_temperature_0_and_longer_above(tiny, heads):
+    lossy = section(heads[0]["pt"], verification="typical", lossy=True)
+    prompts = random_prompts(6, 96)
+    with engine_of(tiny.target) as engine:
+        greedy, _ = complete(engine, prompts)
+    with engine_of(tiny.target, lossy) as engine:
+        assert complete(engine, prompts)[0] == greedy
+        hot, _ = complete(engine, prompts, temperature=1.0)
+        assert all(len(tokens) == 32 for tokens in hot.values())
+        assert engine.stats()["drafters"]["medusa"]["faults"] == 0
+
+
+def test_as_a_member_of_a_composition(tiny, heads):
+    prompts = random_prompts(6, 96)
+    with engine_of(tiny.target) as engine:
+        wanted, _ = complete(engine, prompts, temperature=0.7)
+    for mode in ("precedence", "merge"):
+        members = [{"decoding_type": "NGram", "max_draft_len": 3}, section(heads[0]["pt"])]
+        composed = {"decoding_type": "Compose", "members": members, "mode": mode}
+        with engine_of(tiny.target, composed) as engine:
+            assert complete(engine, prompts, temperature=0.7)[0] == wanted
+            stats = engine.stats()["drafters"]
+        assert all(each["faults"] == 0 for each in stats.values())
+        assert any("medusa" in name and each["num_gen_drafts"] for name, each in stats.items())
+    members = [section(heads[0]["pt"])] * 2
+    with (
+        pytest.raises(ConfigError, match="one head at most"),
+        engine_of(tiny.target, {"decoding_type": "Compose", "members": members}),
+    ):
+        pass
+
+
+def test_a_head_that_raises_costs_speed_and_nothing_else(tiny, heads, monkeypatch):
+    calls = []
+    draft = MedusaHead.draft
+
+    def fail_often(self, done, host):
+        calls.append(done)
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of memory")
+        return draft(self, done, host)
+
+    monkeypatch.setattr(MedusaHead, "draft", fail_often)
+    prompts = random_prompts(4, 96)
+    with engine_of(tiny.target) as engine:
+        wanted, _ = complete(engine, prompts)
+    with engine_of(tiny.target, section(heads[0]["pt"])) as engine:
+        assert complete(engine, prompts)[0] == wanted
+        stats = engine.stats()
+    assert stats["num_failed_steps"] == 0
+    assert stats["drafters"]["medusa"]["faults"] == len(calls) // 3
+    assert stats["drafters"]["medusa"]["num_gen_drafts"] > 0

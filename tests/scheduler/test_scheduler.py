@@ -7,6 +7,7 @@ import random
 import pytest
 
 from outrider.errors import InvalidRequestError, OverloadedError
+from outrider.scheduler.sampling import SamplingParams
 
 from ..toy import continuation
 
@@ -136,3 +137,19 @@ def test_what_can_never_run_is_refused(make_loop, request_of):
     loop.add(request_of("fine", (1,), 4))
     with pytest.raises(OverloadedError):
         loop.add(request_of("too many", (1,), 4))
+
+
+def test_a_request_id_used_again_brings_its_own_settings(make_loop, request_of):
+    """The packed settings are kept from step to step, but not from request to request."""
+    scheduler = make_loop().scheduler
+    for top_k in (7, 9):
+        scheduler.add(request_of("a", (1, 2), 8, sampling={"top_k": top_k}))
+        assert scheduler.schedule().sampling.top_k.tolist() == [top_k]
+        scheduler.abort("a")
+
+
+def test_a_setting_beyond_int32_is_refused_and_not_met_in_the_step():
+    for field in ("top_k", "min_tokens"):
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(**{field: 2**31})
+        assert caught.value.field == field

@@ -100,7 +100,7 @@ class ThreadChannel:
         self._replies.put((-1, None, reason))
 
     def close(self) -> None:
-        self._dead = self._dead or "closed"
+        self.kill(self._dead or "closed")
         for inbox in self._inboxes:
             inbox.put(None)
         for thread in self._threads:  # one that is stuck in a collective is left behind
@@ -118,13 +118,16 @@ class SocketChannel:
     def __init__(self, connections: Sequence[socket.socket]) -> None:
         self._connections = list(connections)
         self._dead: str | None = None
-        self._wake, wake_reader = socket.socketpair()
+        # The reader outlives `close`, so that a call under way is woken by it.
+        self._wake, self._wake_reader = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(wake_reader, selectors.EVENT_READ, -1)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, -1)
         for rank, connection in enumerate(self._connections):
             self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def call(self, message: Any, timeout_s: float) -> Any:
+        if self._dead is not None:
+            raise WorkerDiedError(self._dead)
         body = wire.encode(message)
         deadline = time.monotonic() + timeout_s
         try:
@@ -142,6 +145,8 @@ class SocketChannel:
                         raise WorkerDiedError(self._dead or "killed")
                     ok, reply = wire.decode(framing.receive(self._connections[key.data]))
                     if not ok:
+                        if len(self._connections) > 1:  # the others are stuck in a collective,
+                            self._dead = reply  # and may answer this message later
                         raise WorkerError(f"rank {key.data}: {reply}")
                     return reply  # only rank 0 answers when all is well
         except OSError as error:
@@ -153,7 +158,7 @@ class SocketChannel:
             self._wake.send(b"!")
 
     def close(self) -> None:
-        self._dead = self._dead or "closed"
+        self.kill(self._dead or "closed")
         self._selector.close()
         for connection in [*self._connections, self._wake]:
             connection.close()

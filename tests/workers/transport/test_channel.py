@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -148,3 +149,43 @@ def test_a_stranger_gets_nothing_and_the_owner_still_gets_in():
     assert framing.receive(mine) == b"hello"
     for end in (*strangers, mine, found[0], server):
         end.close()
+
+
+def test_after_a_ranks_error_no_stale_answer_is_taken(make):
+    """Rank 0 answers the failed message late; that must not pass for the next message's answer."""
+    go, answered = threading.Event(), threading.Event()
+
+    def slow(message):
+        if message == "first":
+            go.wait(10)
+            answered.set()
+        return message
+
+    def broken(message):
+        if message == "first":
+            raise ValueError("bad weights")
+
+    channel = make([slow, broken])
+    with pytest.raises(WorkerError, match="bad weights"):
+        channel.call("first", 10.0)
+    go.set()
+    assert answered.wait(10)
+    with pytest.raises(WorkerDiedError):
+        channel.call("second", 10.0)
+    channel.close()
+
+
+def test_closing_wakes_a_pending_call(make):
+    entered, stuck = threading.Event(), threading.Event()
+
+    def waiting(message):
+        entered.set()
+        stuck.wait(10)
+
+    channel = make([waiting, waiting])
+    threading.Thread(target=lambda: (entered.wait(10), channel.close())).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDiedError):
+        channel.call("go", 5.0)
+    assert time.monotonic() - begin < 4
+    stuck.set()

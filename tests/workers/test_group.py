@@ -1,0 +1,40 @@
+"""A worker group seen from the drafter whose model lives in it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.errors import WorkerDiedError
+from outrider.scheduler.types import Drafted, ints
+from outrider.workers.group import GroupDraftModel
+
+
+class Group:
+    """A group that answers at once; a restart gives new reports, as both real ones do."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        draft = SimpleNamespace(vocab_size=9, max_model_len=64, num_blocks=4, block_size=4)
+        self.reports = [SimpleNamespace(target=None, draft=draft)]
+
+    def call(self, message):
+        return Drafted(ints([]), ints([0]), None)
+
+    def shutdown(self) -> None: ...
+
+
+def test_a_colocated_model_notices_that_the_target_took_its_cache_along():
+    group = Group()
+    model = GroupDraftModel(group, 64, owned=False)  # type: ignore[arg-type]
+    model.draft(None)  # type: ignore[arg-type]
+    group.restart()  # the engine did it: a rank died in the target's step
+    with pytest.raises(WorkerDiedError, match="restarted"):
+        model.draft(None)  # type: ignore[arg-type]
+    assert model.revive()
+    model.draft(None)  # type: ignore[arg-type]

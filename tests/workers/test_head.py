@@ -1,0 +1,129 @@
+"""A head in the worker: what it may use of a sharded target, and what it is told of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.config import EagleConfig, MedusaConfig
+from outrider.drafters.heads.grow import following
+from outrider.drafters.heads.growth import committed
+from outrider.drafters.heads.protocol import frontier
+from outrider.scheduler.types import Draft, NextDrafts, Verdict, ints
+from outrider.workers.head import HeadService
+from outrider.workers.model import load_model
+from outrider.workers.transport import wire
+
+from ..drafters.heads.checkpoints import medusa_tensors, write_medusa
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def target(request, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=95,  # not divisible
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=request.param,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_ends_of_a_sharded_target_are_whole_on_rank_0(target, tmp_path, run_ranks):
+    heads = write_medusa(tmp_path, medusa_tensors(target, 2), "safetensors")
+    reference = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config = MedusaConfig(speculative_model=heads, max_draft_len=2)
+
+    def work(collective):
+        model = load_model(
+            Path(target), dtype=torch.float32, device=torch.device("cpu"), collective=collective
+        )
+        if collective.rank:
+            return None
+        service = HeadService(config, model, Path(target))  # no other rank takes part
+        states = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            return service.embed(torch.tensor([0, 50, 94])), service.unembed(states), states
+
+    for size in (1, 2):
+        embedded, logits, states = run_ranks(size, work)[0]
+        with torch.no_grad():
+            wanted = reference.model.embed_tokens(torch.tensor([0, 50, 94]))
+            assert torch.equal(embedded, wanted)
+            assert torch.allclose(logits, reference.lm_head(states), atol=1e-5)
+
+
+@pytest.fixture
+def judged(part, build_step):
+    """Two sequences, a tree below the first: what was emitted, and where."""
+    draft = Draft(ints([20, 21, 22, 23]), ints([-1, -1, 1, 2]))
+    parts = [
+        part([10, 11], 3, [4, 2, 7], draft=draft),
+        part([30], 5, [1, 3]),
+    ]
+    step = build_step(parts, 4)
+    verdict = Verdict(
+        0,
+        emitted=ints([21, 22, 40, 41]),
+        emitted_start=ints([0, 3, 4]),
+        path=ints([1, 2]),
+        path_start=ints([0, 2, 2]),
+    )
+    return step, verdict
+
+
+def test_every_computed_token_knows_the_next(judged):
+    step, verdict = judged
+    ids = following(step, verdict)
+    # 10 11 | 20 21 22 23: the accepted 21 and 22 are rows 3 and 4
+    assert ids[[0, 1, 3, 4]].tolist() == [11, 21, 22, 40]
+    assert ids[6] == 41
+
+
+def test_a_partial_chunk_is_told_its_next_token(judged):
+    from dataclasses import replace
+
+    step, verdict = judged
+    step = replace(step, samples=np.array([True, False]), next_tokens=ints([-1, 77]))
+    verdict = replace(verdict, emitted=ints([21, 22, 40]), emitted_start=ints([0, 3, 3]))
+    assert following(step, verdict)[6] == 77
+
+
+def test_where_a_draft_goes_on(judged):
+    step, verdict = judged
+    ends = frontier(step, verdict)
+    assert ends.seqs.tolist() == [0]  # the second may not draft: it had no room for nodes
+    assert ends.rows.tolist() == [4]
+    assert ends.lens.tolist() == [3 + 2 + 2 + 1]
+    slots, known = committed(step, verdict, ends, block_size=4, room=2)
+    assert known.tolist() == [7]
+    # positions 0-4 by the table, then nodes 1 and 2 where they are: indices 6 and 7
+    assert slots[0, :7].tolist() == [16, 17, 18, 19, 8, 10, 11]
+    assert slots.shape == (1, 9)
+
+
+def test_drafts_and_sections_cross_processes(judged):
+    import pickle
+    from dataclasses import replace
+
+    _, verdict = judged
+    drafts = NextDrafts(ints([1, 2]), ints([-1, 0]), ints([0, 2, 2]), ints([8, 0]), 0.5)
+    back = wire.decode(wire.encode(replace(verdict, next_drafts=drafts)))
+    assert back.next_drafts.tokens.tolist() == [1, 2]
+    assert back.next_drafts.lens.tolist() == [8, 0]
+    for section in (
+        EagleConfig(speculative_model="m", use_dynamic_tree=True),
+        MedusaConfig(speculative_model="m", medusa_choices=[[0, 1], [1]]),
+    ):
+        again = pickle.loads(pickle.dumps(section))
+        assert again == section
+        assert again.max_nodes == section.max_nodes
