@@ -33,6 +33,7 @@ from ..workers.group import GroupTarget
 from .host import EngineHost
 
 log = logging.getLogger(__name__)
+_BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
 _IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
 
 
@@ -74,6 +75,7 @@ class Engine:
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
         self._num_failed_steps = 0
+        self._num_failed_in_a_row = 0
         self._logged_at, self._logged_lines = time.monotonic(), [""]
         report = loop.target.report  # type: ignore[attr-defined]
         self.info = EngineInfo(
@@ -231,16 +233,20 @@ class Engine:
     def _step(self) -> None:
         try:
             self._emit(self._loop.step())
+            self._num_failed_in_a_row = 0
         except WorkerDiedError as error:
             self._recover(error)
         except WorkerError as error:
-            # The step's requests fail; a lone rank is sound, several are stuck in a collective.
+            # The step's requests fail. Several ranks are stuck in a collective now; a lone one is
+            # sound, unless it fails again and again (a GPU whose context is lost does).
             self._num_failed_steps += 1
+            self._num_failed_in_a_row += 1
             log.error("a step failed: %s", error.message)
             message = f"the step of this request failed: {error.message.strip().splitlines()[-1]}"
             for request_id in self._loop.last_batch.request_ids:
                 self._emit(self._loop.abort(request_id, "error", message))
-            if self._config.tensor_parallel_size > 1:
+            broken = self._num_failed_in_a_row >= _BROKEN_AFTER
+            if broken or self._config.tensor_parallel_size > 1:
                 self._recover(error)
             elif len(self._loop.last_batch.kv_moves):
                 # They may not have run, also those of blocks that others hold or will find.

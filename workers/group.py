@@ -21,6 +21,7 @@ from .transport.channel import Channel, ThreadChannel
 from .worker import Worker, pick_device
 
 log = logging.getLogger(__name__)
+_JOIN_S = 10.0
 
 
 class WorkerGroup(Protocol):
@@ -156,7 +157,7 @@ class GroupDraftModel:
     def shutdown(self) -> None:
         self._closed.set()
         if self._reviving is not None:
-            self._reviving.join()
+            self._reviving.join(timeout=_JOIN_S)  # if it takes longer, it ends what it started
         if self._owned:
             self._group.shutdown()
 
@@ -169,3 +170,5 @@ class GroupDraftModel:
             self._group.restart()
         except OutriderError as error:
             log.warning("the draft workers did not come back: %s", error.message)
+        if self._closed.is_set():
+            self._group.shutdown()

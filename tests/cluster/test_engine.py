@@ -103,6 +103,24 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(tiny, plain):
         assert engine.stats()["running"] == 0
 
 
+def test_a_rank_that_fails_again_and_again_is_replaced(tiny, plain):
+    with engine_of(tiny.target) as engine:
+        group = engine._host.target_group
+        call, failures = group.call, [WorkerError("Traceback ...\nRuntimeError: context lost")] * 3
+
+        def broken(message):
+            if failures:
+                raise failures.pop()
+            return call(message)
+
+        group.call = broken
+        for _ in range(3):
+            _, last = complete(engine, PROMPTS[:1])
+            assert last["0"].finish_reason == "error"
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert engine.stats()["num_restarts"] == 1
+
+
 def test_abort_frees_the_cache(tiny):
     with engine_of(tiny.target) as engine:
         box = Box()

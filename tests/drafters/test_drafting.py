@@ -70,9 +70,7 @@ def test_statistics_are_llama_cpps(make_loop, request_of, drive):
         name = "known"
 
         def propose(self, batch, budgets):
-            return [
-                tree.chain([truth[done[0]], never, never][:n], "known") for n in budgets
-            ]
+            return [tree.chain([truth[done[0]], never, never][:n], "known") for n in budgets]
 
         def observe(self, batch, verdict):
             done[0] += len(verdict.tokens(0))
