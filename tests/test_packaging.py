@@ -57,11 +57,11 @@ def test_version_is_the_same_everywhere():
 
 
 def test_import_loads_neither_torch_nor_ray():
-    code = "import sys, outrider; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    code = "import sys, outrider; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == "[]"
+    assert not {"torch", "ray", "transformers", "numpy"} & set(result.stdout.split())
 
 
 def test_every_module_imports_without_a_gpu_or_a_cluster():
