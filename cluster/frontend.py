@@ -10,6 +10,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +86,7 @@ class Frontend:
             InvalidRequestError: one is not in the vocabulary.
         """
         for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise InvalidRequestError(f"{field}: {token_id!r} is no token id", field=field)
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequestError(
@@ -93,7 +94,7 @@ class Frontend:
                     f"(0 to {self.vocab_size - 1})",
                     field=field,
                 )
-        return Prompt(tuple(token_ids))
+        return Prompt(tuple(int(token_id) for token_id in token_ids))
 
     def chat_prompt(
         self,

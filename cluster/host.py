@@ -25,6 +25,7 @@ class EngineHost:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         target = describe(Path(config.model), tensor_parallel_size=config.tensor_parallel_size)
+        check_length(config, target.max_model_len)
         self.vocab_size = target.vocab_size
         self.tokenizer = Path(config.tokenizer or config.model)
         for field, section in draft_sections(config):
@@ -166,6 +167,15 @@ def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
     if section.placement == "colocated":
         return config.tensor_parallel_size
     return section.draft_tensor_parallel_size or 1
+
+
+def check_length(config: EngineConfig, limit: int) -> None:
+    """Raises `ConfigError` where `max_model_len` is beyond what the checkpoint was made for."""
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} exceeds the checkpoint's {limit}",
+            field="max_model_len",
+        )
 
 
 def check_vocabulary(

@@ -21,10 +21,11 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
     """
     from ..workers.model import describe
     from .frontend import Frontend
-    from .host import check_vocabulary, draft_sections, draft_size, head_section
+    from .host import check_length, check_vocabulary, draft_sections, draft_size, head_section
 
     size = config.tensor_parallel_size
     target = describe(Path(config.model), tensor_parallel_size=size)
+    check_length(config, target.max_model_len)
     Frontend(config, target)  # tokenizer and chat template
     facts: dict[str, Any] = {
         "model": config.model,
@@ -36,8 +37,6 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
-    if config.max_model_len is not None and config.max_model_len > target.max_model_len:
-        facts["context"] = f"{target.max_model_len} (the checkpoint's; max_model_len is larger)"
     for field, section in draft_sections(config):
         ranks = draft_size(config, section)
         check_vocabulary(config.model, section.speculative_model, ranks, field)

@@ -136,16 +136,18 @@ def _url(http: HttpOptions, route_prefix: str) -> str:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is treated like Ctrl-C, so that everything is taken down."""
+    """SIGTERM and Ctrl-C take everything down, also where a shell had SIGINT ignored."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, interrupt) for each in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
 
 
 def _deploy(

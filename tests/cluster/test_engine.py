@@ -183,6 +183,7 @@ def test_bad_settings_name_their_field(tiny):
             "speculative_config.speculative_model",
         ),
         ({"num_kv_blocks": 4, "max_model_len": 200}, None, ConfigError, "num_kv_blocks"),
+        ({"max_model_len": 257}, None, ConfigError, "max_model_len"),
     ]
     for options, speculative, kind, field in bad:
         options = {"model": tiny.target, **options}
