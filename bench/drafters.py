@@ -75,6 +75,7 @@ def measure(
                         "dtype": dtype,
                         "enable_prefix_caching": False,
                         "kv_cpu_bytes": 2**28,
+                        "resources": {"threads_per_worker": 1},  # the same for all
                         "speculative_config": SECTIONS[name],
                     }
                 ),
