@@ -107,7 +107,7 @@ def test_packed_linears(checkpoint, name, size, part, build_step, run_ranks, mon
     test_every_kind_of_step(checkpoint, name, size, part, build_step, run_ranks)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma2"])
 def test_greedy_equals_generate(checkpoint, name, size, part, build_step, run_ranks):
     path, oracle = checkpoint(name)
