@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..config import NGramCacheConfig
@@ -87,52 +87,64 @@ class CacheMemory(Memory):
         self.tenant = request.tenant
         self._dynamic, self._static = dynamic, static
         self.context: Tables = ({}, {}, {}, {})
-        self._masked = tuple(zip(self.context, _MASKS))
-        self._tail = 0  # the newest tokens, packed
-        tokens = self.tokens.tolist()
-        self.tokens = array(INT32)
-        self.learn(tokens)
+        self._masked = tuple(
+            (table, table.setdefault, mask) for table, mask in zip(self.context, _MASKS)
+        )
+        self._tail = 0  # the newest tokens that are counted, packed
 
     def find(self, budget: int) -> array[int] | None:
         known, tail, static_table = len(self.tokens), self._tail, self._static
-        found = array(INT32)
         if known < STATIC_ORDER:
             return None
+        if self.num_indexed < known:
+            tail = _packed(self.tokens[-ORDERS:])
+        found = array(INT32)
         static, dynamic, context = None, self._dynamic, self.context
         has_past = bool(dynamic[0])  # whatever was counted was counted at order 1 too
+        longest = context[-1].get
         for _ in range(budget):
-            if static_table:
-                static = static_table.get(tail & _MASKS[STATIC_ORDER - 1])
-            token = _draft(context, _LAX, tail, known, static)
-            if token < 0 and has_past:
-                token = _draft(dynamic, _STRICT, tail, known, static)
-            if token < 0 and static is not None:
-                token, count, total = _best(static, None)
-                if total < _STATIC_LEAST or 100 * count < _STATIC_PERCENT * total:
+            entry = longest(tail) if known >= ORDERS else None
+            if type(entry) is int:  # what is mostly so: one token only followed four
+                token = entry & TOKEN
+            else:
+                if static_table:
+                    static = static_table.get(tail & _MASKS[STATIC_ORDER - 1])
+                token = _draft(context, _LAX, tail, known, static)
+                if token < 0 and has_past:
+                    token = _draft(dynamic, _STRICT, tail, known, static)
+                if token < 0 and static is not None:
+                    token, count, total = _best(static, None)
+                    if total < _STATIC_LEAST or 100 * count < _STATIC_PERCENT * total:
+                        break
+                if token < 0:
                     break
-            if token < 0:
-                break
             found.append(token)
             tail, known = (tail << BITS | token) & _MASKS[-1], known + 1
         return found
 
-    def learn(self, emitted: list[int]) -> None:
-        known, tail = len(self.tokens), self._tail
-        tables = self._masked
-        for token in emitted:
-            for table, mask in tables if known >= ORDERS else tables[:known]:
+    def take(self, begin: int, end: int) -> None:
+        tail, tables = self._tail, self._masked
+        for known, token in enumerate(self.tokens[begin:end], begin):
+            first = token | ONE
+            for table, setdefault, mask in tables if known >= ORDERS else tables[:known]:
                 key = tail & mask
-                entry = table.get(key)
-                if entry is None:
-                    table[key] = token | ONE
-                elif isinstance(entry, int) and entry & TOKEN == token:
+                entry = setdefault(key, first)
+                if entry is first:
+                    continue
+                if type(entry) is int and entry & TOKEN == token:
                     table[key] = entry + ONE
                 else:
                     add(table, key, token)
             tail = (tail << BITS | token) & _MASKS[-1]
-            known += 1
         self._tail = tail
-        self.tokens.extend(emitted)
+
+
+def _packed(tokens: Iterable[int]) -> int:
+    """Tokens as a key."""
+    key = 0
+    for token in tokens:
+        key = key << BITS | token
+    return key
 
 
 class DynamicTables:
@@ -205,9 +217,10 @@ class DynamicTables:
 
 
 def _entries(tables: Tables) -> Iterator[tuple[int, int, Entry]]:
+    """Every entry, taken out: a table that goes at once would hold up a step."""
     for order, table in enumerate(tables):
-        for key, entry in table.items():
-            yield order, key, entry
+        for key in list(table):
+            yield order, key, table.pop(key)
 
 
 def _as_tables(arrays: Arrays) -> Tables:

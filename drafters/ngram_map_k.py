@@ -16,13 +16,13 @@ import numpy as np
 
 from ..config import NGramMapK4VConfig, NGramMapKConfig
 from ..scheduler.types import Request
-from .lookup import INT32, LookupDrafter, Memory
+from .lookup import INT32, JudgingMemory, LookupDrafter
 
 _FACTOR = 2654435761
 _MASK = 2**18 - 1  # the hash has 32 bits, but its low ones never depend on the high ones
 
 
-class MapMemory(Memory):
+class MapMemory(JudgingMemory):
     """The table of one request; a dict, as few of the slots are ever taken."""
 
     __slots__ = ("_check_rate", "_checked", "_factor_n", "_m", "_n", "_next", "_slots", "_table")
@@ -36,8 +36,6 @@ class MapMemory(Memory):
         self._slots = array(INT32)  # of the n-gram that begins at each index
         self._table: dict[int, int] = {}  # slot -> index of the n-gram that has it
         self._next = 1  # the first n-gram that is not in the table; index 0 means "no match"
-        self._hash_all()
-        self._index(self._end())
 
     def after(self, match: int) -> array[int] | None:
         """The draft where the key was found at `match`."""
@@ -50,8 +48,10 @@ class MapMemory(Memory):
         length = len(self.tokens) - 1
         if length < 2 * self._n + self._m or 0 < length - self._checked < self._check_rate:
             return None
+        if self.num_indexed <= length:
+            return None  # what waits is not to be scanned
         self._checked = length
-        tokens, n, end = self.tokens, self._n, self._end()
+        tokens, n, end = self.tokens, self._n, self._end(length + 1)
         key = tokens[-n:]
         match = self._table.get(self._slots[-1])
         if match is not None and tokens[match : match + n] != key:
@@ -64,23 +64,32 @@ class MapMemory(Memory):
         self._index(end)
         return None if match is None else self.after(match)
 
-    def learn(self, emitted: list[int]) -> None:
+    def take(self, begin: int, end: int) -> None:
+        self._hash(end)
+        self._index(self._end(end))
+
+    def learn(self, emitted: list[int]) -> int:
+        """New n-grams have their slots; into the table they come when something is looked up."""
         tokens, n, slots = self.tokens, self._n, self._slots
-        if not slots:
+        if self.num_indexed < len(tokens):
             tokens.extend(emitted)
-            self._hash_all()
-            return
-        slot, factor, factor_n = slots[-1], _FACTOR & _MASK, self._factor_n
+            return 0
         leaving = tokens[-n:]
+        tokens.extend(emitted)
+        self.num_indexed = len(tokens)
+        if not slots:
+            self._hash(len(tokens))
+            return len(emitted)
+        slot, factor, factor_n = slots[-1], _FACTOR & _MASK, self._factor_n
         leaving.extend(emitted)
         for gone, token in zip(leaving, emitted):
             slot = (slot * factor + token - gone * factor_n) & _MASK
             slots.append(slot)
-        tokens.extend(emitted)
+        return len(emitted)
 
-    def _end(self) -> int:
-        """Where n-grams begin that are not old enough to be matched."""
-        return len(self.tokens) - 1 - self._n - self._m - 1
+    def _end(self, num_tokens: int) -> int:
+        """Where n-grams begin that are not old enough to be matched in so many tokens."""
+        return num_tokens - 1 - self._n - self._m - 1
 
     def _index(self, end: int) -> None:
         table, slots = self._table, self._slots
@@ -90,12 +99,13 @@ class MapMemory(Memory):
                 self.repeated(first, index)
         self._next = max(self._next, end)
 
-    def _hash_all(self) -> None:
-        """The slots of all n-grams, from the left: h = h * factor + token, n times."""
-        num_slots = len(self.tokens) - self._n + 1
+    def _hash(self, end: int) -> None:
+        """The slots of n-grams up to token `end`: h = h * factor + token, from the left."""
+        begin = len(self._slots)
+        num_slots = end - self._n + 1 - begin
         if num_slots <= 0:
             return
-        tokens = np.array(self.tokens, dtype=np.uint32)
+        tokens = np.array(self.tokens[begin:end], dtype=np.uint32)
         slots = np.zeros(num_slots, dtype=np.uint32)
         for offset in range(self._n):
             slots *= np.uint32(_FACTOR)

@@ -34,18 +34,20 @@ class _Value:
 class _Key:
     """What followed one n-gram so far."""
 
-    occurrences: list[int]  # counted already up to `num_counted`
-    num_counted: int = 0
+    first: int  # occurrence
+    counted: int = 0  # the last occurrence that is counted
     num_hits: int = 0
     values: list[_Value] = field(default_factory=list)
 
 
 class MapK4VMemory(MapMemory):
-    """The continuations of keys that were looked up or occur again."""
+    """Where n-grams occur again, and the continuations of those that were looked up."""
 
-    __slots__ = ("_keys", "_last", "_min_hits")
+    __slots__ = ("_again", "_keys", "_last", "_min_hits", "_newest")
 
     def __init__(self, request: Request, config: NGramMapK4VConfig) -> None:
+        self._again: dict[int, int] = {}  # index of an n-gram -> where it occurs next
+        self._newest: dict[int, int] = {}  # the n-gram's first index -> its last
         self._keys: dict[int, _Key] = {}  # by the n-gram's first index
         self._min_hits = config.min_hits
         self._last: _Value | None = None  # drafted
@@ -54,10 +56,13 @@ class MapK4VMemory(MapMemory):
     def repeated(self, first: int, index: int) -> None:
         tokens, n = self.tokens, self._n
         if tokens[first : first + n] == tokens[index : index + n]:
-            self._key(first).occurrences.append(index)
+            self._again[self._newest.get(first, first)] = index
+            self._newest[first] = index
 
     def after(self, match: int) -> array[int] | None:
-        key = self._key(match)
+        key = self._keys.get(match)
+        if key is None:
+            key = self._keys[match] = _Key(match)
         key.num_hits = min(key.num_hits + 1, _MAX_COUNT)
         if key.num_hits < self._min_hits:
             return None
@@ -73,27 +78,22 @@ class MapK4VMemory(MapMemory):
         assert self._last is not None, "a draft has its continuation"
         self._last.limit = num_accepted
 
-    def _key(self, first: int) -> _Key:
-        key = self._keys.get(first)
-        if key is None:
-            key = self._keys[first] = _Key([first])
-        return key
-
     def _count(self, key: _Key) -> None:
         m = self._m
-        for index in key.occurrences[key.num_counted :]:
+        index = self._again.get(key.counted) if key.values else key.first
+        while index is not None:
+            key.counted = index
             begin = index + self._n
             follows = self.tokens[begin : begin + m]
             for value in key.values:
                 if value.tokens == follows:
                     break
             else:
-                if len(key.values) == _MAX_VALUES:
-                    continue
                 value = _Value(follows, m)
-                key.values.append(value)
+                if len(key.values) < _MAX_VALUES:
+                    key.values.append(value)
             value.count = min(value.count + 1, _MAX_COUNT)
-        key.num_counted = len(key.occurrences)
+            index = self._again.get(index)
 
 
 class NGramMapK4V(LookupDrafter[MapK4VMemory]):

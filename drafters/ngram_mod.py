@@ -8,6 +8,9 @@ the pool until a slot is empty, up to `max_draft_len` (n_max), and is dropped be
 A pool is shared by the requests of a tenant, never between tenants. There are at most `max_pools`;
 the one that idled longest gives way to a new tenant, and while all are in use a further tenant's
 requests go without drafts.
+
+A step indexes a bounded number of tokens, a long prompt over several. All pools are one array, so
+that a step rolls through all of them at once.
 """
 
 from __future__ import annotations
@@ -30,84 +33,111 @@ Slots = NDArray[np.uint32]
 NUM_SLOTS = 4 * 1024 * 1024
 _FACTOR = 6364136223846793005
 _MASK = np.uint32(NUM_SLOTS - 1)
-_EMPTY = np.uint32(0xFFFFFFFF)  # -1
+_EPOCH = np.uint32(2**24)  # above every token
 _MAX_LAG = 32  # n-grams are indexed when the oldest missing one begins further back than this
 _MAX_OCCUPANCY = 0.25  # after a prompt; above it the pool is wiped
 _LOW_FRACTION, _MAX_LOW = 0.25, 5  # so many drafts in a row accepted less than this: wiped
 _ADVISED_N = 16  # llama.cpp's advice: shorter n-grams match by chance
 _CHECK_EVERY = 8  # columns rolled between looks at whether any row is still alive
+_MAX_INDEXED = 4096  # tokens a step
 
 
-class ModPool:
-    """A tenant's slots."""
+class ModPools:
+    """All pools, in one array that takes up memory as they fill.
 
-    def __init__(self, n_match: int) -> None:
-        self.slots = np.full(NUM_SLOTS, _EMPTY, dtype=np.uint32)
-        self.used = 0
-        self.num_requests = 0
-        self._n = n_match
+    A slot holds a token and, above it, the pool's epoch; of another epoch it is empty, so that a
+    pool is wiped by a new one.
+    """
+
+    def __init__(self, max_pools: int, n_match: int) -> None:
+        self.slots = np.zeros((max_pools, NUM_SLOTS), dtype=np.uint32)
+        self.epochs = np.zeros(max_pools, dtype=np.uint32)
         powers = [pow(_FACTOR, n_match - 1 - index, NUM_SLOTS) for index in range(n_match)]
-        self._powers = np.array(powers, dtype=np.uint32)
+        self.powers = np.array(powers, dtype=np.uint32)
         self._factor = np.uint32(_FACTOR % NUM_SLOTS)
         self._factor_n = np.uint32(pow(_FACTOR, n_match, NUM_SLOTS))
-
-    def add(self, tokens: IntArray) -> None:
-        """Learns what follows every n-gram of `tokens` ([any])."""
-        if len(tokens) <= self._n:
-            return
-        where = np.correlate(tokens[:-1].view(np.uint32), self._powers) & _MASK
-        fresh = where[self.slots[where] == _EMPTY]
-        self.used += len(np.unique(fresh)) if len(fresh) > 1 else len(fresh)
-        self.slots[where] = tokens[self._n :].view(np.uint32)  # the last of equals stays
-
-    def wipe(self) -> None:
-        self.slots.fill(_EMPTY)
-        self.used = 0
 
     def roll(
         self,
         tails: Slots,  # [n_match, num_rows]
+        numbers: Slots,  # [num_rows], whose pools
         num_steps: int,
     ) -> tuple[IntArray, IntArray]:
         """Successors ([num_steps, num_rows]) and how many there are ([num_rows])."""
-        num_rows = tails.shape[1]
-        rolled = np.empty((self._n + num_steps, num_rows), dtype=np.uint32)
-        rolled[: self._n] = tails
-        where = (tails * self._powers[:, None]).sum(axis=0, dtype=np.uint32)
-        where &= _MASK
-        gone = np.empty(num_rows, dtype=np.uint32)
+        n, num_rows = tails.shape
+        flat, epochs = self.slots.reshape(-1), self.epochs[numbers]
+        begins = numbers * np.uint32(NUM_SLOTS)
+        rolled = np.empty((n + num_steps, num_rows), dtype=np.uint32)
+        rolled[:n] = tails
+        where = (tails * self.powers[:, None]).sum(axis=0, dtype=np.uint32)
+        gone, slots = np.empty_like(where), np.empty_like(where)
         done = 0
         for done in range(1, num_steps + 1):
-            found = rolled[self._n + done - 1]
-            self.slots.take(where, out=found, mode="clip")
-            if (done == 1 or done % _CHECK_EVERY == 0) and bool((found == _EMPTY).all()):
+            found = rolled[n + done - 1]
+            np.bitwise_and(where, _MASK, out=slots)
+            slots += begins
+            flat.take(slots, out=found, mode="clip")
+            found ^= epochs
+            if (done == 1 or done % _CHECK_EVERY == 0) and bool((found >= _EPOCH).all()):
                 break
             np.multiply(rolled[done - 1], self._factor_n, out=gone)
             where *= self._factor
             where += found
             where -= gone
-            where &= _MASK
-        found = rolled[self._n : self._n + done]
-        empty = found == _EMPTY  # what was rolled on from there is noise
+        found = rolled[n : n + done]
+        empty = found >= _EPOCH  # what was rolled on from there is noise
         lengths = np.where(empty.any(axis=0), empty.argmax(axis=0), done)
         return found.view(np.int32), lengths.astype(np.int32)
+
+
+class ModPool:
+    """A tenant's slots."""
+
+    def __init__(self, pools: ModPools, number: int) -> None:
+        self.number = number
+        self.num_requests = 0
+        self._epochs, self._powers = pools.epochs, pools.powers
+        self._slots = pools.slots[number]
+        self.wipe()
+
+    def add(self, tokens: IntArray) -> None:
+        """Learns what follows every n-gram of `tokens` ([any])."""
+        size, slots, epoch = len(self._powers), self._slots, self._epochs[self.number]
+        if len(tokens) <= size:
+            return
+        where = np.correlate(tokens[:-1].view(np.uint32), self._powers) & _MASK
+        fresh = where[slots[where] ^ epoch >= _EPOCH]
+        if len(fresh):  # of those that share a slot, the last to come leaves its mark
+            marks = np.arange(len(fresh), dtype=np.uint32)
+            slots[fresh] = marks
+            self.used += int(np.count_nonzero(slots[fresh] == marks))
+        slots[where] = tokens[size:].view(np.uint32) | epoch  # the last of equals stays
+
+    def wipe(self) -> None:
+        self.used = 0
+        epoch = (int(self._epochs[self.number]) + int(_EPOCH)) % 2**32
+        if not epoch:  # all epochs have been
+            self._slots.fill(0)
+            epoch = int(_EPOCH)
+        self._epochs[self.number] = epoch
 
 
 class _Rolling:
     """One request: its tokens, how far they are indexed, and its run of bad drafts."""
 
-    __slots__ = ("drafted", "num_indexed", "num_low", "pool", "tokens")
+    __slots__ = ("drafted", "is_opening", "num_indexed", "num_low", "pool", "tokens")
 
     def __init__(self, request: Request, pool: ModPool) -> None:
         self.tokens = TokenBuffer(request.prompt, request.emitted)
         self.pool = pool
+        self.is_opening = True  # its prompt is not indexed to the end
         self.num_indexed = 0  # n-grams
         self.num_low = 0
         self.drafted: list[int] = []
 
 
 class NGramMod:
-    """Drafts by rolling through the pool of the request's tenant, all requests at once."""
+    """Drafts by rolling through the pools of the requests' tenants, all requests at once."""
 
     name = "ngram_mod"
     needs = Needs()
@@ -116,8 +146,19 @@ class NGramMod:
         self._config = config
         if config.n_match < _ADVISED_N:
             log.warning("n_match is %d; below %d drafts are poor", config.n_match, _ADVISED_N)
+        self._memory = ModPools(config.max_pools, config.n_match)
         self._pools: dict[str, ModPool] = {}  # by tenant, least recently opened first
         self._requests: dict[str, _Rolling] = {}
+        self._left = _MAX_INDEXED  # tokens that this step may index yet
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that are known and not indexed yet."""
+        return sum(
+            len(each.tokens) - each.num_indexed
+            for each in self._requests.values()
+            if each.is_opening
+        )
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -127,13 +168,11 @@ class NGramMod:
             pool.num_requests += 1
             rolling = self._requests[request.id] = _Rolling(request, pool)
             self._index(rolling)
-            if pool.used > _MAX_OCCUPANCY * NUM_SLOTS:
-                pool.wipe()
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
         n = self._config.n_match
-        rows: dict[int, list[tuple[int, int, _Rolling]]] = {}  # by pool
+        asked: list[tuple[int, int, _Rolling]] = []
         for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
             rolling = self._requests.get(request_id)
             if rolling is None:
@@ -143,8 +182,8 @@ class NGramMod:
                 continue
             if len(rolling.tokens) - 1 > rolling.num_indexed + _MAX_LAG:
                 self._index(rolling)
-            rows.setdefault(id(rolling.pool), []).append((row, budget, rolling))
-        for asked in rows.values():
+            asked.append((row, budget, rolling))
+        if asked:
             self._roll(asked, drafts)
         return drafts
 
@@ -157,6 +196,7 @@ class NGramMod:
                 if rolling.drafted:
                     self._judge(rolling, emitted.tolist())
                 rolling.tokens.extend(emitted)
+        self._left = _MAX_INDEXED
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -171,30 +211,40 @@ class NGramMod:
     def _pool(self, tenant: str) -> ModPool | None:
         pool = self._pools.pop(tenant, None)
         if pool is None:
-            if len(self._pools) >= self._config.max_pools:
+            number = len(self._pools)
+            if number >= self._config.max_pools:
                 idle = next((t for t, p in self._pools.items() if p.num_requests == 0), None)
                 if idle is None:
                     return None
-                del self._pools[idle]
-            pool = ModPool(self._config.n_match)
+                number = self._pools.pop(idle).number
+            pool = ModPool(self._memory, number)
         self._pools[tenant] = pool
         return pool
 
     def _index(self, rolling: _Rolling) -> None:
-        """All n-grams whose successor is in the history (all tokens but the newest)."""
+        """N-grams whose successor is in the history (all tokens but the newest), while it lasts."""
+        n, begin = self._config.n_match, rolling.num_indexed
         history = rolling.tokens.view[:-1]
-        rolling.pool.add(history[rolling.num_indexed :])
-        rolling.num_indexed = max(rolling.num_indexed, len(history) - self._config.n_match)
+        end = min(len(history), begin + n + self._left)
+        if end - n > begin:
+            rolling.pool.add(history[begin:end])
+            rolling.num_indexed = end - n
+            self._left -= end - n - begin
+        if rolling.is_opening and end == len(history):
+            rolling.is_opening = False
+            if rolling.pool.used > _MAX_OCCUPANCY * NUM_SLOTS:
+                rolling.pool.wipe()
 
     def _roll(self, asked: list[tuple[int, int, _Rolling]], drafts: list[Draft]) -> None:
-        """Drafts for rows of one pool."""
+        """Drafts for the rows that asked."""
         n, n_min = self._config.n_match, self._config.n_min
         tails = np.empty((len(asked), n), dtype=np.uint32)
         for index, (_, _, rolling) in enumerate(asked):
             tails[index] = rolling.tokens.view[-n:]
+        numbers = np.array([rolling.pool.number for _, _, rolling in asked], dtype=np.uint32)
         longest = max(max(budget for _, budget, _ in asked), n_min)
-        found, lengths = asked[0][2].pool.roll(
-            np.ascontiguousarray(tails.T), min(longest, self._config.max_draft_len)
+        found, lengths = self._memory.roll(
+            np.ascontiguousarray(tails.T), numbers, min(longest, self._config.max_draft_len)
         )
         for index, length in enumerate(lengths.tolist()):
             row, budget, rolling = asked[index]

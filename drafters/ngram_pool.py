@@ -1,103 +1,39 @@
-"""What n-grams are looked up in: a table of one sequence's positions, and a pool of several's text.
+"""Patterns of several requests' text and what followed them; pools by who shares them.
 
 Called by `ngram.py`. The published rules (TensorRT-LLM, see there) come to less than they say: a
 match longer than the first stored one always replaces the whole set, with or without
-`is_keep_all`. So the oldest match is the first of the longest, and one match per pattern is enough;
-in one sequence it is what follows the pattern's first occurrence.
+`is_keep_all`. So the oldest match is the first of the longest, and one match per pattern is enough.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..config import NGramConfig
-from ..scheduler.sequence import TokenBuffer
 from ..scheduler.types import IntArray
+from .ngram_index import FACTOR, MASK
+from .pool import PoolLink
+from .protocol import DraftFault
 
 Tokens = tuple[int, ...]
-_MASK = (1 << 61) - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd and without structure, so that short n-grams do not collide
-_FEW = 64  # tokens from which on numpy is worth its calls
 _MAX_MATCHES = 256  # kept per pattern where the newest is wanted
 
 
-class FirstSeen:
-    """Where each n-gram of one sequence came first."""
-
-    def __init__(self, config: NGramConfig, tokens: TokenBuffer) -> None:
-        self.tokens = tokens
-        self._max_draft_len = config.max_draft_len
-        self._min_size = config.min_matching_ngram_size
-        sizes = range(config.max_matching_ngram_size)
-        self._powers = [pow(_FACTOR, size, _MASK + 1) for size in sizes]
-        self._after: list[dict[int, int]] = [{} for _ in sizes]  # key -> index of what followed
-        self._num_learnt = 0  # tokens known as what followed
-
-    def learn(self, max_tokens: int) -> int:
-        """Takes in what is new, up to so many tokens; how many it was."""
-        begin = self._num_learnt
-        count = min(max_tokens, len(self.tokens) - begin)
-        if count > 0:
-            self._num_learnt += count
-            start = max(0, begin - len(self._powers))
-            tokens = self.tokens.view[start : begin + count]
-            index = self._index_few if count < _FEW else self._index_many
-            index(tokens, start, begin)
-        return max(0, count)
-
-    def find(self) -> IntArray:
-        """What followed the longest known tail before; empty if none is known."""
-        tail = self.tokens.view[-len(self._powers) :].tolist()
-        key, begin = 0, len(self.tokens)
-        for size, (token, power, after) in enumerate(
-            zip(reversed(tail), self._powers, self._after, strict=False), start=1
-        ):
-            key = (key + token * power) & _MASK
-            found = after.get(key)
-            if found is None:  # and so is no longer one
-                break
-            if size >= self._min_size:
-                begin = found
-        return self.tokens.view[begin : begin + self._max_draft_len]
-
-    def _index_few(self, window: IntArray, start: int, begin: int) -> None:
-        """The n-grams before every index from `begin` on; `window` begins at index `start`."""
-        tokens, powers, tables = window.tolist(), self._powers, self._after
-        longest = len(powers)
-        for index in range(begin - start, len(tokens)):
-            key = 0
-            for size in range(min(longest, index)):
-                key = (key + tokens[index - 1 - size] * powers[size]) & _MASK
-                tables[size].setdefault(key, start + index)
-
-    def _index_many(self, window: IntArray, start: int, begin: int) -> None:
-        """As `_index_few`, at numpy's speed."""
-        tokens, end = window.astype(np.uint64), start + len(window)
-        keys, first = np.zeros(end - begin, dtype=np.uint64), begin  # keys of [first, end)
-        for size, (power, table) in enumerate(zip(self._powers, self._after, strict=True), start=1):
-            keys, first = keys[max(0, size - first) :], max(first, size)
-            keys = keys + tokens[first - size - start : max(0, end - size - start)] * np.uint64(
-                power
-            )
-            masked = (keys & np.uint64(_MASK)).tolist()
-            deque(map(table.setdefault, masked, range(first, end)), maxlen=0)
-
-
 class NGramPool:
-    """Patterns and what followed them; the pattern used longest ago is first to go."""
+    """Patterns, by hash, and their matches; the pattern used longest ago is first to go."""
 
     def __init__(self, config: NGramConfig) -> None:
-        self._max_draft_len = config.max_draft_len
+        self.max_draft_len = config.max_draft_len
         self.max_size = config.max_matching_ngram_size
         self._min_size = config.min_matching_ngram_size
         self._oldest = config.is_use_oldest
-        self._matches: OrderedDict[Tokens, Tokens] = OrderedDict()  # the one that counts
+        self._powers = [pow(FACTOR, size, MASK + 1) for size in range(self.max_size)]
+        self._matches: OrderedDict[int, Tokens] = OrderedDict()  # the one that counts
         # Where that is the newest: all matches, of patterns that have several, oldest first.
-        self._all: dict[Tokens, dict[Tokens, None]] = {}
-        self._cut_short: dict[Tokens, list[Tokens]] = {}  # of these, the matches cut short
+        self._all: dict[int, dict[Tokens, None]] = {}
+        self._cut_short: dict[int, list[Tokens]] = {}  # of these, the matches cut short
 
     def __len__(self) -> int:
         return len(self._matches)
@@ -105,66 +41,165 @@ class NGramPool:
     @property
     def num_overlap(self) -> int:
         """Tokens before a new one whose patterns it can still make longer."""
-        return self._max_draft_len + self.max_size - 1
+        return self.max_draft_len + self.max_size - 1
 
-    def update(self, tokens: Sequence[int], num_known: int = 0) -> None:
-        """Learns every pattern of `tokens` (a window; matches may be cut short by its end).
+    def learn(self, tokens: array[int] | IntArray, begin: int, end: int, *, is_over: bool) -> None:
+        """Learns a text up to `end`, of which what is before `begin` was learnt before.
+
+        Matches that `end` cuts short are left for the next call, unless the text is over.
+        """
+        start = max(0, begin - self.num_overlap)
+        self.update(tokens[start:end].tolist(), begin - start, is_over=is_over)
+
+    def update(self, window: Sequence[int], num_known: int = 0, *, is_over: bool = True) -> None:
+        """Learns every pattern of `window`, matches cut short by its end only if it `is_over`.
 
         The first `num_known` were learnt before: matches that they fill alone are skipped.
         """
-        window = tuple(tokens)
-        store = self._store_longest if self._oldest else self._store_newest
-        for end in range(max(1, num_known - self._max_draft_len + 1), len(window)):
-            match = window[end : end + self._max_draft_len]
-            for begin in range(end - 1, max(-1, end - 1 - self.max_size), -1):
-                store(window[begin:end], match)
+        length, longest, powers = self.max_draft_len, self.max_size, self._powers
+        matches, store = self._matches, None if self._oldest else self._store_newest
+        stop = len(window) if is_over else len(window) - length + 1
+        for end in range(max(1, num_known - length + 1), stop):
+            match, key = tuple(window[end : end + length]), 0
+            before = window[max(0, end - longest) : end]
+            for token, power in zip(reversed(before), powers):
+                key = (key + (token + 1) * power) & MASK
+                if store is not None:
+                    store(key, match)
+                elif len(matches.setdefault(key, match)) < len(match):
+                    matches[key] = match
 
-    def find(self, tail: Tokens) -> Tokens:
-        """What followed the longest known suffix of `tail`; empty if none is known."""
-        for size in range(len(tail), self._min_size - 1, -1):
-            pattern = tail[len(tail) - size :]
-            match = self._matches.get(pattern)
+    def find(self, tail: Sequence[int]) -> tuple[int, Tokens]:
+        """Size of the longest known suffix of `tail`, and what followed it; (0, ()) if none is."""
+        keys, key = [], 0
+        for token, power in zip(reversed(tail), self._powers):
+            key = (key + (token + 1) * power) & MASK
+            keys.append(key)
+        for size in range(len(keys), self._min_size - 1, -1):
+            match = self._matches.get(keys[size - 1])
             if match is not None:
-                self._matches.move_to_end(pattern)
-                return match
-        return ()
+                self._matches.move_to_end(keys[size - 1])
+                return size, match
+        return 0, ()
 
-    def evict(self) -> None:
-        """Forgets the pattern that was used longest ago."""
-        pattern, _ = self._matches.popitem(last=False)
-        self._all.pop(pattern, None)
-        self._cut_short.pop(pattern, None)
+    def evict(self, count: int) -> None:
+        """Forgets patterns that were used longest ago."""
+        for _ in range(count):
+            key, _ = self._matches.popitem(last=False)
+            if key in self._all:
+                del self._all[key]
+                self._cut_short.pop(key, None)
 
-    def _store_longest(self, pattern: Tokens, match: Tokens) -> None:
-        stored = self._matches.get(pattern)
-        if stored is None or len(stored) < len(match):
-            self._matches[pattern] = match
-
-    def _store_newest(self, pattern: Tokens, match: Tokens) -> None:
-        newest = self._matches.get(pattern)
-        if newest is None:
-            self._matches[pattern] = match
+    def _store_newest(self, key: int, match: Tokens) -> None:
+        newest = self._matches.setdefault(key, match)
+        if newest is match:
             return
-        stored, full = self._all.get(pattern), self._max_draft_len
+        stored, full = self._all.get(key), self.max_draft_len
         if stored is None:
             if len(newest) < len(match):
-                self._matches[pattern] = match
+                self._matches[key] = match
             if len(newest) < len(match) or newest == match:
                 return
-            stored = self._all[pattern] = {newest: None}
+            stored = self._all[key] = {newest: None}
             if len(newest) < full:
-                self._cut_short[pattern] = [newest]
+                self._cut_short[key] = [newest]
         elif match in stored:
             return
-        short = self._cut_short.pop(pattern, [])
-        for shorter in [key for key in short if len(key) < len(match)]:
+        short = self._cut_short.pop(key, [])
+        for shorter in [each for each in short if len(each) < len(match)]:
             stored.pop(shorter, None)
-        short = [key for key in short if len(key) >= len(match)]
+        short = [each for each in short if len(each) >= len(match)]
         if len(match) < full:
             short.append(match)
         if short:
-            self._cut_short[pattern] = short
+            self._cut_short[key] = short
         if len(stored) == _MAX_MATCHES:
             del stored[next(iter(stored))]
         stored[match] = None
-        self._matches[pattern] = match
+        self._matches[key] = match
+
+
+class SharedPools:
+    """Pools by who shares them, and the texts that are still to be learnt.
+
+    All pools together hold at most `pool_max_patterns`; the sharers that were served longest ago
+    lose theirs first, and of theirs those used longest ago.
+    """
+
+    def __init__(self, config: NGramConfig, link: PoolLink | None) -> None:
+        self._config = config
+        self._link = link
+        self._pools: OrderedDict[str, NGramPool] = OrderedDict()  # served longest ago first
+        # Sharer, text, and how much of it was learnt.
+        self._backlog: deque[tuple[str, array[int] | IntArray, int]] = deque()
+        self.num_waiting = 0  # tokens in it
+
+    @property
+    def are_linked(self) -> bool:
+        return self._link is not None
+
+    def open(self, sharer: str) -> NGramPool:
+        """The pool of a request that is about to be served."""
+        pool = self._pool(sharer)
+        self._pools.move_to_end(sharer)
+        return pool
+
+    def publish(self, sharer: str, tokens: IntArray) -> None:
+        if self._link is not None:
+            self._link.publish(sharer, tokens)
+
+    def gather(self, sharers: set[str], max_tokens: int) -> None:
+        """Learns what waits and what others published, up to so many tokens.
+
+        Raises:
+            DraftFault: the link failed; the pools are as they were.
+        """
+        if self._link is not None:
+            for sharer in sharers if not self._backlog else ():
+                for window in self._link.poll(sharer):
+                    self.postpone(sharer, window)
+        while self._backlog and max_tokens > 0:
+            sharer, text, begin = self._backlog.popleft()
+            end = min(len(text), begin + max_tokens)
+            self._pool(sharer).learn(text, begin, end, is_over=end == len(text))
+            if end < len(text):
+                self._backlog.appendleft((sharer, text, end))
+            self.num_waiting -= end - begin
+            max_tokens -= max(1, end - begin)
+        self._evict(sharers)
+        fault = None if self._link is None else self._link.take_fault()
+        if fault is not None:
+            raise DraftFault("the shared pool failed; its text is missing for a while") from fault
+
+    def postpone(self, sharer: str, text: array[int] | IntArray, num_learnt: int = 0) -> None:
+        """A text to be learnt when there is time; too much, and the oldest is dropped."""
+        self._backlog.append((sharer, text, num_learnt))
+        self.num_waiting += len(text) - num_learnt
+        while self.num_waiting > self._config.pool_max_patterns:
+            _, dropped, begin = self._backlog.popleft()
+            self.num_waiting -= len(dropped) - begin
+
+    def shutdown(self) -> None:
+        self._pools.clear()
+        self._backlog.clear()
+        self.num_waiting = 0
+        if self._link is not None:
+            self._link.shutdown()
+
+    def _evict(self, in_use: set[str]) -> None:
+        excess = sum(map(len, self._pools.values())) - self._config.pool_max_patterns
+        for sharer in list(self._pools) if excess > 0 else ():
+            pool = self._pools[sharer]
+            count = min(excess, len(pool))
+            pool.evict(count)
+            excess -= count
+            if not len(pool) and sharer not in in_use:
+                del self._pools[sharer]
+            if excess == 0:
+                return
+
+    def _pool(self, sharer: str) -> NGramPool:
+        pool = self._pools.get(sharer)
+        if pool is None:
+            pool = self._pools[sharer] = NGramPool(self._config)
+        return pool

@@ -27,7 +27,6 @@ class SimpleMemory(Memory):
         self._checked = 0  # history's length at the last look-up
         self._last: dict[int, int] = {}
         self._next = 1  # the first n-gram that is not in the index; index 0 means "no match"
-        self._index()
 
     def find(self, budget: int) -> array[int] | None:
         tokens, n = self.tokens, self._n
@@ -43,13 +42,9 @@ class SimpleMemory(Memory):
             return None
         return tokens[match + n : min(match + n + self._m, length)]
 
-    def learn(self, emitted: list[int]) -> None:
-        self.tokens.extend(emitted)
-        self._index()
-
-    def _index(self) -> None:
+    def take(self, begin: int, end: int) -> None:
         """Indexes what has become old enough: n-grams that end before the history's last token."""
-        end = len(self.tokens) - 1 - self._n
+        end -= 1 + self._n
         if end <= self._next:
             return
         n, last, width = self._n, self._last, self.tokens.itemsize

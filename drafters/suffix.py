@@ -27,7 +27,6 @@ from .lookup import INT32, LookupDrafter, Memory, chain
 from .protocol import Needs
 from .suffix_index import ROOT, SuffixIndex
 
-_INDEXED_PER_STEP = 64  # tokens of finished requests
 _MAX_TENANTS = 1024  # whose past is kept
 
 
@@ -74,18 +73,19 @@ class Speculator:
     def _chain(
         self, index: SuffixIndex, state: int, total: int, limit: int
     ) -> tuple[float, list[int], list[int]]:
-        following, count, likeliest = index.next, index.count, index.best
+        count, best, after_best = index.count, index.best, index.after_best
         prob, score = 1.0, 0.0
         tokens: list[int] = []
         for _ in range(limit):
-            token = likeliest[state]
+            token = best[state]
             if token < 0:
                 break
-            state = following[state][token]
-            prob *= count[state] / total
-            if prob < self._min_prob:
-                break
-            total = count[state]
+            state = after_best[state]
+            if count[state] != total:
+                prob *= count[state] / total
+                if prob < self._min_prob:
+                    break
+                total = count[state]
             score += prob
             tokens.append(token)
         return score, tokens, []
@@ -93,16 +93,22 @@ class Speculator:
     def _tree(
         self, index: SuffixIndex, state: int, total: int, limit: int
     ) -> tuple[float, list[int], list[int]]:
-        following, count, least = index.next, index.count, self._min_prob
+        count, others, least = index.count, index.others, self._min_prob
         prob, score, parent = 1.0, 0.0, -1
         tokens: list[int] = []
         parents: list[int] = []
         heap: list[tuple[float, int, int, int]] = []  # (-probability, parent, token, state)
         while len(tokens) < limit:
-            for token, after in following[state].items():
+            if state in others:
+                for token, after in others[state].items():
+                    share = prob * (count[after] / total)
+                    if share >= least:
+                        heapq.heappush(heap, (-share, parent, token, after))
+            elif index.best[state] >= 0:
+                after = index.after_best[state]
                 share = prob * (count[after] / total)
                 if share >= least:
-                    heapq.heappush(heap, (-share, parent, token, after))
+                    heapq.heappush(heap, (-share, parent, index.best[state], after))
             if not heap:
                 break
             negative, node, token, state = heapq.heappop(heap)
@@ -141,15 +147,16 @@ class SuffixMemory(Memory):
         self.tenant, self.num_prompt = request.tenant, len(request.prompt)
         self._speculator, self._past = speculator, past
         self._index = SuffixIndex(depth)
-        self._index.extend(self.tokens)
         self._seen: list[SuffixIndex] = []  # the generations that `_matches` belongs to
         self._matches: list[tuple[int, int]] = []
 
     def guess(self, budget: int) -> tuple[list[int], list[int]]:
         """Tokens, and parents if they are a tree."""
         index, speculator = self._index, self._speculator
-        state, matched = index.repeated()
-        best = speculator.best(index, state, matched, 1, budget, (0.0, [], []))
+        best: tuple[float, list[int], list[int]] = (0.0, [], [])
+        if self.num_indexed == len(self.tokens):
+            state, matched = index.repeated()
+            best = speculator.best(index, state, matched, 1, budget, best)
         if self._past is not None:
             if self._seen is not self._past.generations:
                 self._follow(self._past, [])
@@ -160,7 +167,7 @@ class SuffixMemory(Memory):
         return best[1], best[2]
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
-        tokens, parents = self.guess(budget)
+        tokens, parents = self.guess(budget) if budget > 0 else ([], [])
         if not tokens:
             return tree.EMPTY
         if not parents:
@@ -168,11 +175,14 @@ class SuffixMemory(Memory):
         ids: IntArray = np.frombuffer(array(INT32, tokens), dtype=np.int32)
         return Draft(ids, np.frombuffer(array(INT32, parents), dtype=np.int32), None, source)
 
-    def learn(self, emitted: list[int]) -> None:
-        self.tokens.extend(emitted)
-        self._index.extend(emitted)
+    def take(self, begin: int, end: int) -> None:
+        self._index.extend(self.tokens[begin:end])
+
+    def learn(self, emitted: list[int]) -> int:
+        num_indexed = super().learn(emitted)
         if self._past is not None:
             self._follow(self._past, emitted)
+        return num_indexed
 
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :].tolist()
@@ -185,16 +195,14 @@ class SuffixMemory(Memory):
             emitted = self.tokens[-self._index.max_depth :].tolist()
         for place, index in enumerate(self._seen):
             if index.size:
-                state, matched = self._matches[place]
-                for token in emitted:
-                    state, matched = index.advance(state, matched, token)
-                self._matches[place] = (state, matched)
+                self._matches[place] = index.follow(*self._matches[place], emitted)
 
 
 class Suffix(LookupDrafter[SuffixMemory]):
     """Drafts what most often followed the newest tokens, as far as it is likely."""
 
     name = "suffix"
+    max_indexed = 320
 
     def __init__(self, config: SuffixConfig) -> None:
         super().__init__()
@@ -216,7 +224,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
         if self._waiting:
-            self.work(_INDEXED_PER_STEP)
+            self.work(self.num_spare)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from outrider.config import NGramConfig
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.ngram import NGram
-from outrider.drafters.ngram_pool import FirstSeen, NGramPool
-from outrider.scheduler.sequence import TokenBuffer
-from outrider.scheduler.types import ints
+from outrider.drafters.ngram_index import FirstSeen, NewestSeen
+from outrider.drafters.ngram_pool import NGramPool
 
 from ..toy import VOCAB, continuation
+from .lookups import growing
 
 
 def learn_slowly(config: NGramConfig, windows: list[list[int]]) -> dict:
@@ -55,46 +56,43 @@ def test_pool_follows_its_definition(keep_all, oldest):
             if matches:
                 wanted = matches[0] if oldest else matches[-1]
                 break
-        assert pool.find(tail) == wanted
+        assert pool.find(tail)[1] == wanted
 
 
 def test_shorter_patterns_than_the_minimum_are_not_matched():
     pool = NGramPool(NGramConfig(min_matching_ngram_size=2, max_matching_ngram_size=3))
     pool.update([1, 2, 3, 1, 2])
-    assert pool.find((9, 1, 2)) == (3, 1, 2)
-    assert pool.find((9, 9, 2)) == ()
+    assert pool.find((9, 1, 2)) == (2, (3, 1, 2))
+    assert pool.find((9, 9, 2)) == (0, ())
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 3), (2, 4, 5), (1, 1, 1), (1, 6, 2)])
-def test_a_table_of_positions_is_a_private_pool_of_the_oldest(sizes):
-    smallest, largest, length = sizes
+@pytest.mark.parametrize("keep_all", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 3), (5, 1), (1, 1), (6, 2), (2, 5)])
+def test_an_index_is_a_pool_that_learnt_the_text_at_once(sizes, keep_all):
+    largest, length = sizes
     config = NGramConfig(
-        min_matching_ngram_size=smallest, max_matching_ngram_size=largest, max_draft_len=length
+        max_matching_ngram_size=largest, max_draft_len=length, is_keep_all=keep_all
     )
     rng = random.Random(2)
-    for prompt_len in (1, 2, 5, 40, 200):
-        prompt = [rng.randrange(4) for _ in range(prompt_len)]
-        book, pool = FirstSeen(config, TokenBuffer(ints(prompt))), NGramPool(config)
-        done: list[list[int]] = [list(prompt)]
-        pool.update(prompt)
-        known = list(prompt)
-        for _ in range(40):
-            slow = learn_slowly(config, done)
-            wanted: tuple[int, ...] = ()
-            for size in range(min(largest, len(known)), smallest - 1, -1):
-                if slow.get(tuple(known[-size:])):
-                    wanted = slow[tuple(known[-size:])][0]
-                    break
-            while book.learn(rng.choice([1, 7, 100])):
-                pass
-            assert tuple(book.find()) == wanted == pool.find(tuple(known[-largest:]))
-            emitted = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
-            start = max(0, len(known) - pool.num_overlap)
-            num_known = len(known) - start
-            known += emitted
-            book.tokens.extend(ints(emitted))
-            done.append(known[start:])
-            pool.update(known[start:], num_known)
+    for vocab in (1, 2, 4, 8):
+        text = array("i")
+        oldest, newest = FirstSeen(text, largest), NewestSeen(text, largest, length)
+        for _ in range(30):
+            begin = len(text)
+            text.extend(growing(rng, text.tolist(), rng.randrange(1, 9), vocab))
+            cut = rng.randrange(begin, len(text) + 1)
+            slow = learn_slowly(config, [text.tolist()])
+            for index, which in ((oldest, 0), (newest, -1)):
+                index.take(begin, cut)
+                if rng.random() < 0.5:
+                    index.find()  # what is asked in between changes nothing
+                index.take(cut, len(text))
+                tails = [tuple(text[-size:]) for size in range(min(largest, len(text)), 0, -1)]
+                known = next((tail for tail in tails if tail in slow), ())
+                size, place = index.find()
+                assert size == len(known)
+                if known:
+                    assert tuple(text[place : place + length]) == slow[known][which]
 
 
 @pytest.mark.parametrize("oldest", [True, False])
@@ -113,13 +111,28 @@ def test_what_was_learnt_before_may_be_skipped(oldest):
         assert whole.find(tail) == skipping.find(tail)
 
 
+@pytest.mark.parametrize("oldest", [True, False])
+def test_a_pool_may_learn_a_text_in_pieces(oldest):
+    config = NGramConfig(max_draft_len=4, max_matching_ngram_size=3, is_use_oldest=oldest)
+    rng = random.Random(4)
+    for length in (1, 2, 5, 60):
+        text, pool = array("i", growing(rng, [], length, 3)), NGramPool(config)
+        at = 0
+        while at < length:
+            end = min(length, at + rng.randrange(1, 9))
+            pool.learn(text, at, end, is_over=end == length)
+            at = end
+        for pattern, matches in learn_slowly(config, [text.tolist()]).items():
+            assert pool.find(pattern) == (len(pattern), matches[0 if oldest else -1])
+
+
 def test_a_pool_forgets_what_was_used_longest_ago():
     pool = NGramPool(NGramConfig(max_matching_ngram_size=1, max_draft_len=1))
     pool.update([1, 2, 3, 4])
-    assert pool.find((1,)) == (2,)
-    pool.evict()
+    assert pool.find((1,))[1] == (2,)
+    pool.evict(1)
     assert len(pool) == 2
-    assert [pool.find((token,)) for token in (1, 2, 3)] == [(2,), (), (4,)]
+    assert [pool.find((token,))[1] for token in (1, 2, 3)] == [(2,), (), (4,)]
 
 
 @pytest.mark.parametrize("oldest", [True, False])

@@ -118,29 +118,47 @@ def test_against_counting(shape, depth, factor, min_prob, with_past, monkeypatch
 
 
 @pytest.mark.parametrize("num_texts", [1, 3])
-def test_the_index_counts(num_texts):
+@pytest.mark.parametrize("depth", [2, 3, 5, 9])
+def test_the_index_counts(num_texts, depth):
     rng = random.Random(num_texts)
     for vocab in (1, 2, 5):
-        index, texts = SuffixIndex(5), []
+        index, texts = SuffixIndex(depth), []
         for _ in range(num_texts):
-            text = growing(rng, [], 40, vocab)
+            text, cut = growing(rng, [], 40, vocab), rng.randrange(40)
             texts.append(text)
-            index.extend(text)
+            index.extend(text[:cut])
+            index.extend(text[cut:])
             index.begin_text()
         for _ in range(200):
-            begin = rng.randrange(36)
-            string = rng.choice(texts)[begin : begin + rng.randrange(1, 6)]
+            begin, size = rng.randrange(40), rng.randrange(1, depth + 1)
+            string = rng.choice(texts)[begin : begin + size]
+            if rng.random() < 0.3:
+                string[-1] = rng.randrange(vocab)
             state = 0
             for token in string:
-                state = index.next[state][token]
-            assert index.count[state] == len(ends(texts, string))
+                state = index.after(state, token)
+                if state < 0:
+                    break
+            seen = ends(texts, string)
+            assert (index.count[state] if state > 0 else 0) == len(seen)
+            if state > 0 and len(string) < depth:
+                follow = {token: ends(texts, [*string, token]) for token in range(vocab)}
+                likeliest = max(follow, key=lambda t: (len(follow[t]), follow[t][-1:]))
+                assert index.best[state] == (likeliest if follow[likeliest] else -1)
+                assert index.after_best[state] == index.after(state, index.best[state])
 
 
-def test_one_token_over_and_over_stays_cheap():
+def test_text_that_repeats_makes_no_states():
     index = SuffixIndex(24)
-    index.extend([7] * 20_000)  # quadratic counting would take minutes
+    index.extend([7] * 20_000)
     state, matched = index.repeated()
     assert (matched, index.count[state]) == (23, 20_000 - 22)
+    phrase = list(range(60))
+    index = SuffixIndex(24)
+    index.extend(phrase * 2)
+    known = len(index.link)
+    index.extend(phrase * 100)
+    assert len(index.link) == known
 
 
 def finish(drafter, name, output, tenant):
