@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -68,7 +68,11 @@ class Method(Protocol):
     """How one kind of head is trained."""
 
     capture: tuple[int, ...]  # target layers whose inputs it reads; num_layers: after the norm
-    module: nn.Module  # float32; its parameters that require gradients are trained
+
+    @property
+    def module(self) -> nn.Module:
+        """In float32; its parameters that require gradients are trained."""
+        ...
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The loss to descend; called under autocast, with gradients or without."""
@@ -76,4 +80,17 @@ class Method(Protocol):
 
     def export(self, folder: Path) -> None:
         """Writes the published format: weights and `config.json`, in the target's dtype."""
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A method that must know the training text before its first step, if only by its counts.
+
+    `loop.py` calls `prepare` once before the first step, and again before it resumes: from the
+    same text the same follows.
+    """
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab] int64
+        """How often each token is predicted in the training text."""
         ...

@@ -60,8 +60,10 @@ class LoadedTarget:
     def states(self, tokens: Tensor, capture: tuple[int, ...]) -> TargetStates:
         """One forward; hidden state i is the input of layer i, the last one after the norm."""
         out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=list(capture))
-        # transformers gives the asked layers in ascending order, or all of them.
         wanted = sorted(set(capture))
+        if not wanted:
+            return TargetStates({}, out.logits)
+        # transformers gives the asked layers in ascending order, or all of them.
         if len(out.hidden_states) == len(wanted):
             hidden = dict(zip(wanted, out.hidden_states, strict=True))
         else:

@@ -1,0 +1,128 @@
+"""Learning from the target's distributions, and counting what it would have accepted.
+
+Used by every method whose head gives logits. What the teacher says is computed once per batch:
+heads that draft several positions read it shifted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """What the target says at every position of a batch, about the tokens that a head knows."""
+
+    probs: Tensor  # [num_windows, window_len, draft_vocab], what the head is to learn
+    best: Tensor  # [num_windows, window_len], the likeliest token, as the target numbers it
+
+
+def teacher_of(
+    logits: Tensor,  # [num_windows, window_len, vocab]
+    argmax_weight: float = 0.0,
+    target_ids: Tensor | None = None,  # [draft_vocab], those that the head knows; None: all
+) -> Teacher:
+    """The target's distributions, leaning on their likeliest token by `argmax_weight`.
+
+    Greedy requests accept that token alone, sampled ones the distribution: the lesson is
+    (1 - w) * probs + w * one_hot(argmax). Over a part of the vocabulary nothing is made up for
+    what is missing: a position then weighs as much as a draft can win there, and one whose
+    likeliest token is unknown to the head hardly distracts it.
+    """
+    best = likeliest(logits)
+    probs = torch.softmax(logits, -1, dtype=torch.float32)
+    if argmax_weight:
+        weight = torch.tensor(argmax_weight, dtype=probs.dtype, device=probs.device)
+        probs.mul_(1 - argmax_weight)
+        probs.scatter_add_(-1, best[..., None], weight.expand(*best.shape, 1))
+    if target_ids is not None:
+        probs = probs.index_select(-1, target_ids)
+    return Teacher(probs.to(logits.dtype), best)
+
+
+def soft_cross_entropy(
+    logits: Tensor,  # [..., draft_vocab], the head's
+    probs: Tensor,  # [..., draft_vocab], the teacher's; may sum to less than 1
+    weights: Tensor,  # [...]
+) -> Tensor:  # []
+    """Mean over `weights` of -sum(probs * log softmax(logits)); 0 where nothing counts."""
+    share = weights / weights.sum().clamp(min=1e-6)
+    loss: Tensor = _SoftCrossEntropy.apply(logits, probs, share)
+    return loss
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Keeps the logits alone for the way back, where autograd would keep float32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, probs: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, probs, share)
+        mass = probs.sum(-1, dtype=torch.float32)
+        matched = (logits * probs).sum(-1, dtype=torch.float32)
+        return ((mass * logits.float().logsumexp(-1) - matched) * share).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, probs, share = ctx.saved_tensors
+        mass = probs.sum(-1, dtype=torch.float32)
+        slope = torch.softmax(logits, -1, dtype=torch.float32)
+        slope.mul_(mass[..., None]).sub_(probs).mul_((share * grads[0])[..., None])
+        return slope.to(logits.dtype), None, None
+
+
+def draft_vocabulary(asked: int | None, vocab_size: int) -> int:
+    """How many tokens a head knows.
+
+    Raises:
+        ConfigError: more than the target has.
+    """
+    if asked is not None and asked > vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size: {asked} exceeds the target's {vocab_size} tokens",
+            field="draft_vocab_size",
+        )
+    return asked or vocab_size
+
+
+def most_frequent(token_counts: Tensor, size: int) -> Tensor:  # [vocab] -> [size], ascending
+    """The most frequent tokens; among equals, the first."""
+    ranked = token_counts.sort(descending=True, stable=True).indices
+    return ranked[:size].sort().values
+
+
+def likeliest(logits: Tensor) -> Tensor:  # [..., vocab] -> [...]
+    """The best token of each row; argmax() is several times slower on a CPU in bfloat16."""
+    return logits.detach().max(-1).indices
+
+
+class Agreement:
+    """Counts of `Losses`: how far greedy drafts from every row would have been accepted."""
+
+    def __init__(self) -> None:
+        self._so_far: Tensor | None = None
+        self._agreed: list[Tensor] = []
+        self._judged: list[Tensor] = []
+
+    def add(
+        self,
+        guessed: Tensor,  # [num_windows, num_rows], the draft's next token, as the target numbers
+        best: Tensor,  # [num_windows, num_rows]
+        counts: Tensor,  # [num_windows, num_rows], true where the token counts
+    ) -> None:
+        """The next position; rows whose draft leaves the window are off the end."""
+        agrees = guessed == best
+        if self._so_far is not None:
+            agrees &= self._so_far[:, : agrees.shape[1]]
+        self._so_far = agrees
+        self._agreed.append((agrees & counts).sum())
+        self._judged.append(counts.sum())
+
+    def totals(self) -> tuple[Tensor, Tensor]:  # [num_positions] each
+        """How many agreed up to each position, of how many."""
+        return torch.stack(self._agreed), torch.stack(self._judged)

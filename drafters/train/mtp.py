@@ -1,0 +1,112 @@
+"""Method `mtp`: one multi-token-prediction module for any target, which is reused when it drafts.
+
+A layer of the target's own class over a projection of embedding and state; it begins as a copy of
+the target's last layer and lets the state through, or goes on from a module that there is, such
+as the one that came with the target. Trained over its own features, pass by pass (`unroll.py`),
+since a module that has only seen the target's drafts one token well and no more.
+
+Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ...config import MTPConfig, parse
+from ...errors import CheckpointError
+from ..heads.block import Reader, read_block_config
+from ..heads.load import FIELD, Tensors
+from ..heads.mtp import MTPModule
+from ..heads.mtp_load import DEEPSEEK, read_mtp
+from .eagle_files import target_config, write_tensors
+from .protocol import FrozenTarget
+from .unroll import PassOptions, UnrolledMethod
+
+
+class MTPOptions(PassOptions):
+    """Options of `mtp`; sizes are the target's."""
+
+    num_passes: int = Field(3, ge=1, le=16)
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"  # which output is the next feature
+    init: Path | None = None  # a folder with a module to go on from; the target's may be one
+
+
+class MTPMethod(UnrolledMethod):
+    """Trains one module.
+
+    Raises:
+        CheckpointError: `init` holds no module that fits, or the target's layers are not such as
+            a head can have.
+    """
+
+    module: MTPModule
+
+    def __init__(self, options: MTPOptions, target: FrozenTarget) -> None:
+        field = "init" if options.init else "target"
+        try:
+            module = _opened(options, target) if options.init else _fresh(options, target)
+        except CheckpointError as error:
+            message = error.message.removeprefix(f"{FIELD}: ")
+            raise CheckpointError(f"{field}: {message}", field=field) from None
+        module.to(target.facts.device, torch.float32).requires_grad_(True)
+        super().__init__(module, (target.facts.num_layers,), options)
+        self._target = target
+
+    def export(self, folder: Path) -> None:
+        """DeepSeek's names after the target's last layer, and the target's keys."""
+        stem, module = f"model.layers.{self._target.facts.num_layers}.", self.module
+        tensors: dict[str, Tensor] = {
+            stem + public: module.get_parameter(f"{name}.weight")
+            for name, public in DEEPSEEK.items()
+        }
+        layer = module.block.published()
+        tensors |= {stem + name: tensor for name, tensor in layer.items()}
+        config = {**target_config(self._target), "num_nextn_predict_layers": 1}
+        config.pop("quantization_config", None)
+        write_tensors(folder, tensors, config, self._target)
+
+
+def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:
+    """The first module of a folder."""
+    section = {"speculative_model": str(options.init), "recycle": options.recycle}
+    config = parse(MTPConfig, section | {"use_mtp_vanilla": False})
+    module = read_mtp(config, target.facts)[0]
+    assert isinstance(module, MTPModule), type(module)
+    return module.train()
+
+
+def _fresh(options: MTPOptions, target: FrozenTarget) -> MTPModule:
+    """The target's last layer, and a projection that lets the state through."""
+    facts, config = target.facts, read_block_config(target.path)
+    module = MTPModule(config, pre_norm=options.recycle == "pre_norm")
+    stored, last = Tensors(target.path, ("model", "pytorch_model")), module.block.source_layer
+    module.to_empty(device=facts.device)
+    module.block.materialise(facts.device)
+    module.block.begin(module)
+    with torch.no_grad():
+        module.eh_proj.weight.normal_(std=0.02)
+        module.eh_proj.weight[:, facts.hidden_size :] += torch.eye(
+            facts.hidden_size, device=facts.device
+        )
+        for match in stored.matches(r"(?!.*layers\.)(?:.*\.)?norm\.weight"):
+            module.norm.get_parameter("weight").copy_(stored.reader(match[0])())
+    if options.init_from_target:
+        found = stored.matches(rf"(?:.*\.)?layers\.{last}\.((?!.*rotary_emb\.inv_freq).*)")
+        readers: dict[str, Reader] = {match[1]: stored.reader(match[0]) for match in found}
+        state = module.block.states_from(readers, f"model.layers.{last}.")
+        module.block.load_state_dict(_on(state, facts.device))
+    return module
+
+
+def _on(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def build(options: MTPOptions, target: FrozenTarget) -> MTPMethod:
+    """The method, as the registry asks for it."""
+    return MTPMethod(options, target)

@@ -1,0 +1,169 @@
+"""What a run says: a bar while it trains, tables of acceptance, a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well held-out text was drafted."""
+
+    loss: float
+    acceptance: tuple[float, ...]  # by position: the first d + 1 drafted tokens are accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a chain of all positions would emit per step, the target's own token included."""
+        return 1 + sum(self.acceptance)
+
+
+Scores = Mapping[str, Score]  # by kind of text
+
+
+def as_row(step: int, scores: Scores) -> dict[str, Any]:
+    """A line of the log."""
+    found = {
+        kind: {"loss": score.loss, "acceptance": list(score.acceptance)}
+        for kind, score in scores.items()
+    }
+    return {"step": step, "heldout": found}
+
+
+def from_row(row: Mapping[str, Any]) -> Scores:
+    """`as_row` undone."""
+    return {
+        kind: Score(found["loss"], tuple(found["acceptance"]))
+        for kind, found in row["heldout"].items()
+    }
+
+
+def acceptance_table(title: str, scores: Scores) -> Table:
+    """Held-out acceptance by position, a row per kind of text."""
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("held out")
+    table.add_column("loss", justify="right")
+    for position in range(max(len(score.acceptance) for score in scores.values())):
+        table.add_column(f"{position + 1}", justify="right")
+    table.add_column("tokens per step", justify="right")
+    for kind, score in scores.items():
+        shares = [f"{share:.1%}" for share in score.acceptance]
+        table.add_row(kind, f"{score.loss:.3f}", *shares, f"{score.tokens_per_step:.2f}")
+    return table
+
+
+class Reporter:
+    """Shows a run on a console; a process that is not the first shows nothing."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._console = Console(stderr=True, highlight=False, quiet=not shown)
+        self._shown = shown
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar for things that are done one after the other."""
+        with self._bar() as bar:
+            task = bar.add_task(what, total=total, status="")
+            yield lambda count: bar.advance(task, count)
+
+    @contextmanager
+    def training(self, what: str, first: int, total: int) -> Iterator[Steps]:
+        """A bar for steps."""
+        with self._bar() as bar:
+            yield Steps(bar, bar.add_task(what, total=total, completed=first, status=""))
+
+    def scores(self, title: str, scores: Scores) -> None:
+        """A table, above the bar."""
+        self._console.print(acceptance_table(title, scores))
+
+    def _bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self._console,
+            disable=not self._shown,
+        )
+
+
+class Steps:
+    """The bar of a run's steps."""
+
+    def __init__(self, bar: Progress, task: Any) -> None:
+        self._bar = bar
+        self._task = task
+        self._accepted = ""
+        self._num_tokens = 0
+        self._spent_s = 0.0
+        self._since = time.perf_counter()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of training alone, since this run began or went on."""
+        return self._num_tokens / max(self._spent_s, 1e-9)
+
+    def took(self, loss: float, num_tokens: int) -> None:
+        """One step is done."""
+        self._num_tokens += num_tokens
+        self._spent_s += time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        status = f"loss {loss:.3f}, {self.tokens_per_s:,.0f} tokens/s{self._accepted}"
+        self._bar.update(self._task, advance=1, status=status)
+
+    def judged(self, scores: Scores) -> None:
+        """An evaluation is done; the time that it took is not training's."""
+        best = list(scores.values())[-1]
+        self._accepted = f", {best.tokens_per_step:.2f} tokens per step"
+        self._since = time.perf_counter()
+
+
+def picture(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """A log as a picture: losses, and held-out acceptance by position, over steps."""
+    # Not at the top: whoever only reads a method's options does not wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, accepted = figure.subplots(1, 2)
+    steps = [row for row in rows if "loss" in row]
+    judged = [(row["step"], from_row(row)) for row in rows if "heldout" in row]
+    losses.plot([row["step"] for row in steps], [row["loss"] for row in steps], lw=0.8, alpha=0.6,
+                color="0.5", label="training")  # fmt: skip
+    kinds = list(judged[0][1]) if judged else []
+    for kind, style in zip(kinds, ("--", "-"), strict=False):
+        at = [step for step, _ in judged]
+        losses.plot(at, [s[kind].loss for _, s in judged], style, color="C3",
+                    label=f"held out: {kind}")  # fmt: skip
+        for position in range(len(judged[0][1][kind].acceptance)):
+            shares = [scores[kind].acceptance[position] for _, scores in judged]
+            accepted.plot(at, shares, style, color=f"C{position % 10}",
+                          label=f"{kind}, first {position + 1}")  # fmt: skip
+    losses.set(xlabel="step", ylabel="loss", title=f"{title}: loss")
+    accepted.set(xlabel="step", ylabel="accepted", ylim=(0, 1),
+                 title="held out: greedy drafts accepted")  # fmt: skip
+    losses.legend(fontsize=7)
+    if judged:
+        accepted.legend(fontsize=7, ncols=len(kinds))
+    partial = path.with_name("." + path.name)
+    figure.savefig(partial, format="png", dpi=110)
+    partial.replace(path)
