@@ -36,6 +36,11 @@ class Layout:
     def is_root(self) -> NDArray[np.bool_]:  # [num_rows]
         return self.nodes < 0
 
+    @property
+    def drafted(self) -> NDArray[np.bool_]:  # [num_rows]
+        """Nodes that may be accepted."""
+        return (self.nodes >= 0) & ~self.window
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -86,7 +91,7 @@ def _window(
 
 def child_table(rows: Layout) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1
     """Rows of every row's children that may be accepted, in drawing order."""
-    drafted = np.flatnonzero((rows.nodes >= 0) & ~rows.window)
+    drafted = np.flatnonzero(rows.drafted)
     order = drafted[np.argsort(rows.parent[drafted], kind="stable")]
     num_children = np.bincount(rows.parent[order], minlength=rows.num_rows)
     first = np.cumsum(num_children) - num_children
@@ -105,6 +110,30 @@ def walk(rows: Layout, choice: Choice) -> NDArray[np.int64]:  # [num_emitted]
     for _ in range(int(rows.depth.max(initial=0))):
         passed = choice.taken & passed[rows.parent]
     return np.flatnonzero(passed)
+
+
+def longest(
+    rows: Layout,
+    passes: NDArray[np.bool_],  # [num_rows]
+    log_probs: NDArray[np.float64],  # [num_rows]
+) -> NDArray[np.bool_]:  # [num_rows]
+    """Every sequence's root and the longest path on which all nodes pass."""
+    taken = rows.is_root.copy()
+    reached, total = rows.is_root.copy(), np.zeros(rows.num_rows)
+    best = rows.root.copy()  # of every root's row: the end of its best path
+    for row in np.flatnonzero(passes).tolist():  # parents come before children
+        parent, root = rows.parent[row], rows.root[row]
+        if not reached[parent]:
+            continue
+        reached[row], total[row] = True, total[parent] + log_probs[row]
+        leader = best[root]
+        if (rows.depth[row], total[row]) > (rows.depth[leader], total[leader]):
+            best[root] = row
+    for row in best[rows.is_root].tolist():
+        while not rows.is_root[row]:
+            taken[row] = True
+            row = rows.parent[row]
+    return taken
 
 
 def verdict(step: int, rows: Layout, choice: Choice, passed: NDArray[np.int64]) -> Verdict:

@@ -30,6 +30,10 @@ TARGET = 0  # the target's own draw; under the coupled rule the drafter's too
 DRAFT = 1  # a drafter that must draw independently of the verification
 RESIDUAL = 2  # which token replaces the rejected ones
 COINS = 16  # + sibling index: whether that sibling is accepted
+# One stream per round, for rules that look at a draft beyond what they emit of it: + position of
+# the round's first token, which grows from round to round and stays below 2^29.
+ROUND_DRAFT = 1 << 29
+ROUND_COINS = 1 << 30
 
 _ROOM_ON_CPU = 1 << 17  # elements per pass, so that the temporaries stay in the cache
 _ROOM_ON_GPU = 1 << 25  # elements per pass, so that the temporaries stay below a gigabyte

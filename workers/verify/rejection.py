@@ -87,7 +87,7 @@ class Rejection:
         family = siblings(rows, draft_probs, greedy)
         seen = evidence(rows, sampling, family.support, logits)
         chances = odds(family, seen.target_probs, seen.outside)
-        coins, spare = _coins(rows, family.children.shape[1])
+        coins, spare = draw_coins(rows, family.children.shape[1])
         return decide(rows, family, chances, seen.tokens, coins, spare)
 
 
@@ -226,13 +226,25 @@ def decide(
     first = hit & (np.cumsum(hit, axis=1) == 1)
     taken = rows.is_root.copy()
     taken[family.children[first]] = True
-    levels = np.cumsum(np.column_stack([chances.outside, chances.residual]), axis=1)
+    tokens = replacements(family, chances.residual, chances.outside, outside_tokens, spare)
+    return Choice(taken, tokens)
+
+
+def replacements(
+    family: Siblings,
+    residual: Probs,  # [num_rows, num_support], up to a factor
+    outside: Probs,  # [num_rows], the residual's mass outside the support, by the same factor
+    outside_tokens: IntArray,  # [num_rows]
+    spare: Probs,  # [num_rows], in (0, 1)
+) -> IntArray:  # [num_rows]
+    """A token of every row's residual."""
+    levels = np.cumsum(np.column_stack([outside, residual]), axis=1)
     drawn = (spare[:, None] * levels[:, -1:] >= levels).sum(1)  # 0: outside the support
-    tokens = np.column_stack([outside_tokens, family.support])[np.arange(rows.num_rows), drawn]
-    return Choice(taken, tokens.astype(np.int32))
+    tokens = np.column_stack([outside_tokens, family.support])[np.arange(len(spare)), drawn]
+    return tokens.astype(np.int32)
 
 
-def _coins(rows: Layout, max_children: int) -> tuple[Probs, Probs]:
+def draw_coins(rows: Layout, max_children: int) -> tuple[Probs, Probs]:
     """A coin per row and sibling, and one per row for the residual."""
     streams = torch.tensor([*range(noise.COINS, noise.COINS + max_children), noise.RESIDUAL])
     coins = noise.uniform(rows.seeds[:, None], rows.positions[:, None], streams).numpy()

@@ -26,10 +26,12 @@ from ...scheduler.types import (
     StepInput,
     Verdict,
 )
+from .block import Block
 from .coupled import Coupled
 from .layout import Choice, Layout, layout, verdict, walk
 from .process import edit
 from .rejection import Rejection
+from .relaxed import Relaxed
 from .typical import Typical
 
 
@@ -40,10 +42,11 @@ class Rule(Protocol):
     the logits with penalties and biases applied, and returns a `Choice`: which child every row
     takes, and which token is emitted if the walk ends there. `process.pools` gives the processed
     distributions, `noise.uniform` coins that depend on (seed, position, stream) only. A rule
-    that looks at later nodes to decide on earlier ones (block verification) must draw its drafts
-    and coins with a stream that changes from round to round, or lose exactness.
+    that looks at later nodes to decide on earlier ones (`block`) must draw its drafts and coins
+    with a stream that changes from round to round, or lose exactness.
 
-    To add one: write its file, and put its class into `RULES`.
+    To add one: write its file, put its class into `RULES`, and its name and the keys of its
+    parameters into `config/section.py`.
     """
 
     name: ClassVar[str]
@@ -59,12 +62,12 @@ class Rule(Protocol):
 
 
 RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
-    {rule.name: rule for rule in (Coupled, Rejection, Typical)}
+    {rule.name: rule for rule in (Coupled, Rejection, Block, Typical, Relaxed)}
 )
 
 
 def make_rule(name: str, **parameters: float) -> Rule:
-    """The rule called `name`.
+    """The rule called `name`; `parameters` are its fields.
 
     Raises:
         ConfigError: there is no such rule.

@@ -66,15 +66,17 @@ def draw_with_probs(
     top_p: FloatArray,  # [num_rows]
     min_p: FloatArray,  # [num_rows]
     top: int,
+    rounds: Positions | None = None,  # [num_rows]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows], [num_rows, top], [num_rows, top]
     """One token per row and the distribution it came from: (tokens, ids, probs) of `DraftProbs`.
 
     The distribution is the processed one cut to its `top` most likely tokens and renormalised;
     ids beyond its support have probability 0. Greedy rows have all-zero probabilities, which
-    marks a deterministic node.
+    marks a deterministic node. `rounds` is the position of each round's first token, for rules
+    that forbid a round to draw with an earlier one's noise; None draws by position alone.
     """
     tokens, ids, probs = draw_siblings(
-        logits, seeds, positions, temperature, top_k, top_p, min_p, top, num_siblings=1
+        logits, seeds, positions, temperature, top_k, top_p, min_p, top, 1, rounds
     )
     return tokens[:, 0], ids, probs
 
@@ -89,6 +91,7 @@ def draw_siblings(
     min_p: FloatArray,  # [num_rows]
     top: int,
     num_siblings: int,
+    rounds: Positions | None = None,  # [num_rows]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows, num_siblings], [num_rows, top], [num_rows, top]
     """Like `draw_with_probs`, but siblings drawn in order without replacement.
 
@@ -102,14 +105,19 @@ def draw_siblings(
     limit = np.where((top_k > 0) & (top_k < top), top_k, top).astype(np.int32)
     greedy = temperature < GREEDY_BELOW
     heat = np.where(greedy, np.float32(1), temperature)
-    row_keys = noise.keys(seeds, positions, noise.DRAFT).to(logits.device)
+    stream: int | Tensor = noise.DRAFT
+    if rounds is not None:
+        stream = torch.as_tensor(rounds, dtype=torch.int64) + noise.ROUND_DRAFT
+    row_keys = noise.keys(seeds, positions, stream).to(logits.device)
     shape, device = (len(logits), top), logits.device
     ids = torch.zeros(shape, dtype=torch.int32, device=device)
     best = torch.full(shape, -torch.inf, device=device)
     for pool in pools(logits, Settings(heat, limit, top_p, min_p)):
         rows = torch.from_numpy(pool.rows).to(device)
-        best[rows], order = pool.logits.topk(top, dim=1)
-        ids[rows] = (order if pool.ids is None else pool.ids.gather(1, order)).to(torch.int32)
+        width = min(top, pool.logits.shape[1])  # a small top-k leaves fewer candidates
+        best[rows, :width], order = pool.logits.topk(width, dim=1)
+        found = order if pool.ids is None else pool.ids.gather(1, order)
+        ids[rows, :width] = found.to(torch.int32)
     deterministic = torch.from_numpy(greedy).to(device)[:, None]
     scores = torch.where(deterministic, best, best + noise.gumbel(row_keys, ids))
     score, order = scores.topk(min(num_siblings, top), dim=1)

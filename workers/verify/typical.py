@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...scheduler.types import SamplingRows
 from .coupled import draw_rows, match
-from .layout import Choice, Layout
+from .layout import Choice, Layout, longest
 from .process import GREEDY_BELOW
 
 
@@ -44,11 +44,10 @@ class Typical:
         drawn = draw_rows(rows, sampling, logits)
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
         matched = match(rows, drawn)
-        drafted = ~rows.is_root & ~rows.window
-        if greedy.all() or not drafted.any():
+        if greedy.all() or not rows.drafted.any():
             return matched
-        passes, log_probs = self._tested(rows, sampling, logits, drafted & ~greedy)
-        taken = np.where(greedy, matched.taken, _longest(rows, passes, log_probs))
+        passes, log_probs = self._tested(rows, sampling, logits, rows.drafted & ~greedy)
+        taken = np.where(greedy, matched.taken, longest(rows, passes, log_probs))
         return Choice(taken, drawn)
 
     def _tested(
@@ -74,27 +73,3 @@ class Typical:
         passes[nodes] = (probs[at, tokens] > bound[at]).cpu().numpy()
         log_probs[nodes] = logs[at, tokens].double().cpu().numpy()
         return passes, log_probs
-
-
-def _longest(
-    rows: Layout,
-    passes: NDArray[np.bool_],  # [num_rows]
-    log_probs: NDArray[np.float64],  # [num_rows]
-) -> NDArray[np.bool_]:  # [num_rows]
-    """Every sequence's root and the longest path on which all nodes pass."""
-    taken = rows.is_root.copy()
-    reached, total = rows.is_root.copy(), np.zeros(rows.num_rows)
-    best = rows.root.copy()  # of every root's row: the end of its best path
-    for row in np.flatnonzero(passes).tolist():  # parents come before children
-        parent, root = rows.parent[row], rows.root[row]
-        if not reached[parent]:
-            continue
-        reached[row], total[row] = True, total[parent] + log_probs[row]
-        leader = best[root]
-        if (rows.depth[row], total[row]) > (rows.depth[leader], total[leader]):
-            best[root] = row
-    for row in best[rows.is_root].tolist():
-        while not rows.is_root[row]:
-            taken[row] = True
-            row = rows.parent[row]
-    return taken

@@ -10,8 +10,8 @@ import numpy as np
 
 from outrider.scheduler import tree
 from outrider.scheduler.types import Batch, Draft, DraftProbs, SamplingRows, StepInput, ints
+from outrider.workers.verify import block, rejection
 from outrider.workers.verify import layout as layouts
-from outrider.workers.verify import rejection
 from outrider.workers.verify.coupled import match
 
 Prefix = tuple[int, ...]
@@ -152,6 +152,39 @@ def coupled_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
 
 def rejection_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
     """Enumerates every coin below or above its threshold, and every cell of the residual."""
+    rows, family, laws, seen = _weighed(target, prefix, draft)
+    chances = rejection.odds(family, seen.target_probs, seen.outside)
+    law: Law = defaultdict(float)
+    exists = family.children >= 0
+    for coins, chance in _coins(chances.accept, exists):
+
+        def decide(tokens: np.ndarray, spare: np.ndarray, coins: np.ndarray = coins):
+            return rejection.decide(rows, family, chances, tokens, coins, spare)
+
+        _enumerate_residual(rows, family, chances, laws, decide, chance, law)
+    return law
+
+
+def block_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
+    """The same for whole chains; a draft that branches is left to rejection, as the rule does."""
+    rows, family, laws, seen = _weighed(target, prefix, draft)
+    if block.branching(rows, family).any():
+        return rejection_outcomes(target, prefix, draft)
+    law: Law = defaultdict(float)
+    if not rows.drafted.any():
+        return coupled_outcomes(target, prefix, draft)
+    chances = block.odds(rows, family, seen)
+    for coins, chance in _coins(chances.accept, rows.drafted):
+
+        def decide(tokens: np.ndarray, spare: np.ndarray, coins: np.ndarray = coins):
+            return block.decide(rows, family, chances, tokens, coins, spare)
+
+        _enumerate_residual(rows, family, chances, laws, decide, chance, law)
+    return law
+
+
+def _weighed(target: Target, prefix: Prefix, draft: Draft):
+    """What a rule that weighs probabilities sees of one round."""
     step = make_step([draft])
     rows = layouts.layout(step)
     family = rejection.siblings(rows, step.draft_probs, np.zeros(rows.num_rows, dtype=bool))
@@ -160,18 +193,21 @@ def rejection_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
         family.support >= 0, np.take_along_axis(laws, family.support.clip(0), axis=1), 0.0
     )
     outside = [row.sum() for row in _outside(laws, family.support)]
-    chances = rejection.odds(family, inside, np.asarray(outside))
-    law: Law = defaultdict(float)
-    exists = np.argwhere(family.children >= 0)
-    for accepted in itertools.product([True, False], repeat=len(exists)):
-        coins, chance = np.full(family.children.shape, 0.5), 1.0
-        for (row, child), yes in zip(exists, accepted):
-            threshold = chances.accept[row, child]
-            coins[row, child] = threshold / 2 if yes else (threshold + 1) / 2
+    seen = rejection.Evidence(inside, np.asarray(outside), ints(np.zeros(rows.num_rows)))
+    return rows, family, laws, seen
+
+
+def _coins(accept: np.ndarray, exists: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
+    """Every way that the coins may fall, with its chance."""
+    places = np.argwhere(exists)
+    for accepted in itertools.product([True, False], repeat=len(places)):
+        coins, chance = np.full(exists.shape, 0.5), 1.0
+        for place, yes in zip(map(tuple, places), accepted):
+            threshold = accept[place]
+            coins[place] = threshold / 2 if yes else (threshold + 1) / 2
             chance *= threshold if yes else 1 - threshold
         if chance > 0:
-            _enumerate_residual(rows, family, chances, laws, coins, chance, law)
-    return law
+            yield coins, chance
 
 
 def _outside(laws: np.ndarray, support: np.ndarray) -> list[np.ndarray]:
@@ -180,11 +216,11 @@ def _outside(laws: np.ndarray, support: np.ndarray) -> list[np.ndarray]:
     return [law[np.setdiff1d(tokens, known)] for law, known in zip(laws, support)]
 
 
-def _enumerate_residual(rows, family, chances, laws, coins, chance, law) -> None:
+def _enumerate_residual(rows, family, chances, laws, decide, chance, law) -> None:
     nothing = np.zeros(rows.num_rows)
-    choice = rejection.decide(rows, family, chances, ints(nothing), coins, nothing + 0.5)
-    stop = layouts.walk(rows, choice)[-1]
+    stop = layouts.walk(rows, decide(ints(nothing), nothing + 0.5))[-1]
     cells = np.concatenate([[chances.outside[stop]], chances.residual[stop]])
+    cells /= cells.sum()
     edges = np.concatenate([[0.0], np.cumsum(cells)])
     free = np.setdiff1d(np.arange(laws.shape[1]), family.support[stop])
     for cell in np.flatnonzero(cells > 1e-15).tolist():
@@ -194,7 +230,7 @@ def _enumerate_residual(rows, family, chances, laws, coins, chance, law) -> None
         for token in others:
             share = laws[stop, token] / laws[stop, free].sum() if cell == 0 else 1.0
             outside = np.full(rows.num_rows, token, dtype=np.int32)
-            choice = rejection.decide(rows, family, chances, outside, coins, spare)
+            choice = decide(outside, spare)
             law[_emitted(rows, choice)] += chance * float(cells[cell]) * share
 
 

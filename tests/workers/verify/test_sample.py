@@ -72,3 +72,18 @@ def test_greedy_drafters_are_deterministic_and_a_short_support_ends():
     assert tokens[0, 2] == -1
     assert probs[0, 2] == 0
     assert ids[0, :2].tolist() == [1, 3]
+
+
+def test_a_top_k_far_below_the_width_of_what_is_shipped():
+    logits = scaled_logits(3, 3000, 6)
+    top_k = ints([2, 5, 0])
+    tokens, ids, probs = draw_with_probs(logits, *columns(3)[:3], top_k, *columns(3)[4:], top=32)
+    assert (probs > 0).sum(1).tolist() == [2, 5, 32]
+    for row in range(3):
+        assert int(tokens[row]) in ids[row][probs[row] > 0].tolist()
+    alone, _, same = draw_with_probs(
+        logits[:1], *(column[:1] for column in columns(3)[:3]), top_k[:1],
+        *(column[:1] for column in columns(3)[4:]), top=32,
+    )  # fmt: skip
+    assert alone.tolist() == tokens[:1].tolist()
+    assert torch.equal(same, probs[:1])

@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.verify import RULES, make_rule, verify
+from outrider.workers.verify.typical import Typical
 
 from .laws import make_step, sampling_rows
 
@@ -69,11 +70,13 @@ def test_greedy_rows_and_chains_are_exact():
     assert lossy.nodes(0).tolist() == [0, 1]
 
 
-def test_only_typical_is_lossy_and_it_has_to_be_asked_for():
+def test_lossy_rules_have_to_be_asked_for():
     assert {name: rule.lossless for name, rule in RULES.items()} == {
         "coupled": True,
         "rejection": True,
+        "block": True,
         "typical": False,
+        "relaxed": False,
     }
     fields = {"speculative_model": "m", "verification": "typical"}
     with pytest.raises(ConfigError, match="lossy"):
@@ -81,3 +84,22 @@ def test_only_typical_is_lossy_and_it_has_to_be_asked_for():
     with pytest.raises(ConfigError, match="lossy"):
         parse(NGramConfig, {"lossy": True})
     assert parse(MedusaConfig, fields | {"lossy": True}).verification == "typical"
+
+
+def test_its_bounds_can_be_set_and_belong_to_it():
+    fields = {"verification": "typical", "lossy": True, "posterior_threshold": 0.5}
+    config = parse(NGramConfig, fields | {"posterior_alpha": 0.7})
+    assert config.rule_parameters == (("threshold", 0.5), ("alpha", 0.7))
+    assert make_rule("typical", **dict(config.rule_parameters)) == Typical(0.5, 0.7)
+    assert parse(NGramConfig, config.model_dump()) == config  # written out, and read again
+    with pytest.raises(ConfigError, match="posterior_alpha belongs to verification 'typical'"):
+        parse(NGramConfig, {"posterior_alpha": 0.7})
+    with pytest.raises(ConfigError, match="posterior_threshold"):
+        parse(NGramConfig, fields | {"posterior_threshold": 0})
+
+    draft, step = tree.chain([3], "t"), sampling_rows(1, temperature=1.0)
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 5] = 4.0
+    strict, lax = make_rule("typical", threshold=0.5, alpha=9.0), make_rule("typical", alpha=1e-6)
+    assert not len(verify(strict, make_step([draft], step), logits).nodes(0))
+    assert verify(lax, make_step([draft], step), logits).nodes(0).tolist() == [0]

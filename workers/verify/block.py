@@ -1,0 +1,142 @@
+"""Block verification of chains: as exact as `rejection`, and never fewer tokens in the mean.
+
+Token by token, a node that is too likely under the drafter is rejected even where the nodes after
+it would make good for that. Here the chain is judged whole. With x_1 .. x_n drawn from q:
+
+- w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)): what the target still owes the path up to i.
+- s_i = sum over x of max(0, w_i p(x) - q(x)), with p and q after x_i; without a node after i,
+  q is 0 and s_i = w_i.
+- Every i has a coin; i is the last accepted node if it is the deepest whose coin falls below
+  s_i / (s_i + 1 - w_i). The token after it is drawn from norm(max(0, w_i p - q)).
+
+A deterministic node has all of q on its own token. A sequence whose draft branches is verified by
+`rejection` in that round.
+
+Whether x_1 is emitted hangs on x_2 and its coin. Were these the noise of position 2 for good, the
+next round would draw x_2 again after it was looked at, and lose exactness; so drafts and coins
+come from a stream of their round (`noise.ROUND_DRAFT`, `noise.ROUND_COINS`). The token that ends a
+round is looked at only if it is emitted: it keeps the position's noise, and so does a row without
+a draft, which emits its coupled token.
+
+Source: Sun et al. 2024, arXiv:2403.10444.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.types import DraftProbs, IntArray, SamplingRows
+from . import noise, rejection
+from .coupled import draw_rows, match
+from .layout import Choice, Layout
+from .process import GREEDY_BELOW
+from .rejection import Evidence, Probs, Siblings
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """The law of a chain's decision: the deepest hit is the last accepted node."""
+
+    accept: Probs  # [num_rows], chance of a hit
+    residual: Probs  # [num_rows, num_support], up to a factor, if the row is the last accepted
+    outside: Probs  # [num_rows], the residual's mass outside the support, by the same factor
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Accept the longest part of a chain that the target can afford as a whole."""
+
+    name: ClassVar[str] = "block"
+    lossless: ClassVar[bool] = True
+
+    def choose(
+        self,
+        rows: Layout,
+        sampling: SamplingRows,
+        draft_probs: DraftProbs | None,
+        logits: Tensor,  # [num_rows, vocab] float32, edited
+    ) -> Choice:
+        greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
+        if greedy.all() or not rows.drafted.any():  # nothing to weigh
+            return match(rows, draw_rows(rows, sampling, logits))
+        family = rejection.siblings(rows, draft_probs, greedy)
+        seen = rejection.evidence(rows, sampling, family.support, logits)
+        coins, spare = rejection.draw_coins(rows, family.children.shape[1])
+        chances = odds(rows, family, seen)
+        choice = decide(rows, family, chances, seen.tokens, _coins(rows), spare)
+        branches = branching(rows, family)
+        if not branches.any():
+            return choice
+        exact = rejection.odds(family, seen.target_probs, seen.outside)
+        other = rejection.decide(rows, family, exact, seen.tokens, coins, spare)
+        return Choice(
+            np.where(branches, other.taken, choice.taken),
+            np.where(branches, other.tokens, choice.tokens),
+        )
+
+
+def branching(
+    rows: Layout, family: Siblings
+) -> NDArray[np.bool_]:  # [num_rows], the row's sequence has a draft that is no chain
+    """Rows of sequences in which some node has siblings."""
+    forks = (family.children >= 0).sum(1) > 1
+    return np.isin(rows.seq, rows.seq[forks])
+
+
+def odds(rows: Layout, family: Siblings, seen: Evidence) -> Odds:
+    """The law of every chain's decision. No randomness: the tests enumerate over it."""
+    at = np.arange(rows.num_rows)
+    child, own = family.children[:, 0], family.column[:, 0]
+    one_hot = np.zeros_like(seen.target_probs)
+    one_hot[at, own] = 1.0
+    sampled = family.draft_probs[at, 0, own] > 0
+    drawn_from = np.where(sampled[:, None], family.draft_probs[:, 0], one_hot)
+    drawn_from /= drawn_from.sum(1, keepdims=True)
+    ratio = seen.target_probs[at, own] / drawn_from[at, own]
+    drawn_from[child < 0] = 0.0
+
+    weight = np.ones(rows.num_rows)
+    for depth in range(int(rows.depth.max(initial=0))):
+        parents = np.flatnonzero((rows.depth == depth) & (child >= 0))
+        weight[child[parents]] = np.minimum(1.0, weight[parents] * ratio[parents])
+
+    owed = weight[:, None] * seen.target_probs
+    left, outside = np.maximum(owed - drawn_from, 0.0), weight * seen.outside
+    mass = left.sum(1) + outside
+    room = mass + (1.0 - weight)
+    accept = np.divide(mass, room, out=np.ones_like(mass), where=room > 0)
+    # Nothing left is then a rounding error, and p as good as any, as in `rejection.odds`.
+    spent = mass <= 0
+    residual = np.where(spent[:, None], seen.target_probs, left)
+    return Odds(accept, residual, np.where(spent, seen.outside, outside))
+
+
+def decide(
+    rows: Layout,
+    family: Siblings,
+    chances: Odds,
+    outside_tokens: IntArray,  # [num_rows], drawn from the target outside the support
+    coins: Probs,  # [num_rows], in (0, 1)
+    spare: Probs,  # [num_rows], in (0, 1): draws from the residual
+) -> Choice:
+    """Every sequence's nodes down to its deepest hit, and a token of the residual there."""
+    hit = rows.drafted & (coins < chances.accept)
+    num_accepted = np.zeros(rows.num_seqs, dtype=np.int64)
+    np.maximum.at(num_accepted, rows.seq[hit], rows.depth[hit])
+    taken = rows.is_root | (rows.drafted & (rows.depth <= num_accepted[rows.seq]))
+    tokens = rejection.replacements(
+        family, chances.residual, chances.outside, outside_tokens, spare
+    )
+    return Choice(taken, tokens)
+
+
+def _coins(rows: Layout) -> Probs:  # [num_rows]
+    """A coin per row, of this round alone."""
+    rounds = torch.from_numpy(rows.positions[rows.root].astype(np.int64))
+    return noise.uniform(rows.seeds, rows.positions, rounds + noise.ROUND_COINS).numpy()
