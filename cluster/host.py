@@ -14,18 +14,21 @@ from typing import Any
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..errors import CheckpointError, ConfigError
-from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup
+from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
+from ..workers.group_head import GroupHead
 from ..workers.model import describe
 from ..workers.spec import ModelSpec, WorkerSpec
 
 
 class EngineHost:
-    """Owns the groups; drafters get theirs through `draft_model`."""
+    """Owns the groups; drafters get theirs through `draft_model` and `head_model`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self._num_links = 0  # heads in workers of their own
         target = describe(Path(config.model), tensor_parallel_size=config.tensor_parallel_size)
         check_length(config, target.max_model_len)
+        check_thinking_tokens(config, target.vocab_size)
         self.vocab_size = target.vocab_size
         self.tokenizer = Path(config.tokenizer or config.model)
         for field, section in draft_sections(config):
@@ -40,9 +43,10 @@ class EngineHost:
                 threads=config.resources.threads_per_worker,
                 timeout_s=config.step_timeout_s,
                 rule=config.speculative_config.verification,
+                rule_parameters=config.speculative_config.rule_parameters,
                 target=self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
                 draft=self._draft_spec(colocated[0]) if colocated else None,
-                head=_at_its_place(head_section(config)),
+                head=_at_its_place(head_section(config), config.model),
             )
         )
 
@@ -63,6 +67,28 @@ class EngineHost:
                 )
             )
         return GroupDraftModel(group, self._config.max_num_batched_tokens, owned=owned)
+
+    def head_model(self, config: Any) -> GroupHead:
+        """The head of a section that places it in a worker of its own, linked to the target's."""
+        num_blocks = agreed_blocks(self.target_group.reports)[0]
+        group = self._group(
+            WorkerSpec(
+                size=1,
+                device=self._config.device,
+                threads=self._config.resources.threads_per_worker,
+                timeout_s=self._config.step_timeout_s,
+                head=_at_its_place(config, self._config.model),
+                beside=self._model_spec(self._config.model, num_blocks),
+            )
+        )
+        self._num_links += 1
+        return GroupHead(
+            self.target_group,
+            group,
+            self._num_links,
+            config.feature_transport,
+            self._config.step_timeout_s,
+        )
 
     def pool_link(self, config: Any) -> PoolLink:
         """The line to a shared pool: over Ray if other engines share it, else in this process."""
@@ -138,28 +164,40 @@ def head_section(config: EngineConfig) -> HeadConfig | None:
         ConfigError: there are several.
         CheckpointError: its folder does not exist.
     """
-    found = [
-        section for section in config.speculative_config.sections if isinstance(section, HeadConfig)
-    ]
+    found = [section for section in head_sections(config) if section.placement == "colocated"]
     if len(found) > 1:
         raise ConfigError(
             "speculative_config.members: one head at most can draft inside the target's workers, "
-            f"these are {len(found)}",
+            f"these are {len(found)}; give the others `placement: separate`",
             field="speculative_config.members",
-        )
-    if found and not found[0].folder.is_dir():
-        field = "speculative_config.speculative_model"
-        raise CheckpointError(
-            f"{field}: {found[0].speculative_model!r} is not a folder", field=field
         )
     return found[0] if found else None
 
 
-def _at_its_place(section: HeadConfig | None) -> HeadConfig | None:
+def head_sections(config: EngineConfig) -> list[HeadConfig]:
+    """The section of every head, wherever it runs.
+
+    Raises:
+        CheckpointError: a folder does not exist.
+    """
+    found = [
+        section for section in config.speculative_config.sections if isinstance(section, HeadConfig)
+    ]
+    for section in found:
+        if not section.folder_beside(config.model).is_dir():
+            field = "speculative_config.speculative_model"
+            raise CheckpointError(
+                f"{field}: {section.speculative_model!r} is not a folder", field=field
+            )
+    return found
+
+
+def _at_its_place(section: HeadConfig | None, target: str) -> HeadConfig | None:
     """`section` with a path that holds in every process."""
     if section is None:
         return None
-    return section.model_copy(update={"speculative_model": str(section.folder.resolve())})
+    folder = str(section.folder_beside(target).resolve())
+    return section.model_copy(update={"speculative_model": folder})
 
 
 def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
@@ -176,6 +214,19 @@ def check_length(config: EngineConfig, limit: int) -> None:
             f"max_model_len: {config.max_model_len} exceeds the checkpoint's {limit}",
             field="max_model_len",
         )
+
+
+def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
+    """Raises `ConfigError` where the rule needs tokens that the target does not have."""
+    section = config.speculative_config
+    for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+        token = getattr(section, name)
+        if section.thinking_tokens is not None and token >= vocab_size:
+            raise ConfigError(
+                f"speculative_config.{name}: {token} is outside the target's vocabulary of "
+                f"{vocab_size} tokens; verification {section.verification!r} needs it",
+                field=f"speculative_config.{name}",
+            )
 
 
 def check_vocabulary(

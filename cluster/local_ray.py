@@ -45,11 +45,13 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
 
 def num_cpus_of(config: EngineConfig) -> float:
     """CPUs that one engine's workers ask of a cluster without GPUs."""
-    from ..config import DraftModelConfig
+    from ..config import DraftModelConfig, HeadConfig
 
     num_workers = config.tensor_parallel_size
     for section in config.speculative_config.sections:
         if isinstance(section, DraftModelConfig) and section.placement == "separate":
             num_workers += section.draft_tensor_parallel_size or 1
+        elif isinstance(section, HeadConfig) and section.placement == "separate":
+            num_workers += 1
     each = config.resources.cpus_per_worker
     return num_workers * (1.0 if each is None else each)

@@ -21,11 +21,20 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
     """
     from ..workers.model import describe
     from .frontend import Frontend
-    from .host import check_length, check_vocabulary, draft_sections, draft_size, head_section
+    from .host import (
+        check_length,
+        check_thinking_tokens,
+        check_vocabulary,
+        draft_sections,
+        draft_size,
+        head_section,
+        head_sections,
+    )
 
     size = config.tensor_parallel_size
     target = describe(Path(config.model), tensor_parallel_size=size)
     check_length(config, target.max_model_len)
+    check_thinking_tokens(config, target.vocab_size)
     Frontend(config, target)  # tokenizer and chat template
     facts: dict[str, Any] = {
         "model": config.model,
@@ -45,7 +54,8 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
         facts[f"{label}draft model"] = section.speculative_model
         facts[f"{label}draft architecture"] = draft.architecture
         facts[f"{label}draft ranks"] = f"{ranks} ({section.placement})"
-    head = head_section(config)
-    if head is not None:
-        facts["head"] = head.speculative_model
+    head_section(config)  # one at most in the target's workers
+    for index, head in enumerate(head_sections(config)):
+        label = f"head {index + 1}" if index else "head"
+        facts[label] = f"{head.folder_beside(config.model)} ({head.placement})"
     return facts

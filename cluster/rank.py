@@ -48,7 +48,7 @@ class Rank:
         return Place(ray.get_runtime_context().get_node_id(), host, port)
 
     def join(self, rank: int, host: str, port: int, generation: int, spread: bool) -> None:
-        """Meets the other ranks; `spread` over several nodes, gloo and NCCL need the interface."""
+        """Meets the other ranks. In a cluster `spread` over nodes, gloo and NCCL need a name."""
         if spread:
             name = interface_of(ray.util.get_node_ip_address())
             if name is not None:
@@ -66,7 +66,8 @@ class Rank:
             self._spec.timeout_s,
             device,
         )
-        self._worker = Worker(self._spec, collective, device)
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._worker = Worker(self._spec, collective, device, node, address)
 
     def load(self) -> WorkerReport:
         """Reads this rank's shards."""

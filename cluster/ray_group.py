@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -48,6 +49,7 @@ class RayGroup:
         self._ranks: list[Any] = []
         self._channel: SocketChannel | None = None
         self.reports: list[WorkerReport] = []
+        self.on_restart: list[Callable[[], None]] = []
         self.restart()
 
     @property
@@ -55,14 +57,13 @@ class RayGroup:
         return self._channel is not None
 
     def call(self, message: Any) -> Any:
-        channel = self._channel
-        if channel is None:
-            raise WorkerDiedError("the workers are down")
-        try:
-            return channel.call(message, self._spec.timeout_s)
-        except WorkerDiedError:
-            self.shutdown()
-            raise
+        return self._using(lambda channel: channel.call(message, self._spec.timeout_s))
+
+    def send(self, message: Any) -> None:
+        self._using(lambda channel: channel.send(message, self._spec.timeout_s))
+
+    def receive(self, timeout_s: float) -> Any:
+        return self._using(lambda channel: channel.receive(timeout_s))
 
     def restart(self) -> None:
         self.shutdown()
@@ -81,6 +82,8 @@ class RayGroup:
         except BaseException:
             self.shutdown()
             raise
+        for told in self.on_restart:
+            told()
 
     def shutdown(self) -> None:
         channel, self._channel = self._channel, None
@@ -92,6 +95,16 @@ class RayGroup:
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
+
+    def _using(self, verb: Callable[[SocketChannel], Any]) -> Any:
+        channel = self._channel
+        if channel is None:
+            raise WorkerDiedError("the workers are down")
+        try:
+            return verb(channel)
+        except WorkerDiedError:
+            self.shutdown()
+            raise
 
     def _start(self) -> None:
         size = self._spec.size
@@ -121,7 +134,7 @@ class RayGroup:
         self._ranks = [self._ranks[index] for index in order]
         places = [places[index] for index in order]
         master = (places[0].host, places[0].free_port)
-        spread = len({place.node_id for place in places}) > 1
+        spread = sum(node["Alive"] for node in ray.nodes()) > 1  # feature links leave nodes too
         self._get(
             [
                 rank.join.remote(index, *master, self._generation, spread)
@@ -176,7 +189,9 @@ class RayGroup:
             total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             remove_placement_group(group)
             field = "tensor_parallel_size"
-            if self._spec.target is None:
+            if self._spec.beside is not None:
+                field = "speculative_config.placement"
+            elif self._spec.target is None:
                 field = "speculative_config.draft_tensor_parallel_size"
             raise ResourcesError(
                 f"{field}: {self._spec.size} workers of {bundles[0]} each could not "

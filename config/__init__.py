@@ -13,6 +13,8 @@ from .lookup import (
     SuffixConfig,
 )
 from .medusa import MedusaConfig
+from .mtp import MTPConfig
+from .redrafter import ReDrafterConfig
 from .section import SpeculationBase
 from .speculation import (
     ComposeConfig,
@@ -35,6 +37,7 @@ __all__ = [
     "EngineConfig",
     "HeadConfig",
     "LookaheadConfig",
+    "MTPConfig",
     "MedusaConfig",
     "NGramCacheConfig",
     "NGramConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "NGramSimpleConfig",
     "NoSpeculation",
     "PromptLookupConfig",
+    "ReDrafterConfig",
     "ResourcesConfig",
     "SpeculationBase",
     "SpeculativeConfig",

@@ -32,6 +32,11 @@ VLLM_METHODS = {
     "medusa": "Medusa",
     "eagle": "Eagle",
     "eagle3": "Eagle3",
+    "mtp": "MTP",
+    "deepseek_mtp": "MTP",
+    "glm4_moe_mtp": "MTP",
+    "qwen3_next_mtp": "MTP",
+    "redrafter": "ReDrafter",
     "suffix": "Suffix",
     "none": "None",
 }
@@ -56,13 +61,16 @@ VLLM_KEYS = {
     "suffix_decoding_max_cached_requests": "max_cached_requests",
     "suffix_decoding_max_spec_factor": "max_spec_factor",
     "suffix_decoding_min_token_prob": "min_token_prob",
+    # TensorRT-LLM's, as older versions spell them
+    "BEGIN_THINKING_PHASE_TOKEN": "begin_thinking_phase_token",
+    "END_THINKING_PHASE_TOKEN": "end_thinking_phase_token",
     # llama.cpp's
     "draft_max": "max_draft_len",
     "n_max": "max_draft_len",
 }
 # Older names of one drafter's keys, which mean something else elsewhere.
 OWN_KEYS = {"NGramMod": {"ngram_size_n": "n_match", "draft_min": "n_min"}}
-VLLM_VERIFICATION = {"strict": "rejection", "standard": "rejection"}
+VLLM_VERIFICATION = {"strict": "rejection", "standard": "rejection", "block": "block"}
 
 
 def _rename(data: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
@@ -123,4 +131,25 @@ def translate_speculative(data: dict[str, Any]) -> dict[str, Any]:
     rule = data.get("verification")
     if isinstance(rule, str):
         data["verification"] = VLLM_VERIFICATION.get(rule, rule)
+    return _relaxed(data)
+
+
+def _relaxed(data: dict[str, Any]) -> dict[str, Any]:
+    """TensorRT-LLM's switch as the rule that it asks for; to ask by that name is to want it."""
+    key = "use_relaxed_acceptance_for_thinking"
+    wanted = data.pop(key, False)
+    if not isinstance(wanted, bool):
+        raise ConfigError(
+            f"speculative_config.{key}: expected true or false, got {wanted!r}",
+            field=f"speculative_config.{key}",
+        )
+    if not wanted:
+        return data
+    if data.setdefault("verification", "relaxed") != "relaxed":
+        raise ConfigError(
+            f"speculative_config.{key}: it means verification 'relaxed', but verification is "
+            f"{data['verification']!r}",
+            field=f"speculative_config.{key}",
+        )
+    data.setdefault("lossy", True)
     return data

@@ -1,4 +1,4 @@
-"""Sections of the heads that draft inside the target's workers.
+"""Sections of the heads that draft from the target's hidden states.
 
 `medusa_choices` are checked and expanded here, so that a wrong tree is said before anything is
 loaded. Keys are TensorRT-LLM's.
@@ -7,6 +7,9 @@ loaded. Keys are TensorRT-LLM's.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from .section import SpeculationBase
 
@@ -14,13 +17,31 @@ Choice = tuple[int, ...]
 
 
 class HeadConfig(SpeculationBase):
-    """What sections of colocated heads share."""
+    """What sections of heads share: which, and where it runs."""
 
     speculative_model: str  # folder of the head's checkpoint
+    placement: Literal["colocated", "separate"] = "colocated"  # in the target's rank 0, or alone
+    draft_timeout_s: float = Field(1.0, gt=0, le=60)  # separate: then the step goes out without
+    feature_transport: Literal["auto", "socket", "distributed"] = "auto"  # separate: of tensors
+
+    @model_validator(mode="after")
+    def _keys_of_its_placement(self) -> HeadConfig:
+        for key in ("draft_timeout_s", "feature_transport"):  # defaults pass, as in the rules' keys
+            default = type(self).model_fields[key].default
+            if self.placement == "colocated" and getattr(self, key) != default:
+                raise ValueError(
+                    f"{key} belongs to placement 'separate'; this head is colocated, and its draft "
+                    "comes with the verdict"
+                )
+        return self
 
     @property
     def folder(self) -> Path:
         return Path(self.speculative_model)
+
+    def folder_beside(self, target: str) -> Path:
+        """Where the checkpoint is; some heads are a part of the target's."""
+        return self.folder
 
 
 def expand(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

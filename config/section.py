@@ -1,30 +1,98 @@
-"""What every drafter's section of the configuration shares."""
+"""What every drafter's section of the configuration shares: length, load, verification."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from .strict import Strict
 
+# Rules with keys of their own: the section's key -> the rule's parameter.
+RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "typical": {"posterior_threshold": "threshold", "posterior_alpha": "alpha"},
+        "relaxed": {
+            "relaxed_topk": "topk",
+            "relaxed_delta": "delta",
+            "begin_thinking_phase_token": "begin",
+            "end_thinking_phase_token": "end",
+        },
+    }
+)
+_LOSSY = ("typical", "relaxed")  # change what is emitted
+_WITH_PROBS = ("rejection", "block")  # weigh a node by the probability it was drawn with
+_OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
+
 
 class SpeculationBase(Strict):
     """What every drafter's section shares."""
 
     max_draft_len: int = Field(4, ge=0, le=64)  # draft nodes per request and step
-    verification: Literal["coupled", "rejection", "typical"] = "coupled"
-    lossy: bool = False  # says that `typical`, which changes what is emitted, is wanted
+    verification: Literal["coupled", "rejection", "block", "typical", "relaxed"] = "coupled"
+    lossy: bool = False  # says that a rule which changes what is emitted is wanted
+    posterior_threshold: float = Field(0.09, gt=0, le=1)  # typical: hard bound
+    posterior_alpha: float = Field(0.3, gt=0, allow_inf_nan=False)  # typical: of exp(-entropy)
+    relaxed_topk: int = Field(1, ge=1, le=1024)  # relaxed: how many tokens may be accepted
+    relaxed_delta: float = Field(0.0, ge=0, le=1)  # relaxed: below the best one's probability
+    begin_thinking_phase_token: int = Field(128798, ge=0, lt=2**31)  # relaxed: DeepSeek-R1's ids
+    end_thinking_phase_token: int = Field(128799, ge=0, lt=2**31)
     max_concurrency: int | None = Field(None, ge=1)  # no drafts while more requests run
 
     @model_validator(mode="after")
     def _lossy_by_name(self) -> SpeculationBase:
-        if self.lossy != (self.verification == "typical"):
+        if self.lossy != (self.verification in _LOSSY):
             raise ValueError(
-                "verification 'typical' is lossy: it changes what is emitted; give `lossy: true` "
-                "with it, and with nothing else"
+                "verification 'typical' and 'relaxed' are lossy: they change what is emitted; give "
+                "`lossy: true` with them, and with nothing else"
             )
         return self
+
+    @model_validator(mode="after")
+    def _keys_of_its_rule(self) -> SpeculationBase:
+        for rule, keys in RULE_KEYS.items():
+            for key in keys:  # defaults pass: a configuration written out in full is read again
+                value, default = getattr(self, key), type(self).model_fields[key].default
+                if rule != self.verification and value != default:
+                    raise ValueError(
+                        f"{key} belongs to verification {rule!r}; this is {self.verification!r}"
+                    )
+        if self.begin_thinking_phase_token == self.end_thinking_phase_token:
+            raise ValueError(
+                "begin_thinking_phase_token and end_thinking_phase_token are the same token "
+                f"({self.end_thinking_phase_token})"
+            )
+        return self
+
+    @property
+    def rule_parameters(self) -> tuple[tuple[str, float], ...]:
+        """The verification rule's parameters by its own names."""
+        keys = RULE_KEYS.get(self.verification, {})
+        return tuple((name, getattr(self, key)) for key, name in keys.items())
+
+    @property
+    def thinking_tokens(self) -> tuple[int, int] | None:
+        """Tokens that begin and end the phase that the rule depends on; None if it does not."""
+        if self.verification != "relaxed":
+            return None
+        return self.begin_thinking_phase_token, self.end_thinking_phase_token
+
+    @property
+    def wants_draft_probs(self) -> bool:
+        """Whether the rule uses the distributions that nodes were drawn from."""
+        return self.verification in _WITH_PROBS
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether a node drawn with the target's noise is accepted more often."""
+        return self.verification in _OWN_DRAWS
+
+    @property
+    def salts_rounds(self) -> bool:
+        """Whether the rule looks ahead, so that no round may draw with an earlier one's noise."""
+        return self.verification == "block"
 
     @property
     def max_nodes(self) -> int:

@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 from .eagle import Eagle3Config, EagleConfig
 from .lookup import LookupConfig
 from .medusa import MedusaConfig
-from .section import SpeculationBase
+from .mtp import MTPConfig
+from .redrafter import ReDrafterConfig
+from .section import RULE_KEYS, SpeculationBase
 
 
 class NoSpeculation(SpeculationBase):
@@ -105,7 +107,7 @@ class DraftTargetConfig(DraftModelConfig):
     """A small model of the same vocabulary drafts for the target."""
 
     decoding_type: Literal["DraftTarget"] = "DraftTarget"
-    probs_top: int = Field(32, ge=1, le=1024)  # width of the distribution that `rejection` sees
+    probs_top: int = Field(32, ge=1, le=1024)  # width of the distribution that the rule sees
 
 
 class UserConfig(SpeculationBase):
@@ -125,6 +127,8 @@ MemberConfig = Annotated[
     | MedusaConfig
     | EagleConfig
     | Eagle3Config
+    | MTPConfig
+    | ReDrafterConfig
     | UserConfig,
     Field(discriminator="decoding_type"),
 ]
@@ -145,7 +149,8 @@ class ComposeConfig(SpeculationBase):
         """Members are verified together, so that they have the composition's rule."""
         if not isinstance(data, dict) or not isinstance(data.get("members"), (list, tuple)):
             return data
-        rule = {key: data[key] for key in ("verification", "lossy") if key in data}
+        shared = {"verification", "lossy", *(key for keys in RULE_KEYS.values() for key in keys)}
+        rule = {key: data[key] for key in shared if key in data}
         members = [rule | each if isinstance(each, dict) else each for each in data["members"]]
         return {**data, "members": members}
 
@@ -156,6 +161,11 @@ class ComposeConfig(SpeculationBase):
                 raise ValueError(
                     f"members.{index}.verification is {member.verification!r}, but that of all is "
                     f"{self.verification!r}; set it once, beside `members`"
+                )
+            if member.rule_parameters != self.rule_parameters:
+                raise ValueError(
+                    f"members.{index}: the keys of verification {self.verification!r} hold for all "
+                    "members; set them once, beside `members`"
                 )
             if member.max_concurrency is not None:
                 raise ValueError(f"members.{index}.max_concurrency: set it once, beside `members`")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..scheduler import tree
-from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
+from ..scheduler.types import Batch, Draft, IntArray, NextDrafts, Request, Verdict
 from .protocol import DraftFault, Needs
 
 
@@ -37,15 +37,19 @@ class Colocated:
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         guessed = verdict.next_drafts
-        for row, request_id in enumerate(batch.request_ids):
+        self.keep(batch.request_ids, guessed)
+        if guessed is not None and guessed.error:
+            raise DraftFault(f"the head failed in the worker: {guessed.error}")
+
+    def keep(self, request_ids: Sequence[str], guessed: NextDrafts | None) -> None:
+        """What the head guessed for these requests takes the place of what it guessed before."""
+        for row, request_id in enumerate(request_ids):
             self._drafts.pop(request_id, None)
             if guessed is None or guessed.start[row] == guessed.start[row + 1]:
                 continue
             span = slice(guessed.start[row], guessed.start[row + 1])
             draft = Draft(guessed.tokens[span], guessed.parents[span], source=self.name)
             self._drafts[request_id] = (int(guessed.lens[row]), draft)
-        if guessed is not None and guessed.error:
-            raise DraftFault(f"the head failed in the worker: {guessed.error}")
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -37,7 +37,7 @@ class Compose:
     """Asks its members in order and puts what they say together.
 
     Raises:
-        ConfigError: two members read different hidden layers, or `rejection` would need the
+        ConfigError: two members read different hidden layers, or the rule would need the
             distributions of a member whose nodes are merged.
     """
 
@@ -45,7 +45,7 @@ class Compose:
 
     def __init__(self, config: ComposeConfig, members: Sequence[Member], vocab_size: int) -> None:
         self._merge = config.mode == "merge"
-        self.needs = _needs(members, self._merge, config.verification)
+        self.needs = _needs(members, config)
         if not (self._merge or config.keep_order):
             members = sorted(members, key=lambda member: member.has_model)
         names = _unique([member.drafter.name for member in members])
@@ -235,9 +235,9 @@ def _followed(draft: Draft, tokens: list[int]) -> list[int]:
     return nodes
 
 
-def _needs(members: Sequence[Member], merge: bool, verification: str) -> Needs:
+def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:
     """What all members together ask of the engine."""
-    field = "speculative_config.members"
+    field, merge = "speculative_config.members", config.mode == "merge"
     layers = {member.drafter.needs.hidden_layers for member in members} - {()}
     if len(layers) > 1:
         raise ConfigError(
@@ -246,10 +246,10 @@ def _needs(members: Sequence[Member], merge: bool, verification: str) -> Needs:
             field=field,
         )
     sampled = [index for index, each in enumerate(members) if each.drafter.needs.probabilities]
-    if merge and sampled and verification == "rejection":
+    if merge and sampled and config.wants_draft_probs:
         index = sampled[0]
         raise ConfigError(
-            f"{field}.{index}: under verification {verification!r} the member "
+            f"{field}.{index}: under verification {config.verification!r} the member "
             f"{members[index].drafter.name!r} draws its nodes from distributions, which do not "
             "hold in a merged tree; use verification 'coupled', or mode 'precedence'",
             field=f"{field}.{index}",

@@ -44,7 +44,8 @@ class DraftTarget:
 
     def __init__(self, config: DraftTargetConfig, model: DraftModel) -> None:
         self._model = model
-        self._probs_top = config.probs_top if config.verification == "rejection" else 0
+        self._probs_top = config.probs_top if config.wants_draft_probs else 0
+        self._salted = config.salts_rounds
         self._pool = BlockPool(model.num_blocks, model.block_size)
         self._sequences: dict[str, PagedTokens] = {}  # least recently drafted first
         self._drawn: dict[str, int] = {}  # nodes drawn in the step that runs
@@ -70,6 +71,7 @@ class DraftTarget:
             known=tree.join(known, [tree.EMPTY] * len(rows), self._pool.block_size),
             max_nodes=known.max_nodes,
             probs_top=self._probs_top,
+            salted=self._salted,
         )
         try:
             drafted = self._model.draft(step)
@@ -185,4 +187,5 @@ def _select(sampling: SamplingRows, rows: list[int]) -> SamplingRows:
         ends=(),
         penalties=(),
         biases=(),
+        thinking=None,
     )

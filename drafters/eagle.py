@@ -1,4 +1,4 @@
-"""EAGLE in its three generations, seen from the engine; the head is in `heads/grow.py`."""
+"""EAGLE in its three generations, seen from the engine; the head is in `heads/eagle_head.py`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ..scheduler.types import Batch, Draft, Drafted, DraftStep, IntArray, Request, Verdict
+from ..scheduler.types import (
+    Batch,
+    Draft,
+    Drafted,
+    DraftStep,
+    HeadAnswer,
+    IntArray,
+    Request,
+    Verdict,
+)
 from .pool import PoolLink
 
 
@@ -90,6 +99,40 @@ class DraftModel(Protocol):
         ...
 
 
+class HeadModel(Protocol):
+    """A head in workers of its own; what it reads of a step reaches it from the target's."""
+
+    @property
+    def num_outstanding(self) -> int:
+        """Questions that are to be answered yet; none of a head that died."""
+        ...
+
+    def ask(self, step: int, wait_s: float) -> None:
+        """Has it draft after `step`, which was verified while it was linked; does not wait.
+
+        Raises:
+            WorkerDiedError: it is gone.
+        """
+        ...
+
+    def answer(self, timeout_s: float) -> HeadAnswer | None:
+        """Its answer to the oldest question; None if there is none in time.
+
+        Raises:
+            WorkerError: it raised; that question has no answer.
+            WorkerDiedError: it is gone.
+        """
+        ...
+
+    def revive(self) -> bool:
+        """Whether it runs and is linked to the target (again)."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends its workers."""
+        ...
+
+
 class DraftHost(Protocol):
     """Starts the models that drafters ask for; the engine's executor is one."""
 
@@ -101,6 +144,14 @@ class DraftHost(Protocol):
 
         Raises:
             ConfigError: it does not exist or does not fit the target.
+        """
+        ...
+
+    def head_model(self, config: Any) -> HeadModel:
+        """The head of a configuration section that places it in a worker of its own.
+
+        Raises:
+            CheckpointError: its tensors are not what they should be.
         """
         ...
 

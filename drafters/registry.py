@@ -14,6 +14,7 @@ from ..config import (
     HeadConfig,
     LookaheadConfig,
     MedusaConfig,
+    MTPConfig,
     NGramCacheConfig,
     NGramConfig,
     NGramMapK4VConfig,
@@ -22,15 +23,18 @@ from ..config import (
     NGramSimpleConfig,
     NoSpeculation,
     PromptLookupConfig,
+    ReDrafterConfig,
     SpeculationBase,
     SuffixConfig,
     UserConfig,
 )
+from .colocated import Colocated
 from .compose import Compose, Member
 from .draft_target import DraftTarget
 from .eagle import Eagle, Eagle3
 from .lookahead import Lookahead
 from .medusa import Medusa
+from .mtp import MTP
 from .ngram import NGram
 from .ngram_cache import NGramCache
 from .ngram_map_k import NGramMapK
@@ -41,6 +45,8 @@ from .none import NoDrafter
 from .pool import PoolLink
 from .prompt_lookup import PromptLookup
 from .protocol import Drafter, DraftHost
+from .redrafter import ReDrafter
+from .separate import SeparateHead
 from .suffix import Suffix
 from .user import User
 
@@ -56,9 +62,11 @@ _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NGramCacheConfig: lambda config, host: NGramCache(config, host.tokenizer, host.vocab_size),
     SuffixConfig: lambda config, host: Suffix(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
-    MedusaConfig: lambda config, host: Medusa(),
-    EagleConfig: lambda config, host: Eagle(),
-    Eagle3Config: lambda config, host: Eagle3(),
+    MedusaConfig: lambda config, host: _head(Medusa, config, host),
+    EagleConfig: lambda config, host: _head(Eagle, config, host),
+    Eagle3Config: lambda config, host: _head(Eagle3, config, host),
+    MTPConfig: lambda config, host: _head(MTP, config, host),
+    ReDrafterConfig: lambda config, host: _head(ReDrafter, config, host),
     UserConfig: lambda config, host: User(config),
     ComposeConfig: lambda config, host: _compose(config, host),
 }
@@ -71,6 +79,13 @@ def build(config: SpeculationBase, host: DraftHost) -> Drafter:
         ConfigError: its model is missing or does not fit the target.
     """
     return _BUILDERS[type(config)](config, host)
+
+
+def _head(kind: type[Colocated], config: HeadConfig, host: DraftHost) -> Drafter:
+    """A head of one kind, inside the target's worker or in one of its own."""
+    if config.placement == "colocated":
+        return kind()
+    return SeparateHead(kind.name, host.head_model(config), config.draft_timeout_s)
 
 
 def _compose(config: ComposeConfig, host: DraftHost) -> Compose:

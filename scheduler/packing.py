@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,15 +61,26 @@ def pack(step: int, rows: Rows[Row], moves: IntArray, sampling: SamplingRows) ->
 
 
 class SamplingPacker:
-    """Builds `SamplingRows`; the unchanging part is kept while the same requests run."""
+    """Builds `SamplingRows`; the unchanging part is kept while the same requests run.
 
-    def __init__(self) -> None:
+    Args:
+        phases: whether the verification rule asks which sequences are thinking.
+    """
+
+    def __init__(self, *, phases: bool = False) -> None:
+        self._phases = phases
         self._requests: list[Request] = []
         self._rows: SamplingRows | None = None
         self._changing = False
 
     def pack(self, sequences: Rows[Sequence]) -> SamplingRows:
         """One row of settings per sequence."""
+        rows = self._settings(sequences)
+        if not self._phases:
+            return rows
+        return replace(rows, thinking=np.array([s.thinking for s in sequences], dtype=np.bool_))
+
+    def _settings(self, sequences: Rows[Sequence]) -> SamplingRows:
         requests = [sequence.request for sequence in sequences]
         if self._rows is not None and not self._changing and _same(requests, self._requests):
             return self._rows

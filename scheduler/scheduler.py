@@ -64,7 +64,8 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap by rank
         self._sequences: dict[str, Sequence] = {}
         self._config = config
-        self._sampling = SamplingPacker()
+        self._thinking_tokens = config.speculative_config.thinking_tokens
+        self._sampling = SamplingPacker(phases=self._thinking_tokens is not None)
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
         self._step = 0
@@ -107,7 +108,7 @@ class Scheduler:
                 f"{self.pool.num_blocks * self.pool.block_size}",
                 field="max_tokens",
             )
-        sequence = Sequence(request, self._arrivals, limit)
+        sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         heapq.heappush(self._waiting, (sequence.rank, sequence))
@@ -185,6 +186,7 @@ class Scheduler:
             sequence.num_computed = sequence.num_tokens + len(path)
             emitted, reason = _until_end(sequence, verdict.tokens(row))
             sequence.tokens.extend(emitted)
+            sequence.follow(emitted)
             sequence.num_computed = min(sequence.num_computed, sequence.num_tokens)
             num_accepted = min(len(path), len(emitted))
             sequence.usage = _counted(sequence.usage, draft, num_accepted)

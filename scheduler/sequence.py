@@ -108,7 +108,13 @@ class PagedTokens:
 class Sequence(PagedTokens):
     """A request on its way."""
 
-    def __init__(self, request: Request, arrival: int, limit: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        limit: int,
+        thinking_tokens: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__(request.tenant, request.prompt, request.emitted)
         self.request = request
         self.arrival = arrival  # order of arrival; a preempted request keeps its place
@@ -120,6 +126,18 @@ class Sequence(PagedTokens):
         self.ends = frozenset(request.sampling.stop_token_ids) | (
             frozenset() if request.sampling.ignore_eos else frozenset(request.eos_token_ids)
         )
+        self.thinking = False  # whether the last known token is in a thinking phase
+        self._thinking_tokens = thinking_tokens
+        self.follow(self.tokens.view)
+
+    def follow(self, tokens: IntArray) -> None:
+        """The phase after `tokens`, which have just become known."""
+        if self._thinking_tokens is None:
+            return
+        begin, end = self._thinking_tokens
+        marks = tokens[(tokens == begin) | (tokens == end)]
+        if len(marks):
+            self.thinking = bool(marks[-1] == begin)
 
     @property
     def num_output(self) -> int:

@@ -83,6 +83,7 @@ class SamplingRows:
     ends: tuple[IntArray, ...] = ()  # per row, ids forbidden while min_new_tokens > 0
     penalties: tuple[Penalties, ...] = ()
     biases: tuple[Bias, ...] = ()
+    thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class NextDrafts:
-    """What a head inside the target's workers guesses for the step to come.
+    """What a head guesses for the step to come.
 
     Sequence i's tree is `tokens[start[i]:start[i+1]]`; it follows `lens[i]` known tokens and is
     of no use once there are others.
@@ -290,6 +291,7 @@ class DraftStep:
     known: StepInput
     max_nodes: IntArray  # [num_seqs], tokens to draw; 0 only catches the cache up
     probs_top: int  # width of the distributions to return; 0: tokens alone, with coupled noise
+    salted: bool = False  # whether no two rounds share noise; only with distributions
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +302,24 @@ class Drafted:
     start: IntArray  # [num_seqs + 1]
     probs: DraftProbs | None
     forward_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAsk:
+    """To a head in a worker of its own: the drafts after a verified step.
+
+    What was verified, and its features, reach the head from the target's worker.
+    """
+
+    step: int
+    wait_s: float  # how long the features may take
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAnswer:
+    """What a head in a worker of its own says to a `HeadAsk`."""
+
+    step: int
+    drafts: NextDrafts | None  # None: there was nothing to draft from
+    error: str = ""  # why there are none
+    linked: bool = True  # whether the target's worker can still reach the head

@@ -64,6 +64,15 @@ class Collective:
             self._live().broadcast(tensor, root).wait()
         return tensor
 
+    def send(self, tensor: Tensor, peer: int) -> None:  # any shape, contiguous
+        """To `peer`, which receives the same shape; on a GPU, in order of the current stream."""
+        self._live().send([tensor], peer, 0).wait()
+
+    def receive(self, tensor: Tensor, peer: int) -> Tensor:  # any shape, contiguous
+        """What `peer` sent, in place; returns `tensor`."""
+        self._live().recv([tensor], peer, 0).wait()
+        return tensor
+
     def abort(self) -> None:
         """Leave the group without waiting for anyone. Blocked gloo peers still wait it out."""
         group, self._group = self._group, None
@@ -102,6 +111,32 @@ class Collective:
         store = TCPStore(host, port, size, rank == 0, timeout)
         scoped = PrefixStore(f"generation-{generation}", store)
         return Collective(rank, size, _builder(backend, device)(scoped, rank, size, timeout))
+
+    @staticmethod
+    def host_pair(host: str, timeout_s: float) -> tuple[Any, int]:
+        """A store where two processes can meet as a `pair`, and its port on `host`."""
+        store = TCPStore(
+            host, 0, 2, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+        return store, store.port
+
+    @staticmethod
+    def join_pair(host: str, port: int, timeout_s: float) -> Any:
+        """The store that the other process hosts."""
+        return TCPStore(
+            host,
+            port,
+            2,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+
+    @staticmethod
+    def pair(store: Any, rank: int, timeout_s: float, device: torch.device) -> Collective:
+        """A group of two that only send and receive: NCCL on CUDA, gloo on CPU. Blocks till met."""
+        build = _builder("nccl" if device.type == "cuda" else "gloo", device)
+        return Collective(rank, 2, build(store, rank, 2, timedelta(seconds=timeout_s)))
 
     @staticmethod
     def threads(size: int, timeout_s: float) -> list[Collective]:

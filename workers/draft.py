@@ -2,7 +2,7 @@
 
 The whole chain is drawn inside the worker: one message each way per round. With `coupled`
 verification the draws share the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978);
-with `rejection` they come with the sparse distributions that they were drawn from.
+with `rejection` and `block` they come with the sparse distributions that they were drawn from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DraftService:
                     ),
                     self._cache,
                 )
-            drawn = self._draw(step, rows, logits, lens[rows] + level)
+            drawn = self._draw(step, rows, logits, lens[rows], level)
             tokens[rows, level] = drawn[0]
             if step.probs_top:
                 width = drawn[1].shape[1]
@@ -85,21 +85,24 @@ class DraftService:
         step: DraftStep,
         rows: IntArray,  # [num_rows]
         logits: Tensor,  # [num_rows, vocab]
-        positions: IntArray,  # [num_rows], of the tokens to be drawn
+        first: IntArray,  # [num_rows], position of the chain's first token
+        level: int,
     ) -> tuple[np.ndarray, ...]:
         """Tokens [num_rows], and ids and probs [num_rows, top] if asked for; rank 0's."""
         sampling = step.known.sampling
         settings = (
             logits,
             sampling.seeds[rows],
-            positions,
+            first + level,
             sampling.temperature[rows],
             sampling.top_k[rows],
             sampling.top_p[rows],
             sampling.min_p[rows],
         )
         if step.probs_top:
-            tokens, ids, probs = draw_with_probs(*settings, step.probs_top)
+            tokens, ids, probs = draw_with_probs(
+                *settings, step.probs_top, first if step.salted else None
+            )
         else:
             tokens = draw(*settings)
         tokens = self._collective.broadcast(tokens.contiguous())

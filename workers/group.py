@@ -6,28 +6,25 @@ the scheduler and the drafters see of a group is `GroupTarget` and `GroupDraftMo
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from ..errors import OutriderError, WorkerDiedError
+from ..errors import WorkerDiedError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, Drafted, DraftStep, Verdict
 from .collective import Collective
+from .revival import Revival
 from .spec import ModelReport, WorkerReport, WorkerSpec
 from .transport.channel import Channel, ThreadChannel
 from .worker import Worker, pick_device
-
-log = logging.getLogger(__name__)
-_JOIN_S = 10.0
 
 
 class WorkerGroup(Protocol):
     """Ranks that load together, answer together and die together."""
 
     reports: list[WorkerReport]
+    on_restart: list[Callable[[], None]]  # told, in the same thread, once fresh ranks are up
 
     @property
     def alive(self) -> bool:
@@ -36,6 +33,14 @@ class WorkerGroup(Protocol):
 
     def call(self, message: Any) -> Any:
         """Rank 0's answer (raises as `Channel.call` does)."""
+        ...
+
+    def send(self, message: Any) -> None:
+        """The first half of a call (raises as `Channel.send` does)."""
+        ...
+
+    def receive(self, timeout_s: float) -> Any:
+        """The second half (raises as `Channel.receive` does)."""
         ...
 
     def restart(self) -> None:
@@ -60,7 +65,9 @@ class LocalGroup:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._channel: Channel | None = None
+        self._workers: list[Worker] = []
         self.reports: list[WorkerReport] = []
+        self.on_restart: list[Callable[[], None]] = []
         self.restart()
 
     @property
@@ -68,13 +75,13 @@ class LocalGroup:
         return self._channel is not None
 
     def call(self, message: Any) -> Any:
-        if self._channel is None:
-            raise WorkerDiedError("the workers are down")
-        try:
-            return self._channel.call(message, self._spec.timeout_s)
-        except WorkerDiedError:
-            self.shutdown()
-            raise
+        return self._using(lambda channel: channel.call(message, self._spec.timeout_s))
+
+    def send(self, message: Any) -> None:
+        self._using(lambda channel: channel.send(message, self._spec.timeout_s))
+
+    def receive(self, timeout_s: float) -> Any:
+        return self._using(lambda channel: channel.receive(timeout_s))
 
     def restart(self) -> None:
         self.shutdown()
@@ -86,12 +93,30 @@ class LocalGroup:
             self.reports = list(pool.map(Worker.load, workers))
             blocks = agreed_blocks(self.reports)
             list(pool.map(lambda worker: worker.allocate(*blocks), workers))
-        self._channel = ThreadChannel([worker.handle for worker in workers])
+        self._workers = workers
+        # A head alone drafts while the engine goes on; the other lone ranks are waited for anyway.
+        handlers = [worker.handle for worker in workers]
+        self._channel = ThreadChannel(handlers, inline=spec.beside is None)
+        for told in self.on_restart:
+            told()
 
     def shutdown(self) -> None:
+        for worker in self._workers:
+            worker.hang_up()
+        self._workers = []
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _using(self, verb: Callable[[Channel], Any]) -> Any:
+        channel = self._channel
+        if channel is None:
+            raise WorkerDiedError("the workers are down")
+        try:
+            return verb(channel)
+        except WorkerDiedError:
+            self.shutdown()
+            raise
 
 
 class GroupTarget:
@@ -117,8 +142,6 @@ class GroupDraftModel:
         owned: whether the group is the drafter's own, to be restarted and ended by it.
     """
 
-    _BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
-
     def __init__(self, group: WorkerGroup, max_num_batched_tokens: int, *, owned: bool) -> None:
         self._group = group
         self._owned = owned
@@ -130,45 +153,22 @@ class GroupDraftModel:
         self.num_blocks = agreed_blocks(group.reports)[1]
         self.block_size = report.block_size
         self._reports = group.reports  # a restarted group has new ones
-        self._reviving: threading.Thread | None = None
-        self._num_tries = 0
-        self._closed = threading.Event()
+        self._revival = Revival(group, owned=owned)
 
     def draft(self, step: DraftStep) -> Drafted:
         if self._group.reports is not self._reports:
             raise WorkerDiedError("the draft model was restarted, with the target's workers")
         drafted = self._group.call(step)
         assert isinstance(drafted, Drafted), type(drafted)
-        self._num_tries = 0
+        self._revival.succeeded()
         return drafted
 
     def revive(self) -> bool:
         """True once the group is up; its restart runs in the background, with growing pauses."""
-        if self._reviving is not None and self._reviving.is_alive():
+        if not self._revival.poll():
             return False
-        if self._group.alive:
-            self._reports = self._group.reports
-            return True
-        if self._owned:
-            self._reviving = threading.Thread(target=self._restart, daemon=True)
-            self._reviving.start()
-        return False
+        self._reports = self._group.reports
+        return True
 
     def shutdown(self) -> None:
-        self._closed.set()
-        if self._reviving is not None:
-            self._reviving.join(timeout=_JOIN_S)  # if it takes longer, it ends what it started
-        if self._owned:
-            self._group.shutdown()
-
-    def _restart(self) -> None:
-        pause_s = self._BACKOFF_S[min(self._num_tries, len(self._BACKOFF_S) - 1)]
-        self._num_tries += 1
-        if self._closed.wait(pause_s):
-            return
-        try:
-            self._group.restart()
-        except OutriderError as error:
-            log.warning("the draft workers did not come back: %s", error.message)
-        if self._closed.is_set():
-            self._group.shutdown()
+        self._revival.end()

@@ -1,14 +1,16 @@
-"""A head inside the target's worker: what it sees of a step, and what it may use of the target.
+"""A head at work: what it sees of a step, and what it may use of the target.
 
-Runs on rank 0 alone, right after the verification rule, and needs no collective: hidden states
-are whole on every rank, and where the target's embedding and output layer are cut over the
-vocabulary, rank 0 reads a copy of its own.
+`HeadRunner` is that wherever the head runs. `HeadService` is the one inside the target's worker:
+on rank 0 alone, right after the verification rule, without a collective, since hidden states are
+whole on every rank; where the target's embedding and output layer are cut over the vocabulary,
+rank 0 reads a copy of its own. The one in a worker of its own is `lone_head.py`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from ..config import HeadConfig
 from ..drafters.heads import build_head
 from ..drafters.heads.protocol import Attend, Head, TargetFacts, Verified
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
-from .attention import KVCache, KVShape
+from .attention import KVCache, KVShape, StepAttention
 from .model import PagedModel, whole_module
 from .model.packed import pack_linears
 from .verify.sample import draw
@@ -30,22 +32,32 @@ from .verify.sample import draw
 log = logging.getLogger(__name__)
 
 
-class HeadService:
-    """A loaded head; `HeadHost` to it."""
+class HeadRunner:
+    """A loaded head; `HeadHost` to it.
 
-    def __init__(self, config: HeadConfig, model: PagedModel, path: Path) -> None:
-        info = model.info
-        self._model = model
-        self.target = TargetFacts(
-            info.hidden_size, info.vocab_size, info.num_layers, info.dtype, model.device
-        )
-        self.head: Head = build_head(config, self.target)
-        pack_linears(self.head.module, model.device)
-        self._embedding, self._output = _ends(model, path)
-        self._shares_noise = config.verification == "coupled"
+    Args:
+        ends: the target's embedding and output layer, whole.
+        begin: makes a step's attention over a cache.
+        first_layer: the head's first layer in that cache.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        target: TargetFacts,
+        ends: tuple[nn.Module, nn.Module],
+        begin: Callable[[StepInput, KVCache], StepAttention],
+        first_layer: int = 0,
+    ) -> None:
+        self.target = target
+        self.head: Head = build_head(config, target)
+        pack_linears(self.head.module, target.device)
+        self._embedding, self._output = ends
+        self._begin = begin
+        self._shares_noise = config.shares_noise
         self._cache: KVCache | None = None
         self.block_size = 0  # known once there is a cache
-        self._first = len(model.kv_shapes)  # the head's first layer in the cache
+        self._first = first_layer
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -56,7 +68,11 @@ class HeadService:
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What the head keeps for a token, layer by layer."""
         return tuple(
-            KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim)
+            KVShape(
+                layer.num_kv_heads,
+                layer.head_dim,
+                layer.head_dim if layer.value_dim is None else layer.value_dim,
+            )
             for layer in self.head.layers
         )
 
@@ -64,11 +80,16 @@ class HeadService:
         return sum(shape.num_elements for shape in self.kv_shapes) * self.target.dtype.itemsize
 
     def attach(self, cache: KVCache) -> None:
-        """The target's cache, with the head's layers after the target's own."""
+        """Where the head's rows are kept."""
         self._cache, self.block_size = cache, cache.block_size
 
-    def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
-        """`verdict` with the drafts for the step to come."""
+    def run(
+        self,
+        step: StepInput,
+        verdict: Verdict,
+        hidden: tuple[Tensor, ...],  # per captured layer, [num_tokens, hidden_size]
+    ) -> NextDrafts:
+        """The drafts for the step to come; what the head raises is said in them."""
         start = time.perf_counter()
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
         try:
@@ -79,8 +100,7 @@ class HeadService:
             starts = np.zeros(step.num_seqs + 1, dtype=np.int32)
             reason = f"{type(error).__name__}: {error}"
             drafts = NextDrafts(none, none, starts, starts[1:], error=reason)
-        drafts = replace(drafts, head_ms=(time.perf_counter() - start) * 1e3)
-        return replace(verdict, next_drafts=drafts)
+        return replace(drafts, head_ms=(time.perf_counter() - start) * 1e3)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         states: Tensor = self._embedding(token_ids)
@@ -92,7 +112,7 @@ class HeadService:
 
     def attention(self, step: StepInput) -> Attend:
         assert self._cache is not None, "the cache comes first"
-        planned, first = self._model.attention(step, self._cache), self._first
+        planned, first = self._begin(step, self._cache), self._first
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             return planned.attend(first + layer, query, key, value, scale, None, None, None)
@@ -106,6 +126,16 @@ class HeadService:
             self._cache.keys[self._first + layer].index_select(0, flat).unflatten(0, shape),
             self._cache.values[self._first + layer].index_select(0, flat).unflatten(0, shape),
         )
+
+    def keep(
+        self,
+        layer: int,
+        slots: Tensor,  # [num_tokens]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+    ) -> None:
+        assert self._cache is not None, "the cache comes first"
+        self._cache.write(self._first + layer, slots, key, value)
 
     def draw(
         self,
@@ -126,6 +156,21 @@ class HeadService:
             sampling.min_p[seqs],
         )
         return drawn.to(torch.int64)
+
+
+class HeadService(HeadRunner):
+    """A head inside the target's worker; its layers come after the target's own."""
+
+    def __init__(self, config: HeadConfig, model: PagedModel, path: Path) -> None:
+        info = model.info
+        target = TargetFacts(
+            info.hidden_size, info.vocab_size, info.num_layers, info.dtype, model.device
+        )
+        super().__init__(config, target, _ends(model, path), model.attention, len(model.kv_shapes))
+
+    def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
+        """`verdict` with the drafts for the step to come."""
+        return replace(verdict, next_drafts=self.run(step, verdict, hidden))
 
 
 def _ends(model: PagedModel, path: Path) -> tuple[nn.Module, nn.Module]:

@@ -32,9 +32,20 @@ class WorkerSpec:
     threads: int | None  # torch threads per rank; None: the node's cores shared out
     timeout_s: float
     rule: str = "coupled"  # verification rule of the target
+    rule_parameters: tuple[tuple[str, float], ...] = ()  # by the rule's own names
     target: ModelSpec | None = None
     draft: ModelSpec | None = None
-    head: HeadConfig | None = None  # drafts inside the target's rank 0
+    head: HeadConfig | None = None  # drafts inside the target's rank 0, or alone if there is none
+    beside: ModelSpec | None = None  # the target that a head alone drafts for, elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs: equal nodes and processes are the same."""
+
+    node: str = ""
+    process: int = 0
+    gpu: str = ""  # "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +71,5 @@ class WorkerReport:
     load_s: float
     target: ModelReport | None
     draft: ModelReport | None
+    place: Place = Place()
+    head_capture: tuple[int, ...] = ()  # target layers whose inputs a head alone reads

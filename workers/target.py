@@ -1,4 +1,7 @@
-"""The target's part of a worker: one forward, then the verification rule on rank 0."""
+"""The target's part of a worker: one forward, then the verification rule on rank 0.
+
+What heads read of the forward is handed to the one that runs here, and sent to those elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import numpy as np
 import torch
 
 from ..scheduler.types import StepInput, Verdict
+from .feed import Feed
 from .head import HeadService
 from .model import PagedModel
+from .transport.links import OpenFeatures
 from .verify import Rule, verify
 
 
@@ -29,6 +34,7 @@ class TargetService:
         self._cache = model.new_cache(num_blocks, block_size, head.kv_shapes if head else ())
         self._rule = rule
         self._head = head
+        self._feeds: dict[int, Feed] = {}  # by link
         if head is not None:
             head.attach(self._cache)
 
@@ -36,14 +42,37 @@ class TargetService:
         """The verdict on `step`; None on the ranks that only lend their shard."""
         start = time.perf_counter()
         with torch.inference_mode():
-            capture = self._head.capture if self._head else ()
+            capture = self._capture()
             logits, hidden = self._model.forward_capturing(step, self._cache, capture)
             if rank != 0:
                 return None
             verdict = verify(self._rule, step, logits) if len(step.rows) else _nothing(step)
+            states = dict(zip(capture, hidden, strict=True))
+            for feed in self._feeds.values():
+                feed.push(step, verdict, states)
             if self._head is not None:
-                verdict = self._head.draft(step, verdict, hidden)
+                own = tuple(states[layer] for layer in self._head.capture)
+                verdict = self._head.draft(step, verdict, own)
         return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
+
+    def open_feed(self, message: OpenFeatures) -> None:
+        """Sends the features of all later steps to a head elsewhere; never waits for it."""
+        old = self._feeds.pop(message.link, None)
+        if old is not None:
+            old.close()
+        self._feeds[message.link] = Feed(message, self._model.device)
+
+    def close_feeds(self) -> None:
+        """Lets go of the heads elsewhere."""
+        for feed in self._feeds.values():
+            feed.close()
+
+    def _capture(self) -> tuple[int, ...]:
+        """Layers whose inputs some head reads, ascending."""
+        layers = set(self._head.capture) if self._head else set()
+        for feed in self._feeds.values():
+            layers.update(feed.capture)
+        return tuple(sorted(layers))
 
 
 def _nothing(step: StepInput) -> Verdict:

@@ -5,26 +5,29 @@ Lives in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a tes
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import torch
 
 from ..errors import ConfigError
-from ..scheduler.types import Drafted, DraftStep, StepInput, Verdict
+from ..scheduler.types import Drafted, DraftStep, HeadAnswer, HeadAsk, StepInput, Verdict
 from .collective import Collective
 from .draft import DraftService
 from .head import HeadService
+from .lone_head import LoneHead
 from .model import PagedModel, load_model
-from .spec import ModelReport, ModelSpec, WorkerReport, WorkerSpec
+from .spec import ModelReport, ModelSpec, Place, WorkerReport, WorkerSpec
 from .target import TargetService
 from .threads import Threads
+from .transport.links import LinkOffer, ListenFeatures, OpenFeatures
 from .verify import make_rule
 
-Message = StepInput | DraftStep
-Reply = Verdict | Drafted | None
+Message = StepInput | DraftStep | HeadAsk | ListenFeatures | OpenFeatures
+Reply = Verdict | Drafted | HeadAnswer | LinkOffer | None
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def pick_device(wish: str) -> torch.device:
@@ -43,16 +46,29 @@ def pick_device(wish: str) -> torch.device:
 
 
 class Worker:
-    """Loads in two steps, since the number of KV blocks is the minimum over all ranks."""
+    """Loads in two steps, since the number of KV blocks is the minimum over all ranks.
 
-    def __init__(self, spec: WorkerSpec, collective: Collective, device: torch.device) -> None:
+    Args:
+        node, host: where it runs, by name and by address.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        collective: Collective,
+        device: torch.device,
+        node: str = "",
+        host: str = "127.0.0.1",
+    ) -> None:
         self._spec = spec
         self._collective = collective
         self._device = device
+        self._node, self._host = node, host
         self._models: dict[str, PagedModel] = {}
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
         self._head: HeadService | None = None
+        self._lone_head: LoneHead | None = None
         self._threads = Threads(spec.threads, spec.size)
 
     def load(self) -> WorkerReport:
@@ -63,13 +79,24 @@ class Worker:
         for name, spec in wanted.items():
             self._models[name] = load_model(
                 Path(spec.path),
-                dtype=_DTYPES.get(spec.dtype),
+                dtype=DTYPES.get(spec.dtype),
                 device=self._device,
                 collective=self._collective,
+            )
+        if self._spec.head is not None and self._spec.beside is not None:
+            self._lone_head = LoneHead(
+                self._spec.head,
+                self._spec.beside,
+                DTYPES.get(self._spec.beside.dtype),
+                self._device,
+                self._host,
+                self._spec.timeout_s,
             )
         if self._device.type == "cpu":
             for model in self._models.values():
                 self._threads.measure(model.one_token)
+            if self._lone_head is not None:
+                self._threads.measure(self._lone_head.one_token)
         # Room for caches is what all the weights leave, shared so that both hold as many tokens.
         per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
         if self._spec.head is not None and self._spec.target and self._collective.rank == 0:
@@ -85,6 +112,8 @@ class Worker:
             load_s=time.perf_counter() - start,
             target=reports.get("target"),
             draft=reports.get("draft"),
+            place=Place(self._node, os.getpid(), _gpu(self._device)),
+            head_capture=self._lone_head.capture if self._lone_head else (),
         )
 
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> None:
@@ -95,16 +124,20 @@ class Worker:
                 self._models["target"],
                 num_target_blocks,
                 spec.target.block_size,
-                make_rule(spec.rule),
+                make_rule(spec.rule, **dict(spec.rule_parameters)),
                 self._head,
             )
         if spec.draft is not None:
             self._draft = DraftService(
                 self._models["draft"], num_draft_blocks, spec.draft.block_size, self._collective
             )
+        if self._lone_head is not None:
+            self._lone_head.allocate()
 
     def handle(self, message: Message) -> Reply:
         """Does what `message` asks; None on the ranks whose answer nobody needs."""
+        if isinstance(message, HeadAsk | ListenFeatures | OpenFeatures):
+            return self._handle_head(message)
         if self._device.type == "cpu":
             known = message if isinstance(message, StepInput) else message.known
             self._threads.use(len(known.token_ids))
@@ -114,9 +147,28 @@ class Worker:
         assert self._draft is not None, "no draft model was allocated"
         return self._draft.draft(message)
 
+    def hang_up(self) -> None:
+        """Closes feature links; the channel is closed already."""
+        if self._target is not None:
+            self._target.close_feeds()
+        if self._lone_head is not None:
+            self._lone_head.hang_up()
+
     def close(self) -> None:
         """Leaves the group without waiting for the others."""
         self._collective.abort()
+
+    def _handle_head(self, message: HeadAsk | ListenFeatures | OpenFeatures) -> Reply:
+        """What has to do with heads in workers of their own, at either end."""
+        if isinstance(message, OpenFeatures):
+            assert self._target is not None, "no target was allocated"
+            if self._collective.rank == 0:
+                self._target.open_feed(message)
+            return None
+        assert self._lone_head is not None, "no head was allocated"
+        if isinstance(message, ListenFeatures):
+            return self._lone_head.listen(message)
+        return self._lone_head.draft(message, self._threads)
 
     def _report(self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
         info = model.info
@@ -153,3 +205,8 @@ class Worker:
                 field=field,
             )
         return min(room, per_sequence * spec.max_num_seqs)
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells one GPU from another; empty on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...errors import OutriderError
-from . import bench, chat, check, generate, ngram, serve
+from . import bench, calibrate, chat, check, generate, ngram, serve, train
 from .aliases import EPILOG, canonical
 from .console import fail, say
 from .options import expand
@@ -66,9 +66,18 @@ app = typer.Typer(
         "max_content_width": 120,
     },
 )
-for _command in (serve.serve, generate.generate, chat.chat, bench.bench, check.check):
+_COMMANDS = (
+    serve.serve,
+    generate.generate,
+    chat.chat,
+    bench.bench,
+    calibrate.calibrate,
+    check.check,
+)
+for _command in _COMMANDS:
     app.command(epilog=EPILOG)(expand(_command))
 app.add_typer(ngram.app, name="ngram")
+app.add_typer(train.app, name="train")
 
 
 def _version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -289,7 +289,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
                 inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
                     annotation=inner[field.name],
                 )
                 for field in fields(kind)

@@ -2,11 +2,12 @@
 
 Row j consumes the target's feature f_j and the embedding of token j + 1, keeps its keys and
 values at token j's slot, and predicts token j + 2. Growing a draft, the head's own output stands
-in for the feature. How it runs in the worker is in `grow.py`; how files are read in
-`eagle_load.py`.
+in for the feature. How it runs in the worker is in `eagle_head.py`; how files are read
+in `eagle_load.py`.
 
 - EAGLE-1 (arXiv:2401.15077): f is the target's output after its final norm; the layer reads
   fc(embedding, f) without a norm of its own, and the target's output layer reads the result.
+  Llama-4's heads have both norms, and layers without rotary positions.
 - EAGLE-3 (arXiv:2503.01840): f is fc over the inputs of three layers, low to high; the attention
   reads both normed halves side by side; the output layer may know a part of the vocabulary.
 """
@@ -18,8 +19,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .llama import Layer, LayerSizes, Norm, Rope
+from .llama import Layer, LayerSizes, Norm, Rope, Temperature
 from .protocol import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle1Options:
+    """What Llama-4's heads of EAGLE-1 have that others have not."""
+
+    input_norm: bool = False  # before layer 0
+    final_norm: bool = False  # before the output layer
+    norm_output: bool = False  # the next feature is the output after the final norm
+    still_layers: tuple[int, ...] = ()  # without rotary positions
+    temperature: Temperature | None = None  # of those
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,9 @@ class Eagle3Options:
     norm_before_fc: bool = False  # one norm over all of them
     norm_output: bool = False  # the next feature is the output after the final norm
     fc_bias: bool = False
+    eh_proj: int = 0  # width of the embedding that is joined to the feature before layer 0, which
+    # then is like any other (TensorRT-LLM's `eh_proj_before_attn`); 0: it reads both as they are
+    eh_bias: bool = False
 
 
 class EagleModule(nn.Module):
@@ -68,19 +83,26 @@ class Eagle1Module(EagleModule):
         fc_bias: bool,
         para_norm: bool = False,
         vocab_size: int | None = None,  # of an embedding of its own
+        draft_vocab_size: int | None = None,  # None: the target's output layer
+        options: Eagle1Options = Eagle1Options(),
     ) -> None:
         super().__init__()
         hidden = sizes.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias)
-        self.layers = nn.ModuleList(Layer(sizes, input_norm=i > 0) for i in range(num_layers))
+        self.layers = nn.ModuleList(
+            Layer(sizes, input_norm=options.input_norm or i > 0) for i in range(num_layers)
+        )
         self.layer_sizes = (sizes,) * num_layers
         self.rope = rope
+        self.options = options
+        if options.final_norm:
+            self.norm = Norm(hidden, sizes.eps)
         self.para_norm = para_norm
         if para_norm:
             self.embedding_layernorm = Norm(hidden, sizes.eps)
             self.hidden_states_layernorm = Norm(hidden, sizes.eps)
         self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, hidden)
-        self.lm_head = None
+        self.lm_head = _output_layer(hidden, draft_vocab_size)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -93,9 +115,16 @@ class Eagle1Module(EagleModule):
             feature = self.hidden_states_layernorm(feature)
         states = self.fc(_beside(embedded, feature))
         rotation = self.rope(positions)
+        options, unturned = self.options, attend
+        if options.temperature is not None:
+            unturned = options.temperature.over(attend, positions)
         for index, layer in enumerate(self.layers):
-            states = layer(states, rotation, index, attend)
-        return states, states
+            if index in options.still_layers:
+                states = layer(states, None, index, unturned)
+            else:
+                states = layer(states, rotation, index, attend)
+        read = self.norm(states) if options.final_norm else states
+        return (read if options.norm_output else states), read
 
 
 class Eagle3Layer(Layer):
@@ -141,10 +170,16 @@ class Eagle3Module(EagleModule):
         super().__init__()
         hidden, eps = sizes.hidden_size, sizes.eps
         width, count = target_hidden_size, options.num_features
-        embedding_size = sizes.input_size - hidden
-        first = Eagle3Layer(
-            sizes, embedding_size, norm_before_residual=options.norm_before_residual
-        )
+        embedding_size = options.eh_proj or sizes.input_size - hidden
+        first: Layer
+        if options.eh_proj:
+            self.enorm = Norm(embedding_size, eps)
+            self.eh_proj = nn.Linear(embedding_size + hidden, hidden, bias=options.eh_bias)
+            first = Layer(sizes)
+        else:
+            first = Eagle3Layer(
+                sizes, embedding_size, norm_before_residual=options.norm_before_residual
+            )
         self.layers = nn.ModuleList([first, *(Layer(later) for _ in range(num_layers - 1))])
         self.layer_sizes = (sizes, *(later,) * (num_layers - 1))
         self.options = options
@@ -157,9 +192,7 @@ class Eagle3Module(EagleModule):
             self.input_norm = Norm(count * width, eps)
         self.norm = Norm(hidden, eps)
         self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, embedding_size)
-        self.lm_head = None
-        if draft_vocab_size is not None:
-            self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
+        self.lm_head = _output_layer(hidden, draft_vocab_size)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.options.fc_norm:
@@ -178,13 +211,20 @@ class Eagle3Module(EagleModule):
     ) -> tuple[Tensor, Tensor]:
         rotation = self.rope(positions)
         first = self.layers[0]
-        assert isinstance(first, Eagle3Layer), type(first)
-        states = first.fused(embedded, feature, rotation, attend)
+        if isinstance(first, Eagle3Layer):
+            states = first.fused(embedded, feature, rotation, attend)
+        else:
+            joined = self.eh_proj(_beside(self.enorm(embedded), feature))
+            states = first(joined, rotation, 0, attend)
         for index, layer in enumerate(self.layers):
             if index:
                 states = layer(states, rotation, index, attend)
         normed = self.norm(states)
         return (normed if self.options.norm_output else states), normed
+
+
+def _output_layer(hidden: int, vocab_size: int | None) -> nn.Linear | None:
+    return None if vocab_size is None else nn.Linear(hidden, vocab_size, bias=False)
 
 
 def _beside(*parts: Tensor) -> Tensor:

@@ -1,31 +1,29 @@
-"""EAGLE checkpoints: which generation, which variant, how large, and every tensor in its place.
+"""EAGLE checkpoints: which generation, which variant, and every tensor in its place.
 
-Sizes are read off the tensors, since configurations are often wrong; only what no shape shows
-(head counts, rotary base, order of norms) comes from `config.json`, in the flat form or in that
-of the speculators library. Defaults that differ between engines are the reference's:
+The folder is read by `eagle_reader.py`. Defaults that differ between engines are the reference's:
 
-- no `rope_theta` means 10000 (the published trainers ignore the target's);
+- no `rope_theta` means 10000 (the published trainers ignore the target's), but 500000 in a
+  Llama-4 head, which is what its configuration class says;
+- rotary positions turn halves of a head, in EAGLE-1's Llama-4 heads neighbours;
 - `norm_before_residual`, `norm_output`, `fc_norm`, `norm_before_fc` are false unless said.
+
+Each but the last two the user may decide otherwise (`config/eagle.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...config import Eagle3Config, EagleConfig
-from .eagle import Eagle1Module, Eagle3Module, Eagle3Options, EagleModule
-from .llama import LayerSizes, Rope
-from .load import Tensors, fail, read_config
+from .eagle import Eagle1Module, Eagle1Options, Eagle3Module, Eagle3Options, EagleModule
+from .eagle_reader import EagleReader
+from .load import fail
 from .protocol import TargetFacts
 
-_FILES = ("model", "pytorch_model")
 _IGNORED = r".*rotary_emb\.inv_freq"
-_RENAMED = {"fusion_fc.": "fc.", "pre_lm_head_layernorm.": "hidden_states_layernorm."}
-_FIRST = ("midlayer", "layers.0", "midlayer.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,9 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
 
     Raises:
         CheckpointError: a tensor or key is missing, superfluous, or does not fit the target.
+        ConfigError: `config` decides what this head has no place for.
     """
-    reader = _Reader(config, target)
+    reader = EagleReader(config, target)
     first = reader.first_layer()
     third = f"{first}.hidden_norm.weight" in reader.tensors
     if isinstance(config, Eagle3Config) and not third:
@@ -59,117 +58,19 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
     return replace(found, target_ids=None if ids is None else ids.to(target.device))
 
 
-class _Reader:
-    """Tensors and configuration of a folder, and the state that a module is given."""
-
-    def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
-        raw = read_config(config.folder)
-        self.raw = raw
-        self.config: dict[str, Any] = {**raw, **raw.get("transformer_layer_config", {})}
-        self.inner: dict[str, Any] = raw.get("eagle_config") or {}
-        self.user, self.target = config, target
-        self.tensors = Tensors(config.folder, _FILES, _own_name)
-        self.state: dict[str, Tensor] = {}
-
-    def number(self, key: str) -> int:
-        """A whole number that no tensor shows."""
-        value = self.config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise fail(f"config.json of {str(self.user.folder)!r} lacks {key!r} (it has {value!r})")
-        return value
-
-    def flag(self, key: str) -> bool:
-        """A variant, wherever it is said."""
-        return bool(self.config.get(key) or self.inner.get(key))
-
-    def put(self, name: str, stored: str, *shape: int) -> None:
-        """One tensor into the module's state."""
-        self.state[name] = self.tensors.take(stored, *shape)
-
-    def first_layer(self) -> str:
-        for name in _FIRST:
-            if f"{name}.self_attn.q_proj.weight" in self.tensors:
-                return name
-        raise fail(
-            f"{str(self.user.folder)!r} has neither 'midlayer.self_attn.q_proj.weight' nor "
-            "'layers.0.self_attn.q_proj.weight': it is no EAGLE head"
-        )
-
-    def sizes(self, layer: str) -> LayerSizes:
-        """A layer's dimensions, from its shapes and the number of heads."""
-        shape, has = self.tensors.shape, self.tensors.__contains__
-        names = [f"{layer}.self_attn.{part}_proj.weight" for part in "qko"]
-        names.append(f"{layer}.mlp.gate_proj.weight")
-        for name in names:
-            if name not in self.tensors:
-                raise fail(f"{str(self.user.folder)!r} lacks tensor {name!r} (two dimensions)")
-        query, key, output, gate = (shape(name) for name in names)
-        heads = self.number("num_attention_heads")
-        head_dim = self.config.get("head_dim") or query[0] // heads
-        if head_dim * heads != query[0] or key[0] % head_dim:
-            raise fail(
-                f"tensors {names[0]!r} {list(query)} and {names[1]!r} {list(key)} do not fit "
-                f"{heads} heads of {head_dim}"
-            )
-        return LayerSizes(
-            hidden_size=output[0],
-            input_size=query[1],
-            intermediate_size=gate[0],
-            num_heads=heads,
-            num_kv_heads=key[0] // head_dim,
-            head_dim=head_dim,
-            eps=float(self.config.get("rms_norm_eps", 1e-6)),
-            qkv_bias=has(f"{layer}.self_attn.q_proj.bias"),
-            output_bias=has(f"{layer}.self_attn.o_proj.bias"),
-            qk_norm=has(f"{layer}.self_attn.q_norm.weight"),
-        )
-
-    def put_layer(self, place: str, stored: str, sizes: LayerSizes) -> None:
-        """Attention, MLP and the norm between them."""
-        hidden, wide = sizes.hidden_size, sizes.intermediate_size
-        heads, kv_heads = (n * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads))
-        for part, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-            name = f"self_attn.{part}"
-            self.put(f"{place}.{name}.weight", f"{stored}.{name}.weight", rows, sizes.input_size)
-            if sizes.qkv_bias:
-                self.put(f"{place}.{name}.bias", f"{stored}.{name}.bias", rows)
-        self._put(place, stored, "self_attn.o_proj.weight", hidden, heads)
-        if sizes.output_bias:
-            self._put(place, stored, "self_attn.o_proj.bias", hidden)
-        for part in ("q_norm", "k_norm") if sizes.qk_norm else ():
-            self._put(place, stored, f"self_attn.{part}.weight", sizes.head_dim)
-        self._put(place, stored, "mlp.gate_proj.weight", wide, hidden)
-        self._put(place, stored, "mlp.up_proj.weight", wide, hidden)
-        self._put(place, stored, "mlp.down_proj.weight", hidden, wide)
-        self._put(place, stored, "post_attention_layernorm.weight", hidden)
-
-    def rope(self, head_dim: int) -> Rope:
-        """Rotary frequencies; 10000 where nothing is said."""
-        nested = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        theta = self.user.rope_theta or self.config.get("rope_theta") or nested.get("rope_theta")
-        return Rope(head_dim, float(theta or 10000.0), nested)
-
-    def embedding(self, width: int) -> int | None:
-        """Rows of an embedding of its own, if the head has one."""
-        if "embed_tokens.weight" not in self.tensors:
-            if width != self.target.hidden_size:
-                raise fail(
-                    f"{str(self.user.folder)!r} lacks tensor 'embed_tokens.weight' of shape "
-                    f"{[self.target.vocab_size, width]}, needed since the target's is "
-                    f"{self.target.hidden_size} wide"
-                )
-            return None
-        self.put("embed_tokens.weight", "embed_tokens.weight", self.target.vocab_size, width)
-        return self.target.vocab_size
-
-    def _put(self, place: str, stored: str, leaf: str, *shape: int) -> None:
-        self.put(f"{place}.{leaf}", f"{stored}.{leaf}", *shape)
-
-
-def _eagle1(reader: _Reader) -> EagleCheckpoint:
+def _eagle1(reader: EagleReader) -> EagleCheckpoint:
     tensors, hidden = reader.tensors, reader.target.hidden_size
+    reader.without("norm_before_residual", "EAGLE-1 has no normed feature")
+    reader.refuse("moe_layers", "heads with a mixture of experts are not run; allowed: null, []")
+    for key in ("yoco_global_kv_layer", "yoco_local_kv_layer"):
+        reader.refuse(key, "heads whose layers share keys are not run; allowed: null")
+    if reader.user.rope_layout is None:
+        reader.interleaved = reader.is_llama4
     sizes = replace(reader.sizes("layers.0"), hidden_size=hidden, input_size=hidden)
-    num_layers = 1 + max(int(m[1]) for m in tensors.matches(r"layers\.(\d+)\.mlp\.up_proj\.weight"))
+    num_layers = 1 + len(reader.later_layers())
+    options = _llama4_options(reader, num_layers)
+    if reader.is_llama4:
+        sizes = replace(sizes, unit_qk=bool(reader.config.get("use_qk_norm", True)))
     para_norm = "hidden_states_layernorm.weight" in tensors
     reader.put("fc.weight", "fc.weight", hidden, 2 * hidden)
     fc_bias = "fc.bias" in tensors
@@ -177,11 +78,14 @@ def _eagle1(reader: _Reader) -> EagleCheckpoint:
         reader.put("fc.bias", "fc.bias", hidden)
     for layer in range(num_layers):
         reader.put_layer(f"layers.{layer}", f"layers.{layer}", sizes)
-        if layer:
+        if layer or options.input_norm:
             name = f"layers.{layer}.input_layernorm.weight"
             reader.put(name, name, hidden)
     for name in ("embedding_layernorm", "hidden_states_layernorm") if para_norm else ():
         reader.put(f"{name}.weight", f"{name}.weight", hidden)
+    if options.final_norm:
+        reader.put("norm.weight", "norm.weight", hidden)
+    draft_vocab, target_ids = reader.vocabulary(hidden)
     with torch.device("meta"):
         module = Eagle1Module(
             sizes,
@@ -190,27 +94,48 @@ def _eagle1(reader: _Reader) -> EagleCheckpoint:
             fc_bias=fc_bias,
             para_norm=para_norm,
             vocab_size=reader.embedding(hidden),
+            draft_vocab_size=draft_vocab,
+            options=options,
         )
-    return EagleCheckpoint(module, (reader.target.num_layers,), None)
+    return EagleCheckpoint(module, (reader.target.num_layers,), target_ids)
 
 
-def _eagle3(reader: _Reader, first: str) -> EagleCheckpoint:
-    tensors, target = reader.tensors, reader.target
+def _llama4_options(reader: EagleReader, num_layers: int) -> Eagle1Options:
+    """Norms are where their tensors are; positions are the configuration's."""
+    final_norm = "norm.weight" in reader.tensors
+    if not final_norm:
+        reader.without("recycle", "it has no final norm")
+    still = reader.still_layers(num_layers) if reader.is_llama4 else ()
+    return Eagle1Options(
+        input_norm="layers.0.input_layernorm.weight" in reader.tensors,
+        final_norm=final_norm,
+        norm_output=final_norm and reader.recycles_normed(reader.is_llama4),
+        still_layers=still,
+        temperature=reader.temperature() if still else None,
+    )
+
+
+def _eagle3(reader: EagleReader, first: str) -> EagleCheckpoint:
+    target = reader.target
     sizes = reader.sizes(first)
-    hidden, embedding = sizes.hidden_size, sizes.input_size - sizes.hidden_size
+    hidden = sizes.hidden_size
     capture, options = _features(reader, hidden)
-    reader.put_layer("layers.0", first, sizes)
-    reader.put("layers.0.hidden_norm.weight", f"{first}.hidden_norm.weight", hidden)
-    reader.put("layers.0.input_layernorm.weight", f"{first}.input_layernorm.weight", embedding)
+    embedding = options.eh_proj or sizes.input_size - hidden
     later = replace(sizes, input_size=hidden)
-    more = tensors.matches(r"(?:layers|midlayer)\.([1-9]\d*)\.mlp\.up_proj\.weight")
-    for layer in range(1, len(more) + 1):
-        stem = f"{first.split('.')[0]}.{layer}"
+    if options.eh_proj:
+        sizes = later
+        reader.put_layer("layers.0", first, sizes)
+        reader.put_norm("layers.0", first, hidden)
+    else:
+        reader.put_layer("layers.0", first, sizes)
+        reader.put("layers.0.hidden_norm.weight", f"{first}.hidden_norm.weight", hidden)
+        reader.put("layers.0.input_layernorm.weight", f"{first}.input_layernorm.weight", embedding)
+    more = reader.later_layers()
+    for layer, stem in enumerate(more, 1):
         reader.put_layer(f"layers.{layer}", stem, later)
-        norm = "input_layernorm.weight"
-        reader.put(f"layers.{layer}.{norm}", f"{stem}.{norm}", hidden)
+        reader.put_norm(f"layers.{layer}", stem, hidden)
     reader.put("norm.weight", "norm.weight", hidden)
-    draft_vocab, target_ids = _vocabulary(reader, hidden)
+    draft_vocab, target_ids = reader.vocabulary(hidden)
     with torch.device("meta"):
         module = Eagle3Module(
             sizes,
@@ -225,7 +150,7 @@ def _eagle3(reader: _Reader, first: str) -> EagleCheckpoint:
     return EagleCheckpoint(module, capture, target_ids)
 
 
-def _features(reader: _Reader, hidden: int) -> tuple[tuple[int, ...], Eagle3Options]:
+def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3Options]:
     """Which layers are captured, and how their states become one feature."""
     tensors, width = reader.tensors, reader.target.hidden_size
     capture = _capture(reader)
@@ -241,20 +166,40 @@ def _features(reader: _Reader, hidden: int) -> tuple[tuple[int, ...], Eagle3Opti
             reader.put(f"fc_norm.{index}.weight", f"fc_norm.{index}.weight", width)
     if norm_before_fc := "input_norm.weight" in tensors:
         reader.put("input_norm.weight", "input_norm.weight", count * width)
+    eh_proj, eh_bias = _joined(reader, hidden)
+    before = reader.user.norm_before_residual
+    before = reader.flag("norm_before_residual") if before is None else before
     recycles_normed = reader.flag("return_hidden_post_norm")
     if "speculators_model_type" in reader.raw:  # elsewhere `norm_output` means another thing
         recycles_normed = recycles_normed or reader.flag("norm_output")
     return capture, Eagle3Options(
         num_features=count,
-        norm_before_residual=reader.flag("norm_before_residual"),
+        norm_before_residual=before,
         fc_norm=fc_norm,
         norm_before_fc=norm_before_fc,
-        norm_output=recycles_normed,
+        norm_output=reader.recycles_normed(recycles_normed),
         fc_bias=fc_bias,
+        eh_proj=eh_proj,
+        eh_bias=eh_bias,
     )
 
 
-def _capture(reader: _Reader) -> tuple[int, ...]:
+def _joined(reader: EagleReader, hidden: int) -> tuple[int, bool]:
+    """Width of the embedding that `eh_proj` reads (0: there is none), and whether it has a bias."""
+    if "eh_proj.weight" not in reader.tensors:
+        return 0, False
+    reader.without("norm_before_residual", "its first layer, after eh_proj, is like any other")
+    width = reader.target.hidden_size
+    if "enorm.weight" in reader.tensors:
+        width = reader.tensors.shape("enorm.weight")[0]
+    reader.put("enorm.weight", "enorm.weight", width)
+    reader.put("eh_proj.weight", "eh_proj.weight", hidden, width + hidden)
+    if has_bias := "eh_proj.bias" in reader.tensors:
+        reader.put("eh_proj.bias", "eh_proj.bias", hidden)
+    return width, has_bias
+
+
+def _capture(reader: EagleReader) -> tuple[int, ...]:
     """Layers by the input that is captured; `eagle_config` and TensorRT-LLM name outputs."""
     num_layers, key = reader.target.num_layers, "eagle_aux_hidden_state_layer_ids"
     uses_many = reader.config.get("use_aux_hidden_state", reader.inner.get("use_aux_hidden_state"))
@@ -274,45 +219,3 @@ def _capture(reader: _Reader) -> tuple[int, ...]:
             f"{num_layers - 1}; set eagle3_layers_to_capture to layers whose outputs to read"
         )
     return ids
-
-
-def _vocabulary(reader: _Reader, hidden: int) -> tuple[int | None, Tensor | None]:
-    """Rows of the output layer (None: the target's) and the target's ids of them."""
-    tensors, vocab = reader.tensors, reader.target.vocab_size
-    size, ids = None, None
-    if "lm_head.weight" in tensors:
-        size = tensors.shape("lm_head.weight")[0]
-        reader.put("lm_head.weight", "lm_head.weight", size, hidden)
-    elif hidden != reader.target.hidden_size:
-        raise fail(
-            f"{str(reader.user.folder)!r} lacks tensor 'lm_head.weight' of width {hidden}, needed "
-            f"since the target's output layer reads {reader.target.hidden_size}"
-        )
-    if "d2t" in tensors:
-        if size is None:
-            raise fail(f"{str(reader.user.folder)!r} has 'd2t' but lacks tensor 'lm_head.weight'")
-        ids = tensors.take("d2t", size).to(torch.int64) + torch.arange(size)
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
-            raise fail(
-                f"tensor 'd2t' of {str(reader.user.folder)!r} leads outside the target's {vocab} "
-                "tokens, or to one token twice: id = i + d2t[i] must rise within them"
-            )
-    elif size is not None and size != vocab:
-        raise fail(
-            f"tensor 'lm_head.weight' of {str(reader.user.folder)!r} has {size} rows, the target "
-            f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them"
-        )
-    if "t2d" in tensors:
-        known = tensors.take("t2d", vocab).to(torch.bool)
-        if ids is not None and not torch.equal(known.nonzero()[:, 0], ids):
-            raise fail(f"tensors 't2d' and 'd2t' of {str(reader.user.folder)!r} disagree")
-    return size, ids
-
-
-def _own_name(stored: str) -> str:
-    """A stored name as the reference has it."""
-    name = stored.removeprefix("model.")
-    for theirs, ours in _RENAMED.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name

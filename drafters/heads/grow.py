@@ -1,39 +1,46 @@
-"""EAGLE in the worker: rows for what was committed, then a draft from the head's own guesses.
+"""A draft grown from a head's own output: chain, fixed tree, or the likeliest tree.
 
-Every computed token gets its row (`eagle.py`) at the slot that the target gave it, drafted nodes
-too: a rejected node's row is given back with its slot, an accepted one's is moved with it, and a
-cached prefix brings its rows along. (The last row of a shared block was computed for the token
-that followed it then; where another follows now, that one row is of the other text. It is a guess
-either way: the target decides.)
-
-Three ways to grow: a chain, drawn with the target's noise; a fixed tree of ranks; EAGLE-2's tree,
-which follows the highest products of probabilities (arXiv:2406.16858).
+Heads whose row j consumes a feature and the embedding of token j + 1, and whose output stands in
+for the next feature, grow alike: a chain, drawn with the target's noise; a fixed tree of ranks;
+EAGLE-2's tree, which follows the highest products of probabilities (arXiv:2406.16858).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import EagleConfig
+from ...config.grown import GrownConfig
 from ...config.heads import Choice
 from ...scheduler.types import IntArray, NextDrafts, StepInput, Verdict, ints
-from .eagle import EagleModule
-from .eagle_load import read_eagle
 from .growth import Growth
-from .protocol import (
-    Frontier,
-    HeadHost,
-    HeadLayer,
-    TargetFacts,
-    Verified,
-    drafts_of,
-    frontier,
-    on,
-)
+from .protocol import Attend, Frontier, HeadHost, Verified, drafts_of, frontier, on
+
+
+class Recurrence(Protocol):
+    """What a head does with the tokens of one more level."""
+
+    target_ids: Tensor | None  # [draft_vocab], the target's id of every draft token; None: alike
+
+    def advance(
+        self,
+        level: int,  # 1 is the first below the root
+        token_ids: Tensor,  # [num_rows], the target's
+        feature: Tensor,  # [num_rows, feature], of the rows that they hang on
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+        host: HeadHost,
+    ) -> tuple[Tensor, Tensor]:  # the next feature, alike; [num_rows, hidden_size] to be read
+        ...
+
+    def logits(
+        self, read: Tensor, host: HeadHost
+    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
+        ...
 
 
 @dataclass(slots=True)
@@ -43,35 +50,33 @@ class _Shoot:
     ends: Frontier
     growth: Growth
     base: Tensor  # [num_drafts], position of the last row of the sequence
-    feature: Tensor  # [num_drafts, width, hidden_size]
+    feature: Tensor  # [num_drafts, width, feature]
     read: Tensor  # [num_drafts, width, hidden_size], for the output layer
     level: int = 0
 
 
-class EagleHead:
-    """The module, run over a step."""
+class Grower:
+    """Grows the drafts of one head.
 
-    def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
-        loaded = read_eagle(config, target)
-        self.module: EagleModule = loaded.module
-        self._order = loaded.capture
-        self._target_ids = loaded.target_ids
-        self.capture: tuple[int, ...] = tuple(sorted(set(loaded.capture)))
-        self.layers = tuple(
-            HeadLayer(sizes.num_kv_heads, sizes.head_dim) for sizes in self.module.layer_sizes
-        )
+    Args:
+        num_layers: how many of the head's layers attend.
+    """
+
+    def __init__(self, config: GrownConfig, head: Recurrence, num_layers: int) -> None:
         self._config = config
+        self._head = head
+        self._num_layers = num_layers
         self._levels = None if config.nodes is None else _levels(config.nodes)
 
-    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
+    def grow(
+        self,
+        done: Verified,
+        feature: Tensor,  # [num_tokens, feature], of the step's rows
+        read: Tensor,  # [num_tokens, hidden_size]
+        host: HeadHost,
+    ) -> NextDrafts:
+        """Trees below the last committed row of every sequence that may draft."""
         step, device = done.step, host.target.device
-        states = torch.cat([done.hidden[layer] for layer in self._order], dim=-1)
-        feature, read = self.module(
-            self._embed(on(following(step, done.verdict), device), host),
-            self.module.fuse(states),
-            on(step.positions, device),
-            host.attention(step),
-        )
         ends = frontier(step, done.verdict)
         if not len(ends.seqs):
             return drafts_of(step, ends, np.zeros((0, 0), dtype=np.int32), ints([]))
@@ -82,7 +87,7 @@ class EagleHead:
             room = config.max_draft_len * config.dynamic_tree_max_topK
         shoot = _Shoot(
             ends,
-            Growth(step, done.verdict, ends, host, len(self.layers), room),
+            Growth(step, done.verdict, ends, host, self._num_layers, room),
             on(step.positions[ends.rows], device),
             feature[rows][:, None],
             read[rows][:, None],
@@ -112,9 +117,9 @@ class EagleHead:
             if level:
                 self._advance(shoot, drawn[-1][:, None], only, host)
             logits = self._logits(shoot.read[:, 0], host)
-            if self._target_ids is not None:
+            if self._head.target_ids is not None:
                 whole = logits.new_full((len(logits), host.target.vocab_size), -torch.inf)
-                whole[:, self._target_ids] = logits
+                whole[:, self._head.target_ids] = logits
                 logits = whole
             positions = ints(ends.lens + level)
             drawn.append(host.draw(logits, step.sampling, ends.seqs, positions))
@@ -173,33 +178,25 @@ class EagleHead:
         size = shoot.feature.shape[2]
         feature = shoot.feature.gather(1, above[..., None].expand(-1, -1, size))
         positions = (shoot.base + shoot.level).repeat_interleave(width)
-        grown, read = self.module(
-            self._embed(tokens.reshape(-1), host),
+        grown, read = self._head.advance(
+            shoot.level,
+            tokens.reshape(-1),
             feature.flatten(0, 1),
             positions,
             shoot.growth.level(above),
+            host,
         )
         shoot.feature = grown.unflatten(0, tokens.shape)
         shoot.read = read.unflatten(0, tokens.shape)
 
-    def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
-        own = self.module.embed_tokens
-        return host.embed(token_ids) if own is None else own(token_ids)
-
     def _logits(self, read: Tensor, host: HeadHost) -> Tensor:  # [..., draft vocab], float32
-        own = self.module.lm_head
-        flat = read.reshape(-1, read.shape[-1])
-        logits = host.unembed(flat) if own is None else own(flat)
+        logits = self._head.logits(read.reshape(-1, read.shape[-1]), host)
         return logits.float().unflatten(0, read.shape[:-1])
 
     def _ids(self, ranked: Tensor) -> Tensor:
         """The target's ids of draft tokens."""
-        return ranked if self._target_ids is None else self._target_ids[ranked]
-
-
-def load_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
-    """The head of `config`'s folder (raises as `read_eagle` does)."""
-    return EagleHead(config, target)
+        ids = self._head.target_ids
+        return ranked if ids is None else ids[ranked]
 
 
 def following(step: StepInput, verdict: Verdict) -> IntArray:  # [num_tokens]
@@ -261,7 +258,7 @@ def _best(
     ids: Tensor,  # [num_drafts, pool]
     scores: Tensor,  # [num_drafts, pool], never above the parent's
     above: Tensor,  # [num_drafts, pool], the parent's place in the pool; -1 is the root
-    config: EagleConfig,
+    config: GrownConfig,
 ) -> tuple[IntArray, IntArray]:  # [num_drafts, num_nodes] each
     """The best of the pool, in its order; among equals the earlier, so that parents stay."""
     count = min(config.max_nodes, ids.shape[1])

@@ -68,17 +68,19 @@ class Growth:
 def committed(
     step: StepInput, verdict: Verdict, ends: Frontier, block_size: int, room: int
 ) -> tuple[IntArray, IntArray]:  # [num_drafts, key_len + room], [num_drafts]
-    """Slots of every known token that has a row, and how many those are.
+    """Slots of every row that the sequences have in the cache, and how many those are.
 
     Accepted nodes are still where the step put them: they are moved before the next one.
     """
-    known = ends.lens - 1  # the token just emitted has no row yet
+    num_nodes = np.diff(step.draft_start)
+    chunks = np.diff(step.query_start) - num_nodes
+    # The token just emitted has no row yet.
+    known = (step.context_lens + chunks + np.diff(verdict.path_start))[ends.seqs]
     index = np.arange(int(known.max(initial=0)) + room)
     tables = step.block_tables[ends.seqs]
     column = np.minimum(index // block_size, tables.shape[1] - 1)
     slots = tables[:, column] * block_size + index % block_size
     slots[index >= known[:, None]] = 0
-    num_nodes = np.diff(step.draft_start)
     for draft, seq in enumerate(ends.seqs.tolist()):
         path = verdict.nodes(seq)
         if len(path):

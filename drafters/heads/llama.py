@@ -32,6 +32,7 @@ class LayerSizes:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    unit_qk: bool = False  # Llama-4's: RMSNorm without weights, where there are rotary positions
 
 
 class Norm(nn.Module):
@@ -43,7 +44,8 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:  # [..., size], alike
-        return rms_norm(states, self.weight.shape, self.weight, self.eps)
+        # Training keeps weights in float32 under products in bfloat16.
+        return rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -64,7 +66,7 @@ class Attention(nn.Module):
     def forward(
         self,
         states: Tensor,  # [num_tokens, input_size]
-        rotation: tuple[Tensor, Tensor],  # cos and sin, [num_tokens, 1, head_dim]
+        rotation: tuple[Tensor, Tensor] | None,  # cos and sin, [num_tokens, 1, head_dim]
         layer: int,
         attend: Attend,
     ) -> Tensor:  # [num_tokens, hidden_size]
@@ -73,10 +75,16 @@ class Attention(nn.Module):
         value = self.v_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
         if self.sizes.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, rotation), rotate(key, rotation)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+            if self.sizes.unit_qk:
+                query, key = self._unit(query), self._unit(key)
         out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected
+
+    def _unit(self, states: Tensor) -> Tensor:  # [num_tokens, num_heads, head_dim], alike
+        return rms_norm(states, states.shape[-1:], None, self.sizes.eps)
 
 
 class Mlp(nn.Module):
@@ -104,7 +112,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(sizes.hidden_size, sizes.eps) if input_norm else nn.Identity()
 
     def forward(
-        self, states: Tensor, rotation: tuple[Tensor, Tensor], layer: int, attend: Attend
+        self, states: Tensor, rotation: tuple[Tensor, Tensor] | None, layer: int, attend: Attend
     ) -> Tensor:  # [num_tokens, hidden_size]
         attended = self.self_attn(self.input_layernorm(states), rotation, layer, attend)
         states = states + attended
@@ -138,6 +146,39 @@ def rotate(
     first, second = wide.chunk(2, dim=-1)
     turned = wide * cos + torch.cat([-second, first], dim=-1) * sin
     return turned.to(states.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries that grow with their position, in layers that have no other (arXiv:2501.19399)."""
+
+    scale: float
+    floor: float  # positions over which nothing changes
+
+    def over(
+        self,
+        attend: Attend,
+        positions: Tensor,  # [num_tokens]
+    ) -> Attend:
+        """`attend` with such queries."""
+        spans = torch.floor((positions.float() + 1) / self.floor)
+        factor = (torch.log1p(spans) * self.scale + 1)[:, None, None]
+
+        def tempered(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            return attend(layer, (query * factor).to(query.dtype), key, value, scale)
+
+        return tempered
+
+
+def halves(
+    rows: Tensor,  # [num_heads * head_dim, ...]
+    head_dim: int,
+) -> Tensor:
+    """Rows whose neighbours turn together, in the order in which halves do: 0, 2, .., 1, 3, ..
+
+    Scores do not change as long as queries and keys are ordered alike.
+    """
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def scaled(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:

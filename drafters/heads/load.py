@@ -66,7 +66,7 @@ class Tensors:
         self.folder = folder
         self._readers: dict[str, Callable[[], Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in _files(folder, tuple(names)):
+        for file in _files(folder, tuple(names), rename):
             for stored, shape, reader in _entries(file):
                 name = rename(stored)
                 if name is not None:
@@ -86,7 +86,12 @@ class Tensors:
         return [match for match in found if match]
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor called `name`.
+        """The tensor called `name` (raises as `expect` does)."""
+        self.expect(name, *shape)
+        return self._readers[name]()
+
+    def expect(self, name: str, *shape: int) -> None:
+        """Counts the tensor called `name` as taken, unread.
 
         Raises:
             CheckpointError: it is missing, or has another shape.
@@ -103,7 +108,11 @@ class Tensors:
                 f"wanted is {list(shape)}"
             )
         self._left.discard(name)
-        return self._readers[name]()
+
+    def reader(self, name: str) -> Callable[[], Tensor]:
+        """Reads a tensor that is there, whatever its shape; it counts as taken."""
+        self._left.discard(name)
+        return self._readers[name]
 
     def finish(self, ignored: str = "(?!)") -> None:
         """Raises `CheckpointError` if a tensor was neither taken nor `ignored`."""
@@ -116,7 +125,8 @@ class Tensors:
             )
 
 
-def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
+def _files(folder: Path, names: tuple[str, ...], rename: Callable[[str], str | None]) -> list[Path]:
+    """Those that hold a tensor which `rename` has a name for."""
     if not folder.is_dir():
         raise fail(f"{str(folder)!r} is not a folder")
     for name in names:
@@ -124,7 +134,8 @@ def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
             index = folder / f"{name}{suffix}.index.json"
             if index.is_file():
                 parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-                return [folder / part for part in sorted(set(parts.values()))]
+                wanted = {part for stored, part in parts.items() if rename(stored) is not None}
+                return [folder / part for part in sorted(wanted)]
             if (folder / f"{name}{suffix}").is_file():
                 return [folder / f"{name}{suffix}"]
     raise fail(f"{str(folder)!r} has none of {', '.join(names)} as {', '.join(_SUFFIXES[:-1])}")

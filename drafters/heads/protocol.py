@@ -1,8 +1,8 @@
 """What a head is, and what the worker that it lives in offers it.
 
-A head drafts right after verification, from the hidden states of the step that was verified; its
-draft goes back with the verdict. Heads are used by `workers/head.py`, on the rank that verifies;
-their modules by training too.
+A head drafts right after verification, from the hidden states of the step that was verified.
+Heads are used by `workers/head.py`, on the rank that verifies or in a worker of their own; their
+modules by training too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class HeadLayer:
 
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # None: head_dim
 
 
 class Attend(Protocol):
@@ -45,14 +46,19 @@ class Attend(Protocol):
         layer: int,  # of the head
         query: Tensor,  # [num_tokens, num_heads, head_dim]
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
         scale: float,
-    ) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         ...
 
 
 class HeadHost(Protocol):
-    """The worker, as a head sees it."""
+    """The worker, as a head sees it.
+
+    A step that it hands over may have rows of the cache left out, those whose features never came:
+    `context_lens` counts the rows that there are, `block_tables` leads to them, and `positions`
+    alone say where in its sequence a token is.
+    """
 
     target: TargetFacts
     block_size: int
@@ -71,6 +77,10 @@ class HeadHost(Protocol):
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [*slots, num_kv_heads, head_dim] of a layer of the head."""
+        ...
+
+    def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes what `cached` reads, of a layer of the head that does not attend."""
         ...
 
     def draw(
@@ -96,7 +106,7 @@ class Verified:
 class Head(Protocol):
     """Drafts from hidden states."""
 
-    capture: tuple[int, ...]  # layers whose inputs it reads; the last one is after the final norm
+    capture: tuple[int, ...]  # layers whose inputs it reads, in order; num_layers: after the norm
     layers: tuple[HeadLayer, ...]  # of its own keys and values
 
     @property
@@ -130,9 +140,8 @@ def frontier(step: StepInput, verdict: Verdict) -> Frontier:
     rows = roots.astype(np.int64)
     deep = np.flatnonzero(num_accepted > 0)
     rows[deep] += 1 + verdict.path[verdict.path_start[deep + 1] - 1]
-    chunks = np.diff(step.query_start) - num_nodes
-    lens = step.context_lens + chunks + np.diff(verdict.emitted_start)
-    return Frontier(seqs, rows[seqs], lens[seqs].astype(np.int32))
+    lens = step.positions[rows[seqs]] + 2  # the row itself, and the token emitted after it
+    return Frontier(seqs, rows[seqs], lens.astype(np.int32))
 
 
 def drafts_of(
@@ -140,9 +149,12 @@ def drafts_of(
     ends: Frontier,
     tokens: IntArray,  # [num_drafts, num_nodes]
     parents: IntArray,  # [num_nodes] alike for all, or [num_drafts, num_nodes]
+    sizes: IntArray | None = None,  # [num_drafts], nodes of each tree; None: all of them
 ) -> NextDrafts:
-    """Trees of one size, cut to what each sequence may draft."""
+    """The first nodes of each tree, cut to what its sequence may draft."""
     most = np.full(step.num_seqs, tokens.shape[1])
+    if sizes is not None:
+        most[ends.seqs] = sizes
     if step.max_nodes is not None:
         most = np.minimum(most, step.max_nodes)
     counts = np.zeros(step.num_seqs, dtype=np.int32)

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...config import Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
-from .grow import load_eagle
+from ...config import (
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    MedusaConfig,
+    MTPConfig,
+    ReDrafterConfig,
+)
+from .eagle_head import load_eagle
 from .medusa import load_medusa
+from .mtp_head import load_mtp
 from .protocol import Head, TargetFacts
+from .redrafter import load_redrafter
 
 _LOADERS: dict[type[HeadConfig], Callable[[Any, TargetFacts], Head]] = {
     EagleConfig: load_eagle,
     Eagle3Config: load_eagle,
     MedusaConfig: load_medusa,
+    MTPConfig: load_mtp,
+    ReDrafterConfig: load_redrafter,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from outrider.errors import (
@@ -17,6 +19,7 @@ from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, SpeculationOptions, ints
 
 from ..engines import Box, complete, engine_of, random_prompts
+from ..workers.verify.laws import assert_fits
 
 PROMPTS = random_prompts(8, 96)
 SAMPLED = {
@@ -81,6 +84,72 @@ def test_rejection_is_greedy_at_zero_and_runs_above(tiny, plain):
         sampled, _ = complete(engine, PROMPTS, temperature=1.0)
         assert all(len(tokens) == 32 for tokens in sampled.values())
         assert engine.stats()["drafters"]["draft_target"]["num_acc_tokens"] > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_drafts_leave_the_targets_law(tiny, rule):
+    """Many requests of one prompt against the probabilities that the checkpoint itself gives."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt, heat, top_k, length = [5, 7, 11], 2.0, 3, 3
+    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32)
+    law = {(): 1.0}
+    for _ in range(length):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *path] for path in law])).logits[:, -1]
+        values, ids = (logits.double() / heat).topk(top_k)
+        law = {
+            (*path, token): chance * share
+            for (path, chance), tokens, shares in zip(
+                law.items(), ids.tolist(), values.softmax(1).tolist()
+            )
+            for token, share in zip(tokens, shares)
+        }
+    draft = {**sections(tiny)["separate draft"], "verification": rule, "probs_top": 96}
+    with engine_of(tiny.target, draft, max_num_seqs=64) as engine:
+        settings = {"temperature": heat, "top_k": top_k, "max_tokens": length}
+        emitted, _ = complete(engine, [prompt] * 320, at_once=64, **settings)
+        (stats,) = engine.stats()["drafters"].values()
+    assert stats["faults"] == 0
+    assert 0 < stats["num_acc_tokens"] < stats["num_gen_tokens"]
+    counts = Counter(emitted.values())
+    assert not counts.keys() - law.keys()
+    assert_fits(np.array([counts[path] for path in law]), np.array(list(law.values())))
+
+
+def test_block_is_greedy_at_zero_and_the_same_after_a_restart(tiny, plain):
+    speculative = {**sections(tiny)["colocated draft"], "verification": "block"}
+    with engine_of(tiny.target, speculative) as engine:
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        first, _ = complete(engine, PROMPTS, temperature=1.0)
+    with engine_of(tiny.target, speculative) as engine:
+        assert complete(engine, PROMPTS, temperature=1.0)[0] == first
+
+
+def test_relaxed_acceptance_holds_between_its_tokens_alone(tiny, plain):
+    section = sections(tiny)["separate draft"] | {
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 20,
+        "relaxed_delta": 0.9,
+        "begin_thinking_phase_token": 94,
+        "end_thinking_phase_token": 95,
+    }
+    calm = [index for index, prompt in enumerate(PROMPTS) if 94 not in prompt]
+    greedy = {at: plain["greedy"][str(index)] for at, index in enumerate(calm)}
+    greedy = {str(at): tokens for at, tokens in greedy.items() if 94 not in tokens[:-1]}
+    assert len(greedy) > 3
+    with engine_of(tiny.target, section) as engine:
+        emitted, _ = complete(engine, [PROMPTS[index] for index in calm])
+        assert {at: emitted[at] for at in greedy} == greedy
+        before = engine.stats()["drafters"]["draft_target"]["num_acc_tokens"]
+        complete(engine, [[*prompt, 94, 95] for prompt in PROMPTS])
+        middle = engine.stats()["drafters"]["draft_target"]["num_acc_tokens"]
+        complete(engine, [[*prompt, 95, 94] for prompt in PROMPTS])
+        after = engine.stats()["drafters"]["draft_target"]["num_acc_tokens"]
+    assert after - middle > middle - before
+    with pytest.raises(ConfigError, match="end_thinking_phase_token: 96 is outside"):
+        engine_of(tiny.target, {**section, "end_thinking_phase_token": 96}).__enter__()
 
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(tiny, plain):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
 
-from ..drafters.heads.checkpoints import medusa_tensors, write_medusa
+from ..drafters.heads.checkpoints import (
+    eagle_tensors,
+    medusa_tensors,
+    write_eagle,
+    write_medusa,
+)
 from ..engines import complete, engine_of, random_prompts
 
 pytestmark = pytest.mark.ray
@@ -72,6 +80,45 @@ def test_a_head_comes_back_with_its_rank(cluster, tiny, plain, tmp_path):
     assert stats["num_restarts"] == 1
     assert stats["drafters"]["medusa"]["faults"] == 0
     assert stats["drafters"]["medusa"]["num_gen_drafts"] > 10
+
+
+def test_a_separate_head_and_its_target_may_die(cluster, tiny, plain, tmp_path):
+    """Killed hard, the head is missed and comes back; a target that comes back finds it."""
+    head = write_eagle(tmp_path / "head", *eagle_tensors(tiny.target, 1))
+    section = {"decoding_type": "Eagle", "speculative_model": head, "max_draft_len": 3}
+    section |= {"placement": "separate", "draft_timeout_s": 10}
+    with engine_of(tiny.target, section, executor="ray") as engine:
+        group, target = engine._drafting.drafter._model._group, engine._host.target_group
+        assert group.reports[0].place.process != target.reports[0].place.process
+
+        def drafted() -> int:
+            return engine.stats()["drafters"]["eagle"]["num_gen_drafts"]
+
+        def strike(count, delta):
+            if count == 5:
+                os.kill(group.reports[0].place.process, signal.SIGKILL)
+
+        assert complete(engine, PROMPTS, on_delta=strike, **SAMPLED)[0] == plain
+        stats = engine.stats()
+        assert stats["num_restarts"] == 0
+        assert stats["drafters"]["eagle"]["faults"] == 1
+        assert stats["drafters"]["eagle"]["num_gen_drafts"] > 0
+        for _ in range(60):
+            before = drafted()
+            assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+            if drafted() > before:
+                break
+        assert drafted() > before
+
+        def strike_again(count, delta):
+            if count == 5:
+                os.kill(target.reports[0].place.process, signal.SIGKILL)
+
+        before = drafted()
+        assert complete(engine, PROMPTS, on_delta=strike_again, **SAMPLED)[0] == plain
+        assert engine.stats()["num_restarts"] == 1
+        assert engine.stats()["drafters"]["eagle"]["faults"] <= 2  # a link that broke is one
+        assert drafted() > before + 20
 
 
 def test_colocated_drafter_over_two_ranks(cluster, tiny, plain):

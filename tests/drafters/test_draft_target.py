@@ -139,3 +139,27 @@ def test_a_prompt_longer_than_a_draft_step_is_caught_up_in_pieces(make_loop, req
     loop.add(request_of("a", prompt, 30))
     assert drive(loop) == {"a": wanted}
     assert drafting.stats.num_gen_drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked"),
+    [
+        ("coupled", (0, False)),
+        ("rejection", (7, False)),
+        ("block", (7, True)),
+        ("relaxed", (0, False)),
+    ],
+)
+def test_the_rule_says_what_is_shipped_and_whose_noise_is_used(
+    make_loop, request_of, drive, rule, asked
+):
+    model, steps = TokenCacheDraftModel(64), []
+    draft = model.draft
+    model.draft = lambda step: steps.append((step.probs_top, step.salted)) or draft(step)
+    section = {"speculative_model": "m", "verification": rule, "probs_top": 7}
+    config = DraftTargetConfig(**section, lossy=rule == "relaxed")
+    loop = make_loop(drafting=Drafting(DraftTarget(config, model), VOCAB))
+    model.prefixes.add((1, 2, *continuation((1, 2), 8)))
+    loop.add(request_of("a", (1, 2), max_tokens=6))
+    drive(loop)
+    assert set(steps) == {asked}

@@ -11,7 +11,7 @@ from outrider.drafters import colocated
 from outrider.errors import CheckpointError, ConfigError
 
 from ..engines import complete, engine_of, random_prompts
-from .heads.checkpoints import eagle_tensors, write_eagle
+from .heads.checkpoints import eagle_tensors, joined_first, write_eagle
 from .heads.reference import Reference
 
 CAPTURE = (2, 3, 3)  # of six layers; two of them alike, as small targets have it
@@ -21,6 +21,24 @@ SPECULATORS = {
     "norm_before_residual": True,
     "norm_output": True,
     "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+}
+LLAMA4 = {
+    "architectures": ["EagleLlama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "moe_layers": [],
+    "use_qk_norm": True,
+    "no_rope_layers": [1, 0],
+    "attn_temperature_tuning": True,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+    "rope_theta": 700.0,
+}
+LLAMA4_ONE = {"input_norm": True, "final_norm": True, "fc_bias": False, "config": LLAMA4}
+# Overrides of what a checkpoint says, by case; the reference obeys them too.
+OVERRIDES = {
+    "one-llama4-pre": {"recycle": "pre_norm", "rope_layout": "half", "rope_theta": 300.0},
+    "three-interleaved": {"rope_layout": "interleaved", "rope_theta": 300.0},
+    "three-recycled": {"recycle": "post_norm", "norm_before_residual": True},
 }
 CASES = {
     "one": (1, {}),
@@ -38,6 +56,16 @@ CASES = {
     ),
     "three-deep": (3, {"num_layers": 2, "norm_before_fc": True, "layer": "layers.0"}),
     "three-narrow": (3, {"hidden_size": 32}),
+    "one-llama4": (1, LLAMA4_ONE | {"draft_vocab": 80}),
+    "one-llama4-deep": (1, LLAMA4_ONE | {"num_layers": 2}),
+    "one-llama4-pre": (1, LLAMA4_ONE),
+    "three-interleaved": (3, {"qk_norm": True}),
+    "three-recycled": (3, {}),
+    "three-additional": (
+        3,
+        {"num_layers": 2, "later": "additional_layers.{}", "norm_name": "hidden_norm"},
+    ),
+    "three-joined": (3, {"config": {"model_type": "llama4_text", "rope_theta": 10000.0}}),
     "speculators": (3, {"layer": "layers.0", "embed": True, "config": SPECULATORS}),
 }
 
@@ -81,11 +109,25 @@ def heads(six, tmp_path_factory):
             layer = {key: config[key] for key in list(config) if key not in SPECULATORS}
             config = SPECULATORS | {"transformer_layer_config": layer}
             capture = (1, 3, 5)
+        if name == "three-joined":
+            tensors = joined_first(tensors)
         folder = write_eagle(
             tmp_path_factory.mktemp("eagle") / name, config, tensors, pickled=name == "one"
         )
-        made[name] = folder, Reference(six, config, tensors, version, capture)
+        told = as_told(name, config)
+        made[name] = folder, Reference(six, told, tensors, version, capture)
     return made
+
+
+def as_told(case: str, config: dict) -> dict:
+    """What the reference is to compute: EAGLE-1's Llama-4 heads turn neighbours."""
+    layout = {"rope_layout": "interleaved"} if case.startswith("one-llama4") else {}
+    chosen = OVERRIDES.get(case, {})
+    return {**config, **layout, **chosen, "norm_output": is_recycled_normed(config, chosen)}
+
+
+def is_recycled_normed(config: dict, chosen: dict) -> bool:
+    return config.get("norm_output", False) or chosen.get("recycle") == "post_norm"
 
 
 def section(folder: str, **fields):
@@ -135,7 +177,7 @@ def test_chains_follow_the_equations(six, heads, case, monkeypatch):
     seen, _ = drafts_seen(
         monkeypatch,
         six,
-        section(folder, max_draft_len=3),
+        section(folder, max_draft_len=3, **OVERRIDES.get(case, {})),
         PROMPTS,
         max_num_batched_tokens=9,
         block_size=4,

@@ -26,6 +26,7 @@ class StepAttention(Protocol):
         window: int | None,  # a query sees keys whose position is above its own minus `window`
         softcap: float | None,
         sinks: Tensor | None,  # [num_heads], logits of a key that holds no value
+        chunk: int | None = None,  # a query sees keys whose position // chunk is its own's
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """Write keys and values into their slots, then attend."""
         ...

@@ -3,7 +3,7 @@
 Built once per step from a `StepInput`, in numpy, and shared by all layers. Sequence i has
 `context_lens[i]` tokens in the cache, at indices `[0, context_len)`, whose positions are their
 indices; its query (chunk, then draft nodes) takes the next indices in order. Nodes that are
-siblings share a position, so windows are computed from positions, never from indices.
+siblings share a position, so windows and chunks are computed from positions, never from indices.
 
 The plan is on the path of every token of every model, drafters' too, where numpy's fixed costs
 count: what a step may not need (masks, positions) is computed when it is asked for.
@@ -29,6 +29,23 @@ FREE_PAIRS = 2048
 """Padded pairs that cost less than the overhead of one more group."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a query sees, by positions; with neither bound, to the beginning."""
+
+    window: int | None = None  # keys above its own position minus this
+    chunk: int | None = None  # keys of its own chunk: positions divided by this are equal
+
+    def covers(self, key_len: int) -> bool:
+        """Whether nothing among that many positions from 0 is out of reach."""
+        return (self.window is None or key_len <= self.window) and (
+            self.chunk is None or key_len <= self.chunk
+        )
+
+
+EVERYTHING = Reach()
+
+
 @dataclass(slots=True)
 class Group:
     """Sequences that are padded together to one query length and one key length."""
@@ -42,7 +59,7 @@ class Group:
     device: torch.device
     slots: Tensor  # [num_seqs * key_len] int64
     rows: Tensor | None = None  # [num_seqs * query_len] into the flat query; None: all, in order
-    _masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[Reach, int], Tensor | None] = field(default_factory=dict)
     _flat_rows: IntArray | None = None  # [num_seqs * query_len], padding repeats the last query
 
     @property
@@ -54,15 +71,11 @@ class Group:
         """One sequence, nothing cached, no branches: the mask is a plain triangle."""
         return self.num_seqs == 1 and self.query_len == self.key_len and not self._has_branches()
 
-    def is_plain(self, window: int | None) -> bool:
-        """Whether `window` hides nothing that is not hidden already."""
-        return window is None or self.key_len <= window
-
     def mask(
-        self, window: int | None, fold: int = 1
+        self, reach: Reach, fold: int = 1
     ) -> Tensor | None:  # [num_seqs, 1, fold * query_len, key_len] bool
-        """Who sees whom within `window`, `fold` times over; None: every query sees every key."""
-        key = (None if self.is_plain(window) else window, fold)
+        """Who sees whom within `reach`, `fold` times over; None: every query sees every key."""
+        key = (EVERYTHING if reach.covers(self.key_len) else reach, fold)
         if key not in self._masks:
             visible = self._visible(key[0])
             if visible is None:
@@ -83,10 +96,10 @@ class Group:
     def _has_branches(self) -> bool:
         return any(not is_chain(_parents(self.step, seq)) for seq in self.members)
 
-    def _visible(self, window: int | None) -> BoolArray | None:  # [num_seqs, query_len, key_len]
+    def _visible(self, reach: Reach) -> BoolArray | None:  # [num_seqs, query_len, key_len]
         """Every query sees the keys up to its own index; nodes see their ancestors only."""
         even = int(self.key_lens.min()) == self.key_len
-        if window is None and even and self.query_len == 1:
+        if reach == EVERYTHING and even and self.query_len == 1:
             return None
         lane, index = np.arange(self.query_len), np.arange(self.key_len)
         first = self.key_lens - self.query_lens
@@ -94,13 +107,27 @@ class Group:
         visible: BoolArray = index <= last[:, :, None]
         if len(self.step.draft_parents):
             self._graft(visible)
-        if window is not None:
-            positions = self.step.positions[self.flat_rows()].reshape(self.num_seqs, -1)
-            new = np.clip(index - first[:, None], 0, self.query_lens[:, None] - 1)
-            own = np.take_along_axis(positions, new, axis=1)
-            key_positions = np.where(index < first[:, None], index, own)
-            visible &= key_positions[:, None, :] > positions[:, :, None] - window
+        if reach != EVERYTHING:
+            self._narrow(visible, reach, first, index)
         return visible
+
+    def _narrow(
+        self,
+        visible: BoolArray,  # [num_seqs, query_len, key_len], written
+        reach: Reach,
+        first: IntArray,  # [num_seqs], index of the first query
+        index: NDArray[np.int64],  # [key_len]
+    ) -> None:
+        """Hide what is out of reach."""
+        positions = self.step.positions[self.flat_rows()].reshape(self.num_seqs, -1)
+        new = np.clip(index - first[:, None], 0, self.query_lens[:, None] - 1)
+        own = np.take_along_axis(positions, new, axis=1)
+        keys = np.where(index < first[:, None], index, own)[:, None, :]
+        queries = positions[:, :, None]
+        if reach.window is not None:
+            visible &= keys > queries - reach.window
+        if reach.chunk is not None:
+            visible &= keys // reach.chunk == queries // reach.chunk
 
     def _graft(self, visible: BoolArray) -> None:
         """Let draft nodes see, among the nodes, only their ancestors and themselves."""

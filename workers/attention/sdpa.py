@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...scheduler.types import StepInput
 from .cache import KVCache
-from .plan import AttentionPlan, Group, build_plan
+from .plan import EVERYTHING, AttentionPlan, Group, Reach, build_plan
 
 MAX_FOLDED_QUERY = 64
 """Longest query whose heads are folded; beyond it, the repeated mask costs more than it saves."""
@@ -46,8 +46,10 @@ class SdpaAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [num_heads]
+        chunk: int | None = None,
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         plan, cache = self.plan, self.cache
+        reach = EVERYTHING if window is None and chunk is None else Reach(window, chunk)
         cache.write(layer, plan.slot_mapping, key, value)
         keys, values = cache.keys[layer], cache.values[layer]
         outputs = []
@@ -55,13 +57,13 @@ class SdpaAttention:
             rows = query if group.rows is None else query.index_select(0, group.rows)
             near, far = _gather(keys, group), _gather(values, group)
             if softcap is not None or sinks is not None:
-                out = _explicit(rows, near, far, group, scale, window, softcap, sinks)
+                out = _explicit(rows, near, far, group, scale, reach, softcap, sinks)
             elif group.query_len == 1:
-                out = _one_query(rows, near, far, group, scale, window)
+                out = _one_query(rows, near, far, group, scale, reach)
             elif group.query_len <= MAX_FOLDED_QUERY:
-                out = _folded(rows, near, far, group, scale, window)
+                out = _folded(rows, near, far, group, scale, reach)
             else:
-                out = _long(rows, near, far, group, scale, window)
+                out = _long(rows, near, far, group, scale, reach)
             outputs.append(out)
         if plan.restore is None:
             return outputs[0]
@@ -83,12 +85,12 @@ def _one_query(
     value: Tensor,  # [num_seqs, num_kv_heads, key_len, value_dim]
     group: Group,
     scale: float,
-    window: int | None,
+    reach: Reach,
 ) -> Tensor:  # [num_seqs, num_heads, value_dim]
     """Decoding: the fold is a view."""
     num_seqs, num_heads, head_dim = query.shape
     folded = query.reshape(num_seqs, key.shape[1], -1, head_dim)
-    out = scaled_dot_product_attention(folded, key, value, group.mask(window), scale=scale)
+    out = scaled_dot_product_attention(folded, key, value, group.mask(reach), scale=scale)
     return out.reshape(num_seqs, num_heads, value.shape[3])
 
 
@@ -98,12 +100,12 @@ def _folded(
     value: Tensor,  # [num_seqs, num_kv_heads, key_len, value_dim]
     group: Group,
     scale: float,
-    window: int | None,
+    reach: Reach,
 ) -> Tensor:  # [num_seqs * query_len, num_heads, value_dim]
     padded = _padded(query, group)
     fold = padded.shape[1] // key.shape[1]
     folded = padded.reshape(group.num_seqs, key.shape[1], fold * group.query_len, -1)
-    mask = group.mask(window, fold)
+    mask = group.mask(reach, fold)
     out = scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     out = out.reshape(group.num_seqs, padded.shape[1], group.query_len, -1)
     return out.transpose(1, 2).flatten(0, 1)
@@ -115,15 +117,15 @@ def _long(
     value: Tensor,  # [num_seqs, num_kv_heads, key_len, value_dim]
     group: Group,
     scale: float,
-    window: int | None,
+    reach: Reach,
 ) -> Tensor:  # [num_seqs * query_len, num_heads, value_dim]
     """Prefill: without the fold, and without a mask where the triangle says it all."""
     padded = _padded(query, group)
     kinds: dict[str, Any] = {"scale": scale, "enable_gqa": padded.shape[1] > key.shape[1]}
-    if group.is_plain(window) and group.is_fresh_chain:
+    if reach.covers(group.key_len) and group.is_fresh_chain:
         kinds["is_causal"] = True
     else:
-        kinds["attn_mask"] = group.mask(window)
+        kinds["attn_mask"] = group.mask(reach)
     return scaled_dot_product_attention(padded, key, value, **kinds).transpose(1, 2).flatten(0, 1)
 
 
@@ -133,7 +135,7 @@ def _explicit(
     value: Tensor,  # [num_seqs, num_kv_heads, key_len, value_dim]
     group: Group,
     scale: float,
-    window: int | None,
+    reach: Reach,
     softcap: float | None,
     sinks: Tensor | None,  # [num_heads]
 ) -> Tensor:  # [num_seqs * query_len, num_heads, value_dim]
@@ -145,7 +147,7 @@ def _explicit(
     scores = scores.float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    mask = group.mask(window)
+    mask = group.mask(reach)
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
     if sinks is not None:

@@ -1,4 +1,5 @@
-"""All contact with transformers' internals; nothing else imports its private parts.
+"""All contact with transformers' internals; private parts are imported here,
+in `llama4.py`, and for heads in `drafters/heads/block.py`.
 
 Facts relied on (transformers 5.23): an attention function registered through `AttentionInterface`
 without a mask function keeps mask building out of the way; custom keyword arguments reach it;
@@ -12,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...errors import CheckpointError
 from ..attention import StepAttention
+from . import llama4
 from .weights import Joined, Source, Stacked, Whole, whole_box
 
 _BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"
-REFUSED = {
-    "llama4_text": "its attention takes positions from the mask, which we do not build",
-}
-"""Model types that would run and be wrong."""
+ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": llama4.adapt}
+"""Model types that would run and be wrong, and what makes them right."""
 NEEDED = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -69,10 +69,11 @@ def read_config(path: Path) -> Any:
             f"{path / 'config.json'} is not a configuration that transformers knows: {error}",
             field="model",
         ) from error
-    config = config.get_text_config()
-    if getattr(config, "quantization_config", None):
+    outer, config = config, config.get_text_config()
+    quantised = [getattr(each, "quantization_config", None) for each in (outer, config)]
+    if any(quantised):
         raise CheckpointError(
-            f"{str(path)!r} is quantised ({config.quantization_config}); only float32, bfloat16 "
+            f"{str(path)!r} is quantised ({quantised[0] or quantised[1]}); only float32, bfloat16 "
             "and float16 checkpoints are served",
             field="model",
         )
@@ -83,8 +84,6 @@ def read_config(path: Path) -> Any:
             f"configuration has no {', '.join(lacking)}",
             field="model",
         )
-    if why := REFUSED.get(config.model_type):
-        raise CheckpointError(f"{config.model_type!r} is not served: {why}", field="model")
     return config
 
 
@@ -115,6 +114,8 @@ def build_meta(config: Any, dtype: torch.dtype) -> Any:
             f"{config.model_type!r} is not a causal language model that can be served: {error}",
             field="model",
         ) from error
+    if adapt := ADAPTED.get(config.model_type):
+        adapt(model)
     return model.eval().requires_grad_(False)
 
 
@@ -187,7 +188,7 @@ class Forward:
 
     def __init__(self, model: Any) -> None:
         self._outer = partial(inspect.unwrap(type(model).forward), model)
-        inner = getattr(model, model.base_model_prefix)
+        inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
         decorated = inner.forward
         plain = partial(inspect.unwrap(type(inner).forward), inner)
 
@@ -215,6 +216,7 @@ class Forward:
             use_cache=False,
             logits_to_keep=0 if rows is None else rows,
             outrider_attention=attention,
+            outrider_positions=positions,
             **kinds,
         )
         hidden = tuple(states[0] for states in output.hidden_states or () if states is not None)
@@ -282,8 +284,20 @@ def map_checkpoint(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, 
             parts.setdefault(pattern, []).append(stored[name])
     for target, (converter, parts) in collected.items():
         sources.update(_convert(model, target, converter, parts))
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq"]
+    ignored = [
+        *(model._keys_to_ignore_on_load_unexpected or []),
+        r"rotary_emb\.inv_freq",
+        *_beyond_the_last_layer(model.config),
+    ]
     return sources, [name for name in surplus if not any(re.search(key, name) for key in ignored)]
+
+
+def _beyond_the_last_layer(config: Any) -> list[str]:
+    """Patterns of modules that predict further tokens; they are a head's, if anyone's."""
+    last = config.num_hidden_layers
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    layers = "|".join(str(layer) for layer in range(last, last + count))
+    return [r"^(model\.)?mtp\.", *([rf"^model\.layers\.({layers})\."] if layers else [])]
 
 
 def _convert(

@@ -65,7 +65,7 @@ def describe(
     config = read_config(path)
     heads = _heads(config, 0, tensor_parallel_size)
     heads.check()
-    for name in ("intermediate_size", "moe_intermediate_size"):
+    for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):
         if isinstance(size := getattr(config, name, None), int):
             split(size, 0, tensor_parallel_size, name)
     begin, end = heads.kv_range

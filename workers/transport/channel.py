@@ -24,8 +24,12 @@ Handler = Callable[[Any], Any]
 _JOIN_S = 1.0
 
 
+class NoAnswerError(Exception):
+    """Nothing came within the time that was given; it may still come."""
+
+
 class Channel(Protocol):
-    """The engine's end."""
+    """The engine's end. Of a lone rank, several answers may be outstanding; they keep order."""
 
     def call(self, message: Any, timeout_s: float) -> Any:
         """Rank 0's answer.
@@ -33,6 +37,18 @@ class Channel(Protocol):
         Raises:
             WorkerError: a rank raised; the others may be stuck in a collective.
             WorkerDiedError: a rank is gone, or did not answer in time.
+        """
+        ...
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Gives `message` to every rank (raises `WorkerDiedError`)."""
+        ...
+
+    def receive(self, timeout_s: float) -> Any:
+        """Rank 0's answer to the oldest message (raises as `call` does).
+
+        Raises:
+            NoAnswerError: there is none yet.
         """
         ...
 
@@ -46,10 +62,15 @@ class Channel(Protocol):
 
 
 class ThreadChannel:
-    """Ranks as threads of this process; a lone rank is called directly."""
+    """Ranks as threads of this process.
 
-    def __init__(self, handlers: Sequence[Handler]) -> None:
-        self._alone = handlers[0] if len(handlers) == 1 else None
+    Args:
+        inline: a lone rank is called directly, by whoever sends.
+    """
+
+    def __init__(self, handlers: Sequence[Handler], *, inline: bool = True) -> None:
+        self._alone = handlers[0] if inline and len(handlers) == 1 else None
+        self._num_ranks = len(handlers)
         self._inboxes: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._replies: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
@@ -68,28 +89,38 @@ class ThreadChannel:
                 thread.start()
 
     def call(self, message: Any, timeout_s: float) -> Any:
+        self.send(message, timeout_s)
+        try:
+            return self.receive(timeout_s)
+        except NoAnswerError:
+            self._dead = f"no answer within {timeout_s} s"
+            raise WorkerDiedError(self._dead) from None
+
+    def send(self, message: Any, timeout_s: float) -> None:
         if self._dead is not None:
             raise WorkerDiedError(self._dead)
         if self._alone is not None:
-            reply, error = _guarded(self._alone, message)
-            if error is not None:
-                raise WorkerError(error)
-            return reply
+            self._replies.put((0, *_guarded(self._alone, message)))
         for inbox in self._inboxes:
             inbox.put(message)
+
+    def receive(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         answer = None
-        for _ in self._inboxes:  # every rank answers here, so that none lags behind
+        for _ in range(self._num_ranks):  # every rank answers here, so that none lags behind
+            if self._dead is not None:
+                raise WorkerDiedError(self._dead)
             try:
                 rank, reply, error = self._replies.get(
                     timeout=max(0.0, deadline - time.monotonic())
                 )
             except queue.Empty:
-                self._dead = f"no answer within {timeout_s} s"
+                raise NoAnswerError from None
             if self._dead is not None:
                 raise WorkerDiedError(self._dead)
             if error is not None:
-                self._dead = error  # the other ranks are stuck in a collective
+                if self._num_ranks > 1:
+                    self._dead = error  # the other ranks are stuck in a collective
                 raise WorkerError(error)
             if rank == 0:
                 answer = reply
@@ -126,31 +157,43 @@ class SocketChannel:
             self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def call(self, message: Any, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        self.send(message, timeout_s)
+        try:
+            return self.receive(max(0.0, deadline - time.monotonic()))
+        except NoAnswerError:
+            raise WorkerDiedError(f"no answer within {timeout_s} s") from None
+
+    def send(self, message: Any, timeout_s: float) -> None:
         if self._dead is not None:
             raise WorkerDiedError(self._dead)
         body = wire.encode(message)
-        deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
                 connection.settimeout(timeout_s)  # a rank that hangs may also stop reading
                 framing.send(connection, body)
-            while True:
-                if self._dead is not None:
-                    raise WorkerDiedError(self._dead)
-                ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise WorkerDiedError(f"no answer within {timeout_s} s")
-                for key, _ in ready:
-                    if key.data < 0:
-                        raise WorkerDiedError(self._dead or "killed")
-                    ok, reply = wire.decode(framing.receive(self._connections[key.data]))
-                    if not ok:
-                        if len(self._connections) > 1:  # the others are stuck in a collective,
-                            self._dead = reply  # and may answer this message later
-                        raise WorkerError(f"rank {key.data}: {reply}")
-                    return reply  # only rank 0 answers when all is well
         except OSError as error:
             raise WorkerDiedError(f"a rank is gone: {error}") from None
+
+    def receive(self, timeout_s: float) -> Any:
+        if self._dead is not None:
+            raise WorkerDiedError(self._dead)
+        ready = self._selector.select(timeout_s)
+        if not ready:
+            raise NoAnswerError
+        for key, _ in ready:
+            if key.data < 0:
+                raise WorkerDiedError(self._dead or "killed")
+        rank = ready[0][0].data
+        try:
+            ok, reply = wire.decode(framing.receive(self._connections[rank]))
+        except OSError as error:
+            raise WorkerDiedError(f"a rank is gone: {error}") from None
+        if not ok:
+            if len(self._connections) > 1:  # the others are stuck in a collective,
+                self._dead = reply  # and may answer this message later
+            raise WorkerError(f"rank {rank}: {reply}")
+        return reply  # only rank 0 answers when all is well
 
     def kill(self, reason: str) -> None:
         self._dead = reason

@@ -104,12 +104,16 @@ def receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> byte
     return bytes(_read(connection, size))
 
 
-def _read(connection: socket.socket, size: int) -> bytearray:
-    body = bytearray(size)
-    view = memoryview(body)
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fills `view` with bytes that follow a frame (raises `WorkerDiedError` at their end)."""
     while view:
         count = connection.recv_into(view)
         if count == 0:
             raise WorkerDiedError("the peer closed the connection")
         view = view[count:]
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    body = bytearray(size)
+    receive_into(connection, memoryview(body))
     return body

@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import WorkerError
 from ...scheduler import types
 from ...scheduler.sampling import SamplingParams
+from . import links
 
 _ARRAY, _RECORD, _SAMPLING, _TUPLE = 1, 2, 3, 4
 
@@ -35,6 +36,11 @@ _RECORDS: tuple[type[Any], ...] = (
     types.Delta,
     types.DraftStep,
     types.Drafted,
+    types.HeadAsk,
+    types.HeadAnswer,
+    links.ListenFeatures,
+    links.LinkOffer,
+    links.OpenFeatures,
 )
 _INDEX = {record: index for index, record in enumerate(_RECORDS)}
 _FIELDS = [tuple(field.name for field in dataclasses.fields(record)) for record in _RECORDS]

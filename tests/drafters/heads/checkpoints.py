@@ -90,8 +90,9 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
     read = (options.get("embedding_size", hidden) + hidden) if version == 3 else hidden
     tensors: Tensors = {}
     num_layers = options.get("num_layers", 1)
+    more = options.get("later", "layers.{}")
     for layer in range(num_layers):
-        stem = names if layer == 0 else f"layers.{layer}"
+        stem = more.format(layer - ("additional" in more)) if layer else names
         tensors |= {
             f"{stem}.self_attn.q_proj.weight": noise(heads * head_dim, hidden if layer else read),
             f"{stem}.self_attn.k_proj.weight": noise(
@@ -106,8 +107,9 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
             f"{stem}.mlp.down_proj.weight": noise(hidden, wide, scale=0.04),
             f"{stem}.post_attention_layernorm.weight": norm(hidden),
         }
-        if layer:
-            tensors[f"{stem}.input_layernorm.weight"] = norm(hidden)
+        if layer or options.get("input_norm"):
+            norm_name = options.get("norm_name", "input_layernorm")
+            tensors[f"{stem}.{norm_name}.weight"] = norm(hidden)
     if version == 1:
         tensors["fc.weight"] = noise(hidden, 2 * hidden, scale=0.05) + torch.cat(
             [0.8 * torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
@@ -118,6 +120,10 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
             tensors["embedding_layernorm.weight"] = norm(hidden)
             tensors["hidden_states_layernorm.weight"] = norm(hidden)
         tensors["embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        if options.get("final_norm"):
+            tensors["norm.weight"] = norm(hidden)
+        if options.get("draft_vocab"):
+            tensors |= draft_vocabulary(output, options["draft_vocab"], generator)
         return config, tensors
     count = options.get("num_features", 3)
     tensors |= {
@@ -154,11 +160,34 @@ def eagle_tensors(target: str, version: int, seed: int = 0, **options) -> tuple[
         rows = output if hidden == width else noise(vocab, hidden)
         tensors["lm_head.weight"] = rows + noise(vocab, hidden, scale=0.02)
     else:
-        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-        tensors["d2t"] = ids - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-        tensors["lm_head.weight"] = output[ids] + noise(draft_vocab, hidden, scale=0.02)
+        tensors |= draft_vocabulary(output, draft_vocab, generator)
     return config, tensors
+
+
+def draft_vocabulary(output: torch.Tensor, size: int, generator: torch.Generator) -> Tensors:
+    """A part of the target's tokens, and the target's rows for them, disturbed."""
+    vocab, hidden = output.shape
+    ids = torch.randperm(vocab, generator=generator)[:size].sort().values
+    noise = torch.randn(size, hidden, generator=generator) * 0.02
+    return {
+        "d2t": ids - torch.arange(size),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True),
+        "lm_head.weight": output[ids] + noise,
+    }
+
+
+def joined_first(tensors: Tensors, seed: int = 0) -> Tensors:
+    """A head of EAGLE-3 as one whose embedding and feature are joined before its first layer."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = tensors["norm.weight"].shape[0]
+    changed = {name: tensor for name, tensor in tensors.items() if "input_layernorm" not in name}
+    for part in "qkv":
+        name = f"midlayer.self_attn.{part}_proj.weight"
+        changed[name] = tensors[name][:, :hidden].clone()
+    changed["enorm.weight"] = tensors["midlayer.input_layernorm.weight"]
+    eye = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    noise = torch.randn(hidden, 2 * hidden, generator=generator) * 0.05
+    return changed | {"eh_proj.weight": eye + noise}
 
 
 def write_eagle(folder: Path, config: dict, tensors: Tensors, *, pickled: bool = False) -> str:

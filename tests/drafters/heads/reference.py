@@ -17,111 +17,8 @@ def rms(x, weight, eps=1e-6):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-class Reference:
-    """A head of either version over a target."""
-
-    def __init__(self, target: str, config: dict, tensors: dict, version: int, capture=None):
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.t = dict(tensors)
-        self.config = {**config, **config.get("transformer_layer_config", {})}
-        self.version = version
-        self.capture = capture
-        self.stem = next(n for n in ("midlayer", "layers.0") if f"{n}.mlp.up_proj.weight" in self.t)
-        num_layers = 1 + sum(f"layers.{i}.mlp.up_proj.weight" in self.t for i in range(1, 9))
-        self.stems = [self.stem, *(f"layers.{i}" for i in range(1, num_layers))]
-
-    @torch.no_grad()
-    def features(self, text):
-        """[len(text), feature]."""
-        out = self.model(torch.tensor([text]), output_hidden_states=True)
-        if self.version == 1:
-            return self.model.model(torch.tensor([text])).last_hidden_state[0]
-        parts = [out.hidden_states[layer][0] for layer in self.capture]
-        if "fc_norm.0.weight" in self.t:
-            parts = [rms(part, self.t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
-        joined = torch.cat(parts, -1)
-        if "input_norm.weight" in self.t:
-            joined = rms(joined, self.t["input_norm.weight"])
-        return joined @ self.t["fc.weight"].T
-
-    @torch.no_grad()
-    def run(self, features, ids):
-        """Next features and logits of every row of one causal sequence, from scratch."""
-        embedding = self.t.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
-        emb = embedding[torch.tensor(ids)]
-        if self.version == 1:
-            if "embedding_layernorm.weight" in self.t:
-                emb = rms(emb, self.t["embedding_layernorm.weight"])
-                features = rms(features, self.t["hidden_states_layernorm.weight"])
-            x = torch.cat([emb, features], -1) @ self.t["fc.weight"].T + self.t.get("fc.bias", 0)
-            for index, stem in enumerate(self.stems):
-                normed = rms(x, self.t[f"{stem}.input_layernorm.weight"]) if index else x
-                x = x + self.attention(normed, stem)
-                x = x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
-            return x, x @ self.model.lm_head.weight.T
-        stem = self.stem
-        normed = rms(features, self.t[f"{stem}.hidden_norm.weight"])
-        both = torch.cat([rms(emb, self.t[f"{stem}.input_layernorm.weight"]), normed], -1)
-        before = self.config.get("norm_before_residual", False)
-        x = (normed if before else features) + self.attention(both, stem)
-        y = x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
-        for later in self.stems[1:]:
-            y = y + self.attention(rms(y, self.t[f"{later}.input_layernorm.weight"]), later)
-            y = y + self.mlp(rms(y, self.t[f"{later}.post_attention_layernorm.weight"]), later)
-        z = rms(y, self.t["norm.weight"])
-        recycled = z if self.config.get("norm_output") else y
-        return recycled, z @ self.t["lm_head.weight"].T
-
-    def attention(self, x, stem):
-        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        dim, length = self.config["head_dim"], len(x)
-        q, k, v = (
-            (x @ self.t[f"{stem}.self_attn.{part}_proj.weight"].T).view(length, count, dim)
-            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        )
-        if f"{stem}.self_attn.q_norm.weight" in self.t:
-            q = rms(q, self.t[f"{stem}.self_attn.q_norm.weight"])
-            k = rms(k, self.t[f"{stem}.self_attn.k_norm.weight"])
-        theta = self.config.get("rope_theta", 10000.0)
-        out = torch.zeros_like(q)
-        q, k = (
-            torch.stack([self.turn(row, at, theta) for at, row in enumerate(z)]) for z in (q, k)
-        )
-        for head in range(heads):
-            shared = head // (heads // kv_heads)
-            scores = q[:, head] @ k[:, shared].T / math.sqrt(dim)
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-            out[:, head] = scores.softmax(-1) @ v[:, shared]
-        return out.reshape(length, -1) @ self.t[f"{stem}.self_attn.o_proj.weight"].T
-
-    @staticmethod
-    def turn(row, position, theta):
-        half = row.shape[-1] // 2
-        angles = position * theta ** (-torch.arange(half) / half)
-        low, high = row[..., :half], row[..., half:]
-        return torch.cat(
-            [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1
-        )
-
-    def mlp(self, x, stem):
-        gate = silu(x @ self.t[f"{stem}.mlp.gate_proj.weight"].T)
-        wide = gate * (x @ self.t[f"{stem}.mlp.up_proj.weight"].T)
-        return wide @ self.t[f"{stem}.mlp.down_proj.weight"].T
-
-    def after(self, text, path):
-        """Log-probabilities over the target's ids (-inf: unknown to the head) after text + path."""
-        features = self.features(text[:-1])
-        ids = list(text[1:])
-        recycled, logits = self.run(features, ids)
-        for token in path:
-            features = torch.cat([features, recycled[-1:]])
-            ids.append(token)
-            recycled, logits = self.run(features, ids)
-        logs = logits[-1].log_softmax(-1)
-        if "d2t" not in self.t:
-            return logs
-        ids_of = torch.arange(len(logs)) + self.t["d2t"]
-        return torch.full((len(self.t["t2d"]),), -math.inf).index_put((ids_of,), logs)
+class Trees:
+    """Drafts by a head whose `after` says what follows a text and a path of guesses."""
 
     def chain(self, text, depth):
         path: list[int] = []
@@ -151,3 +48,139 @@ class Reference:
             frontier = sorted(children, key=lambda each: -each[0])[:top]
         best = sorted(pool, key=lambda each: (-each[0], len(each[1])))  # ties go to the parent
         return {path for _, path in best[:total]}
+
+
+class Reference(Trees):
+    """A head of either version over a target."""
+
+    def __init__(self, target: str, config: dict, tensors: dict, version: int, capture=None):
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.t = dict(tensors)
+        self.config = {**config, **config.get("transformer_layer_config", {})}
+        self.version = version
+        self.capture = capture
+        self.stem = next(n for n in ("midlayer", "layers.0") if f"{n}.mlp.up_proj.weight" in self.t)
+        later = (*(f"layers.{i}" for i in range(1, 9)), "additional_layers.0")
+        self.stems = [self.stem, *(n for n in later if f"{n}.mlp.up_proj.weight" in self.t)]
+
+    @torch.no_grad()
+    def features(self, text):
+        """[len(text), feature]."""
+        out = self.model(torch.tensor([text]), output_hidden_states=True)
+        if self.version == 1:
+            return self.model.model(torch.tensor([text])).last_hidden_state[0]
+        parts = [out.hidden_states[layer][0] for layer in self.capture]
+        if "fc_norm.0.weight" in self.t:
+            parts = [rms(part, self.t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        joined = torch.cat(parts, -1)
+        if "input_norm.weight" in self.t:
+            joined = rms(joined, self.t["input_norm.weight"])
+        return joined @ self.t["fc.weight"].T
+
+    @torch.no_grad()
+    def run(self, features, ids):
+        """Next features and logits of every row of one causal sequence, from scratch."""
+        embedding = self.t.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
+        emb = embedding[torch.tensor(ids)]
+        if self.version == 1:
+            if "embedding_layernorm.weight" in self.t:
+                emb = rms(emb, self.t["embedding_layernorm.weight"])
+                features = rms(features, self.t["hidden_states_layernorm.weight"])
+            x = torch.cat([emb, features], -1) @ self.t["fc.weight"].T + self.t.get("fc.bias", 0)
+            for stem in self.stems:
+                name = f"{stem}.input_layernorm.weight"
+                normed = rms(x, self.t[name]) if name in self.t else x
+                x = x + self.attention(normed, stem)
+                x = x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
+            z = rms(x, self.t["norm.weight"]) if "norm.weight" in self.t else x
+            recycled = x if self.config.get("recycle") == "pre_norm" else z
+            return recycled, z @ self.t.get("lm_head.weight", self.model.lm_head.weight).T
+        stem = self.stem
+        if "eh_proj.weight" in self.t:
+            both = torch.cat([rms(emb, self.t["enorm.weight"]), features], -1)
+            y = self.plain(both @ self.t["eh_proj.weight"].T, stem)
+            return y, rms(y, self.t["norm.weight"]) @ self.t["lm_head.weight"].T
+        normed = rms(features, self.t[f"{stem}.hidden_norm.weight"])
+        both = torch.cat([rms(emb, self.t[f"{stem}.input_layernorm.weight"]), normed], -1)
+        before = self.config.get("norm_before_residual", False)
+        x = (normed if before else features) + self.attention(both, stem)
+        y = x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
+        for later in self.stems[1:]:
+            y = self.plain(y, later)
+        z = rms(y, self.t["norm.weight"])
+        recycled = z if self.config.get("norm_output") else y
+        return recycled, z @ self.t["lm_head.weight"].T
+
+    def plain(self, x, stem):
+        """A layer that reads one state."""
+        names = (f"{stem}.input_layernorm.weight", f"{stem}.hidden_norm.weight")
+        norm = next(self.t[name] for name in names if name in self.t)
+        x = x + self.attention(rms(x, norm), stem)
+        return x + self.mlp(rms(x, self.t[f"{stem}.post_attention_layernorm.weight"]), stem)
+
+    def attention(self, x, stem):
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        dim, length = self.config["head_dim"], len(x)
+        q, k, v = (
+            (x @ self.t[f"{stem}.self_attn.{part}_proj.weight"].T).view(length, count, dim)
+            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if f"{stem}.self_attn.q_norm.weight" in self.t:
+            q = rms(q, self.t[f"{stem}.self_attn.q_norm.weight"])
+            k = rms(k, self.t[f"{stem}.self_attn.k_norm.weight"])
+        theta = self.config.get("rope_theta", 10000.0)
+        out = torch.zeros_like(q)
+        turn = self.turn_pairs if self.config.get("rope_layout") == "interleaved" else self.turn
+        if self.config.get("no_rope_layers", [1] * 9)[self.stems.index(stem)]:
+            q, k = (torch.stack([turn(row, at, theta) for at, row in enumerate(z)]) for z in (q, k))
+            if self.config.get("use_qk_norm"):
+                q, k = rms(q, 1), rms(k, 1)
+        elif self.config["attn_temperature_tuning"]:
+            rates = [
+                1 + self.config["attn_scale"] * math.log1p((at + 1) // self.config["floor_scale"])
+                for at in range(length)
+            ]
+            q = q * torch.tensor(rates)[:, None, None]
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            scores = q[:, head] @ k[:, shared].T / math.sqrt(dim)
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+            out[:, head] = scores.softmax(-1) @ v[:, shared]
+        return out.reshape(length, -1) @ self.t[f"{stem}.self_attn.o_proj.weight"].T
+
+    @staticmethod
+    def turn(row, position, theta):
+        half = row.shape[-1] // 2
+        angles = position * theta ** (-torch.arange(half) / half)
+        low, high = row[..., :half], row[..., half:]
+        return torch.cat(
+            [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1
+        )
+
+    @staticmethod
+    def turn_pairs(row, position, theta):
+        """Neighbours are a complex number."""
+        half = row.shape[-1] // 2
+        angles = position * theta ** (-torch.arange(half) / half)
+        pairs = torch.view_as_complex(row.reshape(*row.shape[:-1], half, 2))
+        return torch.view_as_real(pairs * torch.polar(torch.ones(half), angles)).flatten(-2)
+
+    def mlp(self, x, stem):
+        gate = silu(x @ self.t[f"{stem}.mlp.gate_proj.weight"].T)
+        wide = gate * (x @ self.t[f"{stem}.mlp.up_proj.weight"].T)
+        return wide @ self.t[f"{stem}.mlp.down_proj.weight"].T
+
+    def after(self, text, path):
+        """Log-probabilities over the target's ids (-inf: unknown to the head) after text + path."""
+        features = self.features(text[:-1])
+        ids = list(text[1:])
+        recycled, logits = self.run(features, ids)
+        for token in path:
+            features = torch.cat([features, recycled[-1:]])
+            ids.append(token)
+            recycled, logits = self.run(features, ids)
+        logs = logits[-1].log_softmax(-1)
+        if "d2t" not in self.t:
+            return logs
+        ids_of = torch.arange(len(logs)) + self.t["d2t"]
+        return torch.full((len(self.t["t2d"]),), -math.inf).index_put((ids_of,), logs)

@@ -11,7 +11,13 @@ import torch
 from outrider.scheduler.tree import EMPTY, chain
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.attention import KVCache, KVShape, SdpaBackend
-from outrider.workers.attention.plan import FREE_PAIRS, MAX_WASTE, build_plan, partition
+from outrider.workers.attention.plan import (
+    EVERYTHING,
+    FREE_PAIRS,
+    MAX_WASTE,
+    build_plan,
+    partition,
+)
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 200
@@ -49,11 +55,14 @@ class Sequence:
         return list(range(known)) + sorted(path)
 
 
-def oracle(seq, index, query, keys, values, scale, window, softcap, sinks):
+def oracle(seq, index, query, keys, values, scale, window, softcap, sinks, chunk):
     """One query token, all its heads: [num_heads, value_dim]."""
     seen = seq.seen(index)
     if window is not None:
         seen = [key for key in seen if seq.position(key) > seq.position(index) - window]
+    if chunk is not None:
+        own = seq.position(index) // chunk
+        seen = [key for key in seen if seq.position(key) // chunk == own]
     num_heads, num_kv_heads = query.shape[0], keys.shape[1]
     out = torch.zeros(num_heads, values.shape[2], dtype=torch.float64)
     for head in range(num_heads):
@@ -86,7 +95,13 @@ def check(generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
     new_keys = torch.cat([keys[s.context_len :] for s, (keys, _) in zip(sequences, texts)])
     new_values = torch.cat([values[s.context_len :] for s, (_, values) in zip(sequences, texts)])
     query = torch.from_numpy(generator.normal(size=(len(new_keys), num_heads, head_dim))).float()
-    kinds = {"scale": head_dim**-0.5, "window": None, "softcap": None, "sinks": None, **kinds}
+    kinds = {
+        "scale": head_dim**-0.5,
+        "window": None,
+        "softcap": None,
+        "sinks": None,
+        "chunk": None,
+    } | kinds
     step = BACKEND.begin(steps_of, cache)
     out = step.attend(layer, query, new_keys, new_values, **kinds)
     assert out.shape == (len(query), num_heads, value_dim)
@@ -140,7 +155,10 @@ CASES = {
 KINDS = {
     "plain": {},
     "window": {"window": 2},
+    "chunk": {"chunk": 4},
+    "chunk+window": {"chunk": 5, "window": 3},
     "softcap": {"softcap": 1.5},
+    "softcap+chunk": {"softcap": 1.5, "chunk": 3},
     "softcap+window": {"softcap": 1.5, "window": 3},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     "sinks+window": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 3},
@@ -153,7 +171,7 @@ PAIRS = [
     (case, kind)
     for case in CASES
     for kind in KINDS
-    if case != "long" or kind in ("plain", "window")
+    if case != "long" or kind in ("plain", "window", "chunk")
 ]
 
 
@@ -202,7 +220,7 @@ def test_even_decodes_are_one_group_in_order(random_batch):
     assert len(plan.groups) == 1
     assert plan.groups[0].rows is None
     assert plan.restore is None
-    assert plan.groups[0].mask(None) is None
+    assert plan.groups[0].mask(EVERYTHING) is None
 
 
 def test_moves_read_before_they_write():

@@ -108,7 +108,7 @@ def test_packed_linears(checkpoint, name, size, part, build_step, run_ranks, mon
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma2", "llama4"])
 def test_greedy_equals_generate(checkpoint, name, size, part, build_step, run_ranks):
     path, oracle = checkpoint(name)
     prompt = [5, 17, 60, 3, 88]
@@ -130,8 +130,9 @@ def test_greedy_equals_generate(checkpoint, name, size, part, build_step, run_ra
         assert text == wanted
 
 
-def test_rows_and_capture(checkpoint, part, build_step, run_ranks):
-    path, oracle = checkpoint("llama")
+@pytest.mark.parametrize("name", ["llama", "llama4"])
+def test_rows_and_capture(checkpoint, name, part, build_step, run_ranks):
+    path, oracle = checkpoint(name)
     text = [5, 17, 60, 3, 88, 9]
     with torch.inference_mode():
         wanted = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -140,7 +141,7 @@ def test_rows_and_capture(checkpoint, part, build_step, run_ranks):
         model = load_model(path, device=torch.device("cpu"), collective=collective)
         cache = model.new_cache(24, BLOCK)
         step = build_step([part(text, 0, TABLES[0])], BLOCK)
-        some, hidden = model.forward_capturing(step, cache, (0, 1, 2))
+        some, hidden = model.forward_capturing(step, cache, tuple(range(len(wanted))))
         none = model.forward(replace(step, rows=ints([])), cache)
         return some, hidden, none
 

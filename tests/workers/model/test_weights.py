@@ -9,11 +9,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.workers.collective import Collective
 from outrider.workers.model import describe, load_model, target
 from outrider.workers.model.weights import Checkpoint, Joined, Stacked, Whole
+
+from .conftest import BASE, VARIANTS
 
 CPU = torch.device("cpu")
 
@@ -22,7 +25,7 @@ def load(path, dtype=None):
     return load_model(path, dtype=dtype, device=CPU, collective=Collective.single())
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "phi3", "tied"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "phi3", "tied", "llama4"])
 def test_each_rank_reads_only_its_shard(checkpoint, run_ranks, monkeypatch, name):
     path, oracle = checkpoint(name)
     opened = []
@@ -35,7 +38,9 @@ def test_each_rank_reads_only_its_shard(checkpoint, run_ranks, monkeypatch, name
     monkeypatch.setattr(target, "Checkpoint", Counted)
     total = sum(parameter.numel() for parameter in oracle.parameters())
     norms = sum(
-        p.numel() for key, p in oracle.named_parameters() if "norm" in key or "gate.w" in key
+        p.numel()
+        for key, p in oracle.named_parameters()
+        if any(part in key for part in ("norm", "gate.w", "router"))
     )
     small = norms + sum(p.numel() for key, p in oracle.named_parameters() if key.endswith("bias"))
 
@@ -147,11 +152,40 @@ def test_a_quantised_checkpoint_is_refused(checkpoint):
         describe(path)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "llama4_text"])
-def test_models_that_cannot_be_served_are_refused(checkpoint, model_type):
+def test_the_text_model_of_a_model_for_images_is_served(tmp_path, part, build_step):
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+        "image_size": 28,
+    }
+    settings = {**BASE, **VARIANTS["llama4"]}
+    whole = Llama4ForConditionalGeneration(
+        Llama4Config(text_config=settings, vision_config=vision)
+    ).eval()
+    whole.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    text = list(range(3, 14))
+    step = build_step([part(text, 0, [2, 0, 3])], 4)
+    with torch.inference_mode():
+        wanted = whole(torch.tensor([text])).logits[0, -1:]
+    torch.testing.assert_close(model.forward(step, model.new_cache(4, 4)), wanted)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="quantised"):
+        describe(tmp_path)
+
+
+def test_models_that_cannot_be_served_are_refused(checkpoint):
     path, _ = checkpoint("llama")
-    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(CheckpointError, match=model_type):
+    (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(CheckpointError, match="mamba"):
         describe(path)
 
 

@@ -1,0 +1,68 @@
+"""Sections of heads that grow a draft from their own output: how long, and in which shape.
+
+A chain; a fixed tree of ranks; or a tree that grows where it is likely (EAGLE-2, arXiv:2406.16858).
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .heads import Choice, HeadConfig, checked_tree, expand
+
+_MOST_SIBLINGS = 64
+
+
+class GrownConfig(HeadConfig):
+    """What such sections share. Subclasses say what their fixed tree is called."""
+
+    max_draft_len: int = Field(0, ge=0, le=64)  # levels; 0: those of the fixed tree, or a default
+    use_dynamic_tree: bool = False
+    dynamic_tree_max_topK: int = Field(10, ge=1, le=_MOST_SIBLINGS)
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)  # nodes of a dynamic tree
+
+    @property
+    def choices(self) -> tuple[Choice, ...] | None:
+        """The fixed tree as it was written."""
+        raise NotImplementedError
+
+    @property
+    def nodes(self) -> tuple[Choice, ...] | None:
+        """The fixed tree as rank paths, parents first."""
+        return None if self.choices is None else expand(self.choices)
+
+    @property
+    def max_nodes(self) -> int:
+        if self.nodes is not None:
+            return len(self.nodes)
+        if not self.use_dynamic_tree:
+            return self.max_draft_len
+        width = self.dynamic_tree_max_topK
+        every = width + (self.max_draft_len - 1) * width * width
+        return min(every, self.max_total_draft_tokens or every, 1024)
+
+    def settle(self, name: str, default_depth: int) -> None:
+        """Checks the shape, whose fixed tree is called `name`, and fills in `max_draft_len`.
+
+        Raises:
+            ValueError: two shapes are asked for, or the lengths contradict; names the keys.
+        """
+        if self.choices is not None and self.use_dynamic_tree:
+            raise ValueError(f"{name} is a fixed tree, use_dynamic_tree another; give one")
+        if self.max_total_draft_tokens is not None and not self.use_dynamic_tree:
+            raise ValueError("max_total_draft_tokens belongs to use_dynamic_tree")
+        depth = default_depth
+        if self.choices is not None:
+            deepest = max(checked_tree(name, self.choices, _MOST_SIBLINGS), key=len)
+            depth = len(deepest)
+            if 0 < self.max_draft_len < depth:
+                raise ValueError(
+                    f"{name}: path {list(deepest)} is {depth} deep, but max_draft_len is "
+                    f"{self.max_draft_len}"
+                )
+        if self.max_draft_len == 0 or self.choices is not None:
+            object.__setattr__(self, "max_draft_len", depth)  # the section is not in use yet
+        if self.max_nodes < self.max_draft_len:
+            raise ValueError(
+                f"max_total_draft_tokens ({self.max_nodes}) is below the {self.max_draft_len} "
+                "tokens of one path (max_draft_len)"
+            )

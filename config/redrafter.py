@@ -1,0 +1,77 @@
+"""ReDrafter's section: how many beams, how long, and how much of them is verified."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from .heads import HeadConfig
+
+DEFAULT_LEN = 5  # tokens of a beam
+
+
+class ReDrafterConfig(HeadConfig):
+    """ReDrafter (arXiv:2403.09919): TensorRT-LLM's keys, and the reference's two."""
+
+    decoding_type: Literal["ReDrafter"] = "ReDrafter"
+    redrafter_num_beams: int = Field(5, ge=1, le=64)
+    redrafter_draft_len_per_beam: int = Field(0, ge=0, le=64)  # tokens; 0: max_draft_len, or 5
+    max_draft_len: int = Field(0, ge=0, le=64)  # the same by its common name
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)  # nodes of the merged beams
+    redrafter_greedy_search: bool = True  # of no effect: each request's temperature decides
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference_names(cls, data: Any) -> Any:
+        """The reference's `beam_width` and `beam_length`, which counts the token drafted after."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for key, ours in _REFERENCE_KEYS.items():
+            if key not in data:
+                continue
+            if ours in data:
+                raise ValueError(f"{key} and {ours} say the same; give one of the two")
+            data[ours] = data.pop(key)
+            if key == "beam_length":
+                data[ours] = _drafted(data[ours])
+        return data
+
+    @model_validator(mode="after")
+    def _sound(self) -> ReDrafterConfig:
+        lengths = {self.redrafter_draft_len_per_beam, self.max_draft_len} - {0}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"redrafter_draft_len_per_beam ({self.redrafter_draft_len_per_beam}) and "
+                f"max_draft_len ({self.max_draft_len}) say the same; give one of the two"
+            )
+        length = lengths.pop() if lengths else DEFAULT_LEN
+        object.__setattr__(self, "max_draft_len", length)  # the section is not in use yet
+        object.__setattr__(self, "redrafter_draft_len_per_beam", length)
+        if self.max_nodes < length:
+            raise ValueError(
+                f"max_total_draft_tokens ({self.max_nodes}) is below the {length} tokens of one "
+                "beam (redrafter_draft_len_per_beam)"
+            )
+        return self
+
+    @property
+    def max_nodes(self) -> int:
+        every = self.redrafter_num_beams * self.redrafter_draft_len_per_beam
+        return min(every, self.max_total_draft_tokens or every, 1024)
+
+
+_REFERENCE_KEYS = {
+    "beam_width": "redrafter_num_beams",
+    "beam_length": "redrafter_draft_len_per_beam",
+}
+
+
+def _drafted(beam_length: Any) -> int:
+    """Tokens of a beam without the target's own, which is its first."""
+    if type(beam_length) is not int or beam_length < 2:
+        raise ValueError(
+            f"beam_length counts the target's own token too: at least 2, not {beam_length!r}"
+        )
+    return beam_length - 1

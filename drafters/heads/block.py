@@ -1,0 +1,262 @@
+"""A decoder layer of the target's own architecture as a head's layer; heads' contact with
+transformers.
+
+A model of the target's class with one layer does the work, its embedding, final norm and output
+layer taken out: it maps states to states, and its rotary positions, experts and scales are those
+of transformers. Which keys and values a row sees is the business of the `Attend` that it is given.
+Called by the modules that are made of it (`mtp.py`), in serving and in training.
+
+Facts relied on (transformers 5.23): those of `workers/model/bridge.py`; that a base model has
+`layers`, `norm` and takes `inputs_embeds`; that what a configuration lists layer by layer has
+`num_hidden_layers` entries.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from .load import fail
+from .protocol import Attend
+
+ATTENTION = "outrider_head"
+REFUSED = {"llama4_text": "its attention takes positions and temperatures from the mask"}
+"""Model types whose layer would run and be wrong."""
+_PLAIN = "full_attention"
+_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""What configurations list layer by layer."""
+_SET = {
+    "num_hidden_layers": 1,
+    "embedding_multiplier": 1.0,  # the rows are no embeddings
+    # A mixture of experts, where the architecture has any:
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+Reader = Callable[[], Tensor]
+
+
+def read_block_config(folder: Path) -> Any:
+    """The text model's configuration in `folder`.
+
+    Raises:
+        CheckpointError: there is none, or none that transformers knows.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        raise fail(
+            f"config.json of {str(folder)!r} is not a configuration that transformers knows; it "
+            f"must say what the layer is made of, as the target's does: {error}"
+        ) from None
+    return config.get_text_config()
+
+
+class Block(nn.Module):
+    """One decoder layer over rows without a cache; built without weights, on the meta device.
+
+    Raises:
+        CheckpointError: layers of this architecture cannot be had one by one.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kind = config.model_type
+        if why := REFUSED.get(kind):
+            raise fail(f"a layer of {kind!r} is not one that a head can have: {why}")
+        try:
+            with torch.device("meta"):  # no dtype: that would set torch's default for all threads
+                whole = AutoModelForCausalLM.from_config(
+                    _one_layer(config), dtype=None, attn_implementation=ATTENTION
+                )
+        except (ValueError, ImportError, AttributeError, IndexError) as error:
+            raise fail(f"a layer of {kind!r} is not one that a head can have: {error}") from None
+        prefix = whole.base_model_prefix
+        base = getattr(whole, prefix)
+        if not (isinstance(getattr(base, "norm", None), nn.Module) and hasattr(base, "layers")):
+            raise fail(f"a layer of {kind!r} is not one that a head can have: no layers and norm")
+        self._norm = (base.norm,)  # a tuple, so that it is no submodule
+        base.norm, base.embed_tokens = nn.Identity(), nn.Identity()
+        whole.set_output_embeddings(nn.Identity())
+        self.whole = whole
+        self.source_layer = _like(config)  # of the target, a layer of this kind
+        self.prefix = f"{prefix}.layers.0."
+        self._call = partial(inspect.unwrap(type(base).forward), base)
+
+    def new_norm(self) -> nn.Module:
+        """A norm such as the architecture's final one, without weights."""
+        return deepcopy(self._norm[0])
+
+    @torch.no_grad()
+    def begin(self, module: nn.Module) -> None:
+        """First weights of a part of this architecture, as transformers draws them."""
+        for part in module.modules():
+            self.whole._init_weights(part)
+
+    def forward(
+        self,
+        states: Tensor,  # [num_rows, hidden_size]
+        positions: Tensor,  # [num_rows]
+        layer: int,  # of the head, for `attend`
+        attend: Attend,
+    ) -> Tensor:  # [num_rows, hidden_size]
+        out = self._call(
+            inputs_embeds=states[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            past_key_values=None,
+            use_cache=False,
+            outrider_attend=partial(attend, layer),
+        )
+        after: Tensor = out.last_hidden_state[0]
+        return after
+
+    def materialise(self, device: torch.device) -> None:
+        """Computes what is in no checkpoint: rotary frequencies."""
+        for module in self.whole.modules():
+            names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
+            for name in names:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            if names:
+                with torch.no_grad():
+                    self.whole._init_weights(module)
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What a tensor is kept in where the model runs in `dtype`."""
+        wide = self.whole._keep_in_fp32_modules_strict or ()
+        return torch.float32 if any(part in name for part in wide) else dtype
+
+    def states_from(self, stored: Mapping[str, Reader], where: str) -> dict[str, Tensor]:
+        """A layer's tensors, as checkpoints name them below `where`, as this module names them.
+
+        Raises:
+            CheckpointError: one is missing, superfluous or of another shape; names it.
+        """
+        wanted = {
+            name: tensor
+            for name, tensor in self.whole.state_dict().items()
+            if name.startswith(self.prefix)
+        }
+        found = self._converted(stored, wanted, where)
+        for name, empty in wanted.items():
+            public = where + name.removeprefix(self.prefix)
+            if name not in found:
+                raise fail(f"tensor {public!r} of shape {list(empty.shape)} is missing")
+            if found[name].shape != empty.shape:
+                raise fail(
+                    f"tensor {public!r} has shape {list(found[name].shape)}, config.json wants "
+                    f"{list(empty.shape)}"
+                )
+        return {f"whole.{name}": tensor for name, tensor in found.items()}
+
+    def published(self) -> dict[str, Tensor]:
+        """The layer's tensors by the names that checkpoints give them below the layer."""
+        own = {
+            name: tensor.detach()
+            for name, tensor in self.whole.state_dict().items()
+            if name.startswith(self.prefix)
+        }
+        stored: dict[str, Tensor] = revert_weight_conversion(self.whole, own)
+        return {name.removeprefix(self.prefix): tensor for name, tensor in stored.items()}
+
+    def _converted(
+        self, stored: Mapping[str, Reader], wanted: Mapping[str, Tensor], where: str
+    ) -> dict[str, Tensor]:
+        """`stored` through transformers' conversion of this architecture's checkpoints."""
+        transforms = get_model_conversion_mapping(self.whole)
+        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        found: dict[str, Tensor] = {}
+        merging: dict[str, Any] = {}
+        for name in sorted(stored, key=dot_natural_key):
+            target, pattern = rename_source_key(self.prefix + name, renamings, converters)
+            if target not in wanted:
+                target, pattern = self.prefix + name, None
+            if target not in wanted:
+                raise fail(f"tensor {where + name!r} has no place in a layer of this architecture")
+            if pattern is None:
+                found[target] = stored[name]()
+                continue
+            merge = merging.setdefault(target, deepcopy(by_pattern[pattern]))
+            merge.add_tensor(target, target, pattern, stored[name])
+        for target, merge in merging.items():
+            try:
+                parts = merge.convert(target, model=self.whole, config=self.whole.config)
+            except (RuntimeError, ValueError) as error:
+                public = where + target.removeprefix(self.prefix)
+                raise fail(f"the parts of tensor {public!r} do not fit together: {error}") from None
+            for name, tensor in parts.items():
+                found[name] = tensor[0] if isinstance(tensor, list) else tensor
+        return found
+
+
+def head_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_rows, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_rows, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_rows, value_dim]
+    attention_mask: Tensor | None,
+    *,
+    outrider_attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What the layer calls in place of transformers' attention functions."""
+    if sliding_window is not None or softcap is not None or s_aux is not None:
+        raise fail("a head's layer has neither window nor soft cap nor sinks; this one needs them")
+    out = outrider_attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, head_attention)
+
+
+def _like(config: Any) -> int:
+    """The last layer that attends to everything, or the last one."""
+    kinds = getattr(config, "layer_types", None) or ()
+    plain = [index for index, kind in enumerate(kinds) if kind == _PLAIN]
+    return int(plain[-1] if plain else config.num_hidden_layers - 1)
+
+
+def _one_layer(config: Any) -> Any:
+    """`config` of one layer, which attends to everything where any does."""
+    single, index = deepcopy(config), _like(config)
+    for name in _BY_LAYER:
+        values = getattr(config, name, None)
+        if isinstance(values, (list, tuple)) and len(values) == config.num_hidden_layers:
+            setattr(single, name, [values[index]])
+    for name, value in _SET.items():
+        if hasattr(single, name):
+            setattr(single, name, deepcopy(value))
+    if not getattr(config, "layer_types", None) and hasattr(single, "sliding_window"):
+        single.sliding_window = None
+    if getattr(single, "quantization_config", None) is not None:
+        del single.quantization_config
+    return single

@@ -1,0 +1,75 @@
+"""EAGLE in the worker: rows for what was committed, then a draft from the head's own guesses.
+
+Every computed token gets its row (`eagle.py`) at the slot that the target gave it, drafted nodes
+too: a rejected node's row is given back with its slot, an accepted one's is moved with it, and a
+cached prefix brings its rows along. (The last row of a shared block was computed for the token
+that followed it then; where another follows now, that one row is of the other text. It is a guess
+either way: the target decides.) How the draft grows is in `grow.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...config import EagleConfig
+from ...scheduler.types import NextDrafts
+from .eagle import EagleModule
+from .eagle_load import read_eagle
+from .grow import Grower, following
+from .protocol import Attend, HeadHost, HeadLayer, TargetFacts, Verified, on
+
+
+class EagleHead:
+    """The module, run over a step."""
+
+    def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
+        loaded = read_eagle(config, target)
+        self.module: EagleModule = loaded.module
+        self.target_ids = loaded.target_ids
+        self.capture: tuple[int, ...] = loaded.capture
+        self.layers = tuple(
+            HeadLayer(sizes.num_kv_heads, sizes.head_dim) for sizes in self.module.layer_sizes
+        )
+        self._grower = Grower(config, self, len(self.layers))
+
+    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
+        step, device = done.step, host.target.device
+        states = torch.cat([done.hidden[layer] for layer in self.capture], dim=-1)
+        feature, read = self.module(
+            self._embed(on(following(step, done.verdict), device), host),
+            self.module.fuse(states),
+            on(step.positions, device),
+            host.attention(step),
+        )
+        return self._grower.grow(done, feature, read, host)
+
+    def advance(
+        self,
+        level: int,
+        token_ids: Tensor,  # [num_rows]
+        feature: Tensor,  # [num_rows, hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+        host: HeadHost,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        """The module once more, on its own output."""
+        grown: tuple[Tensor, Tensor] = self.module(
+            self._embed(token_ids, host), feature, positions, attend
+        )
+        return grown
+
+    def logits(self, read: Tensor, host: HeadHost) -> Tensor:  # [num_rows, draft_vocab]
+        """Of rows [num_rows, hidden_size]."""
+        own = self.module.lm_head
+        logits: Tensor = host.unembed(read) if own is None else own(read)
+        return logits
+
+    def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
+        own = self.module.embed_tokens
+        return host.embed(token_ids) if own is None else own(token_ids)
+
+
+def load_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
+    """The head of `config`'s folder (raises as `read_eagle` does)."""
+    return EagleHead(config, target)

@@ -1,0 +1,136 @@
+"""MTP modules in the worker: rows for what was committed, then a draft from their own guesses.
+
+Rows are kept as EAGLE's are (`eagle_head.py`): each computed token gets one in every module, at
+its own slot. At token j's slot module m keeps its row j - m: the one that consumes the embedding
+of token j + 1, like all others there, and the feature that module m - 1 left at token j - 1. So
+no row waits for tokens to come: what the next step needs of this one is the features at its last
+token, which are kept in the cache beside the keys, and are found again after a rewind, a replay,
+or a prefix hit. Before its beginning a text has no features: module m reads zeros at its first m
+tokens.
+
+Growing, level l is guessed by module l, from features that are all the target's descendants; a
+draft longer than there are modules begins with the first again, which takes the last one's
+feature for the target's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...config import MTPConfig
+from ...scheduler.types import NextDrafts, StepInput
+from .grow import Grower, following
+from .mtp_load import read_mtp
+from .protocol import Attend, HeadHost, HeadLayer, TargetFacts, Verified, on
+
+
+class MTPHead:
+    """The modules, run over a step."""
+
+    target_ids: Tensor | None = None  # the target's vocabulary
+
+    def __init__(self, config: MTPConfig, target: TargetFacts) -> None:
+        self.module: nn.ModuleList = read_mtp(config, target)
+        count = len(self.module)
+        self.capture: tuple[int, ...] = (target.num_layers,)
+        # The modules' own layers, then the features that all but the last one leave.
+        self.layers = (
+            *(module.kept() for module in self.module),  # type: ignore[operator]
+            *(HeadLayer(1, target.hidden_size, 0) for _ in range(count - 1)),
+        )
+        self._zero_first = config.zero_first_embedding
+        self._begins_again = config.max_draft_len > count
+        self._grower = Grower(config, self, count)
+
+    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
+        step, device = done.step, host.target.device
+        positions = on(step.positions, device)
+        embedded = host.embed(on(following(step, done.verdict), device))
+        if self._zero_first:
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0)
+        attend = host.attention(step)
+        feature, features = done.hidden[self.capture[0]], []
+        first = feature
+        for index in range(len(self.module)):
+            if index:
+                feature = self._a_token_earlier(index - 1, feature, step, host)
+            feature, read = self._run(index, embedded, feature, positions, attend)
+            features.append(feature)
+            if index == 0:
+                first = read
+        return self._grower.grow(done, torch.cat(features, dim=-1), first, host)
+
+    def advance(
+        self,
+        level: int,
+        token_ids: Tensor,  # [num_rows]
+        feature: Tensor,  # [num_rows, num_modules * hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+        host: HeadHost,
+    ) -> tuple[Tensor, Tensor]:  # alike; [num_rows, hidden_size]
+        """Every module whose row here may still be asked for; the guess is the level's own."""
+        count = len(self.module)
+        above = feature.chunk(count, dim=-1)
+        here, embedded = list(above), host.embed(token_ids)
+        first = 0 if self._begins_again else level
+        read = feature
+        for index in range(first, count):
+            source = above[index - 1] if index else above[(level - 1) % count]
+            here[index], normed = self._run(index, embedded, source, positions, attend)
+            if index == level % count:
+                read = normed
+        return torch.cat(here, dim=-1), read
+
+    def logits(self, read: Tensor, host: HeadHost) -> Tensor:  # [num_rows, vocab]
+        """Of rows [num_rows, hidden_size]."""
+        return host.unembed(read)
+
+    def _run(
+        self,
+        index: int,
+        embedded: Tensor,  # [num_rows, hidden_size]
+        feature: Tensor,  # [num_rows, hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        """One module; rows before its beginning read nothing."""
+        if index:
+            before = (positions < index)[:, None]
+            embedded, feature = embedded.masked_fill(before, 0), feature.masked_fill(before, 0)
+        out: tuple[Tensor, Tensor] = self.module[index](embedded, feature, positions, attend)
+        return out
+
+    def _a_token_earlier(
+        self, index: int, feature: Tensor, step: StepInput, host: HeadHost
+    ) -> Tensor:  # [num_tokens, hidden_size], alike
+        """Module `index`'s features of the tokens before each; keeps those of this step."""
+        layer, device = len(self.module) + index, feature.device
+        ends = np.maximum(step.context_lens - 1, 0)
+        size = host.block_size
+        seqs = np.arange(step.num_seqs)
+        slots = step.block_tables[seqs, ends // size] * size + ends % size
+        left = host.cached(layer, on(slots, device))[0][:, 0]
+        nothing = feature.new_zeros(len(feature), 1, 0)
+        host.keep(layer, on(step.slot_mapping, device), feature[:, None], nothing)
+        return torch.cat([feature, left])[on(earlier(step), device)]
+
+
+def load_mtp(config: MTPConfig, target: TargetFacts) -> MTPHead:
+    """The modules of `config`'s folder (raises as `read_mtp` does)."""
+    return MTPHead(config, target)
+
+
+def earlier(step: StepInput) -> NDArray[np.int64]:  # [num_tokens]
+    """The row of the token before each: a node's is its parent's; num_tokens + i is the last one
+    of sequence i before the step."""
+    num_nodes = np.diff(step.draft_start)
+    rows = np.arange(-1, len(step.token_ids) - 1)
+    roots = np.repeat(step.query_start[1:] - 1 - num_nodes, num_nodes)
+    nodes = np.arange(len(step.draft_parents)) - np.repeat(step.draft_start[:-1], num_nodes)
+    rows[roots + 1 + nodes] = roots + 1 + step.draft_parents  # parent -1 is the root
+    rows[step.query_start[:-1]] = len(rows) + np.arange(step.num_seqs)
+    return rows

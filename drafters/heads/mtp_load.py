@@ -1,0 +1,172 @@
+"""MTP checkpoints: which modules a folder holds, and every tensor in its place.
+
+Two layouts, often beside the target's own tensors: DeepSeek's, `model.layers.{n}.` beyond the
+target's last layer (GLM-4.5's too; a folder with nothing but the module may count from 0), and
+Qwen3-Next's, `mtp.`. The layer's own tensors go through transformers' conversion. Copies of the
+target's embedding and output layer are checked and left unread; weights in FP8 are widened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...config import MTPConfig
+from .block import read_block_config
+from .load import Tensors, fail
+from .mtp import MTPModule
+from .protocol import TargetFacts
+
+_FILES = ("model", "pytorch_model", "mtp")
+_SCALE = "_scale_inv"
+_BLOCK = (128, 128)
+DEEPSEEK = {
+    "enorm": "enorm.weight",
+    "hnorm": "hnorm.weight",
+    "eh_proj": "eh_proj.weight",
+    "norm": "shared_head.norm.weight",
+}
+QWEN = {
+    "enorm": "pre_fc_norm_embedding.weight",
+    "hnorm": "pre_fc_norm_hidden.weight",
+    "eh_proj": "fc.weight",
+    "norm": "norm.weight",
+}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a module's tensors are."""
+
+    stem: str  # of what surrounds the layer
+    layer: str  # of the layer's own
+    names: dict[str, str]
+
+
+def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
+    """The modules of `config`'s folder that are to be used, one after another.
+
+    Raises:
+        CheckpointError: there is none, fewer than asked for, or a tensor is missing, superfluous,
+            or does not fit the target.
+    """
+    block_config = read_block_config(config.folder)
+    tensors, places = _find(config, block_config.num_hidden_layers)
+    if config.use_mtp_vanilla and config.max_draft_len > len(places):
+        raise fail(
+            f"use_mtp_vanilla asks for a module per token, which are {config.max_draft_len} "
+            f"(max_draft_len), but {str(config.folder)!r} holds {len(places)}: "
+            f"{', '.join(place.stem + '*' for place in places)}"
+        )
+    used = places[:1] if config.use_mtp_vanilla is False else places[: config.max_draft_len]
+    modules = nn.ModuleList()
+    for index, place in enumerate(used):
+        module = MTPModule(block_config, layer=index, pre_norm=config.recycle == "pre_norm")
+        _fill(module, place, tensors, target)
+        modules.append(module)
+    unused = [re.escape(place.stem) + ".*" for place in places[len(used) :]]
+    tensors.finish("|".join([r".*rotary_emb\.inv_freq", *unused]))
+    return modules.eval().requires_grad_(False)
+
+
+def dequantised(
+    weight: Tensor,  # [num_rows, num_columns], float8
+    scale: Tensor,  # [row blocks, column blocks], float32
+    block: tuple[int, int] = _BLOCK,
+) -> Tensor:  # [num_rows, num_columns], float32
+    """DeepSeek's blocks of FP8, widened: each block times its scale."""
+    rows, columns = weight.shape
+    wide = scale.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * wide.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _find(config: MTPConfig, num_layers: int) -> tuple[Tensors, list[_Place]]:
+    """The folder's modules, in order."""
+    for first in (num_layers, 0):
+        tensors = Tensors(config.folder, _FILES, _from(first))
+        if tensors.matches(r"mtp\..*"):
+            return tensors, [_Place("mtp.", "mtp.layers.0.", QWEN)]
+        own = r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\..*"
+        layers = sorted({int(match[1]) for match in tensors.matches(own)})
+        if layers:
+            stems = [f"model.layers.{layer}." for layer in layers]
+            return tensors, [_Place(stem, stem, DEEPSEEK) for stem in stems]
+    raise fail(
+        f"{str(config.folder)!r} holds no MTP module: neither "
+        f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
+    )
+
+
+def _from(first: int) -> Callable[[str], str | None]:
+    """Renames to the published names; leaves aside what is before layer `first`."""
+
+    def rename(stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        if name.startswith("mtp."):
+            return name
+        match = re.match(r"layers\.(\d+)\.", name)
+        return f"model.{name}" if match and int(match[1]) >= first else None
+
+    return rename
+
+
+def _fill(module: MTPModule, place: _Place, tensors: Tensors, target: TargetFacts) -> None:
+    """Reads one module's weights, onto the target's device."""
+    hidden = target.hidden_size
+    shapes = {"eh_proj": (hidden, 2 * hidden)}
+    state: dict[str, Tensor] = {}
+    for name, public in place.names.items():
+        full = place.stem + public
+        tensors.expect(full, *shapes.get(name, (hidden,)))
+        state[f"{name}.weight"] = _reader(tensors, full)()
+    for copy in _COPIES:
+        if place.stem + copy in tensors:
+            tensors.expect(place.stem + copy, target.vocab_size, hidden)
+    rest = {
+        match[0]: _reader(tensors, match[0])
+        for match in tensors.matches(re.escape(place.layer) + r"(?!.*rotary_emb\.inv_freq).*")
+        if not match[0].endswith(_SCALE) and not _is_outside(match[0], place)
+    }
+    below = {name.removeprefix(place.layer): read for name, read in rest.items()}
+    layer = module.block.states_from(below, place.layer)
+    state.update({f"block.{name}": tensor for name, tensor in layer.items()})
+    cast = module.block.dtype_of
+    state = {
+        name: tensor.to(target.device, cast(name, target.dtype)) for name, tensor in state.items()
+    }
+    module.load_state_dict(state, assign=True)
+    module.block.materialise(target.device)
+
+
+def _is_outside(name: str, place: _Place) -> bool:
+    """Whether a tensor surrounds the layer, in a layout that puts both below one stem."""
+    return name.removeprefix(place.stem) in {*place.names.values(), *_COPIES}
+
+
+def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
+    """Reads a tensor, widened if it is in FP8."""
+    read, scale = tensors.reader(name), name + _SCALE
+    scaled: Any = tensors.reader(scale) if scale in tensors else None
+    if scaled is not None:
+        shape = tensors.shape(name)
+        blocks = tuple(-(-size // step) for size, step in zip(shape, _BLOCK, strict=False))
+        if len(shape) != 2 or tensors.shape(scale) != blocks:
+            raise fail(
+                f"tensor {scale!r} has shape {list(tensors.shape(scale))}; blocks of "
+                f"{list(_BLOCK)} of {name!r} {list(shape)} want {list(blocks)}"
+            )
+
+    def get() -> Tensor:
+        tensor = read()
+        if scaled is not None:
+            return dequantised(tensor, scaled())
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            raise fail(f"tensor {name!r} is {tensor.dtype}, but {scale!r} is missing")
+        return tensor
+
+    return get

@@ -1,0 +1,249 @@
+"""ReDrafter: a recurrent head over the target's last hidden state, searched with beams.
+
+With c the target's hidden state (after the final norm) at the last accepted position, constant
+over the draft, and s = 0, each step takes e, the target's embedding of the token before:
+
+    s <- SiLU(W_w e + W_u s + b_u), or s <- e + s without the recurrent weights;
+    x = c beside s -> an optional projection -> residual SiLU blocks -> an output layer.
+
+Log-probabilities are those of the 50 likeliest tokens. All beams start from the token that the
+target just emitted; those that are left at the end are merged into a tree of their prefixes. The
+state begins anew with every draft: nothing is kept between steps.
+
+Source: Zhang et al. 2024, arXiv:2403.09919. File layouts: the reference's and those that
+TensorRT-LLM reads.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from ...config import ReDrafterConfig
+from ...scheduler.types import IntArray, NextDrafts, ints
+from .load import Tensors, fail
+from .protocol import HeadHost, HeadLayer, TargetFacts, Verified, drafts_of, frontier, on
+
+TOP = 50  # tokens per step that have a probability
+
+_FILES = ("model", "pytorch_model")
+_OUTPUT = re.compile(r"^(?:lm_heads?\.|0\.)?(\d+\.(?:linear\.)?(?:weight|bias))$")
+
+
+class ResBlock(nn.Module):
+    """`x <- x + SiLU(W x + b)`."""
+
+    def __init__(self, exit_dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(exit_dim, exit_dim)
+
+    def forward(self, states: Tensor) -> Tensor:  # [..., exit_dim], alike
+        return states + silu(self.linear(states))
+
+
+class ReDrafterModule(nn.Module):
+    """The weights, named as they are published."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, exit_dim: int, num_layers: int, *, rnn: bool
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.input_proj = (
+            None if exit_dim == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_dim)
+        )
+        self.lm_head = nn.Sequential(
+            *(ResBlock(exit_dim) for _ in range(num_layers)),
+            nn.Linear(exit_dim, vocab_size, bias=False),
+        )
+        self.rnn_u = nn.Linear(hidden_size, hidden_size) if rnn else None
+        self.rnn_w = nn.Linear(hidden_size, hidden_size, bias=False) if rnn else None
+
+    def recur(
+        self,
+        embedded: Tensor,  # [..., hidden_size], of the token before
+        state: Tensor,  # [..., hidden_size], zeros at first
+    ) -> Tensor:  # [..., hidden_size]
+        """The state once that token is read."""
+        if self.rnn_u is None or self.rnn_w is None:
+            return embedded + state
+        return silu(self.rnn_w(embedded) + self.rnn_u(state))
+
+    def forward(
+        self,
+        context: Tensor,  # [..., hidden_size]
+        state: Tensor,  # [..., hidden_size]
+    ) -> Tensor:  # [..., vocab]
+        """Logits of the next token."""
+        states = torch.cat([context, state.to(context.dtype)], dim=-1)
+        if self.input_proj is not None:
+            states = self.input_proj(states)
+        logits: Tensor = self.lm_head(states)
+        return logits
+
+
+class ReDrafterHead:
+    """The module, and the search."""
+
+    layers: tuple[HeadLayer, ...] = ()
+
+    def __init__(
+        self, module: ReDrafterModule, config: ReDrafterConfig, target: TargetFacts
+    ) -> None:
+        self.module = module
+        self.capture: tuple[int, ...] = (target.num_layers,)
+        self._num_beams = config.redrafter_num_beams
+        self._length = config.redrafter_draft_len_per_beam
+        self._max_nodes = config.max_nodes
+
+    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
+        step, verdict = done.step, done.verdict
+        ends = frontier(step, verdict)
+        if not len(ends.seqs):
+            return drafts_of(step, ends, ints([]).reshape(0, 0), ints([]))
+        context = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]
+        emitted = verdict.emitted[verdict.emitted_start[ends.seqs + 1] - 1]
+        length, room = self._length, self._max_nodes
+        if step.max_nodes is not None:  # no path is longer than the tree may be large
+            room = min(room, int(step.max_nodes[ends.seqs].max()))
+            length = min(length, room)
+        beams = self._search(context, on(emitted, host.target.device), length, host)
+        tokens, parents, sizes = beams.merged(room)
+        return drafts_of(step, ends, tokens, parents, sizes)
+
+    def _search(
+        self,
+        context: Tensor,  # [num_drafts, hidden_size]
+        emitted: Tensor,  # [num_drafts], where all beams start
+        length: int,
+        host: HeadHost,
+    ) -> Beams:
+        """The likeliest continuations of every sequence, a token longer each round."""
+        num_drafts, beams = len(context), Beams()
+        tokens, score = emitted[:, None], context.new_zeros(num_drafts, 1, dtype=torch.float32)
+        state = torch.zeros_like(context)[:, None]
+        for _ in range(length):
+            embedded = host.embed(tokens.flatten()).unflatten(0, tokens.shape)
+            state = self.module.recur(embedded, state)
+            logits = self.module(context[:, None].expand_as(state), state).float()
+            best, ranked = logits.topk(min(TOP, logits.shape[2]), dim=2)
+            # No beam can lend more than `num_beams` of its tokens.
+            best = best.log_softmax(2)[..., : self._num_beams]
+            width = best.shape[2]
+            grown = (best + score[..., None]).flatten(1)
+            score, chosen = grown.topk(min(self._num_beams, grown.shape[1]), dim=1)
+            above = chosen // width
+            tokens = ranked[..., :width].flatten(1).gather(1, chosen)
+            state = state.gather(1, above[..., None].expand(-1, -1, state.shape[2]))
+            beams.add(tokens, score, above)
+        return beams
+
+
+class Beams:
+    """A search, level by level. Row i of a level is the path that ends there, so that two rows of
+    one level are never the same path: a row is a node of the prefix tree."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Tensor] = []  # per level, [num_drafts, width]
+        self._scores: list[Tensor] = []  # of the whole path, never above the parent's
+        self._above: list[Tensor] = []  # row of the level before
+
+    def add(
+        self,
+        tokens: Tensor,  # [num_drafts, width]
+        scores: Tensor,  # [num_drafts, width]
+        above: Tensor,  # [num_drafts, width]
+    ) -> None:
+        self._tokens.append(tokens)
+        self._scores.append(scores)
+        self._above.append(above)
+
+    def merged(self, max_nodes: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Tokens and parents [num_drafts, num_nodes] of the last level's prefixes; and how many.
+
+        Likely nodes first. A parent is never less likely than its child and, if as likely, on an
+        earlier level: a stable sort leaves it before, and any first nodes are a tree.
+        """
+        begins, size = [], 0
+        for level in self._tokens:
+            begins.append(size)
+            size += level.shape[1]
+        used = [torch.ones_like(self._above[-1])]  # rows that the last level descends from
+        for depth in range(len(self._above) - 1, 0, -1):
+            width = self._tokens[depth - 1].shape[1]
+            count = used[-1].new_zeros(len(used[-1]), width)
+            used.append(count.scatter_add_(1, self._above[depth], used[-1]).clamp_(max=1))
+        kept = torch.cat(used[::-1], dim=1)
+        parents = [torch.full_like(self._above[0], -1)]
+        parents += [above + begin for above, begin in zip(self._above[1:], begins)]
+        scores = torch.cat(self._scores, dim=1).masked_fill(kept == 0, -torch.inf)
+        order = scores.argsort(dim=1, descending=True, stable=True)
+        place = torch.empty_like(order)
+        place.scatter_(1, order, torch.arange(size, device=order.device).expand_as(order))
+        above = torch.cat(parents, dim=1)
+        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        first = order[:, :max_nodes]
+        tree = [torch.cat(self._tokens, dim=1).gather(1, first), above.gather(1, first)]
+        counts = kept.sum(1, keepdim=True).clamp(max=first.shape[1])
+        rows = ints(torch.cat([*tree, counts], dim=1).cpu().numpy())
+        num_nodes = first.shape[1]
+        return rows[:, :num_nodes], rows[:, num_nodes:-1], rows[:, -1]
+
+
+def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHead:
+    """The head of `config`'s folder; how many layers and how wide, its tensors say.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of another shape.
+    """
+    module = read_redrafter(Tensors(config.folder, _FILES, _published), target)
+    module.to(target.device, target.dtype).eval().requires_grad_(False)
+    return ReDrafterHead(module, config, target)
+
+
+def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
+    """The module of a checkpoint (raises as `load_redrafter` does)."""
+    outputs = tensors.matches(r"lm_head\.(\d+)\.weight")
+    if not outputs:
+        raise fail(
+            f"{str(tensors.folder)!r} holds no ReDrafter head: it lacks its output layer, "
+            "'lm_head.1.weight' where there is one residual layer"
+        )
+    num_layers = max(int(match[1]) for match in outputs)
+    output = f"lm_head.{num_layers}.weight"
+    if num_layers == 0:
+        raise fail(
+            f"{str(tensors.folder)!r} has no residual layer: {output!r} is its only layer, wanted "
+            "is 'lm_head.0.linear.weight' before it"
+        )
+    hidden, vocab = target.hidden_size, target.vocab_size
+    shape = tensors.shape(output)
+    exit_dim = shape[1] if len(shape) == 2 else 2 * hidden
+    state = {output: tensors.take(output, vocab, exit_dim)}
+    for layer in range(num_layers):
+        name = f"lm_head.{layer}.linear"
+        state[f"{name}.weight"] = tensors.take(f"{name}.weight", exit_dim, exit_dim)
+        state[f"{name}.bias"] = tensors.take(f"{name}.bias", exit_dim)
+    if exit_dim != 2 * hidden:
+        state["input_proj.weight"] = tensors.take("input_proj.weight", exit_dim, 2 * hidden)
+        state["input_proj.bias"] = tensors.take("input_proj.bias", exit_dim)
+    rnn = bool(tensors.matches(r"rnn_[uw]\.(weight|bias)"))
+    if rnn:
+        state["rnn_u.weight"] = tensors.take("rnn_u.weight", hidden, hidden)
+        state["rnn_u.bias"] = tensors.take("rnn_u.bias", hidden)
+        state["rnn_w.weight"] = tensors.take("rnn_w.weight", hidden, hidden)
+    tensors.finish()
+    with torch.device("meta"):
+        module = ReDrafterModule(hidden, vocab, exit_dim, num_layers, rnn=rnn)
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def _published(stored: str) -> str:
+    """The reference's name of a tensor."""
+    if stored.startswith("input_projs."):
+        return stored.replace("input_projs.", "input_proj.", 1)
+    return _OUTPUT.sub(r"lm_head.\1", stored)

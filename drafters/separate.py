@@ -1,0 +1,129 @@
+"""Drafters whose head runs in a worker of its own: asked after a verdict, heard before the next.
+
+`observe` asks and does not wait, so that the head drafts while the engine commits and schedules;
+`propose` hears it out, up to a deadline. A head that is late or gone costs its drafts and nothing
+else: an answer that comes too late is of another text by then, and is not used. What the head
+reads of a step goes to it from the target's worker (`workers/feed.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from ..errors import WorkerDiedError
+from ..scheduler import tree
+from ..scheduler.types import Batch, Draft, HeadAnswer, IntArray, Request, Verdict
+from .colocated import Colocated
+from .protocol import DraftFault, HeadModel
+
+log = logging.getLogger(__name__)
+_MAX_OUTSTANDING = 16  # questions; a head that is behind catches up with the next one
+
+
+class SeparateHead(Colocated):
+    """One head of any kind.
+
+    Args:
+        name: of its method.
+        timeout_s: how long a step waits for its drafts.
+    """
+
+    def __init__(self, name: str, model: HeadModel, timeout_s: float) -> None:
+        super().__init__()
+        self.name = name
+        self._model = model
+        self._timeout_s = timeout_s
+        self._open: set[str] = set()
+        self._asked: dict[int, tuple[str, ...]] = {}  # by step, oldest first
+        self._late = False  # the head is behind, and was waited for once
+        self._down = False
+
+    def open(self, requests: Sequence[Request]) -> None:
+        self._open.update(request.id for request in requests)
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        if self._down and not self._revived():
+            return [tree.EMPTY] * batch.num_seqs
+        try:
+            self._hear(0.0 if self._late else self._timeout_s)
+        except DraftFault as fault:  # not of every answer, perhaps
+            fault.drafts = super().propose(batch, budgets)
+            raise
+        if self._model.num_outstanding and not self._late:
+            self._late = True
+            raise TimeoutError(
+                f"no draft within {self._timeout_s} s (draft_timeout_s); steps go out without"
+            )
+        return super().propose(batch, budgets)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.keep(batch.request_ids, None)
+        try:
+            if not self._down:
+                self._hear(0.0)
+        finally:
+            self._ask(batch)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        super().close(request_ids)
+        self._open.difference_update(request_ids)
+
+    def shutdown(self) -> None:
+        self._model.shutdown()
+
+    def _ask(self, batch: Batch) -> None:
+        if self._down or self._late or self._model.num_outstanding >= _MAX_OUTSTANDING:
+            return
+        try:
+            self._model.ask(batch.step, self._timeout_s)
+        except WorkerDiedError:
+            self._lost()
+            raise
+        self._asked[batch.step] = batch.request_ids
+
+    def _hear(self, timeout_s: float) -> None:
+        """Takes in all answers that come in time.
+
+        Raises:
+            DraftFault: the head had nothing to say to one of them.
+            WorkerDiedError: it is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        error = ""
+        while self._model.num_outstanding:
+            try:
+                answer = self._model.answer(max(0.0, deadline - time.monotonic()))
+            except WorkerDiedError:
+                self._lost()
+                raise
+            if answer is None:
+                break
+            self._take(answer)
+            error = error or answer.error
+        else:
+            self._asked.clear()
+            self._late = False
+        if error:
+            raise DraftFault(f"the head failed in its worker: {error}")
+
+    def _take(self, answer: HeadAnswer) -> None:
+        request_ids = self._asked.pop(answer.step, ())
+        if answer.drafts is not None:
+            self.keep(request_ids, answer.drafts)
+            super().close([each for each in request_ids if each not in self._open])
+        if not answer.linked:
+            self._lost()
+
+    def _lost(self) -> None:
+        self._down, self._late = True, False
+        self._asked.clear()
+
+    def _revived(self) -> bool:
+        """Whether the head runs again; it has seen nothing then of what went before."""
+        if not self._model.revive():
+            return False
+        self._down = False
+        log.info("drafter %s is back", self.name)
+        return True

@@ -1,0 +1,220 @@
+"""Tiny random targets with MTP modules, in the published names, and the modules by their equations.
+
+The reference shares no code with the package: transformers' own layers, called plainly with a
+mask, everything computed afresh for every token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .checkpoints import Tensors
+from .reference import Trees
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **MOE}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "deepseek": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        **GROUPED,
+    },
+    "glm": {"model_type": "glm4_moe", "head_dim": 8, **GROUPED},
+    "qwen": {
+        "model_type": "qwen3_next",
+        "head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention", "full_attention"],
+        **MOE,
+    },
+}
+
+
+def target_config(kind: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(**{**BASE, **TARGETS[kind], **changes})
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Its next token hangs on the last one, and a little on the rest."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(8)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.mul_(0.1)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+class Made:
+    """A target with `count` modules after its last layer; `extra` are their own tensors."""
+
+    def __init__(self, folder: Path, kind: str, count: int = 1) -> None:
+        self.kind, self.count = kind, count
+        self.target = random_model(target_config(kind), seed=1)
+        self.target.save_pretrained(folder / "plain")
+        many = {"num_hidden_layers": count, "first_k_dense_replace": 0}
+        if kind == "qwen":
+            many["layer_types"] = ["full_attention"] * count
+        # As many layers of a model of the same kind: saved, they have the published names.
+        self.layers = random_model(target_config(kind, **many), seed=2)
+        self.layers.save_pretrained(folder / "layers")
+        stored = load_file(folder / "layers" / "model.safetensors")
+        self.around = [self._around(seed) for seed in range(count)]
+        self.extra: Tensors = {}
+        for index, around in enumerate(self.around):
+            stem, layer, names = self._places(index)
+            own = f"model.layers.{index}."
+            for name, tensor in stored.items():
+                if name.startswith(own):
+                    self.extra[layer + name.removeprefix(own)] = tensor
+            self.extra.update({stem + public: around[name] for name, public in names.items()})
+        self.folder = write_beside(folder / "plain", folder / "whole", self.extra, count)
+        self.alone = write_alone(folder / "plain", folder / "alone", self.extra, count)
+
+    def _places(self, index: int) -> tuple[str, str, dict[str, str]]:
+        if self.kind == "qwen":
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+            stem, layer = "mtp.", "mtp.layers.0."
+        else:
+            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+            stem = layer = f"model.layers.{2 + index}."
+        short = ("enorm", "hnorm", "eh_proj", "norm")
+        return stem, layer, {key: f"{name}.weight" for key, name in zip(short, names, strict=True)}
+
+    def _around(self, seed: int) -> Tensors:
+        """The embedding is let through: it says most about what the target says next."""
+        generator = torch.Generator().manual_seed(seed)
+        size = BASE["hidden_size"]
+
+        def noise(*shape: int, scale: float) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator) * scale
+
+        one = 0.0 if self.kind == "qwen" else 1.0  # its norms scale by 1 + weight
+        mix = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+        return {
+            "enorm": one + noise(size, scale=0.1),
+            "hnorm": one + noise(size, scale=0.1),
+            "eh_proj": mix + noise(size, 2 * size, scale=0.05),
+            "norm": self.target.model.norm.weight.detach().clone(),
+        }
+
+
+def write_beside(plain: Path, folder: Path, extra: Tensors, count: int) -> str:
+    """The target's folder with the modules' tensors in it, copies of its own among them."""
+    tensors = load_file(plain / "model.safetensors")
+    ends = {
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        "shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    copies = {
+        f"model.layers.{layer}.{name}": tensor.clone()
+        for layer in range(2, 2 + count)
+        if f"model.layers.{layer}.eh_proj.weight" in extra
+        for name, tensor in ends.items()
+    }
+    return _write(plain, folder, {**tensors, **copies, **extra}, count)
+
+
+def write_alone(plain: Path, folder: Path, extra: Tensors, count: int) -> str:
+    """A folder with nothing but the modules."""
+    return _write(plain, folder, extra, count)
+
+
+def _write(plain: Path, folder: Path, tensors: Tensors, count: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((plain / "config.json").read_text())
+    config["num_nextn_predict_layers"] = count
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+    scale = 1 + weight if kind == "qwen" else weight
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
+
+
+class Reference(Trees):
+    """The modules of `made`, one sequence at a time.
+
+    Slot j of module m: the embedding of token j + 1, and the feature that module m - 1 has at slot
+    j - 1; the first module has the target's at slot j, and where the draft is beyond it, the
+    feature of the module that guessed last.
+    """
+
+    def __init__(self, made: Made, *, count: int | None = None, pre_norm=False, zero_first=False):
+        self.made, self.count = made, count or made.count
+        self.pre_norm, self.zero_first = pre_norm, zero_first
+
+    @torch.no_grad()
+    def module(self, index, features, tokens):
+        """Next features and normed outputs at every slot, from scratch."""
+        made, length = self.made, len(tokens)
+        around, kind = made.around[index], made.kind
+        embedded = made.target.model.embed_tokens(torch.tensor(tokens))
+        features = torch.stack(features)
+        if self.zero_first:
+            embedded[:1] = 0
+        embedded[:index], features[:index] = 0, 0
+        both = [norm(embedded, around["enorm"], kind), norm(features, around["hnorm"], kind)]
+        states = (torch.cat(both, -1) @ around["eh_proj"].T)[None]
+        positions = torch.arange(length)[None]
+        base = made.layers.model
+        made.layers.set_attn_implementation("eager")
+        out = base.layers[index](
+            states,
+            attention_mask=torch.full((length, length), -torch.inf).triu(1)[None, None],
+            position_ids=positions,
+            position_embeddings=base.rotary_emb(states, positions),
+        )
+        states = (out[0] if isinstance(out, tuple) else out)[0]
+        normed = norm(states, around["norm"], kind)
+        return (states if self.pre_norm else normed), normed
+
+    @torch.no_grad()
+    def after(self, text, path):
+        """Log-probabilities of what follows text + path."""
+        target = self.made.target
+        known = list(target.model(torch.tensor([text[:-1]])).last_hidden_state[0])
+        first, guess = known, None
+        for level in range(len(path) + 1):
+            tokens = [*text, *path[:level]][1:]
+            features, outs = first, []
+            for index in range(self.count):
+                following, normed = self.module(index, features, tokens)
+                outs.append(following)
+                if index == level % self.count:
+                    guess = normed[-1]
+                features = [torch.zeros_like(following[0]), *following[:-1]]
+            first = [*first, outs[level % self.count][-1]]
+        return target.lm_head(guess).log_softmax(-1)

@@ -1,0 +1,53 @@
+"""The draft worker draws with the noise that the step asks for: by position, or by round too."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from outrider.scheduler import tree
+from outrider.scheduler.types import DraftStep, ints
+from outrider.workers.collective import Collective
+from outrider.workers.draft import DraftService
+from outrider.workers.verify import draw_with_probs
+
+from .verify.laws import make_step, sampling_rows
+
+VOCAB, DEPTH = 20, 3
+LOGITS = torch.linspace(-1, 1, VOCAB)
+
+
+class Constant:
+    """A model that always says the same."""
+
+    def new_cache(self, num_blocks: int, block_size: int) -> None:
+        return None
+
+    def forward(self, step, cache) -> torch.Tensor:
+        return LOGITS.expand(len(step.rows), VOCAB)
+
+
+def drawn(lengths: list[int], *, salted: bool) -> np.ndarray:  # [num_seqs, depth]
+    sampling = sampling_rows(len(lengths), temperature=1.0, seeds=3)
+    known = make_step([tree.EMPTY] * len(lengths), sampling, lengths)
+    step = DraftStep(known, ints([DEPTH] * len(lengths)), probs_top=VOCAB, salted=salted)
+    service = DraftService(Constant(), 64, 16, Collective.threads(1, timeout_s=10)[0])
+    return service.draft(step).tokens.reshape(-1, DEPTH)
+
+
+def test_a_salted_round_shares_no_noise_with_another():
+    lengths = list(range(1, 41))
+    by_position, by_round = (drawn(lengths, salted=salted) for salted in (False, True))
+    assert by_position[:-1, 1].tolist() == by_position[1:, 0].tolist()  # a position is a draw
+    agree = np.mean(by_round[:-1, 1] == by_round[1:, 0])
+    assert agree < 0.3  # by chance alone
+    settings = (
+        np.full(DEPTH, value, kind)
+        for value, kind in ((1, np.float32), (0, np.int32), (1, np.float32), (0, np.float32))
+    )
+    rounds = ints(np.full(DEPTH, 9))
+    tokens, _, _ = draw_with_probs(
+        LOGITS.expand(DEPTH, VOCAB), np.full(DEPTH, 3), rounds + ints(range(DEPTH)), *settings,
+        VOCAB, rounds,
+    )  # fmt: skip
+    assert by_round[8].tolist() == tokens.tolist()  # nine tokens known: the round that begins at 9

@@ -1,0 +1,106 @@
+"""A separate head seen from the engine: which way its features go, and when it is given up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.errors import WorkerDiedError
+from outrider.scheduler.types import HeadAnswer, HeadAsk
+from outrider.workers.group_head import GroupHead
+from outrider.workers.spec import Place
+from outrider.workers.transport.channel import NoAnswerError
+from outrider.workers.transport.links import LinkOffer, ListenFeatures, OpenFeatures
+
+
+class Group:
+    """Answers by a script; a question without an answer stays open."""
+
+    def __init__(self, place: Place) -> None:
+        self.reports = [SimpleNamespace(place=place, head_capture=(3,))]
+        self.on_restart = []
+        self.sent = []
+        self.answers = []
+        self.alive = True
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+        if isinstance(message, ListenFeatures):
+            self.answers.append(LinkOffer())
+
+    def receive(self, timeout_s):
+        if not self.answers:
+            raise NoAnswerError
+        return self.answers.pop(0)
+
+    def call(self, message):
+        self.sent.append(message)
+
+    def restart(self) -> None:
+        self.alive = True
+
+    def shutdown(self) -> None:
+        self.alive = False
+
+
+def pair(ours: Place, theirs: Place, transport="auto", timeout_s=100.0):
+    target, group = Group(theirs), Group(ours)
+    return GroupHead(target, group, 7, transport, timeout_s), target, group
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "transport", "way"),
+    [
+        (Place("a", 1), Place("a", 1), "auto", (True, False, False)),
+        (Place("a", 1), Place("a", 1), "socket", (False, False, False)),
+        (Place("a", 1), Place("a", 1), "distributed", (False, False, True)),
+        (Place("a", 1), Place("a", 2), "auto", (False, False, False)),
+        (Place("a", 1), Place("b", 1), "auto", (False, True, False)),
+        (Place("a", 1, "x"), Place("a", 2, "y"), "auto", (False, False, True)),
+        (Place("a", 1, "x"), Place("a", 2, "x"), "auto", (False, False, False)),
+        (Place("a", 1, "x"), Place("b", 2), "auto", (False, True, False)),
+    ],
+)
+def test_the_shortest_way_is_taken(ours, theirs, transport, way):
+    _, target, group = pair(ours, theirs, transport)
+    assert group.sent == [ListenFeatures(*way)]
+    (opened,) = target.sent
+    assert isinstance(opened, OpenFeatures)
+    assert (opened.link, opened.capture) == (7, (3,))
+
+
+def test_a_group_that_broke_is_not_tried_again():
+    head, _, group = pair(Place("a", 1, "x"), Place("a", 2, "y"))
+    head.ask(1, 1.0)
+    group.answers = [HeadAnswer(1, None, "broken", linked=False)]
+    assert head.answer(0.0).error == "broken"
+    assert head.revive()
+    assert [each.distributed for each in group.sent if isinstance(each, ListenFeatures)] == [
+        True,
+        False,
+    ]
+
+
+def test_answers_from_before_a_restart_are_not_taken_for_others():
+    head, target, group = pair(Place("a", 1), Place("a", 2))
+    head.ask(1, 1.0)
+    head.ask(2, 1.0)
+    group.answers = [HeadAnswer(1, None), HeadAnswer(2, None)]
+    for told in target.on_restart:
+        told()
+    assert head.num_outstanding == 0
+    assert head.revive()
+    head.ask(3, 1.0)
+    group.answers.append(HeadAnswer(3, None))
+    assert head.answer(0.0).step == 3
+    assert group.sent[-1] == HeadAsk(3, 1.0)
+
+
+def test_a_silent_head_is_given_up():
+    head, _, group = pair(Place("a", 1), Place("a", 2), timeout_s=0.0)
+    head.ask(1, 1.0)
+    with pytest.raises(WorkerDiedError, match="did not answer"):
+        head.answer(0.0)
+    assert not group.alive
+    assert head.num_outstanding == 0

@@ -1,0 +1,38 @@
+"""A model's two ends alone: its embedding and its output layer, read from its folder.
+
+For heads that run away from the target: they use these and nothing else of it. Called by
+`workers/lone_head.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .bridge import build_meta, materialise_constants, read_config, tied_names
+from .packed import pack_linears
+from .target import ModelInfo, describe, whole_module
+
+
+def load_ends(
+    path: Path, dtype: torch.dtype | None, device: torch.device
+) -> tuple[ModelInfo, nn.Module, nn.Module]:
+    """What the whole model is, its embedding, and its output layer.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint.
+    """
+    info = describe(path, dtype=dtype)
+    model = build_meta(read_config(path), info.dtype)
+    materialise_constants(model, device)  # some embeddings have a scale that no file holds
+    parts = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, output = (
+        whole_module(model, names[id(part)], path, info.dtype, device) for part in parts
+    )
+    if f"{names[id(parts[1])]}.weight" in tied_names(model):
+        output._parameters["weight"] = embedding._parameters["weight"]
+    pack_linears(nn.ModuleList([embedding, output]), device)
+    return info, embedding, output

@@ -1,0 +1,273 @@
+"""Features from the target's worker to a head's: one direction, in order, never waited for.
+
+`Outbox` is the queue between the target's step and whoever carries it on. Within a process the
+head takes from it directly, tensors and all; else a thread sends what is in it over a socket, the
+tensors as raw bytes or through a process group of two. A head that lags or hangs costs memory up
+to a limit: then features are lost, but the step itself is told, so that the head knows which rows
+it never saw; beyond a second limit steps are lost too, which shows in `serial`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import WorkerDiedError
+from ...scheduler.types import IntArray, StepInput, Verdict
+from ..collective import Collective
+from . import framing, wire
+from .links import LinkOffer
+
+log = logging.getLogger(__name__)
+MAX_BYTES = 1 << 28  # of features that wait
+MAX_STEPS = 256  # that wait, with features or without
+_JOIN_S = 1.0
+_POLL_S = 0.0002
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One verified step, as a head sees it."""
+
+    serial: int  # counts the steps of a link, from 0
+    step: StepInput
+    verdict: Verdict
+    rows: IntArray  # [num_rows], flat rows of known tokens and accepted nodes
+    hidden: tuple[Tensor, ...] | None  # per captured layer [num_rows, hidden_size]; None: lost
+    ready: Any = None  # CUDA event after which `hidden` may be read
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.hidden or ())
+
+
+class Inlet(Protocol):
+    """The head's end."""
+
+    def take(self, timeout_s: float) -> Features | None:
+        """The next step; None if there is none yet.
+
+        Raises:
+            WorkerDiedError: there will be none, the link is broken.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the link; its other end notices."""
+        ...
+
+
+class Outbox:
+    """Steps on their way, oldest first. `put` never blocks; once closed, it drops all."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES, max_steps: int = MAX_STEPS) -> None:
+        self._max_bytes, self._max_steps = max_bytes, max_steps
+        self._items: deque[Features] = deque()
+        self._num_bytes = 0
+        self._closed = False
+        self._news = threading.Condition()
+
+    def put(self, item: Features) -> None:
+        with self._news:
+            if self._closed:
+                return
+            if len(self._items) >= self._max_steps:
+                self._items.clear()
+                self._num_bytes = 0
+            if self._num_bytes and self._num_bytes + item.num_bytes > self._max_bytes:
+                item = replace(item, hidden=None, ready=None)
+            self._items.append(item)
+            self._num_bytes += item.num_bytes
+            self._news.notify()
+
+    def take(self, timeout_s: float | None) -> Features | None:
+        with self._news:
+            self._news.wait_for(lambda: self._items or self._closed, timeout_s)
+            if self._items:
+                item = self._items.popleft()
+                self._num_bytes -= item.num_bytes
+                return item
+            if self._closed:
+                raise WorkerDiedError("the feature link is closed")
+            return None
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._items.clear()
+            self._num_bytes = 0
+            self._news.notify_all()
+
+
+class SocketSender:
+    """Carries an `Outbox` to another process, from a thread; connects with the first step."""
+
+    def __init__(
+        self, outbox: Outbox, offer: LinkOffer, device: torch.device, timeout_s: float
+    ) -> None:
+        self._outbox = outbox
+        self._offer = offer
+        self._device = device
+        self._timeout_s = timeout_s
+        self._connection: socket.socket | None = None
+        self._pair: Collective | None = None
+        threading.Thread(target=self._run, name="outrider-features", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while (item := self._outbox.take(None)) is not None:
+                if self._connection is None:
+                    self._connect()
+                self._send(item)
+        except Exception as error:  # whatever broke the link must not touch the target
+            log.debug("a feature link ended: %s", error, exc_info=True)
+        finally:
+            self._outbox.close()
+            if self._pair is not None:
+                self._pair.abort()
+            if self._connection is not None:
+                self._connection.close()
+
+    def _connect(self) -> None:
+        offer = self._offer
+        assert offer.address is not None, "an offer from another process has an address"
+        self._connection = framing.connect(offer.address, offer.secret, self._timeout_s)
+        self._connection.settimeout(self._timeout_s)  # a head that hangs may also stop reading
+        if offer.store is not None:
+            store = Collective.join_pair(*offer.store, self._timeout_s)
+            self._pair = Collective.pair(store, 0, self._timeout_s, self._device)
+
+    def _send(self, item: Features) -> None:
+        assert self._connection is not None
+        hidden = item.hidden
+        shape = None
+        if hidden is not None:
+            shape = [str(hidden[0].dtype), len(hidden), hidden[0].shape[1]]
+        header = [item.serial, item.step, item.verdict, item.rows, shape]
+        framing.send(self._connection, wire.encode(header))
+        if self._pair is not None:
+            self._send_group(item, self._pair)
+        elif hidden is not None:
+            if item.ready is not None:
+                item.ready.synchronize()
+            for part in hidden:
+                self._connection.sendall(_bytes_of(part))
+
+    def _send_group(self, item: Features, pair: Collective) -> None:
+        if item.hidden is None:
+            return
+        if self._device.type != "cuda":
+            pair.send(torch.stack(item.hidden), 1)
+            return
+        # On a stream of its own: what waits for a dead head must not be what the target runs on.
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            if item.ready is not None:
+                stream.wait_event(item.ready)
+            pair.send(torch.stack(item.hidden), 1)
+            done = torch.cuda.Event()
+            done.record(stream)
+        assert self._connection is not None
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query():
+            if _hung_up(self._connection) or time.monotonic() > deadline:
+                raise WorkerDiedError("the head's worker is gone")
+            time.sleep(_POLL_S)
+
+
+class SocketInlet:
+    """Waits for a `SocketSender` and reads what it sends."""
+
+    def __init__(self, host: str | None, device: torch.device, timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._server, self._address = framing.listen(host)
+        self._store: Any = None
+        self._pair: Collective | None = None
+        self._connection: socket.socket | None = None
+        self._secret = b""
+
+    def offer(self, secret: bytes, store_host: str | None) -> LinkOffer:
+        """Where it waits; with a store, tensors come through a process group."""
+        self._secret = secret
+        store = None
+        if store_host is not None:
+            self._store, port = Collective.host_pair(store_host, self._timeout_s)
+            store = (store_host, port)
+        return LinkOffer(address=self._address, secret=secret, store=store)
+
+    def take(self, timeout_s: float) -> Features | None:
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._connection is None and not self._accept(timeout_s):
+                return None
+            assert self._connection is not None
+            self._connection.settimeout(max(0.0005, deadline - time.monotonic()))
+            try:
+                if not self._connection.recv(1, socket.MSG_PEEK):
+                    raise WorkerDiedError("the target's worker closed the feature link")
+            except TimeoutError:
+                return None
+            self._connection.settimeout(self._timeout_s)
+            return self._read(self._connection)
+        except (OSError, RuntimeError) as error:  # RuntimeError: of the process group
+            raise WorkerDiedError(f"the feature link broke: {error}") from None
+
+    def close(self) -> None:
+        if self._pair is not None:
+            self._pair.abort()
+        if self._connection is not None:
+            self._connection.close()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self._server.close()
+        framing.unlink(self._address)
+
+    def _accept(self, timeout_s: float) -> bool:
+        try:
+            self._connection = framing.accept(self._server, self._secret, timeout_s)
+        except TimeoutError:
+            return False
+        self._stop_listening()
+        if self._store is not None:
+            self._pair = Collective.pair(self._store, 1, self._timeout_s, self._device)
+        return True
+
+    def _read(self, connection: socket.socket) -> Features:
+        serial, step, verdict, rows, shape = wire.decode(framing.receive(connection))
+        if shape is None:
+            return Features(serial, step, verdict, rows, None)
+        dtype, num_layers, width = shape
+        device = self._device if self._pair is not None else torch.device("cpu")
+        whole = torch.empty(num_layers, len(rows), width, dtype=_DTYPES[dtype], device=device)
+        if self._pair is not None:
+            self._pair.receive(whole, 0)
+        else:
+            framing.receive_into(connection, _bytes_of(whole))
+        return Features(serial, step, verdict, rows, tuple(whole.unbind(0)))
+
+
+def _bytes_of(part: Tensor) -> memoryview:  # contiguous, on the CPU
+    return part.view(torch.uint8).numpy().reshape(-1).data
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    """Whether the peer closed its end; it never writes."""
+    timeout_s = connection.gettimeout()
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(timeout_s)
