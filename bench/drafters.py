@@ -37,6 +37,18 @@ def _head(kind: str, folder: str, **options: Any) -> dict[str, Any]:
     return {"decoding_type": kind, "speculative_model": str(MODELS / folder), **options}
 
 
+HEADS = {
+    "Medusa": _head("Medusa", "medusa"),
+    "Medusa tree": _head("Medusa", "medusa", medusa_choices=TREE),
+    "ReDrafter": _head("ReDrafter", "redrafter"),
+    "Eagle": _head("Eagle", "eagle", max_draft_len=4),
+    "Eagle tree": _head("Eagle", "eagle", eagle_choices=TREE),
+    "Eagle2": _head("Eagle", "eagle", **GROWN),
+    "Eagle3": _head("Eagle3", "eagle3", max_draft_len=4),
+    "Eagle3 grown": _head("Eagle3", "eagle3", **GROWN),
+    "MTP": _head("MTP", "mtp", max_draft_len=4),
+    "MTP grown": _head("MTP", "mtp", **GROWN),
+}
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"decoding_type": "None"},
     "DraftTarget": {
@@ -53,16 +65,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "NGramCache": {"decoding_type": "NGramCache", "max_draft_len": 8},
     "Suffix": {"decoding_type": "Suffix", "max_draft_len": 8},
     "Lookahead": {"decoding_type": "Lookahead"},
-    "Medusa": _head("Medusa", "medusa"),
-    "Medusa tree": _head("Medusa", "medusa", medusa_choices=TREE),
-    "ReDrafter": _head("ReDrafter", "redrafter"),
-    "Eagle": _head("Eagle", "eagle", max_draft_len=4),
-    "Eagle tree": _head("Eagle", "eagle", eagle_choices=TREE),
-    "Eagle2": _head("Eagle", "eagle", **GROWN),
-    "Eagle3": _head("Eagle3", "eagle3", max_draft_len=4),
-    "Eagle3 grown": _head("Eagle3", "eagle3", **GROWN),
-    "MTP": _head("MTP", "mtp", max_draft_len=4),
-    "MTP grown": _head("MTP", "mtp", **GROWN),
+    **HEADS,
 }
 PROSE = (argparse.ArgumentParser, inspect, json, Path, dict, str, list, int, set, Console)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.bench.drafters import HEADS
 from outrider.bench.drafters import SECTIONS as ALL
 
 from .engines import complete, engine_of
@@ -59,7 +60,7 @@ def test_forty_prompts(prompts, plain, name, size):
 
 
 FAMILY = {
-    **{name: section for name, section in ALL.items() if name not in (*SECTIONS, "none")},
+    **{name: section for name, section in ALL.items() if name not in (*SECTIONS, *HEADS, "none")},
     "Suffix tree": {**ALL["Suffix"], "shape": "tree"},
     "merged": {
         "decoding_type": "Compose",
@@ -78,6 +79,27 @@ def test_the_whole_family(prompts, plain, name):
         drafters = engine.stats()["drafters"].values()
     assert sum(stats["num_acc_tokens"] for stats in drafters) > 0
     assert not any(stats["faults"] for stats in drafters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("size", "where", "count"),
+    [(1, {}, 24), (2, {"placement": "separate", "draft_timeout_s": 30.0}, 8)],
+)
+def test_heads(prompts, plain, name, size, where, count):
+    section = {**HEADS[name], **where}
+    options = {"tensor_parallel_size": size, "num_kv_blocks": 512}
+    with engine_of(TARGET, section, **options) as engine:
+        for at_once, some in ((1, prompts[: count // 4]), (8, prompts[:count])):
+            outputs, _ = complete(engine, some, at_once=at_once)
+            assert outputs == {key: plain["greedy"][key] for key in outputs}
+            assert len(outputs) == len(some)
+        sampled, _ = complete(engine, prompts[:4], temperature=0.8, top_p=0.95)
+        assert sampled == {key: plain["sampled"][key] for key in sampled}
+        (stats,) = engine.stats()["drafters"].values()
+    assert stats["num_acc_tokens"] > 0
+    assert stats["faults"] == 0
 
 
 @pytest.mark.slow
