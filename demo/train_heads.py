@@ -1,97 +1,143 @@
 """Trains the demo target's heads: ``python -m outrider.demo.train_heads METHOD``.
 
-Duty: write the corpus to a file, train one head with the function that ``outrider
-train`` calls, and publish it in ``models/METHOD``. Called by people who want to rebuild
-``demo/models``. A run that was interrupted goes on where it was saved.
+Duty: let the target write the texts that heads learn from, mix them with source files,
+train one head with the function that ``outrider train`` calls, and publish it in
+``models/METHOD``. Called by people who want to rebuild ``demo/models``. A run that was
+interrupted goes on where it was saved.
 """
 
 import argparse
 import json
 import logging
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ..config import Strict
+import torch
+from rich.progress import track
+from transformers import AutoModelForCausalLM
+
 from ..drafters.train.loop import train
 from ..drafters.train.options import TrainingOptions
 from ..drafters.train.registry import METHODS
 from .checkpoints import TARGET_DIR, WORK_DIR
-from .corpus import SourceFile, collect_files, heldout_files, training_files
-from .train_tokenizer import BOS_TOKEN
+from .corpus import collect_files, training_files
+from .train_draft import PROMPT_TOKENS, WINDOW_TOKENS, continue_greedily
+from .training import BatchSource, load_streams
 
 logger = logging.getLogger(__name__)
 
-CORPUS_PATH = WORK_DIR / "corpus.jsonl"
-HELDOUT_PATH = WORK_DIR / "heldout.jsonl"
-WINDOW_TOKENS = 256
-NUM_OWN_TEXTS = 1536
-OWN_SHARE = 0.75
-NUM_PROCESSES = 2
+HEADS_DIR = WORK_DIR / "heads"
+OWN_PATH = HEADS_DIR / "own.jsonl"
+MIX_PATH = HEADS_DIR / "mix.jsonl"
+HELDOUT_PATH = HEADS_DIR / "heldout.jsonl"
+OWN_SEED = 4242
+NUM_OWN_BATCHES = 32
+GENERATION_BATCH = 96
+NUM_HELDOUT_TEXTS = 96
+MIX_SEED = 7
+MAX_FILE_CHARS = 40_000  # as a line of JSON
+MAX_FILES_CHARS = 2_600_000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long one head is trained, and on how much at a time."""
+    """How long one head is trained, and what it is like."""
 
     num_steps: int
-    num_windows: int = 16
-    micro_batch: int = 4
+    own: dict[str, Any] = field(default_factory=dict)  # the method's options
 
 
 RECIPES = {
-    "medusa": Recipe(1000),
-    "redrafter": Recipe(1000),
-    "eagle": Recipe(1000),
-    "eagle3": Recipe(1000),
-    "mtp": Recipe(1000),
+    "medusa": Recipe(1000, {"num_heads": 3, "draft_vocab_size": 1024}),
+    "redrafter": Recipe(500, {"exit_dim": 320, "position_decay": 0.8}),
+    "eagle": Recipe(900, {"feature_weight": 0, "num_passes": 4}),
+    "eagle3": Recipe(1000, {"num_passes": 5, "draft_vocab_size": 2048}),
+    "mtp": Recipe(350, {"num_passes": 4}),
 }
 
 
-def write_texts(files: Iterable[SourceFile], path: Path) -> None:
-    """Write one line per file, beginning as the target's training windows do."""
-    partial_path = path.with_suffix(".partial")
-    with partial_path.open("w", encoding="utf-8") as out:
-        for file in files:
-            out.write(json.dumps({"text": BOS_TOKEN + file.text}) + "\n")
-    os.replace(partial_path, path)
+def own_texts() -> list[list[int]]:
+    """Return what the target makes of training windows, written once."""
+    if not OWN_PATH.exists():
+        target = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.bfloat16).eval()
+        source = BatchSource(load_streams(), OWN_SEED)
+        texts: list[list[int]] = []
+        for index in track(range(NUM_OWN_BATCHES), description="texts"):
+            prompts = source.batch(index, GENERATION_BATCH, PROMPT_TOKENS)
+            texts += continue_greedily(target, prompts).tolist()
+        write_lines(OWN_PATH, (json.dumps(text) for text in texts))
+    return [json.loads(line) for line in OWN_PATH.read_text("utf-8").splitlines()]
+
+
+def file_lines(rng: random.Random) -> Iterator[str]:
+    """Yield some of the source files that may be trained on, as documents."""
+    lines = [json.dumps({"text": file.text}) for file in training_files(collect_files())]
+    rng.shuffle(lines)
+    num_chars = 0
+    for line in lines:
+        if num_chars > MAX_FILES_CHARS:
+            return
+        if len(line) < MAX_FILE_CHARS:
+            num_chars += len(line)
+            yield line
 
 
 def write_corpus() -> None:
-    """Write what may be trained on, and what may not, once."""
-    if CORPUS_PATH.exists() and HELDOUT_PATH.exists():
+    """Write what is trained on and what is not, once."""
+    if MIX_PATH.exists() and HELDOUT_PATH.exists():
         return
-    WORK_DIR.mkdir(exist_ok=True)
-    files = collect_files()
-    write_texts(training_files(files), CORPUS_PATH)
-    write_texts(heldout_files(files), HELDOUT_PATH)
+    HEADS_DIR.mkdir(parents=True, exist_ok=True)
+    texts = own_texts()
+    rng = random.Random(MIX_SEED)
+    files = list(file_lines(rng))
+    lines = [document(text, 1.0) for text in texts[:-NUM_HELDOUT_TEXTS]] + files
+    rng.shuffle(lines)
+    write_lines(HELDOUT_PATH, (document(text, 0.0) for text in texts[-NUM_HELDOUT_TEXTS:]))
+    write_lines(MIX_PATH, lines)
 
 
-def train_head(method: str, num_processes: int = NUM_PROCESSES) -> None:
+def document(text: list[int], prompt_weight: float) -> str:
+    """Return a line of a corpus: ``text``, and how much predicting each token counts."""
+    num_own = WINDOW_TOKENS - PROMPT_TOKENS
+    weights = [prompt_weight] * PROMPT_TOKENS + [1.0] * num_own
+    return json.dumps({"tokens": text, "weights": weights})
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file that is there whole or not at all."""
+    partial_path = path.with_suffix(".partial")
+    partial_path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    os.replace(partial_path, path)
+
+
+def train_head(method: str) -> None:
     """Train one head and publish it."""
     write_corpus()
     recipe = RECIPES[method]
-    out = WORK_DIR / "heads" / method
+    out = HEADS_DIR / method
     options = TrainingOptions(
         target=TARGET_DIR,
         out=out,
-        inputs=(CORPUS_PATH,),
+        inputs=(MIX_PATH,),
         heldout_file=HELDOUT_PATH,
         window=WINDOW_TOKENS,
-        generate=NUM_OWN_TEXTS,
-        own_share=OWN_SHARE,
         steps=recipe.num_steps,
-        batch=recipe.num_windows,
-        micro_batch=recipe.micro_batch,
-        num_processes=num_processes,
+        batch=8,
+        muon_lr=0.02,
+        adam_lr=3e-3,
+        eval_windows=24,
+        save_every=50,
+        threads=1,
         device="cpu",
         resume=(out / "training" / "run.json").exists(),
     )
-    own: Strict = METHODS[method].options()
-    outcome = train(method, options, own)
+    outcome = train(method, options, METHODS[method].options(**recipe.own))
     if not outcome.finished:
         logger.warning("saved after step %d; the same command goes on", outcome.step)
         return
@@ -115,10 +161,8 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method", choices=tuple(RECIPES))
-    parser.add_argument("--num-processes", type=int, default=NUM_PROCESSES)
-    arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    train_head(arguments.method, arguments.num_processes)
+    train_head(parser.parse_args().method)
 
 
 if __name__ == "__main__":

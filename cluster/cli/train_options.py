@@ -176,6 +176,10 @@ class MedusaOptions(VocabularyOptions):
             help="How much less each later head counts; default 0.8.", rich_help_panel=_METHOD
         ),
     ] = None
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Of the files: vllm, reference; default vllm.", rich_help_panel=_METHOD),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -299,6 +303,10 @@ class EagleOptions(LayerOptions):
         float | None,
         typer.Option(help="On the target's features, at most; default 0.", rich_help_panel=_METHOD),
     ] = None
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Of the files: vllm, sglang; default vllm.", rich_help_panel=_METHOD),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +316,7 @@ class Eagle3Options(LayerOptions, VocabularyOptions):
     layers: Annotated[
         list[int] | None,
         typer.Option(
-            help="Whose inputs are read; repeated; default 2, n // 2, n - 3.",
+            help="Whose inputs are read, ascending; repeated; default 2, n // 2, n - 3.",
             rich_help_panel=_METHOD,
         ),
     ] = None
@@ -337,4 +345,13 @@ class MTPOptions(PassOptions):
     init: Annotated[
         Path | None,
         typer.Option(help="A folder with a module to go on from.", rich_help_panel=_METHOD),
+    ] = None
+    copies: Annotated[
+        bool | None,
+        typer.Option(
+            "--copies/--no-copies",
+            help="Write the target's embedding and output layer too; default no.",
+            show_default=False,
+            rich_help_panel=_METHOD,
+        ),
     ] = None

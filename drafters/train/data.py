@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from torch import Tensor
 from ...errors import ConfigError
 
 _PIECE_BYTES = 1 << 20  # of a text, tokenized at a time
+_MOST = 1e6  # weight of a token
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 # Tokens, and how much predicting each one counts.
 Part = tuple[list[int], float | list[float]]
@@ -69,7 +70,7 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     """All but the last documents, and these; one that would give far too much is cut in two.
 
     Raises:
-        ConfigError: nothing would be left to train on.
+        ConfigError: nothing would be left to train on, or to judge by.
     """
     wanted = max(window, round(fraction * documents.num_tokens))
     if documents.num_tokens < wanted + window:
@@ -87,7 +88,7 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     before = documents.starts[documents.starts < first]
     after = documents.starts[documents.starts > first]
     edge = torch.tensor([first])
-    return (
+    kept, held = (
         Documents(documents.tokens[:first], documents.weights[:first], torch.cat([before, edge])),
         Documents(
             documents.tokens[first:],
@@ -95,6 +96,14 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
             torch.cat([edge, after]) - first,
         ),
     )
+    for part, name in ((kept, "first"), (held, "held-out")):
+        if not bool((part.weights > 0).any()):
+            raise ConfigError(
+                f"--heldout: no token of the {name} part has a weight; hold out another part, or "
+                "give --heldout-file",
+                field="--heldout",
+            )
+    return kept, held
 
 
 class Reader:
@@ -200,15 +209,17 @@ class Reader:
 
     def _ids(self, row: dict[str, Any]) -> Iterator[Weighted]:
         ids = row["tokens"]
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        if not isinstance(ids, list) or not all(
+            type(token) is int and abs(token) < 2**31 for token in ids
+        ):
             raise _BadValueError("tokens: a list of token ids is wanted")
         weights = row.get("weights", [1.0] * len(ids))
         if (
             not isinstance(weights, list)
             or len(weights) != len(ids)
-            or not all(type(w) in (int, float) and w >= 0 and math.isfinite(w) for w in weights)
+            or not all(type(w) in (int, float) and 0 <= w <= _MOST for w in weights)
         ):
-            raise _BadValueError(f"weights: {len(ids)} numbers of 0 or more are wanted")
+            raise _BadValueError(f"weights: {len(ids)} numbers from 0 to {_MOST:g} are wanted")
         yield [(ids, weights), self._end(ids, 0.0)]
 
     def _messages(self, row: dict[str, Any]) -> Iterator[Weighted]:
@@ -219,6 +230,15 @@ class Reader:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise _BadValueError("messages: every message needs a 'role'")
+            if message["role"] not in _ROLES:  # many templates render what they do not know
+                raise _BadValueError(
+                    f"messages: unknown role {message['role']!r}; known: {', '.join(_ROLES)}"
+                )
+        if not self._tokenizer.chat_template:
+            raise _BadValueError(
+                "messages: the target has no chat template; give 'prompt' and 'completion', or "
+                "'text'"
+            )
         text = self._render(messages)
         if self._all_tokens:
             ids = self._encode(text)
@@ -260,7 +280,11 @@ class Reader:
         return text
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+        try:
+            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        except TypeError:  # JSON has a way to write what no text is
+            raise _BadValueError("the text holds half a surrogate pair") from None
+        ids: list[int] = found.input_ids
         return ids
 
     def _end(self, ids: list[int], weight: float) -> Part:

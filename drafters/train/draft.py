@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...config import Strict
 from ...errors import CheckpointError, ConfigError
 from .distil import Agreement, soft_cross_entropy, teacher_of
+from .files import place, stored_dtype
 from .protocol import FrozenTarget, Losses, TargetStates, Windows
 
 # Beside the weights: what a text needs to become the same tokens as the target's.
@@ -27,12 +28,24 @@ _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+)
+
+
+_SIZES = (
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
 )
 
 
@@ -47,6 +60,13 @@ class DraftOptions(Strict):
     intermediate_size: int | None = Field(None, ge=1)
     argmax_weight: float = Field(0.5, ge=0, le=1)  # of the target's likeliest token in the lesson
     max_draft_len: int = Field(5, ge=1, le=64)  # positions judged
+
+    @model_validator(mode="after")
+    def _one_model(self) -> DraftOptions:
+        given = [name for name in _SIZES if getattr(self, name) is not None]
+        if self.init is not None and given:
+            raise ValueError(f"{given[0]}: the model of 'init' has a size of its own")
+        return self
 
 
 class DraftMethod:
@@ -74,11 +94,16 @@ class DraftMethod:
 
     def export(self, folder: Path) -> None:
         """A folder as transformers writes it, with the target's tokenizer."""
-        folder.mkdir(parents=True, exist_ok=True)
-        copy.deepcopy(self.module).to("cpu", self._target.facts.dtype).save_pretrained(folder)
+        made = folder / "model.partial"  # beside what it replaces: moved file by file
+        shutil.rmtree(made, ignore_errors=True)
+        model = copy.deepcopy(self.module).to("cpu", stored_dtype(self._target))
+        model.save_pretrained(made)
         for name in _CARRIED:
             if (self._target.path / name).is_file():
-                shutil.copy(self._target.path / name, folder / name)
+                shutil.copyfile(self._target.path / name, made / name)
+        for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
+            place(path, folder / path.name)
+        made.rmdir()
 
 
 def _opened(folder: Path, target: FrozenTarget) -> Any:
@@ -102,6 +127,18 @@ def _opened(folder: Path, target: FrozenTarget) -> Any:
 def _fresh(options: DraftOptions, target: FrozenTarget) -> Any:
     """A model of the target's architecture and other sizes, with random weights."""
     config = AutoConfig.from_pretrained(target.path, local_files_only=True).get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    for name, size in _sizes(options, config).items():
+        setattr(config, name, size)
+    if kinds:
+        config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
+    if getattr(config, "quantization_config", None) is not None:  # not of what is trained
+        del config.quantization_config
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _sizes(options: DraftOptions, config: Any) -> dict[str, int]:
+    """By the target's configuration, where nothing else is asked for."""
     heads_of_target = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads_of_target
     hidden = options.hidden_size or max(head_dim, config.hidden_size // 2)
@@ -115,26 +152,27 @@ def _fresh(options: DraftOptions, target: FrozenTarget) -> Any:
             f"num_attention_heads: {heads} does not divide hidden_size, {hidden}",
             field="num_attention_heads",
         )
+    if hidden // heads % 2:
+        raise ConfigError(
+            f"num_attention_heads: {heads} of hidden_size {hidden} have {hidden // heads} numbers "
+            "each; rotary positions need an even number",
+            field="num_attention_heads",
+        )
     if heads % kv_heads:
         raise ConfigError(
             f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}",
             field="num_key_value_heads",
         )
-    sizes = {
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return {
         "num_hidden_layers": options.num_layers or max(1, config.num_hidden_layers // 4),
         "intermediate_size": options.intermediate_size
-        or max(1, config.intermediate_size * hidden // config.hidden_size),
+        or max(1, wide * hidden // config.hidden_size),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
     }
-    for name, size in sizes.items():
-        setattr(config, name, size)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        config.layer_types = list(kinds)[: sizes["num_hidden_layers"]]
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def build(options: DraftOptions, target: FrozenTarget) -> DraftMethod:

@@ -8,6 +8,7 @@ through its own output layer (arXiv:2401.15077, 2406.16858); several passes as H
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -27,6 +28,7 @@ class EagleOptions(UnrollOptions):
     num_passes: int = Field(3, ge=1, le=16)
     feature_weight: float = Field(1.0, ge=0)  # of the distance to the target's feature
     feature_noise: float = Field(0.0, ge=0)  # the target's features are disturbed by up to this
+    layout: Literal["vllm", "sglang"] = Field("vllm", exclude=True)  # of the files alone
 
 
 class EagleMethod(UnrolledMethod):
@@ -44,8 +46,12 @@ class EagleMethod(UnrolledMethod):
         module.to(target.facts.device)
 
     def export(self, folder: Path) -> None:
-        keys = {"architectures": ["LlamaForCausalLM"], "bias": False}
         tensors = self.module.state_dict()
+        architecture = "LlamaForCausalLM"
+        if self._own.layout == "sglang":  # it adds a bias, and leaves it random if there is none
+            architecture = "LlamaForCausalLMEagle"
+            tensors["fc.bias"] = torch.zeros(self._target.facts.hidden_size)
+        keys = {"architectures": [architecture], "bias": False}
         write_head(folder, self.module, self._own, self._target, tensors, keys)
 
     def _heard(self, features: Tensor) -> Tensor:

@@ -55,9 +55,9 @@ class Eagle3Method(UnrolledMethod):
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
         """The draft vocabulary is the most frequent tokens; among equals, the first."""
-        assert self.module.lm_head is not None
         if not self._partial:
             return
+        assert self.module.lm_head is not None
         ids = most_frequent(token_counts, self.module.lm_head.out_features)
         self.target_ids = ids.to(self._target.facts.device)
         if self._own.init_from_target:
@@ -84,6 +84,7 @@ class Eagle3Method(UnrolledMethod):
             "bias": False,
             "draft_vocab_size": len(tensors["lm_head.weight"]),
             "target_hidden_size": facts.hidden_size,
+            "num_aux_hidden_states": len(inputs),
             "norm_before_residual": self._own.norm_before_residual,
             # One key, two meanings: at the top the layers whose inputs are read, inside
             # `eagle_config` those whose outputs are. Engines read the one or the other.
@@ -99,7 +100,9 @@ class Eagle3Method(UnrolledMethod):
 def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
     layers = options.layers
     if layers is None:
-        layers = (2, num_layers // 2, num_layers - 3)
+        layers = tuple(sorted((2, num_layers // 2, num_layers - 3)))
+    if list(layers) != sorted(layers):  # engines gather them on their way up
+        raise ConfigError(f"layers: {list(layers)} do not ascend", field="layers")
     if not layers or not all(0 <= layer < num_layers for layer in layers):
         raise ConfigError(
             f"layers: inputs of layers {list(layers)} are asked for, the target has layers 0 to "

@@ -5,29 +5,22 @@ Written are the keys and names that the published heads have (`drafters/heads/ea
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import ConfigError
 from ..heads.eagle import EagleModule
 from ..heads.llama import LayerSizes
 from ..heads.load import Tensors
+from .files import target_config, write_tensors
 from .protocol import FrozenTarget
 from .unroll import UnrollOptions
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 _LAYER = r"(?:.*\.)?layers\.{last}\.(self_attn\.[qkvo]_proj|mlp\.\w+_proj|\w+_layernorm)\.weight"
-
-
-def target_config(target: FrozenTarget) -> dict[str, Any]:
-    """The target's `config.json`, of its text part where it has several."""
-    config: dict[str, Any] = json.loads((target.path / "config.json").read_text(encoding="utf-8"))
-    return {**config, **(config.get("text_config") or {})}
 
 
 def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -> LayerSizes:
@@ -114,27 +107,3 @@ def write_head(
         **keys,
     }
     write_tensors(folder, tensors, config, target)
-
-
-def write_tensors(
-    folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], target: FrozenTarget
-) -> None:
-    """`model.safetensors` in the dtype of the target's checkpoint, and `config.json`."""
-    theirs = target_config(target)
-    name = str(theirs.get("dtype") or theirs.get("torch_dtype") or target.facts.dtype)
-    name = name.removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):  # a quantised target's
-        name, dtype = "bfloat16", torch.bfloat16
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {
-        key: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu()
-        for key, tensor in tensors.items()
-    }
-    save_file(
-        {key: tensor.contiguous() for key, tensor in stored.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    text = json.dumps({**config, "torch_dtype": name}, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -32,7 +32,8 @@ from .registry import METHODS
 from .report import Reporter, Score, Scores, Steps, as_row, from_row, picture
 from .target import LoadedTarget
 
-_OWN_HELDOUT = 16  # one own text in so many is written to be held out
+_OWN_HELDOUT = 16  # one own text in so many is written to be held out,
+_OWN_HELDOUT_RANGE = (8, 32)  # at least and at most
 _OWN_SEED = 1  # the orders of corpus and own text are independent
 
 
@@ -59,7 +60,6 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise ConfigError(f"method: unknown method {method!r}; known: {known}", field="method")
-    _check_target(options)
     on_gpu = _on_gpu(options)
     corpus, heldout = _read(options)
     identity = {
@@ -69,8 +69,8 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
         **options.identity(),
         **{f"{method}.{name}": value for name, value in own.model_dump(mode="json").items()},
     }
-    state.Folder(options.out).begin(identity, resume=options.resume)
-    job = _Job(method, options, own, corpus, heldout, on_gpu)
+    state.Folder(options.out).check(identity, resume=options.resume)
+    job = _Job(method, options, own, corpus, heldout, identity, on_gpu)
     outcome: Outcome = run(job, options.num_processes, on_gpu=on_gpu)
     return outcome
 
@@ -84,6 +84,7 @@ class _Job:
     own: Strict
     corpus: Documents
     heldout: Documents
+    identity: dict[str, Any]
     on_gpu: bool
 
     def __call__(self, ranks: Ranks, stop: Stop) -> Outcome:
@@ -98,6 +99,9 @@ class _Job:
         entry = METHODS[self.method]
         torch.manual_seed(options.seed)
         method = entry.build(self.own, target)  # first: it refuses options that do not fit
+        if ranks.first and not options.resume:
+            state.Folder(options.out).begin(self.identity)
+        ranks.wait()
         own, own_heldout = self._own_text(target, ranks, stop, reporter)
         if options.generate and own_heldout is None:
             return Outcome(0, False, {}, 0.0)
@@ -130,7 +134,8 @@ class _Job:
             return None, None
         folder = state.Folder(options.out).training
         writer = Writer(target, options.window, options.temperature, options.seed)
-        num_heldout = min(max(options.generate // _OWN_HELDOUT, 8), options.eval_windows)
+        least, most = _OWN_HELDOUT_RANGE
+        num_heldout = min(max(options.generate // _OWN_HELDOUT, least), most)
         found: list[Documents | None] = []
         with reporter.counting("own text", options.generate + num_heldout) as advance:
             for name, documents, count in (
@@ -192,6 +197,8 @@ class _Run:
         """The step to begin with; what was saved is loaded."""
         found = state.load(folder.checkpoint, self.method.module)
         if found is None:
+            if self.ranks.first:  # what was logged before it was killed
+                folder.log.unlink(missing_ok=True)
             return 0
         optimizers, step = found
         self.descent.load(optimizers)
@@ -261,9 +268,30 @@ class _Run:
 
 
 def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
-    """The corpus and what is held out of it."""
-    tokenizer = AutoTokenizer.from_pretrained(options.target, local_files_only=True)
-    config = AutoConfig.from_pretrained(options.target, local_files_only=True).get_text_config()
+    """The corpus and what is held out of it.
+
+    Raises:
+        CheckpointError: the target's folder lacks what a text needs to become tokens.
+        ConfigError: a file or its text is at fault, or a window is longer than the target reads.
+    """
+    target = options.target
+    if not (target / "config.json").is_file():
+        raise CheckpointError(f"target: {str(target)!r} holds no config.json", field="target")
+    try:
+        config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"target: configuration or tokenizer of {str(target)!r} cannot be read: {error}",
+            field="target",
+        ) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and options.window > longest:
+        raise ConfigError(
+            f"window: {options.window} tokens exceed the target's {longest} positions "
+            "(max_position_embeddings)",
+            field="window",
+        )
     reader = Reader(tokenizer, config.vocab_size, all_tokens=options.all_tokens)
     corpus = reader.read(options.inputs)
     if options.heldout_file is None:
@@ -271,18 +299,13 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
     return corpus, reader.read([options.heldout_file], "--heldout-file")
 
 
-def _check_target(options: TrainingOptions) -> None:
-    if not (options.target / "config.json").is_file():
-        raise CheckpointError(
-            f"target: {str(options.target)!r} holds no config.json", field="target"
-        )
-
-
 def _on_gpu(options: TrainingOptions) -> bool:
     """Whether GPUs are used; there must be one per process."""
     count = torch.cuda.device_count()
     if options.device == "cpu" or (options.device == "auto" and not count):
         return False
+    if not count:
+        raise ConfigError("device: 'cuda' is asked for, there is no GPU", field="device")
     if options.num_processes > count:
         raise ConfigError(
             f"num_processes: {options.num_processes} processes need as many GPUs, there are "

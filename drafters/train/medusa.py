@@ -9,16 +9,18 @@ distributions in place of the text's tokens.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...config import Strict
+from ...errors import ConfigError
 from ..heads.medusa import MedusaModule
 from .distil import (
     Agreement,
@@ -28,6 +30,7 @@ from .distil import (
     teacher_of,
 )
 from .eagle_files import output_rows
+from .files import write_tensors
 from .protocol import FrozenTarget, Losses, TargetStates, Windows
 
 
@@ -39,13 +42,24 @@ class MedusaOptions(Strict):
     head_decay: float = Field(0.8, gt=0, le=1)  # how much less each later head counts
     argmax_weight: float = Field(0.5, ge=0, le=1)  # of the target's likeliest token in the lesson
     draft_vocab_size: int | None = Field(None, ge=1)  # most frequent tokens; None: all
+    layout: Literal["vllm", "reference"] = Field("vllm", exclude=True)  # of the files alone
 
 
 class MedusaMethod:
-    """Trains the module that serves."""
+    """Trains the module that serves.
+
+    Raises:
+        ConfigError: the layout has no place for a draft vocabulary, or that is too large.
+    """
 
     def __init__(self, options: MedusaOptions, target: FrozenTarget) -> None:
         facts = target.facts
+        if options.draft_vocab_size and not _LAYOUTS[options.layout].maps_tokens:
+            raise ConfigError(
+                f"layout: {options.layout!r} has no place for a draft vocabulary "
+                f"(draft_vocab_size {options.draft_vocab_size}); use 'vllm'",
+                field="layout",
+            )
         vocab = draft_vocabulary(options.draft_vocab_size, facts.vocab_size)
         self.capture: tuple[int, ...] = (facts.num_layers,)
         self.module = MedusaModule(facts.hidden_size, vocab, options.num_heads, options.num_layers)
@@ -88,38 +102,20 @@ class MedusaMethod:
         return Losses(loss / total, *agreement.totals())
 
     def export(self, folder: Path) -> None:
-        """In the reference's names; with a draft vocabulary in vLLM's, which has a place for it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = self._target.facts.dtype
-        partial = self._target_ids is not None
-        named = self._named(_THEIRS if partial else _REFERENCE)
-        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in named.items()}
+        layout, options, facts = _LAYOUTS[self._options.layout], self._options, self._target.facts
+        tensors = self._named(layout)
         config = {
             "base_model_name_or_path": self._target.path.name,
-            "hidden_size": self._target.facts.hidden_size,
-            "vocab_size": self._target.facts.vocab_size,
-            "torch_dtype": str(dtype).removeprefix("torch."),
+            "hidden_size": facts.hidden_size,
+            "vocab_size": facts.vocab_size,
+            layout.heads_key: options.num_heads,
+            layout.layers_key: options.num_layers,
+            **layout.keys,
         }
         if self._target_ids is not None:
-            tensors["token_map"] = self._target_ids.cpu()
-            config |= {
-                "model_type": "medusa",
-                "architectures": ["MedusaModel"],
-                "num_heads": self._options.num_heads,
-                "num_hidden_layers": self._options.num_layers,
-                "truncated_vocab_size": len(self._target_ids),
-                "medusa_fc_bias": True,
-            }
-        else:
-            config |= {
-                "medusa_num_heads": self._options.num_heads,
-                "medusa_num_layers": self._options.num_layers,
-                "version": "2",
-            }
-        file = "model" if partial else "medusa_lm_head"
-        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+            tensors["token_map"] = self._target_ids
+            config["truncated_vocab_size"] = len(self._target_ids)
+        write_tensors(folder, tensors, config, self._target, layout.file)
 
     @torch.no_grad()
     def _begin(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
@@ -127,30 +123,55 @@ class MedusaMethod:
         for output in self.module.lm_heads.parameters():
             output.copy_(rows)
 
-    def _named(self, names: _Names) -> dict[str, Tensor]:
+    def _named(self, layout: _Layout) -> dict[str, Tensor]:
         """The weights by the names of a layout."""
         named = {}
         for name, tensor in self.module.state_dict().items():
             parts = name.split(".")  # blocks.{head}.{layer}.{kind}, lm_heads.{head}.weight
             if parts[0] == "blocks":
-                stem = names.linear.format(head=parts[1], layer=parts[2])
+                stem = layout.linear.format(head=parts[1], layer=parts[2])
                 named[f"{stem}.{parts[3]}"] = tensor
             else:
                 layers = self._options.num_layers
-                named[names.output.format(head=parts[1], layers=layers)] = tensor
+                named[layout.output.format(head=parts[1], layers=layers)] = tensor
         return named
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """How a layout calls a block and an output layer."""
+class _Layout:
+    """How engines want heads written."""
 
-    linear: str
-    output: str
+    file: str
+    linear: str  # a block's name
+    output: str  # an output layer's
+    heads_key: str
+    layers_key: str
+    keys: Mapping[str, Any]
+    maps_tokens: bool  # heads may know a part of the vocabulary
 
 
-_REFERENCE = _Names("{head}.{layer}.linear", "{head}.{layers}.weight")
-_THEIRS = _Names("blocks.{head}.layers.{layer}", "lm_heads.{head}.weight")
+_LAYOUTS: Mapping[str, _Layout] = MappingProxyType(
+    {
+        "vllm": _Layout(
+            "model",
+            "blocks.{head}.layers.{layer}",
+            "lm_heads.{head}.weight",
+            "num_heads",
+            "num_hidden_layers",
+            {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
+            maps_tokens=True,
+        ),
+        "reference": _Layout(
+            "medusa_lm_head",
+            "{head}.{layer}.linear",
+            "{head}.{layers}.weight",
+            "medusa_num_heads",
+            "medusa_num_layers",
+            {"version": "2"},
+            maps_tokens=False,
+        ),
+    }
+)
 
 
 def build(options: MedusaOptions, target: FrozenTarget) -> MedusaMethod:

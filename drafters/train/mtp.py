@@ -10,6 +10,8 @@ Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,10 +24,13 @@ from ...errors import CheckpointError
 from ..heads.block import Reader, read_block_config
 from ..heads.load import FIELD, Tensors
 from ..heads.mtp import MTPModule
-from ..heads.mtp_load import DEEPSEEK, read_mtp
-from .eagle_files import target_config, write_tensors
+from ..heads.mtp_load import DEEPSEEK, QWEN, read_mtp
+from .eagle_files import output_rows
+from .files import target_config, write_tensors
 from .protocol import FrozenTarget
 from .unroll import PassOptions, UnrolledMethod
+
+_QWEN_KINDS = ("qwen3_next",)  # model types
 
 
 class MTPOptions(PassOptions):
@@ -34,6 +39,7 @@ class MTPOptions(PassOptions):
     num_passes: int = Field(3, ge=1, le=16)
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"  # which output is the next feature
     init: Path | None = None  # a folder with a module to go on from; the target's may be one
+    copies: bool = Field(False, exclude=True)  # of embedding and output layer, beside the module
 
 
 class MTPMethod(UnrolledMethod):
@@ -55,20 +61,45 @@ class MTPMethod(UnrolledMethod):
             raise CheckpointError(f"{field}: {message}", field=field) from None
         module.to(target.facts.device, torch.float32).requires_grad_(True)
         super().__init__(module, (target.facts.num_layers,), options)
-        self._target = target
+        self._own, self._target = options, target
 
     def export(self, folder: Path) -> None:
-        """DeepSeek's names after the target's last layer, and the target's keys."""
-        stem, module = f"model.layers.{self._target.facts.num_layers}.", self.module
-        tensors: dict[str, Tensor] = {
-            stem + public: module.get_parameter(f"{name}.weight")
-            for name, public in DEEPSEEK.items()
-        }
-        layer = module.block.published()
-        tensors |= {stem + name: tensor for name, tensor in layer.items()}
+        """By the names that a target of this kind has for its own, and with the target's keys."""
         config = {**target_config(self._target), "num_nextn_predict_layers": 1}
         config.pop("quantization_config", None)
+        layout = _layout(config["model_type"], self._target.facts.num_layers)
+        tensors: dict[str, Tensor] = {
+            layout.stem + public: self.module.get_parameter(f"{name}.weight")
+            for name, public in layout.names.items()
+        }
+        layer = self.module.block.published()
+        tensors |= {layout.layer + name: tensor for name, tensor in layer.items()}
+        if self._own.copies:
+            every = torch.arange(self._target.facts.vocab_size, device=self._target.facts.device)
+            tensors[layout.embedding] = self._target.embed(every)
+            tensors[layout.output] = output_rows(self._target)
         write_tensors(folder, tensors, config, self._target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a checkpoint has a module's tensors."""
+
+    names: Mapping[str, str]  # of what surrounds the layer, below the stem
+    stem: str
+    layer: str  # before the layer's own names
+    embedding: str
+    output: str
+
+
+def _layout(model_type: str, num_layers: int) -> _Layout:
+    """Qwen3-Next's for its own kind, DeepSeek's for every other."""
+    if model_type in _QWEN_KINDS:
+        return _Layout(QWEN, "mtp.", "mtp.layers.0.", "model.embed_tokens.weight", "lm_head.weight")
+    stem = f"model.layers.{num_layers}."
+    return _Layout(
+        DEEPSEEK, stem, stem, f"{stem}embed_tokens.weight", f"{stem}shared_head.head.weight"
+    )
 
 
 def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:

@@ -6,6 +6,7 @@ embeddings, output layers, norms, biases. The rate warms up, stays, and falls to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,8 +79,18 @@ class Descent:
         return extra
 
     def step(self, step: int) -> float:
-        """One step down; returns the gradient's norm before it was clipped."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._options.max_grad_norm)
+        """One step down; returns the gradient's norm before it was clipped.
+
+        Raises:
+            ConfigError: it is no number; the weights are left as they were.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._options.max_grad_norm))
+        if not math.isfinite(norm):
+            raise ConfigError(
+                f"adam_lr: the gradient of step {step + 1} is {norm}; begin another run with "
+                "lower rates (adam_lr, muon_lr) or a longer warmup",
+                field="adam_lr",
+            )
         scale = rate(step, self._options)
         for optimizer, peaks in zip(self._optimizers, self._rates, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -87,7 +98,7 @@ class Descent:
             optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
-        return float(norm)
+        return norm
 
     def state(self) -> list[dict[str, Any]]:
         """For a checkpoint."""

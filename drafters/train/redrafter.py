@@ -10,19 +10,18 @@ Source: Zhang et al. 2024, arXiv:2403.09919, section 3 (recurrent head, knowledg
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import nn
 
 from ...config import Strict
 from ..heads.redrafter import ReDrafterModule
 from .distil import Agreement, soft_cross_entropy, teacher_of
 from .eagle_files import output_rows
+from .files import write_tensors
 from .protocol import FrozenTarget, Losses, TargetStates, Windows
 
 MODEL_TYPE = "recurrent_drafting_drafter"  # as published
@@ -55,7 +54,7 @@ class ReDrafterMethod:
             options.num_draft_layers,
             rnn=options.rnn,
         )
-        self._options, self._facts, self._exit_dim = options, facts, exit_dim
+        self._options, self._target, self._exit_dim = options, target, exit_dim
         self.module.to(facts.device)
         _begin(self.module, target if options.init_from_target else None)
 
@@ -85,26 +84,16 @@ class ReDrafterMethod:
         return Losses(loss / total, *agreement.totals())
 
     def export(self, folder: Path) -> None:
-        """`model.safetensors` and `config.json`, as the reference reads them."""
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = self._facts.dtype
-        tensors = {
-            name: tensor.detach().to("cpu", dtype).contiguous()
-            for name, tensor in self.module.state_dict().items()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = {
             "architectures": ["Drafter"],
             "model_type": MODEL_TYPE,
-            "vocab_size": self._facts.vocab_size,
-            "hidden_size": self._facts.hidden_size,
+            "vocab_size": self._target.facts.vocab_size,
+            "hidden_size": self._target.facts.hidden_size,
             "exit_dim": self._exit_dim,
             "num_draft_layers": self._options.num_draft_layers,
             "rnn": self._options.rnn,
-            "torch_dtype": str(dtype).removeprefix("torch."),
         }
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_tensors(folder, self.module.state_dict(), config, self._target)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def acceptance_table(title: str, scores: Scores) -> Table:
     table = Table(title=title or None, title_justify="left")
     table.add_column("held out")
     table.add_column("loss", justify="right")
-    for position in range(max(len(score.acceptance) for score in scores.values())):
+    for position in range(max((len(score.acceptance) for score in scores.values()), default=0)):
         table.add_column(f"{position + 1}", justify="right")
     table.add_column("tokens per step", justify="right")
     for kind, score in scores.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError
 from .data import Documents
+from .files import replace
 
 _SAMPLE_BYTES = 1 << 20  # of each weight file's beginning and end
 _WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -70,36 +72,52 @@ class Folder:
     def run(self) -> Path:
         return self.training / "run.json"
 
-    def begin(self, identity: dict[str, Any], *, resume: bool) -> None:
-        """Makes the folder, or checks that it is this run's.
+    def check(self, identity: dict[str, Any], *, resume: bool) -> None:
+        """Whether this run may have the folder; nothing is written.
 
         Raises:
-            ConfigError: it holds a run and `resume` was not asked for; or another run; or nothing.
+            ConfigError: it holds a run and `resume` was not asked for, or another run, or none;
+                or it holds other files, which would be overwritten.
         """
         if resume:
-            self._check(identity)
-            return
-        if self.run.exists():
+            self._same(identity)
+        elif self.run.exists():
             raise ConfigError(
                 f"out: {self.path} holds a training run; give --resume to go on with it, or "
                 "another folder",
                 field="out",
             )
+        elif self.path.is_dir() and (held := sorted(path.name for path in self.path.iterdir())):
+            raise ConfigError(
+                f"out: {self.path} holds other files ({', '.join(held[:3])}); give a folder that "
+                "is new or empty",
+                field="out",
+            )
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Makes the folder this run's.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         try:
             self.training.mkdir(parents=True, exist_ok=True)
             replace(self.run, json.dumps(identity, indent=2, sort_keys=True).encode() + b"\n")
-            self.log.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"out: cannot write {self.path}: {error.strerror}", field="out"
             ) from None
 
-    def _check(self, identity: dict[str, Any]) -> None:
+    def _same(self, identity: dict[str, Any]) -> None:
         try:
             before = json.loads(self.run.read_text(encoding="utf-8"))
         except OSError:
             raise ConfigError(
                 f"resume: {self.path} holds no training run", field="resume"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"resume: {self.run} is damaged: {error}", field="resume"
             ) from None
         now = json.loads(json.dumps(identity))
         for key in [*now, *sorted(before.keys() - now.keys())]:  # the method first
@@ -109,13 +127,6 @@ class Folder:
                     f"has {now.get(key)!r}",
                     field=key,
                 )
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 def save(path: Path, module: nn.Module, optimizers: list[dict[str, Any]], step: int) -> None:
@@ -130,11 +141,17 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
     """The module's weights; optimizers' states and the step to go on with. None: no checkpoint.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous or of another shape.
+        CheckpointError: it is damaged; or a tensor is missing, superfluous or of another shape.
     """
     if not path.is_file():
         return None
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"resume: {path} cannot be read: {error}; without it the run begins anew",
+            field="resume",
+        ) from error
     stored, wanted = state["module"], module.state_dict()
     for name in sorted(stored.keys() | wanted.keys()):
         found = tuple(stored[name].shape) if name in stored else None
@@ -155,10 +172,10 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All lines of a log."""
+    """All whole lines of a log: a run that was killed may have left a part of one."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def cut_log(path: Path, step: int) -> None:

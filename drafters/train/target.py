@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
@@ -27,13 +28,11 @@ class LoadedTarget:
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.path = path
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"target: {str(path)!r} holds no config.json", field="target")
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype or "auto", local_files_only=True
             )
-        except (ValueError, OSError, KeyError) as error:
+        except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
                 f"target: {str(path)!r} is no causal language model: {error}", field="target"
             ) from error

@@ -29,7 +29,7 @@ def test_a_run(outrider_cli, model, text, tmp_path):
     out = tmp_path / "out"
     result = outrider_cli("train", "medusa", model, out, "-i", text, "--num-heads", 2, *QUICK)
     assert result.exit_code == 0, result.stderr
-    assert (out / "medusa_lm_head.safetensors").is_file()
+    assert (out / "model.safetensors").is_file()
     assert "tokens per step" in result.stderr
     assert f"{out}: medusa, 2 steps" in result.stderr
     again = outrider_cli("train", "medusa", model, out, "-i", text, "--num-heads", 2, *QUICK)
@@ -67,7 +67,8 @@ def test_an_interrupted_run_says_how_to_go_on(outrider_cli, model, text, tmp_pat
         (("--own-share", 2), "--own-share: "),
         (("--num-heads", 0), "--num-heads: "),
         (("--heldout-file", "missing.txt"), "--heldout-file: missing.txt: No such file"),
-        (("--window", 4096), "--input: .* tokens are too few"),
+        (("--window", 1 << 20), "--window: .* positions"),
+        (("--window", 1024), "--input: .* tokens are too few"),
     ],
 )
 def test_bad_options_are_named(outrider_cli, model, text, tmp_path, args, named):

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from outrider.drafters.train import data
 from outrider.drafters.train.batches import Batches, Ring, Rows, in_order, pieces
 from outrider.drafters.train.data import Reader, pack, split
 from outrider.errors import ConfigError
@@ -28,14 +29,15 @@ def read(tokenizer, tmp_path):
     return call
 
 
-def test_text(read, tokenizer, tmp_path):
+def test_text(read, tokenizer, tmp_path, monkeypatch):
     assert read({"text": "cat", "source": "x"}, "", {"text": "mat"}) == [
         ([*ids_of("cat"), EOS], [1.0] * 4),
         ([*ids_of("mat"), EOS], [1.0] * 4),
     ]
-    (tmp_path / "long.txt").write_text("a cat\n" * 300_000)  # more than one piece
+    monkeypatch.setattr(data, "_PIECE_BYTES", 100)
+    (tmp_path / "long.txt").write_text("a cat\n" * 300)  # more than one piece
     ((ids, weights),) = Reader(tokenizer, VOCAB_SIZE).read([tmp_path / "long.txt"])
-    assert ids.tolist() == ids_of("a cat\n") * 300_000 + [EOS]
+    assert ids.tolist() == ids_of("a cat\n") * 300 + [EOS]
     assert weights.min() == 1
 
 
@@ -77,6 +79,12 @@ def test_a_template_that_rewrites_earlier_answers(read, tokenizer, monkeypatch):
     assert read(row)[1][0] == [*ids_of("<u:x><a:l><u:y><a:z>"), EOS]
 
 
+def test_a_conversation_without_a_template(read, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*the target has no chat template; give"):
+        read({"messages": [{"role": "assistant", "content": "a"}]})
+
+
 @pytest.mark.parametrize(
     ("row", "named"),
     [
@@ -89,10 +97,15 @@ def test_a_template_that_rewrites_earlier_answers(read, tokenizer, monkeypatch):
         ({"tokens": [1, "2"]}, "tokens: a list of token ids"),
         ({"tokens": [1, VOCAB_SIZE]}, rf"a\.jsonl:2: token {VOCAB_SIZE} is outside"),
         ({"tokens": [-1]}, "token -1 is outside"),
-        ({"tokens": [1, 2], "weights": [1]}, "weights: 2 numbers of 0 or more"),
+        ({"tokens": [10**30]}, "tokens: a list of token ids"),
+        ({"text": "\ud800"}, r"a\.jsonl:2: the text holds half a surrogate pair"),
+        ({"tokens": [1, 2], "weights": [1]}, "weights: 2 numbers from 0 to 1e"),
         ({"tokens": [1], "weights": [-1]}, "weights: 1 numbers"),
+        ({"tokens": [1], "weights": [float("nan")]}, "weights: 1 numbers"),
+        ({"tokens": [1], "weights": [10**400]}, "weights: 1 numbers"),
         ({"messages": []}, "messages: a list of messages"),
         ({"messages": [{"content": "a"}]}, "needs a 'role'"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "unknown role 'bot'; known: system, "),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role 'assistant'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "chat template refuses"),
     ],
@@ -136,6 +149,13 @@ def test_the_end_is_held_out():
     assert [len(ids) for ids, _ in train] == [970]
     with pytest.raises(ConfigError, match="30 tokens are too few: 20 are held out"):
         split(documents(30), 0.02, 20)
+
+
+def test_a_part_without_weights_is_refused():
+    ids, off, on = list(range(100)), [0.0] * 100, [1.0] * 100
+    for first, last, named in [(on, off, "held-out"), (off, on, "first")]:
+        with pytest.raises(ConfigError, match=f"no token of the {named} part has a weight"):
+            split(pack([(ids, first), (ids, last)]), 0.5, 20)
 
 
 @pytest.mark.parametrize("lengths", [(103,), (30, 40, 33)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from outrider.config import parse
 from outrider.drafters.train.draft import DraftMethod, DraftOptions
 from outrider.drafters.train.protocol import Windows
 from outrider.errors import CheckpointError, ConfigError
@@ -76,9 +77,15 @@ def test_sizes(target):
     for bad, named in [
         ({"num_attention_heads": 3}, "num_attention_heads: 3 does not divide hidden_size, 16"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: 3 does not"),
+        ({"hidden_size": 12, "num_attention_heads": 4}, "have 3 numbers each; .* an even number"),
     ]:
         with pytest.raises(ConfigError, match=named):
             DraftMethod(DraftOptions(**bad), target)
+
+
+def test_a_model_has_its_own_sizes(target_path):
+    with pytest.raises(ConfigError, match="hidden_size: the model of 'init' has a size of its own"):
+        parse(DraftOptions, {"init": str(target_path), "hidden_size": 8})
 
 
 def test_it_goes_on_from_a_model(target, target_path, tmp_path):

@@ -116,7 +116,8 @@ def test_the_whole_vocabulary_needs_no_map(tiny, tmp_path):
     [
         ({"draft_vocab_size": 97}, "draft_vocab_size"),
         ({"layers": (0, 1, 2)}, "layers"),
-        ({"layers": None}, "layers"),  # the default's third is the input of layer -1
+        ({"layers": (1, 0, 1)}, "layers"),  # an engine would gather them as 0, 1
+        ({"layers": None}, "layers"),  # the default has the input of layer -1
         ({"num_passes": 0}, "num_passes"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"passes": 3}, "passes"),

@@ -17,7 +17,7 @@ from outrider.drafters.train.optim import Descent, rate
 from outrider.drafters.train.options import TrainingOptions
 from outrider.errors import CheckpointError, ConfigError
 
-FILE = "medusa_lm_head.safetensors"
+FILE = "model.safetensors"
 
 
 @pytest.fixture
@@ -63,7 +63,8 @@ def test_an_interrupted_run_equals_a_whole_one(options, monkeypatch):
     for path in (FILE, "config.json", "training/own.jsonl"):
         assert (cut.out / path).read_bytes() == (whole.out / path).read_bytes()
     assert (cut.out / "training.png").read_bytes()[:4] == b"\x89PNG"
-    again = train("medusa", options("cut", resume=True), MedusaOptions(num_heads=2))
+    fewer = options("cut", resume=True, eval_windows=3)  # which windows there are stays
+    again = train("medusa", fewer, MedusaOptions(num_heads=2))
     assert again.scores == outcome.scores, "nothing was left to do"
 
 
@@ -105,7 +106,8 @@ def test_bfloat16_trains_in_float32(options):
     train("medusa", settings, MedusaOptions(num_heads=1))
     saved = torch.load(settings.out / "training/checkpoint.pt")
     assert {tensor.dtype for tensor in saved["module"].values()} == {torch.float32}
-    assert {t.dtype for t in load_file(settings.out / FILE).values()} == {torch.bfloat16}
+    stored = load_file(settings.out / FILE)
+    assert {t.dtype for t in stored.values()} == {torch.float32}, "as the target's checkpoint"
 
 
 def test_another_run_is_refused(options, target_path, tmp_path):
@@ -133,6 +135,86 @@ def test_another_run_is_refused(options, target_path, tmp_path):
     assert train("medusa", options("out", resume=True, steps=3, generate=0), own).step == 3
 
 
+def test_only_the_files_layout_may_change_when_nothing_is_left(options):
+    settings = {"steps": 1, "generate": 0}
+    train("medusa", options("out", **settings), MedusaOptions(num_heads=1))
+    other = MedusaOptions(num_heads=1, layout="reference")
+    assert train("medusa", options("out", resume=True, **settings), other).finished
+    assert (options("out").out / "medusa_lm_head.safetensors").is_file()
+
+
+def test_a_run_killed_before_it_saved_begins_anew(options):
+    settings = options("out", steps=2, generate=0)
+    train("medusa", settings, MedusaOptions(num_heads=1))
+    whole = log_of(settings)
+    (settings.out / "training" / "checkpoint.pt").unlink()
+    with (settings.out / "log.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    train("medusa", options("out", steps=2, generate=0, resume=True), MedusaOptions(num_heads=1))
+    assert log_of(settings) == whole
+
+
+def test_a_run_killed_while_it_saved_goes_on_from_before(options, monkeypatch):
+    own = MedusaOptions(num_heads=1)
+    settings = {"steps": 4, "generate": 0, "save_every": 2}
+    whole, cut = options("whole", **settings), options("cut", **settings)
+    train("medusa", whole, own)
+
+    class KilledError(Exception):
+        pass
+
+    def save(content, path, old=torch.save):
+        if content["step"] == 4:
+            path.write_bytes(b"half")
+            raise KilledError
+        old(content, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        with pytest.raises(KilledError):
+            train("medusa", cut, own)
+    train("medusa", options("cut", resume=True, **settings), own)
+    assert log_of(cut) == log_of(whole)
+    assert (cut.out / FILE).read_bytes() == (whole.out / FILE).read_bytes()
+
+
+def test_damage_is_named(options):
+    own = MedusaOptions(num_heads=1)
+    settings = {"steps": 1, "generate": 0}
+    out = options("out").out
+    train("medusa", options("out", **settings), own)
+    checkpoint = out / "training" / "checkpoint.pt"
+    for content in (b"", b"nonsense", checkpoint.read_bytes()[:2000]):
+        checkpoint.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"resume: .*checkpoint\.pt cannot be read"):
+            train("medusa", options("out", resume=True, **settings), own)
+    (out / "training" / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"resume: .*run\.json is damaged"):
+        train("medusa", options("out", resume=True, **settings), own)
+
+
+def test_other_files_are_left_alone(options, target_path, tmp_path):
+    before = sorted(path.name for path in target_path.iterdir())
+    with pytest.raises(ConfigError, match=r"out: .* holds other files \(.*config\.json") as caught:
+        train("medusa", TrainingOptions(**{**dict(options("x")), "out": target_path}),
+              MedusaOptions())  # fmt: skip
+    assert caught.value.field == "out"
+    assert sorted(path.name for path in target_path.iterdir()) == before
+
+
+def test_options_that_do_not_fit_leave_no_run_behind(options):
+    settings = options("out", generate=0, steps=1)
+    with pytest.raises(ConfigError, match="does not divide hidden_size"):
+        train("draft", settings, DraftOptions(num_attention_heads=3))
+    assert train("draft", settings, DraftOptions()).finished
+
+
+def test_a_rate_that_is_too_high_is_named(options):
+    settings = options("out", generate=0, adam_lr=1e30, warmup=0, optimizer="adamw")
+    with pytest.raises(ConfigError, match="adam_lr: the gradient of step . is nan|inf"):
+        train("medusa", settings, MedusaOptions(num_heads=1))
+
+
 def test_a_checkpoint_of_another_shape_is_named(tmp_path):
     path = tmp_path / "checkpoint.pt"
     state.save(path, torch.nn.Linear(3, 2), [], 1)
@@ -153,11 +235,23 @@ def test_the_targets_mark(target_path, tmp_path):
     assert state.target_mark(tmp_path) != state.target_mark(target_path)
 
 
-def test_refusals(options, tmp_path):
+def test_refusals(options, target_path, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown method 'nonsense'; known: medusa"):
         train("nonsense", options("out"), MedusaOptions())
     with pytest.raises(CheckpointError, match="target: .* holds no config.json"):
         train("medusa", options("out", target=tmp_path), MedusaOptions())
+    with pytest.raises(ConfigError, match="window: 129 tokens exceed the target's 128 positions"):
+        train("medusa", options("out", window=129), MedusaOptions())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="device: 'cuda' is asked for, there is no GPU"):
+        train("medusa", options("out", device="cuda"), MedusaOptions())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="num_processes: 2 processes need as many GPUs, there"):
+        train("medusa", options("out", device="cuda", num_processes=2), MedusaOptions())
+    (tmp_path / "config.json").write_text((target_path / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="target: configuration or tokenizer of"):
+        train("medusa", options("out", target=tmp_path), MedusaOptions())
+    assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="out: cannot write"):
         train("medusa", options("file/out"), MedusaOptions())

@@ -78,11 +78,19 @@ def test_heads_longer_than_a_window(target):
     assert torch.isfinite(found.loss)
 
 
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        ("vllm", ("num_heads", "num_hidden_layers")),
+        ("reference", ("medusa_num_heads", "medusa_num_layers")),
+    ],
+)
 @torch.no_grad()
-def test_export_is_what_serves(target, method, tmp_path):
+def test_export_is_what_serves(target, method, tmp_path, layout, keys):
+    method._options = MedusaOptions(num_heads=3, num_layers=2, layout=layout)
     method.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2)
+    assert [config[key] for key in keys] == [3, 2]
     section = {"decoding_type": "Medusa", "speculative_model": str(tmp_path), "num_medusa_heads": 3}
     head = load_medusa(parse(MedusaConfig, section), target.facts)
     hidden = torch.randn(5, 32)
@@ -90,7 +98,7 @@ def test_export_is_what_serves(target, method, tmp_path):
         assert torch.equal(served, trained)
 
 
-def test_a_draft_vocabulary_is_kept_in_the_other_layout(target, tmp_path):
+def test_a_draft_vocabulary_is_kept(target, tmp_path):
     torch.manual_seed(1)
     method = MedusaMethod(MedusaOptions(num_heads=2, draft_vocab_size=20), target)
     counts = torch.arange(VOCAB_SIZE).flip(0)
@@ -111,3 +119,5 @@ def test_a_draft_vocabulary_is_kept_in_the_other_layout(target, tmp_path):
 def test_a_draft_vocabulary_beyond_the_targets(target):
     with pytest.raises(ConfigError, match="draft_vocab_size: 1000 exceeds"):
         MedusaMethod(MedusaOptions(draft_vocab_size=1000), target)
+    with pytest.raises(ConfigError, match="layout: 'reference' has no place for a draft"):
+        MedusaMethod(MedusaOptions(draft_vocab_size=20, layout="reference"), target)

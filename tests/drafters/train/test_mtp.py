@@ -17,10 +17,12 @@ from outrider.drafters.train.target import LoadedTarget
 from outrider.drafters.train.unroll import passes
 from outrider.errors import CheckpointError, ConfigError
 
-from ..heads.mtp import Made
+from ..heads.mtp import Made, Reference
 from ..test_mtp import drafts_seen
+from .eagles import WEIGHTS, losses_of, slow_losses
 
 PROMPTS = [[7, 3, 50, 21, 9, 4, 33, 80, 61], [5, 6], [11, 12, 13, 90, 14, 15, 16]]
+TEXT = [7, 3, 50, 21, 9, 4, 33, 80, 61, 5, 90]
 KINDS = ("llama", "deepseek", "qwen")
 
 
@@ -94,21 +96,61 @@ def test_files_hold_what_was_trained(plain, kind, tmp_path):
     method.export(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     theirs = load_file(plain[kind] / "model.safetensors")
-    around = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
+    around, stem, layer = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}, "model.layers.2.", ""
+    if kind == "qwen":
+        around = {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"}
+        stem, layer = "mtp.", "layers.0."
     last = {name for name in theirs if name.startswith("model.layers.1.")}
-    assert set(tensors) == {
-        *(f"model.layers.2.{name}.weight" for name in around),
-        *(name.replace("layers.1.", "layers.2.") for name in last),
-    }
+    ours = {name: name.replace("model.layers.1.", stem + layer) for name in last}
+    assert set(tensors) == {*(f"{stem}{name}.weight" for name in around), *ours.values()}
     for name in last:  # it begins as the target's last layer
-        assert torch.equal(tensors[name.replace("layers.1.", "layers.2.")], theirs[name])
-    norm = "model.layers.2.shared_head.norm.weight"
+        assert torch.equal(tensors[ours[name]], theirs[name])
+    norm = stem + ("norm.weight" if kind == "qwen" else "shared_head.norm.weight")
     assert torch.equal(tensors[norm], theirs["model.norm.weight"])
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["num_nextn_predict_layers"], config["num_hidden_layers"]) == (1, 2)
     again = method_of(target, init=str(tmp_path)).module.state_dict()
     for name, tensor in method.module.state_dict().items():
         assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding", "output"),
+    [
+        (
+            "deepseek",
+            "model.layers.2.embed_tokens.weight",
+            "model.layers.2.shared_head.head.weight",
+        ),
+        ("qwen", "model.embed_tokens.weight", "lm_head.weight"),
+    ],
+)
+def test_copies_of_the_targets_ends(plain, kind, embedding, output, tmp_path):
+    """Engines that load a module by itself ask for them; here they are checked and left aside."""
+    target = loaded(plain[kind])
+    method_of(target, copies=True).export(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(plain[kind] / "model.safetensors")
+    assert torch.equal(tensors[embedding], theirs["model.embed_tokens.weight"])
+    torch.testing.assert_close(tensors[output], theirs["lm_head.weight"])
+    method_of(target, init=str(tmp_path))
+
+
+@pytest.mark.parametrize("recycle", ["post_norm", "pre_norm"])
+def test_the_loss_is_that_of_the_equations(tmp_path, recycle):
+    made = Made(tmp_path, "deepseek")
+    options = {"num_passes": 3, "argmax_weight": 0.3, "pass_decay": 0.7, "recycle": recycle}
+    method = method_of(loaded(Path(made.folder)), init=made.alone, **options)
+    reference = Reference(made, pre_norm=recycle == "pre_norm")
+    reference.model = made.target
+    loss, agreed, judged = slow_losses(reference, TEXT, WEIGHTS, parse(MTPOptions, options))
+    padded = [[*TEXT, 0, 0], [*TEXT, 4, 9]]  # of weight 0: what it is does not count
+    found = losses_of(method, loaded(Path(made.folder)), padded, [[*WEIGHTS, 0, 0]] * 2)
+    torch.testing.assert_close(found.loss.item(), loss, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        found = losses_of(method, loaded(Path(made.folder)), padded, [[*WEIGHTS, 0, 0]] * 2)
+    assert found.num_agreed[:3].tolist() == [2 * count for count in agreed]
+    assert found.num_judged[:3].tolist() == [2 * count for count in judged]
 
 
 def test_a_module_that_came_with_the_target_is_trained_on(plain):
