@@ -208,7 +208,7 @@ class Engine:
         try:
             while not self._closed.is_set():
                 self._drain(block=not self._loop.scheduler.has_work)
-                self._emit(self._loop.scheduler.expire())
+                self._emit(self._loop.expire())
                 if self._loop.scheduler.has_work and not self._closed.is_set():
                     self._step()
                 self._log_statistics()

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..errors import CheckpointError, ConfigError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
@@ -139,11 +139,9 @@ def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
     Raises:
         ConfigError: more than one is to be colocated.
     """
-    sections = config.speculative_config.sections
-    alone = sections == (config.speculative_config,)
     found = [
-        (f"speculative_config.{'' if alone else f'members.{index}.'}speculative_model", section)
-        for index, section in enumerate(sections)
+        (f"{prefix}speculative_model", section)
+        for prefix, section in _sections(config)
         if isinstance(section, DraftModelConfig)
     ]
     colocated = [field for field, section in found if section.placement == "colocated"]
@@ -180,16 +178,25 @@ def head_sections(config: EngineConfig) -> list[HeadConfig]:
     Raises:
         CheckpointError: a folder does not exist.
     """
-    found = [
-        section for section in config.speculative_config.sections if isinstance(section, HeadConfig)
-    ]
-    for section in found:
+    found = []
+    for prefix, section in _sections(config):
+        if not isinstance(section, HeadConfig):
+            continue
         if not section.folder_beside(config.model).is_dir():
-            field = "speculative_config.speculative_model"
+            field = f"{prefix}speculative_model"
             raise CheckpointError(
                 f"{field}: {section.speculative_model!r} is not a folder", field=field
             )
+        found.append(section)
     return found
+
+
+def _sections(config: EngineConfig) -> list[tuple[str, SpeculationBase]]:
+    """Every drafter's section, and what its keys begin with."""
+    sections = config.speculative_config.sections
+    if sections == (config.speculative_config,):
+        return [("speculative_config.", sections[0])]
+    return [(f"speculative_config.members.{i}.", section) for i, section in enumerate(sections)]
 
 
 def _at_its_place(section: HeadConfig | None, target: str) -> HeadConfig | None:

@@ -17,8 +17,12 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
-            size that does not divide, no tokenizer; names the field.
+            size that does not divide, a head that does not fit, no tokenizer; names the field.
     """
+    import torch
+
+    from ..drafters.heads import check_head
+    from ..drafters.heads.protocol import TargetFacts
     from ..workers.model import describe
     from .frontend import Frontend
     from .host import (
@@ -55,7 +59,16 @@ def preflight(config: EngineConfig) -> dict[str, Any]:
         facts[f"{label}draft architecture"] = draft.architecture
         facts[f"{label}draft ranks"] = f"{ranks} ({section.placement})"
     head_section(config)  # one at most in the target's workers
+    fits = TargetFacts(
+        target.hidden_size,
+        target.vocab_size,
+        target.num_layers,
+        target.dtype,
+        torch.device("meta"),
+    )
     for index, head in enumerate(head_sections(config)):
+        folder = str(head.folder_beside(config.model))
+        check_head(head.model_copy(update={"speculative_model": folder}), fits)
         label = f"head {index + 1}" if index else "head"
-        facts[label] = f"{head.folder_beside(config.model)} ({head.placement})"
+        facts[label] = f"{folder} ({head.placement})"
     return facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from .grown import GrownConfig
 from .heads import Choice
 
 DEFAULT_DEPTH = 4
+Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the embedding
 
 
 class EagleConfig(GrownConfig):
@@ -21,9 +22,10 @@ class EagleConfig(GrownConfig):
     decoding_type: Literal["Eagle"] = "Eagle"
     eagle_choices: tuple[Choice, ...] | None = None  # a fixed tree
     eagle3_one_model: bool = True  # TensorRT-LLM's; here `placement` says it
-    eagle3_layers_to_capture: tuple[int, ...] | None = None  # whose outputs; None: the checkpoint's
+    # Whose outputs are read; None: the checkpoint's.
+    eagle3_layers_to_capture: tuple[Layer, ...] | None = Field(None, min_length=1)
     # What publishers disagree on, and no tensor shows; None is the checkpoint's.
-    rope_theta: float | None = Field(None, gt=0)
+    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
     rope_layout: Literal["half", "interleaved"] | None = None  # which dimensions turn together
     norm_before_residual: bool | None = None  # EAGLE-3: the residual is the normed feature
     recycle: Literal["post_norm", "pre_norm"] | None = None  # which output is the next feature

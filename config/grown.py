@@ -40,6 +40,10 @@ class GrownConfig(HeadConfig):
         every = width + (self.max_draft_len - 1) * width * width
         return min(every, self.max_total_draft_tokens or every, 1024)
 
+    @property
+    def reach(self) -> int:
+        return 1  # a row is made of the next token's embedding
+
     def settle(self, name: str, default_depth: int) -> None:
         """Checks the shape, whose fixed tree is called `name`, and fills in `max_draft_len`.
 
@@ -48,8 +52,10 @@ class GrownConfig(HeadConfig):
         """
         if self.choices is not None and self.use_dynamic_tree:
             raise ValueError(f"{name} is a fixed tree, use_dynamic_tree another; give one")
-        if self.max_total_draft_tokens is not None and not self.use_dynamic_tree:
-            raise ValueError("max_total_draft_tokens belongs to use_dynamic_tree")
+        for key in ("max_total_draft_tokens", "dynamic_tree_max_topK"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and not self.use_dynamic_tree:
+                raise ValueError(f"{key} ({value}) belongs to use_dynamic_tree, which is false")
         depth = default_depth
         if self.choices is not None:
             deepest = max(checked_tree(name, self.choices, _MOST_SIBLINGS), key=len)

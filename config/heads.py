@@ -7,22 +7,25 @@ loaded. Keys are TensorRT-LLM's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from .section import SpeculationBase
 
-Choice = tuple[int, ...]
+Choice = tuple[Annotated[int, Field(strict=True)], ...]
+_MAX_DEPTH = 64  # levels of a fixed tree
+_MAX_NODES = 1024
 
 
 class HeadConfig(SpeculationBase):
     """What sections of heads share: which, and where it runs."""
 
-    speculative_model: str  # folder of the head's checkpoint
+    speculative_model: str = Field(min_length=1)  # folder of the head's checkpoint
     placement: Literal["colocated", "separate"] = "colocated"  # in the target's rank 0, or alone
     draft_timeout_s: float = Field(1.0, gt=0, le=60)  # separate: then the step goes out without
     feature_transport: Literal["auto", "socket", "distributed"] = "auto"  # separate: of tensors
+    draft_tensor_parallel_size: Literal[1] = 1  # vLLM's; a head is held whole
 
     @model_validator(mode="after")
     def _keys_of_its_placement(self) -> HeadConfig:
@@ -74,11 +77,23 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
     """`choices` expanded.
 
     Raises:
-        ValueError: it is no tree, or asks for a rank beyond `top_k`; names the path.
+        ValueError: it is no tree, too large, or asks for a rank beyond `top_k`; names the path.
     """
-    nodes = expand(choices)
+    for path in choices:
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(
+                f"{name}: a path is {len(path)} deep; at most {_MAX_DEPTH} are drafted"
+            )
+    try:
+        nodes = expand(choices)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if not nodes:
-        raise ValueError(f"{name} is empty")
+        raise ValueError(f"{name} is empty: leave it out, or list paths of ranks")
+    if len(nodes) > _MAX_NODES:
+        raise ValueError(
+            f"{name} is a tree of {len(nodes)} nodes; at most {_MAX_NODES} are drafted"
+        )
     for path in nodes:
         if max(path) >= top_k:
             raise ValueError(

@@ -30,10 +30,10 @@ class MedusaConfig(HeadConfig):
         deepest = max(len(path) for path in self.nodes)
         if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
             path = next(path for path in self.nodes if len(path) == deepest)
-            raise ValueError(
-                f"medusa_choices: path {list(path)} is {deepest} deep, but num_medusa_heads is "
-                f"{self.num_medusa_heads}"
-            )
+            asked = f"medusa_choices: path {list(path)} is {deepest} deep"
+            if self.medusa_choices is None:
+                asked = f"max_draft_len asks for a chain of {deepest}, one token per head"
+            raise ValueError(f"{asked}, but num_medusa_heads is {self.num_medusa_heads}")
         return self
 
     @property

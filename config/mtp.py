@@ -15,7 +15,8 @@ class MTPConfig(GrownConfig):
     """DeepSeek-V3's modules (arXiv:2412.19437, section 2.2) and their kin: TensorRT-LLM's keys."""
 
     decoding_type: Literal["MTP"] = "MTP"
-    speculative_model: str | None = None  # type: ignore[assignment]  # None: the target's folder
+    # None: the target's folder.
+    speculative_model: str | None = Field(None, min_length=1)  # type: ignore[assignment]
     num_nextn_predict_layers: int = Field(1, ge=1, le=64)  # draft length where none is given
     use_mtp_vanilla: bool | None = None  # one module per token; None: as many as there are
     mtp_eagle_one_model: bool = True  # TensorRT-LLM's; here `placement` says it

@@ -100,6 +100,11 @@ class SpeculationBase(Strict):
         return self.max_draft_len
 
     @property
+    def reach(self) -> int:
+        """How many tokens after a token its rows in the KV cache hang on."""
+        return 0
+
+    @property
     def sections(self) -> tuple[SpeculationBase, ...]:
         """The sections of single drafters: this one, or the members of a composition."""
         return (self,)

@@ -111,7 +111,7 @@ class HeadModel(Protocol):
         """Has it draft after `step`, which was verified while it was linked; does not wait.
 
         Raises:
-            WorkerDiedError: it is gone.
+            WorkerDiedError: it is gone, or not linked.
         """
         ...
 

@@ -1,9 +1,10 @@
 """Drafters whose head runs in a worker of its own: asked after a verdict, heard before the next.
 
 `observe` asks and does not wait, so that the head drafts while the engine commits and schedules;
-`propose` hears it out, up to a deadline. A head that is late or gone costs its drafts and nothing
-else: an answer that comes too late is of another text by then, and is not used. What the head
-reads of a step goes to it from the target's worker (`workers/feed.py`).
+`propose` hears it out, up to a deadline. A head that misses it, or that comes back from the dead,
+is asked on but not waited for, until one of its answers took less: a slow head costs one deadline,
+not one per step. An answer that comes too late is of another text by then, and is not used. What
+the head reads of a step goes to it from the target's worker (`workers/feed.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SeparateHead(Colocated):
         self._timeout_s = timeout_s
         self._open: set[str] = set()
         self._asked: dict[int, tuple[str, ...]] = {}  # by step, oldest first
-        self._late = False  # the head is behind, and was waited for once
+        self._late = False  # no step waits: the head has yet to answer in time
         self._down = False
 
     def open(self, requests: Sequence[Request]) -> None:
@@ -74,7 +75,7 @@ class SeparateHead(Colocated):
         self._model.shutdown()
 
     def _ask(self, batch: Batch) -> None:
-        if self._down or self._late or self._model.num_outstanding >= _MAX_OUTSTANDING:
+        if self._down or self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
             return
         try:
             self._model.ask(batch.step, self._timeout_s)
@@ -104,12 +105,13 @@ class SeparateHead(Colocated):
             error = error or answer.error
         else:
             self._asked.clear()
-            self._late = False
         if error:
             raise DraftFault(f"the head failed in its worker: {error}")
 
     def _take(self, answer: HeadAnswer) -> None:
         request_ids = self._asked.pop(answer.step, ())
+        if not self._model.num_outstanding and answer.took_s < self._timeout_s:
+            self._late = False
         if answer.drafts is not None:
             self.keep(request_ids, answer.drafts)
             super().close([each for each in request_ids if each not in self._open])
@@ -117,7 +119,7 @@ class SeparateHead(Colocated):
             self._lost()
 
     def _lost(self) -> None:
-        self._down, self._late = True, False
+        self._down = self._late = True
         self._asked.clear()
 
     def _revived(self) -> bool:

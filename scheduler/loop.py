@@ -85,6 +85,14 @@ class Loop:
             self.drafting.close([request_id])
         return deltas
 
+    def expire(self) -> list[Delta]:
+        """Ends requests whose deadline has passed."""
+        return [
+            delta
+            for request_id in self.scheduler.late()
+            for delta in self.abort(request_id, "error", "the request's deadline has passed")
+        ]
+
     def step(self) -> list[Delta]:
         """One round for every request that can run."""
         clock = _Clock()

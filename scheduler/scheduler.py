@@ -65,6 +65,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._config = config
         self._thinking_tokens = config.speculative_config.thinking_tokens
+        self._reach = max(section.reach for section in config.speculative_config.sections)
         self._sampling = SamplingPacker(phases=self._thinking_tokens is not None)
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
@@ -108,7 +109,7 @@ class Scheduler:
                 f"{self.pool.num_blocks * self.pool.block_size}",
                 field="max_tokens",
             )
-        sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens)
+        sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens, self._reach)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         heapq.heappush(self._waiting, (sequence.rank, sequence))
@@ -129,18 +130,13 @@ class Scheduler:
         self._forget(sequence)
         return [Delta(request_id, (), finish_reason=reason, usage=sequence.usage, error=error)]
 
-    def expire(self) -> list[Delta]:
-        """Ends requests whose deadline has passed."""
+    def late(self) -> list[str]:
+        """Requests whose deadline has passed."""
         now = time.monotonic()
-        late = [
+        return [
             request_id
             for request_id, sequence in self._sequences.items()
             if sequence.request.deadline_s is not None and sequence.request.deadline_s < now
-        ]
-        return [
-            delta
-            for request_id in late
-            for delta in self.abort(request_id, "error", "the request's deadline has passed")
         ]
 
     def schedule(self) -> Batch:

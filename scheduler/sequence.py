@@ -36,9 +36,15 @@ class TokenBuffer:
 
 
 class PagedTokens:
-    """Known tokens, and the blocks that hold the computed ones. Shared with drafters' caches."""
+    """Known tokens, and the blocks that hold the computed ones. Shared with drafters' caches.
 
-    def __init__(self, tenant: str, *tokens: IntArray) -> None:
+    Args:
+        reach: how many tokens after a block what is kept in it hangs on: 0, or 1 for heads.
+    """
+
+    def __init__(self, tenant: str, *tokens: IntArray, reach: int = 0) -> None:
+        assert reach in (0, 1), reach
+        self._reach = reach
         self.tokens = TokenBuffer(*tokens)
         self.num_computed = 0
         self.blocks: list[int] = []
@@ -71,7 +77,7 @@ class PagedTokens:
 
     def publish(self, pool: BlockPool) -> None:
         """Makes newly full and computed blocks findable."""
-        num_full = self.num_computed // pool.block_size
+        num_full = min(self.num_computed, self.num_tokens - self._reach) // pool.block_size
         if num_full > self._num_published:
             hashes = self._block_hashes(pool.block_size, num_full)
             for index in range(self._num_published, num_full):
@@ -100,7 +106,7 @@ class PagedTokens:
         """Hashes of the first `num_full` blocks; known tokens never change, so they are kept."""
         tokens = self.tokens.view
         for index in range(len(self._hashes) - 1, num_full):
-            block = tokens[index * block_size : (index + 1) * block_size]
+            block = tokens[index * block_size : (index + 1) * block_size + self._reach]
             self._hashes.append(chain_hash(self._hashes[-1], block))
         return self._hashes[1 : num_full + 1]
 
@@ -114,8 +120,9 @@ class Sequence(PagedTokens):
         arrival: int,
         limit: int,
         thinking_tokens: tuple[int, int] | None = None,
+        reach: int = 0,
     ) -> None:
-        super().__init__(request.tenant, request.prompt, request.emitted)
+        super().__init__(request.tenant, request.prompt, request.emitted, reach=reach)
         self.request = request
         self.arrival = arrival  # order of arrival; a preempted request keeps its place
         self.limit = limit  # known tokens at which it is finished

@@ -323,3 +323,4 @@ class HeadAnswer:
     drafts: NextDrafts | None  # None: there was nothing to draft from
     error: str = ""  # why there are none
     linked: bool = True  # whether the target's worker can still reach the head
+    took_s: float = 0.0  # from the question to the answer, in the head's worker

@@ -1,11 +1,13 @@
 """The target's end of a feature link: what a head elsewhere reads of every step.
 
 Called by `target.py` on rank 0 after the verification rule. Nothing here waits for the head:
-states are gathered (on a GPU: their copy is begun) and queued, whatever becomes of them.
+states are gathered (on a GPU: their copy is begun) and queued, whatever becomes of them. Nor does
+anything here fail a step: a feed that cannot go on is closed, which its head notices.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,6 +20,8 @@ from ..scheduler.types import IntArray, StepInput, Verdict
 from .transport.features import Features, Outbox, SocketSender
 from .transport.links import OpenFeatures
 
+log = logging.getLogger(__name__)
+
 
 class Feed:
     """Sends one head its features."""
@@ -28,8 +32,9 @@ class Feed:
         self._outbox: Outbox = message.offer.queue or Outbox()
         self._leaves_process = message.offer.queue is None
         self._leaves_device = self._leaves_process and message.offer.store is None
+        self._sender: SocketSender | None = None
         if self._leaves_process:
-            SocketSender(self._outbox, message.offer, device, message.timeout_s)
+            self._sender = SocketSender(self._outbox, message.offer, device, message.timeout_s)
 
     def push(
         self,
@@ -38,6 +43,27 @@ class Feed:
         states: Mapping[int, Tensor],  # by captured layer, [num_tokens, hidden_size]
     ) -> None:
         """Queues the states of known tokens and accepted nodes; of rejected ones none is needed."""
+        if self._outbox.closed:
+            return
+        try:
+            self._outbox.put(self._gathered(step, verdict, states))
+        except Exception:  # no memory, most likely: it is the head's loss, not the requests'
+            log.warning("a feature link is closed", exc_info=True)
+            self.close()
+        self._serial += 1
+
+    def close(self) -> None:
+        """Lets go of the head, without waiting."""
+        self._outbox.close()
+
+    def join(self) -> None:
+        """Waits, once it is closed, for what it had under way."""
+        if self._sender is not None:
+            self._sender.join()
+
+    def _gathered(
+        self, step: StepInput, verdict: Verdict, states: Mapping[int, Tensor]
+    ) -> Features:
         rows = kept_rows(step, verdict)
         hidden = [states[layer] for layer in self.capture]
         if len(rows) < len(step.token_ids):
@@ -50,13 +76,7 @@ class Feed:
             ready = torch.cuda.Event()
             ready.record()
         hidden = [each.contiguous() for each in hidden]
-        self._outbox.put(
-            Features(self._serial, _lean(step), _bare(verdict), rows, tuple(hidden), ready)
-        )
-        self._serial += 1
-
-    def close(self) -> None:
-        self._outbox.close()
+        return Features(self._serial, _lean(step), _bare(verdict), rows, tuple(hidden), ready)
 
 
 def kept_rows(step: StepInput, verdict: Verdict) -> IntArray:  # [num_rows], ascending

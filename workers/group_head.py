@@ -62,8 +62,10 @@ class GroupHead:
         """Has the head draft after `step`, whose features are on their way to it.
 
         Raises:
-            WorkerDiedError: it is gone, and with it all answers.
+            WorkerDiedError: it is gone, and with it all answers; or it hears of no step.
         """
+        if not self._linked:
+            raise WorkerDiedError("the head is not linked to the target")
         try:
             self._group.send(HeadAsk(step, wait_s))
         except WorkerDiedError:
@@ -129,24 +131,33 @@ class GroupHead:
             self._target.call(OpenFeatures(self._link, offer, capture, self._timeout_s))
         except WorkerError as error:  # the target's death is seen by its next step
             log.warning("a feature link could not be opened: %s", error.message)
+            self._groups_work &= isinstance(error, WorkerDiedError)
             return
         self._linked = True
 
     def _listen(self, message: ListenFeatures) -> LinkOffer:
         """The head's offer; answers to what was asked before come first, and are of no use now."""
+        before, self._asked_at = len(self._asked_at), []
         self._group.send(message)
         deadline = time.monotonic() + _LINK_TIMEOUT_S
-        answer: Any = None
-        while not isinstance(answer, LinkOffer):
+        for _ in range(before):
             try:
-                answer = self._group.receive(max(0.0, deadline - time.monotonic()))
-            except NoAnswerError:
-                self._group.shutdown()
-                raise WorkerDiedError(
-                    f"the head did not answer within {_LINK_TIMEOUT_S} s"
-                ) from None
-        self._asked_at.clear()
-        return answer
+                self._until(deadline)
+            except WorkerDiedError:
+                raise
+            except WorkerError as error:  # that question has no answer, the next one may
+                log.debug("the head failed before it was linked: %s", error.message)
+        offer = self._until(deadline)
+        assert isinstance(offer, LinkOffer), type(offer)
+        return offer
+
+    def _until(self, deadline: float) -> Any:
+        """The head's next answer; past `deadline` it is given up."""
+        try:
+            return self._group.receive(max(0.0, deadline - time.monotonic()))
+        except NoAnswerError:
+            self._group.shutdown()
+            raise WorkerDiedError(f"the head did not answer within {_LINK_TIMEOUT_S} s") from None
 
     def _how(self) -> ListenFeatures:
         """The shortest way between the two workers, unless another is asked for.

@@ -31,6 +31,8 @@ from .threads import Threads
 from .transport.features import Features, Inlet, Outbox, SocketInlet
 from .transport.links import LinkOffer, ListenFeatures
 
+_HALFWAY = -1  # no step's serial: one that fails halfway counts as missed
+
 
 class LoneHead:
     """A loaded head, its rows, and its end of the link.
@@ -120,6 +122,10 @@ class LoneHead:
 
     def draft(self, ask: HeadAsk, threads: Threads) -> HeadAnswer:
         """Digests the steps up to the one asked about; the drafts after that one."""
+        start = time.monotonic()
+        return replace(self._answer(ask, threads), took_s=time.monotonic() - start)
+
+    def _answer(self, ask: HeadAsk, threads: Threads) -> HeadAnswer:
         deadline = time.monotonic() + ask.wait_s
         drafts, reason = None, ""
         while self._digested < ask.step:
@@ -138,14 +144,14 @@ class LoneHead:
                 threads.use(len(item.step.token_ids))
             drafts = self._digest(item, drafting=item.step.step == ask.step)
             reason = "its features were lost on the way" if item.hidden is None else ""
-            self._digested = item.step.step
+            self._serial, self._digested = item.serial + 1, item.step.step
         return HeadAnswer(ask.step, drafts, reason if drafts is None else drafts.error)
 
     @torch.inference_mode()
     def _digest(self, item: Features, *, drafting: bool) -> NextDrafts | None:
         """Brings the rows up to date with a step; its drafts, if they are wanted and can be had."""
         step, rows, hidden = item.step, self._rows, item.hidden
-        missed, self._serial = item.serial != self._serial, item.serial + 1
+        missed, self._serial = item.serial != self._serial, _HALFWAY
         if rows is not None:
             if missed:
                 rows.forget()

@@ -54,9 +54,10 @@ class Rows:
 
     def visible(self, step: StepInput) -> StepInput:
         """`step` over blocks of one slot, without the context rows that are not valid."""
-        size = self._block_size
-        index = np.arange(int(step.context_lens.max(initial=0)))
-        slots = step.block_tables[:, index // size] * size + index % size
+        size, longest = self._block_size, int(step.context_lens.max(initial=0))
+        blocks = step.block_tables[:, : -(-longest // size), None]
+        slots = (blocks * size + np.arange(size, dtype=np.int32)).reshape(step.num_seqs, -1)
+        index = np.arange(slots.shape[1])
         seen = self.valid[slots] & (index < step.context_lens[:, None])
         if self._left:
             seen &= self._goes_on(step)[:, None]

@@ -66,6 +66,8 @@ class TargetService:
         """Lets go of the heads elsewhere."""
         for feed in self._feeds.values():
             feed.close()
+        for feed in self._feeds.values():
+            feed.join()
 
     def _capture(self) -> tuple[int, ...]:
         """Layers whose inputs some head reads, ascending."""

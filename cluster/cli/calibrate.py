@@ -237,20 +237,21 @@ def _better(row: Row, other: Row) -> bool:
 
 
 def _head(config: EngineConfig) -> HeadConfig:
-    """The head's section, at its place.
+    """The head's section, at its place; where it is served from is of no account here.
 
     Raises:
-        ConfigError: the configuration has no head.
+        ConfigError: the configuration has no head, or several.
     """
-    from ..host import head_section
+    from ..host import head_sections
 
-    section = head_section(config)
-    if section is None:
+    sections = head_sections(config)
+    if len(sections) != 1:
         raise ConfigError(
-            f"speculative_config.decoding_type: {config.speculative_config.decoding_type} has no "
-            "head to calibrate",
+            f"speculative_config.decoding_type: {config.speculative_config.decoding_type} has "
+            f"{len(sections) or 'no'} heads; one is calibrated at a time",
             field="speculative_config.decoding_type",
         )
+    (section,) = sections
     folder = str(section.folder_beside(config.model).resolve())
     return section.model_copy(update={"speculative_model": folder})
 

@@ -50,6 +50,8 @@ _SET = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
+_UNBUILT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What transformers raises over a configuration of its own that says the impossible."""
 
 Reader = Callable[[], Tensor]
 
@@ -62,7 +64,7 @@ def read_block_config(folder: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+    except (*_UNBUILT, OSError, StrictDataclassError) as error:
         raise fail(
             f"config.json of {str(folder)!r} is not a configuration that transformers knows; it "
             f"must say what the layer is made of, as the target's does: {error}"
@@ -87,7 +89,7 @@ class Block(nn.Module):
                 whole = AutoModelForCausalLM.from_config(
                     _one_layer(config), dtype=None, attn_implementation=ATTENTION
                 )
-        except (ValueError, ImportError, AttributeError, IndexError) as error:
+        except (*_UNBUILT, ImportError, RuntimeError) as error:
             raise fail(f"a layer of {kind!r} is not one that a head can have: {error}") from None
         prefix = whole.base_model_prefix
         base = getattr(whole, prefix)

@@ -2,9 +2,9 @@
 
 Every computed token gets its row (`eagle.py`) at the slot that the target gave it, drafted nodes
 too: a rejected node's row is given back with its slot, an accepted one's is moved with it, and a
-cached prefix brings its rows along. (The last row of a shared block was computed for the token
-that followed it then; where another follows now, that one row is of the other text. It is a guess
-either way: the target decides.) How the draft grows is in `grow.py`.
+cached prefix brings its rows along. A row is made of the token after its own, so that blocks are
+shared only where the token after them is the same, too (`reach` in `config/section.py`). How the
+draft grows is in `grow.py`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...config import Eagle3Config, EagleConfig
+from ...errors import ConfigError
 from .eagle import Eagle1Module, Eagle1Options, Eagle3Module, Eagle3Options, EagleModule
 from .eagle_reader import EagleReader
 from .load import fail
@@ -44,7 +45,7 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
     """
     reader = EagleReader(config, target)
     first = reader.first_layer()
-    third = f"{first}.hidden_norm.weight" in reader.tensors
+    third = _is_third(reader, first)
     if isinstance(config, Eagle3Config) and not third:
         raise fail(
             f"{str(config.folder)!r} lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; "
@@ -58,19 +59,32 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
     return replace(found, target_ids=None if ids is None else ids.to(target.device))
 
 
+def _is_third(reader: EagleReader, first: str) -> bool:
+    """Whether it is EAGLE-3: by any trace of it, so that what is missing can be said by name."""
+    sizes = reader.sizes(first)
+    return (
+        f"{first}.hidden_norm.weight" in reader.tensors
+        or not first.startswith("layers")
+        or sizes.input_size != sizes.hidden_size
+    )
+
+
 def _eagle1(reader: EagleReader) -> EagleCheckpoint:
     tensors, hidden = reader.tensors, reader.target.hidden_size
     reader.without("norm_before_residual", "EAGLE-1 has no normed feature")
-    reader.refuse("moe_layers", "heads with a mixture of experts are not run; allowed: null, []")
+    reader.without("eagle3_layers_to_capture", "EAGLE-1 reads the target's last state")
+    why = "heads with a mixture of experts are not run; allowed: null, []"
+    reader.config.only("moe_layers", [], why=why)
     for key in ("yoco_global_kv_layer", "yoco_local_kv_layer"):
-        reader.refuse(key, "heads whose layers share keys are not run; allowed: null")
+        why = "heads whose layers share keys are not run; allowed: null"
+        reader.config.only(key, why=why)
     if reader.user.rope_layout is None:
         reader.interleaved = reader.is_llama4
     sizes = replace(reader.sizes("layers.0"), hidden_size=hidden, input_size=hidden)
     num_layers = 1 + len(reader.later_layers())
     options = _llama4_options(reader, num_layers)
     if reader.is_llama4:
-        sizes = replace(sizes, unit_qk=bool(reader.config.get("use_qk_norm", True)))
+        sizes = replace(sizes, unit_qk=reader.config.flag("use_qk_norm", True))
     para_norm = "hidden_states_layernorm.weight" in tensors
     reader.put("fc.weight", "fc.weight", hidden, 2 * hidden)
     fc_bias = "fc.bias" in tensors
@@ -161,10 +175,10 @@ def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3
         reader.put("fc.weight", "fc.weight", hidden, count * width)
     if fc_bias := "fc.bias" in tensors:
         reader.put("fc.bias", "fc.bias", hidden)
-    if fc_norm := "fc_norm.0.weight" in tensors:
+    if fc_norm := "fc_norm.0.weight" in tensors or reader.flag("fc_norm"):
         for index in range(count):
             reader.put(f"fc_norm.{index}.weight", f"fc_norm.{index}.weight", width)
-    if norm_before_fc := "input_norm.weight" in tensors:
+    if norm_before_fc := "input_norm.weight" in tensors or reader.flag("norm_before_fc"):
         reader.put("input_norm.weight", "input_norm.weight", count * width)
     eh_proj, eh_bias = _joined(reader, hidden)
     before = reader.user.norm_before_residual
@@ -186,7 +200,7 @@ def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3
 
 def _joined(reader: EagleReader, hidden: int) -> tuple[int, bool]:
     """Width of the embedding that `eh_proj` reads (0: there is none), and whether it has a bias."""
-    if "eh_proj.weight" not in reader.tensors:
+    if "eh_proj.weight" not in reader.tensors and not reader.flag("eh_proj_before_attn"):
         return 0, False
     reader.without("norm_before_residual", "its first layer, after eh_proj, is like any other")
     width = reader.target.hidden_size
@@ -202,20 +216,28 @@ def _joined(reader: EagleReader, hidden: int) -> tuple[int, bool]:
 def _capture(reader: EagleReader) -> tuple[int, ...]:
     """Layers by the input that is captured; `eagle_config` and TensorRT-LLM name outputs."""
     num_layers, key = reader.target.num_layers, "eagle_aux_hidden_state_layer_ids"
-    uses_many = reader.config.get("use_aux_hidden_state", reader.inner.get("use_aux_hidden_state"))
+    asked = reader.user.eagle3_layers_to_capture
+    if asked is not None:
+        if max(asked) >= num_layers - 1:
+            name = "speculative_config.eagle3_layers_to_capture"
+            raise ConfigError(
+                f"{name}: {list(asked)} asks for outputs that the target has not: it is "
+                f"{num_layers} layers deep, allowed are -1 (the embedding) to {num_layers - 2}",
+                field=name,
+            )
+        return tuple(layer + 1 for layer in asked)
+    many = reader.config if "use_aux_hidden_state" in reader.config else reader.inner
     ids: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
-    if reader.user.eagle3_layers_to_capture is not None:
-        key = "eagle3_layers_to_capture"
-        ids = tuple(layer + 1 for layer in reader.user.eagle3_layers_to_capture)
-    elif reader.config.get(key):
-        ids = tuple(reader.config[key])
-    elif reader.inner.get(key):
-        ids = tuple(layer + 1 for layer in reader.inner[key])
-    elif uses_many is False:
+    if inputs := reader.config.layers(key):
+        ids = inputs
+    elif outputs := reader.inner.layers(key):
+        ids = tuple(layer + 1 for layer in outputs)
+    elif not many.flag("use_aux_hidden_state", True):
         return (num_layers,)
-    if not ids or not all(0 <= layer < num_layers for layer in ids):
+    if not all(0 <= layer < num_layers for layer in ids):
         raise fail(
-            f"{key} asks for the inputs of layers {list(ids)}, the target has layers 0 to "
-            f"{num_layers - 1}; set eagle3_layers_to_capture to layers whose outputs to read"
+            f"{key} of {str(reader.folder)!r} asks for the inputs of layers {list(ids)}, the "
+            f"target has layers 0 to {num_layers - 1}; set eagle3_layers_to_capture to layers "
+            "whose outputs to read"
         )
     return ids

@@ -7,22 +7,22 @@ that of the speculators library, or from the user.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...config import EagleConfig
 from ...errors import ConfigError
-from .llama import LayerSizes, Rope, Temperature, halves
+from .llama import SCALING, LayerSizes, Rope, Temperature, halves
 from .load import Tensors, fail, read_config
 from .protocol import TargetFacts
+from .said import Said
 
 _FILES = ("model", "pytorch_model")
 _RENAMED = {"fusion_fc.": "fc.", "pre_lm_head_layernorm.": "hidden_states_layernorm."}
 _FIRST = ("midlayer", "layers.0", "midlayer.0")
 _THETA, _LLAMA4_THETA = 10_000.0, 500_000.0
 _MIXTURE = r".*\.mlp\.(experts|router|shared_expert)\..*"
+_LATENT = r".*\.self_attn\.kv_a_proj_with_mqa\..*"
 _TURNED = [f"{part}.{leaf}" for part in ("q_proj", "k_proj") for leaf in ("weight", "bias")]
 _TURNED += ["q_norm.weight", "k_norm.weight"]
 
@@ -31,33 +31,34 @@ class EagleReader:
     """Tensors and configuration of a folder, and the state that a module is given."""
 
     def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
+        self.user, self.target, self.folder = config, target, config.folder
         raw = read_config(config.folder)
-        self.raw = raw
-        self.config: dict[str, Any] = {**raw, **raw.get("transformer_layer_config", {})}
-        self.inner: dict[str, Any] = raw.get("eagle_config") or {}
-        self.user, self.target = config, target
-        self.tensors = Tensors(config.folder, _FILES, _own_name)
+        if not raw:
+            raise fail(f"{str(config.folder)!r} has no config.json that says 'num_attention_heads'")
+        self.raw = Said(config.folder, raw)
+        layer = self.raw.section("transformer_layer_config")
+        self.config = Said(config.folder, {**raw, **layer.values})
+        self.inner = self.raw.section("eagle_config")
+        self.tensors = Tensors(config.folder, _FILES, _own_name, target.device)
         self.state: dict[str, Tensor] = {}
-        names = [str(name) for name in raw.get("architectures") or ()]
-        kind = str(self.config.get("model_type", ""))
-        self.is_llama4 = kind.startswith("llama4") or any("Llama4" in name for name in names)
+        kind = str(self.config.values.get("model_type", ""))
+        names = str(raw.get("architectures", ""))
+        self.is_llama4 = kind.startswith("llama4") or "Llama4" in names
         self.interleaved = config.rope_layout == "interleaved"
         if mixture := self.tensors.matches(_MIXTURE):
             raise fail(
                 f"tensor {mixture[0][0]!r} of {str(config.folder)!r} belongs to a mixture of "
                 "experts, which heads are not run with; wanted are gate_proj, up_proj, down_proj"
             )
-
-    def number(self, key: str) -> int:
-        """A whole number that no tensor shows."""
-        value = self.config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise fail(f"config.json of {str(self.user.folder)!r} lacks {key!r} (it has {value!r})")
-        return value
+        if latent := self.tensors.matches(_LATENT):
+            raise fail(
+                f"tensor {latent[0][0]!r} of {str(config.folder)!r} belongs to latent attention "
+                "(MLA), which EAGLE heads are not run with; wanted are q_proj, k_proj, v_proj"
+            )
 
     def flag(self, key: str) -> bool:
         """A variant, wherever it is said."""
-        return bool(self.config.get(key) or self.inner.get(key))
+        return self.config.flag(key) or self.inner.flag(key)
 
     def recycles_normed(self, default: bool) -> bool:
         """Whether the next feature is the output after the final norm."""
@@ -69,14 +70,9 @@ class EagleReader:
         if (value := getattr(self.user, key)) is not None:
             raise ConfigError(
                 f"speculative_config.{key}: {value!r} has no meaning for "
-                f"{str(self.user.folder)!r}: {why}",
+                f"{str(self.folder)!r}: {why}",
                 field=f"speculative_config.{key}",
             )
-
-    def refuse(self, key: str, why: str) -> None:
-        """Raises `CheckpointError` if the configuration asks for what heads are not run with."""
-        if (value := self.config.get(key)) not in (None, []):
-            raise fail(f"{key} of {str(self.user.folder)!r} is {value!r}: {why}")
 
     def put(self, name: str, stored: str, *shape: int) -> None:
         """One tensor into the module's state."""
@@ -87,7 +83,7 @@ class EagleReader:
             if f"{name}.self_attn.q_proj.weight" in self.tensors:
                 return name
         raise fail(
-            f"{str(self.user.folder)!r} has neither 'midlayer.self_attn.q_proj.weight' nor "
+            f"{str(self.folder)!r} has neither 'midlayer.self_attn.q_proj.weight' nor "
             "'layers.0.self_attn.q_proj.weight': it is no EAGLE head"
         )
 
@@ -109,15 +105,22 @@ class EagleReader:
         names.append(f"{layer}.mlp.gate_proj.weight")
         for name in names:
             if name not in self.tensors:
-                raise fail(f"{str(self.user.folder)!r} lacks tensor {name!r} (two dimensions)")
+                raise fail(f"{str(self.folder)!r} lacks tensor {name!r} (two dimensions)")
+            if len(shape(name)) != 2 or 0 in shape(name):
+                raise fail(
+                    f"tensor {name!r} of {str(self.folder)!r} has shape {list(shape(name))}, "
+                    "wanted are two dimensions"
+                )
         query, key, output, gate = (shape(name) for name in names)
-        heads = self.number("num_attention_heads")
-        head_dim = self.config.get("head_dim") or query[0] // heads
+        heads = self.config.number("num_attention_heads")
+        head_dim = self.config.number("head_dim", max(1, query[0] // heads))
         if head_dim * heads != query[0] or key[0] % head_dim:
             raise fail(
-                f"tensors {names[0]!r} {list(query)} and {names[1]!r} {list(key)} do not fit "
-                f"{heads} heads of {head_dim}"
+                f"tensors {names[0]!r} {list(query)} and {names[1]!r} {list(key)} of "
+                f"{str(self.folder)!r} do not fit {heads} heads of {head_dim} "
+                "(num_attention_heads, head_dim)"
             )
+        self.config.only("hidden_act", "silu", "swish", why="heads are run with silu")
         return LayerSizes(
             hidden_size=output[0],
             input_size=query[1],
@@ -125,7 +128,7 @@ class EagleReader:
             num_heads=heads,
             num_kv_heads=key[0] // head_dim,
             head_dim=head_dim,
-            eps=float(self.config.get("rms_norm_eps", 1e-6)),
+            eps=self.config.real("rms_norm_eps", 1e-6),
             qkv_bias=has(f"{layer}.self_attn.q_proj.bias"),
             output_bias=has(f"{layer}.self_attn.o_proj.bias"),
             qk_norm=has(f"{layer}.self_attn.q_norm.weight"),
@@ -163,40 +166,47 @@ class EagleReader:
 
     def rope(self, head_dim: int) -> Rope:
         """Rotary frequencies; where nothing is said, the base is 10000, Llama-4's 500000."""
-        nested = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        theta = self.user.rope_theta or self.config.get("rope_theta") or nested.get("rope_theta")
-        return Rope(head_dim, float(theta or (_LLAMA4_THETA if self.is_llama4 else _THETA)), nested)
+        scaling = self.config.section("rope_parameters")
+        scaling = scaling if scaling.values else self.config.section("rope_scaling")
+        theta = scaling.real("rope_theta", _LLAMA4_THETA if self.is_llama4 else _THETA)
+        theta = self.config.real("rope_theta", theta)
+        kind = str(scaling.values.get("rope_type") or scaling.values.get("type") or "default")
+        if kind not in SCALING:
+            raise fail(
+                f"rope_scaling of {str(self.folder)!r} is of type {kind!r}; allowed: "
+                f"{', '.join(SCALING)}"
+            )
+        for key in SCALING[kind]:
+            scaling.real(key)
+        return Rope(head_dim, self.user.rope_theta or theta, {**scaling.values, "rope_type": kind})
 
     def still_layers(self, num_layers: int) -> tuple[int, ...]:
         """Llama-4's layers without rotary positions: zeros in `no_rope_layers`."""
-        turned = self.config.get("no_rope_layers")
+        turned = self.config.values.get("no_rope_layers")
         if not turned:
-            interval = self.config.get("no_rope_layer_interval") or 4
+            interval = self.config.number("no_rope_layer_interval", 4)
             turned = [(layer + 1) % interval for layer in range(num_layers)]
         if not isinstance(turned, list) or len(turned) < num_layers:
-            raise fail(
-                f"no_rope_layers of {str(self.user.folder)!r} is {turned!r}, wanted is a 1 (rotary "
-                f"positions) or 0 (none) for each of {num_layers} layers"
+            raise self.config.wrong(
+                "no_rope_layers",
+                f"a 1 (rotary positions) or 0 (none) for each of {num_layers} layers",
             )
         return tuple(layer for layer in range(num_layers) if not turned[layer])
 
     def temperature(self) -> Temperature | None:
         """Llama-4's growth of queries where there are no rotary positions."""
-        if not self.config.get("attn_temperature_tuning", True):
+        if not self.config.flag("attn_temperature_tuning", True):
             return None
-        found = {"attn_scale": 0.1, "floor_scale": 8192}
-        for key in found:
-            found[key] = value = self.config.get(key, found[key])
-            if not isinstance(value, int | float) or value <= 0:
-                raise fail(f"{key} of {str(self.user.folder)!r} is {value!r}, not a number above 0")
-        return Temperature(found["attn_scale"], found["floor_scale"])
+        return Temperature(
+            self.config.real("attn_scale", 0.1), self.config.real("floor_scale", 8192)
+        )
 
     def embedding(self, width: int) -> int | None:
         """Rows of an embedding of its own, if the head has one."""
         if "embed_tokens.weight" not in self.tensors:
             if width != self.target.hidden_size:
                 raise fail(
-                    f"{str(self.user.folder)!r} lacks tensor 'embed_tokens.weight' of shape "
+                    f"{str(self.folder)!r} lacks tensor 'embed_tokens.weight' of shape "
                     f"{[self.target.vocab_size, width]}, needed since the target's is "
                     f"{self.target.hidden_size} wide"
                 )
@@ -209,32 +219,48 @@ class EagleReader:
         tensors, vocab = self.tensors, self.target.vocab_size
         size, ids = None, None
         if "lm_head.weight" in tensors:
-            size = tensors.shape("lm_head.weight")[0]
+            size = next(iter(tensors.shape("lm_head.weight")), 0)
             self.put("lm_head.weight", "lm_head.weight", size, hidden)
         elif hidden != self.target.hidden_size:
             raise fail(
-                f"{str(self.user.folder)!r} lacks tensor 'lm_head.weight' of width {hidden}, "
+                f"{str(self.folder)!r} lacks tensor 'lm_head.weight' of width {hidden}, "
                 f"needed since the target's output layer reads {self.target.hidden_size}"
+            )
+        elif "draft_vocab_size" in self.config and self.config.number("draft_vocab_size") != vocab:
+            raise fail(
+                f"{str(self.folder)!r} lacks tensor 'lm_head.weight', needed since its "
+                f"draft_vocab_size is {self.config.number('draft_vocab_size')}, the target's "
+                f"vocabulary {vocab}"
             )
         if "d2t" in tensors:
             if size is None:
-                raise fail(f"{str(self.user.folder)!r} has 'd2t' but lacks tensor 'lm_head.weight'")
-            ids = tensors.take("d2t", size).to(torch.int64) + torch.arange(size)
-            if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
-                raise fail(
-                    f"tensor 'd2t' of {str(self.user.folder)!r} leads outside the target's {vocab} "
-                    "tokens, or to one token twice: id = i + d2t[i] must rise within them"
-                )
+                raise fail(f"{str(self.folder)!r} has 'd2t' but lacks tensor 'lm_head.weight'")
+            ids = tensors.take_ids("d2t", size) + torch.arange(size)
+            self._check_ids(ids, vocab)
         elif size is not None and size != vocab:
             raise fail(
-                f"tensor 'lm_head.weight' of {str(self.user.folder)!r} has {size} rows, the target "
+                f"tensor 'lm_head.weight' of {str(self.folder)!r} has {size} rows, the target "
                 f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them"
             )
         if "t2d" in tensors:
-            known = tensors.take("t2d", vocab).to(torch.bool)
+            known = tensors.take_ids("t2d", vocab).to(torch.bool)
             if ids is not None and not torch.equal(known.nonzero()[:, 0], ids):
-                raise fail(f"tensors 't2d' and 'd2t' of {str(self.user.folder)!r} disagree")
+                raise fail(f"tensors 't2d' and 'd2t' of {str(self.folder)!r} disagree")
+        if not any(n in tensors for n in ("lm_head.weight", "embed_tokens.weight", "t2d")):
+            self.config.check_vocabulary(vocab)
         return size, ids
+
+    def _check_ids(self, ids: Tensor, vocab: int) -> None:  # [draft_vocab]
+        """That they are tokens of the target, rising."""
+        wrong = (ids < 0) | (ids >= vocab)
+        wrong[1:] |= ids.diff() <= 0
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0, 0])
+            raise fail(
+                f"tensor 'd2t' of {str(self.folder)!r} makes draft token {index} token "
+                f"{int(ids[index])}: outside the target's {vocab} tokens, or not above the one "
+                "before; id = i + d2t[i] must rise within them"
+            )
 
     def _put(self, place: str, stored: str, leaf: str, *shape: int) -> None:
         self.put(f"{place}.{leaf}", f"{stored}.{leaf}", *shape)

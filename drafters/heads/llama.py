@@ -14,8 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from .load import fail
 from .protocol import Attend
+
+SCALING = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Kinds of `rope_scaling`, and the numbers that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +192,15 @@ def halves(
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def scaled(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Frequencies under a `rope_scaling` section.
-
-    Raises:
-        CheckpointError: its type is none that is known here.
-    """
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+def scaled(
+    frequencies: Tensor,  # [head_dim / 2]
+    scaling: dict[str, Any],
+) -> Tensor:  # alike
+    """Frequencies under a `rope_scaling` section, which has the keys of its type in `SCALING`."""
+    kind = scaling.get("rope_type", "default")
+    assert kind in SCALING, kind
     if kind == "default":
         return frequencies
-    if kind not in ("linear", "llama3"):
-        raise fail(f"rope_scaling of type {kind!r} is not known; allowed: default, linear, llama3")
     factor = float(scaling["factor"])
     if kind == "linear":
         return frequencies / factor

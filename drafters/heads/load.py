@@ -10,6 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...errors import CheckpointError
 
 FIELD = "speculative_config.speculative_model"
 _SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def fail(message: str) -> CheckpointError:
@@ -37,15 +39,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise fail(f"{str(folder)!r} is not a folder")
     file = folder / "config.json"
-    if not file.is_file():
+    if not file.exists():
         return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise fail(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise fail(f"{file} must hold a mapping")
-    return config
+    return _mapping(file)
 
 
 class Tensors:
@@ -55,6 +51,7 @@ class Tensors:
         names: file names without suffix, best first; the first that exists is read, with all its
             parts where an index says that there are several.
         rename: what a stored name is called here; None leaves the tensor aside.
+        device: "meta" reads no weights, only what they are: enough to say that they fit.
     """
 
     def __init__(
@@ -62,15 +59,20 @@ class Tensors:
         folder: Path,
         names: Iterable[str],
         rename: Callable[[str], str | None] = lambda name: name,
+        device: torch.device | None = None,
     ) -> None:
         self.folder = folder
-        self._readers: dict[str, Callable[[], Tensor]] = {}
+        self._dry = device is not None and device.type == "meta"
+        self._readers: dict[str, Callable[..., Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in _files(folder, tuple(names), rename):
             for stored, shape, reader in _entries(file):
                 name = rename(stored)
-                if name is not None:
-                    self._readers[name], self._shapes[name] = reader, shape
+                if name is None:
+                    continue
+                if name in self._readers:
+                    raise fail(f"{str(folder)!r} holds tensor {name!r} twice, also as {stored!r}")
+                self._readers[name], self._shapes[name] = reader, shape
         self._left = set(self._readers)
 
     def __contains__(self, name: str) -> bool:
@@ -86,9 +88,33 @@ class Tensors:
         return [match for match in found if match]
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor called `name` (raises as `expect` does)."""
+        """The weight called `name` (raises as `expect` does, and where it holds no floats)."""
         self.expect(name, *shape)
-        return self._readers[name]()
+        return self.weight(name, self.reader(name)())
+
+    def take_ids(self, name: str, *shape: int) -> Tensor:
+        """The whole numbers called `name`, as int64 (raises as `take` does)."""
+        self.expect(name, *shape)
+        tensor = self._readers[name]()
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise fail(
+                f"tensor {name!r} of {str(self.folder)!r} is {tensor.dtype}, wanted are whole "
+                "numbers"
+            )
+        return tensor.to(torch.int64)
+
+    def weight(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor`, read as `name`.
+
+        Raises:
+            CheckpointError: it is quantised, or no weight at all.
+        """
+        if tensor.dtype not in _WEIGHTS:
+            raise fail(
+                f"tensor {name!r} of {str(self.folder)!r} is {tensor.dtype}, wanted is "
+                "torch.float32, bfloat16 or float16: quantised heads are not read"
+            )
+        return tensor
 
     def expect(self, name: str, *shape: int) -> None:
         """Counts the tensor called `name` as taken, unread.
@@ -112,7 +138,8 @@ class Tensors:
     def reader(self, name: str) -> Callable[[], Tensor]:
         """Reads a tensor that is there, whatever its shape; it counts as taken."""
         self._left.discard(name)
-        return self._readers[name]
+        read = self._readers[name]
+        return partial(read, dry=True) if self._dry else read
 
     def finish(self, ignored: str = "(?!)") -> None:
         """Raises `CheckpointError` if a tensor was neither taken nor `ignored`."""
@@ -133,34 +160,70 @@ def _files(folder: Path, names: tuple[str, ...], rename: Callable[[str], str | N
         for suffix in _SUFFIXES:
             index = folder / f"{name}{suffix}.index.json"
             if index.is_file():
-                parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-                wanted = {part for stored, part in parts.items() if rename(stored) is not None}
-                return [folder / part for part in sorted(wanted)]
+                return _parts(index, rename)
             if (folder / f"{name}{suffix}").is_file():
                 return [folder / f"{name}{suffix}"]
     raise fail(f"{str(folder)!r} has none of {', '.join(names)} as {', '.join(_SUFFIXES[:-1])}")
 
 
-def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+def _parts(index: Path, rename: Callable[[str], str | None]) -> list[Path]:
+    """Those files of an index that hold a tensor which `rename` has a name for."""
+    parts = _mapping(index).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise fail(f"{index} has no 'weight_map' from tensors to files")
+    wanted = sorted({part for stored, part in parts.items() if rename(stored) is not None})
+    for part in wanted:
+        if not (index.parent / part).is_file():
+            raise fail(f"{index} names {part!r}, which is not there")
+    return [index.parent / part for part in wanted]
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    """A JSON file's mapping."""
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise fail(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise fail(f"{file} is not JSON: {error}") from None
+    if not isinstance(held, dict):
+        raise fail(f"{file} must hold a mapping, it holds {type(held).__name__}")
+    return held
+
+
+def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
     """Name, shape and reader of every tensor of a file."""
     try:
         if file.suffix == ".safetensors":
             opened = safe_open(file, framework="pt", device="cpu")
             return [
-                (name, tuple(opened.get_slice(name).get_shape()), _reader(opened.get_tensor, name))
+                (name, tuple(opened.get_slice(name).get_shape()), partial(_stored, opened, name))
                 for name in opened.keys()  # noqa: SIM118
             ]
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise fail(f"{file} cannot be read, it may be truncated: {error}") from None
-    if not isinstance(state, dict):
+    except pickle.UnpicklingError:
+        raise fail(f"{file} is damaged, or holds more than tensors; those are all it may") from None
+    except (SafetensorError, OSError, EOFError, RuntimeError) as error:
+        reason = str(error).partition(". ")[0]
+        raise fail(f"{file} cannot be read, it may be truncated: {reason}") from None
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise fail(f"{file} holds no tensors by name")
     return [
-        (name, tuple(tensor.shape), _reader(state.__getitem__, name))
+        (name, tuple(tensor.shape), partial(_mapped, tensor))
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
     ]
 
 
-def _reader(get: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
-    return lambda: get(name)
+def _stored(opened: Any, name: str, *, dry: bool = False) -> Tensor:
+    """A tensor of a safetensors file; dry, what it would be like."""
+    shape = opened.get_slice(name).get_shape()
+    if not dry or not shape:
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor.to("meta") if dry else tensor
+    return torch.empty(shape, dtype=opened.get_slice(name)[:0].dtype, device="meta")
+
+
+def _mapped(tensor: Tensor, *, dry: bool = False) -> Tensor:
+    """A tensor of torch's own file, which is mapped and read by its first use."""
+    return tensor.to("meta") if dry else tensor

@@ -125,7 +125,7 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
         ConfigError: the tree is deeper than there are heads.
     """
-    tensors = Tensors(config.folder, _FILES, _without_prefix)
+    tensors = Tensors(config.folder, _FILES, _without_prefix, target.device)
     names = _names(tensors)
     if not names.num_heads:
         raise fail(f"{str(config.folder)!r} holds no Medusa heads")
@@ -137,9 +137,14 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
         )
     vocab, hidden, token_map = target.vocab_size, target.hidden_size, None
     if "token_map" in tensors:
-        token_map = tensors.take("token_map", *tensors.shape("token_map")).to(torch.int64)
-        if not bool(((token_map >= 0) & (token_map < vocab)).all()):
-            raise fail(f"tensor 'token_map' names tokens outside the target's {vocab}")
+        shape = tensors.shape("token_map")
+        token_map = tensors.take_ids("token_map", shape[0] if shape else 0)
+        inside = (token_map >= 0) & (token_map < vocab)
+        if not bool(inside.all()) or not 0 < len(token_map.unique()) == len(token_map):
+            raise fail(
+                f"tensor 'token_map' of {str(config.folder)!r} leads outside the target's {vocab} "
+                "tokens, to one of them twice, or nowhere"
+            )
         vocab = len(token_map) if names.own_output else vocab
     state: dict[str, Tensor] = {}
     for head in range(names.num_heads):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .block import Block
+from .load import fail
 from .protocol import Attend, HeadLayer
 
 
@@ -74,6 +75,9 @@ class MTPModule(nn.Module):
 
         weight = self.eh_proj.weight
         row = weight.new_zeros(1, weight.shape[0])
-        self(row, row, torch.zeros(1, dtype=torch.int64, device=weight.device), watch)
+        try:
+            self(row, row, torch.zeros(1, dtype=torch.int64, device=weight.device), watch)
+        except (RuntimeError, TypeError, ArithmeticError) as error:
+            raise fail(f"the layer that config.json describes does not run: {error}") from None
         assert len(shapes) == 1, (len(shapes), "one layer attends once")
         return shapes[0]

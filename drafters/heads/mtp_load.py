@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...config import MTPConfig
@@ -20,6 +21,7 @@ from .block import read_block_config
 from .load import Tensors, fail
 from .mtp import MTPModule
 from .protocol import TargetFacts
+from .said import Said
 
 _FILES = ("model", "pytorch_model", "mtp")
 _SCALE = "_scale_inv"
@@ -56,7 +58,8 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
             or does not fit the target.
     """
     block_config = read_block_config(config.folder)
-    tensors, places = _find(config, block_config.num_hidden_layers)
+    Said(config.folder, block_config.to_dict()).check_vocabulary(target.vocab_size)
+    tensors, places = _find(config, block_config.num_hidden_layers, target.device)
     if config.use_mtp_vanilla and config.max_draft_len > len(places):
         raise fail(
             f"use_mtp_vanilla asks for a module per token, which are {config.max_draft_len} "
@@ -85,10 +88,10 @@ def dequantised(
     return weight.float() * wide.repeat_interleave(block[1], 1)[:, :columns]
 
 
-def _find(config: MTPConfig, num_layers: int) -> tuple[Tensors, list[_Place]]:
+def _find(config: MTPConfig, num_layers: int, device: torch.device) -> tuple[Tensors, list[_Place]]:
     """The folder's modules, in order."""
     for first in (num_layers, 0):
-        tensors = Tensors(config.folder, _FILES, _from(first))
+        tensors = Tensors(config.folder, _FILES, _from(first), device)
         if tensors.matches(r"mtp\..*"):
             return tensors, [_Place("mtp.", "mtp.layers.0.", QWEN)]
         own = r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\..*"
@@ -167,6 +170,6 @@ def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
             return dequantised(tensor, scaled())
         if tensor.is_floating_point() and tensor.element_size() == 1:
             raise fail(f"tensor {name!r} is {tensor.dtype}, but {scale!r} is missing")
-        return tensor
+        return tensors.weight(name, tensor)
 
     return get

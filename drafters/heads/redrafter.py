@@ -199,7 +199,7 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
     """
-    module = read_redrafter(Tensors(config.folder, _FILES, _published), target)
+    module = read_redrafter(Tensors(config.folder, _FILES, _published, target.device), target)
     module.to(target.device, target.dtype).eval().requires_grad_(False)
     return ReDrafterHead(module, config, target)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ...config import (
     Eagle3Config,
@@ -14,8 +17,10 @@ from ...config import (
     ReDrafterConfig,
 )
 from .eagle_head import load_eagle
+from .eagle_load import read_eagle
 from .medusa import load_medusa
 from .mtp_head import load_mtp
+from .mtp_load import read_mtp
 from .protocol import Head, TargetFacts
 from .redrafter import load_redrafter
 
@@ -26,6 +31,13 @@ _LOADERS: dict[type[HeadConfig], Callable[[Any, TargetFacts], Head]] = {
     MTPConfig: load_mtp,
     ReDrafterConfig: load_redrafter,
 }
+_READERS: dict[type[HeadConfig], Callable[[Any, TargetFacts], object]] = {
+    **_LOADERS,
+    EagleConfig: read_eagle,
+    Eagle3Config: read_eagle,
+    MTPConfig: read_mtp,
+}
+"""Without what only a head at work needs."""
 
 
 def build_head(config: HeadConfig, target: TargetFacts) -> Head:
@@ -36,3 +48,11 @@ def build_head(config: HeadConfig, target: TargetFacts) -> Head:
         ConfigError: `config` asks for more than the checkpoint has.
     """
     return _LOADERS[type(config)](config, target)
+
+
+def check_head(config: HeadConfig, target: TargetFacts) -> None:
+    """That the head's files are whole and fit the target; no weights are read.
+
+    Raises as `build_head` does.
+    """
+    _READERS[type(config)](config, replace(target, device=torch.device("meta")))

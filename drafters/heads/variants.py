@@ -45,7 +45,7 @@ def with_tree(section: HeadConfig, choices: tuple[Choice, ...]) -> HeadConfig | 
     if key is None:
         return None
     given = section.model_dump(exclude_defaults=True)
-    for other in ("max_draft_len", "use_dynamic_tree", "max_total_draft_tokens", *_RANKS):
+    for other in ("max_draft_len", *_DYNAMIC, *_RANKS):
         given.pop(other, None)
     widest = max(max(path) for path in choices) + 1
     ranks = {name: widest for name in _RANKS if name in type(section).model_fields}
@@ -76,6 +76,7 @@ def _modules(capture: Sequence[int], num_layers: int, target_theta: float | None
 
 
 _RANKS = ("top_k",)  # keys that bound the ranks of a tree
+_DYNAMIC = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
 _DOUBTS: Mapping[type[HeadConfig], Callable[..., list[Doubt]]] = MappingProxyType(
     {EagleConfig: _grown, Eagle3Config: _grown, MTPConfig: _modules}
 )

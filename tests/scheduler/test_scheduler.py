@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.scheduler.sampling import SamplingParams
 
-from ..toy import continuation
+from ..toy import OracleDrafting, continuation
 
 
 def prompts(count: int, seed: int, longest: int = 60) -> list[tuple[int, ...]]:
@@ -126,6 +127,18 @@ def test_abort_gives_everything_back(make_loop, request_of):
     assert not loop.scheduler.has_work
     loop.scheduler.check()
     assert loop.scheduler.pool.num_free == 64
+
+
+def test_a_deadline_ends_a_request_and_its_drafter_lets_go(make_loop, request_of, drive):
+    drafting = OracleDrafting(0)
+    loop = make_loop(drafting=drafting)
+    loop.add(request_of("late", (1, 2, 3), deadline_s=time.monotonic() - 1.0))
+    loop.add(request_of("early", (1, 2, 3), deadline_s=time.monotonic() + 1e6))
+    (delta,) = loop.expire()
+    assert (delta.request_id, delta.finish_reason) == ("late", "error")
+    assert "deadline" in delta.error
+    assert list(drafting.tokens) == ["early"]
+    assert list(drive(loop)) == ["early"]
 
 
 def test_what_can_never_run_is_refused(make_loop, request_of):

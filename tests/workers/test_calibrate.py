@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from outrider.bench.prompts import load_prompts
-from outrider.cluster.cli.calibrate import Sweep
-from outrider.config import Eagle3Config, MedusaConfig
+from outrider.cluster.cli.calibrate import Sweep, _head
+from outrider.config import Eagle3Config, EngineConfig, MedusaConfig
 from outrider.drafters.heads.variants import with_tree
 from outrider.errors import ConfigError
 from outrider.scheduler.types import ints
@@ -96,6 +96,15 @@ def test_it_finds_what_is_read_wrongly(calibrator, tmp_path, wrong, key, right):
     sweep = Sweep(calibrator, section, 10**6, lambda text: None)
     sweep.measure({})
     assert sweep.best((key, "recycle")) == {key: right}
+
+
+def test_a_head_away_from_its_target_is_calibrated_too():
+    section = {"decoding_type": "Eagle3", "speculative_model": str(HEAD), "placement": "separate"}
+    given = {"model": str(TARGET), "speculative_config": section}
+    assert _head(EngineConfig.load(given)).speculative_model == str(HEAD)
+    given["speculative_config"] = {"decoding_type": "Compose", "members": [section, section]}
+    with pytest.raises(ConfigError, match="Compose has 2 heads; one is calibrated at a time"):
+        _head(EngineConfig.load(given))
 
 
 def test_a_key_that_is_not_in_doubt_is_refused(calibrator):

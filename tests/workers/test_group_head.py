@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.errors import WorkerDiedError
+from outrider.errors import WorkerDiedError, WorkerError
 from outrider.scheduler.types import HeadAnswer, HeadAsk
 from outrider.workers.group_head import GroupHead
 from outrider.workers.spec import Place
@@ -25,6 +25,8 @@ class Group:
         self.alive = True
 
     def send(self, message) -> None:
+        if not self.alive:
+            raise WorkerDiedError("the workers are down")
         self.sent.append(message)
         if isinstance(message, ListenFeatures):
             self.answers.append(LinkOffer())
@@ -32,7 +34,10 @@ class Group:
     def receive(self, timeout_s):
         if not self.answers:
             raise NoAnswerError
-        return self.answers.pop(0)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def call(self, message):
         self.sent.append(message)
@@ -95,6 +100,33 @@ def test_answers_from_before_a_restart_are_not_taken_for_others():
     group.answers.append(HeadAnswer(3, None))
     assert head.answer(0.0).step == 3
     assert group.sent[-1] == HeadAsk(3, 1.0)
+
+
+def test_a_question_that_failed_does_not_keep_the_link_from_being_opened():
+    """The target is restarted while two answers are on their way, and the first is an error."""
+    head, target, group = pair(Place("a", 1), Place("a", 2))
+    head.ask(1, 1.0)
+    head.ask(2, 1.0)
+    group.answers = [WorkerError("out of memory"), HeadAnswer(2, None)]
+    for told in target.on_restart:
+        told()
+    assert [type(each) for each in target.sent] == [OpenFeatures, OpenFeatures]
+    head.ask(3, 1.0)
+    group.answers.append(HeadAnswer(3, None))
+    assert head.answer(0.0).step == 3
+
+
+def test_a_head_that_died_before_it_was_linked_owes_nothing():
+    """Its successor would be waited for, and given up, for answers that it was never asked."""
+    head, target, group = pair(Place("a", 1), Place("a", 2))
+    head.ask(1, 1.0)
+    send, group.send = group.send, None
+    group.send = lambda message: (group.shutdown(), send(message))
+    for told in target.on_restart:
+        told()
+    assert head.num_outstanding == 0
+    with pytest.raises(WorkerDiedError, match="not linked"):
+        head.ask(2, 1.0)
 
 
 def test_a_silent_head_is_given_up():

@@ -29,6 +29,7 @@ from .links import LinkOffer
 log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 28  # of features that wait
 MAX_STEPS = 256  # that wait, with features or without
+CONNECT_TIMEOUT_S = 10.0  # from the head's first wait for features
 _JOIN_S = 1.0
 _POLL_S = 0.0002
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -76,6 +77,10 @@ class Outbox:
         self._closed = False
         self._news = threading.Condition()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def put(self, item: Features) -> None:
         with self._news:
             if self._closed:
@@ -120,7 +125,12 @@ class SocketSender:
         self._timeout_s = timeout_s
         self._connection: socket.socket | None = None
         self._pair: Collective | None = None
-        threading.Thread(target=self._run, name="outrider-features", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="outrider-features", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the end of a closed link: a process must not exit while it is taken down."""
+        self._thread.join(timeout=_JOIN_S)
 
     def _run(self) -> None:
         try:
@@ -194,6 +204,7 @@ class SocketInlet:
         self._store: Any = None
         self._pair: Collective | None = None
         self._connection: socket.socket | None = None
+        self._connect_by: float | None = None  # monotonic clock
         self._secret = b""
 
     def offer(self, secret: bytes, store_host: str | None) -> LinkOffer:
@@ -206,9 +217,14 @@ class SocketInlet:
         return LinkOffer(address=self._address, secret=secret, store=store)
 
     def take(self, timeout_s: float) -> Features | None:
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline = now + timeout_s
+        if self._connect_by is None:
+            self._connect_by = now + CONNECT_TIMEOUT_S
         try:
             if self._connection is None and not self._accept(timeout_s):
+                if time.monotonic() >= self._connect_by:
+                    raise WorkerDiedError("the target's worker did not connect")
                 return None
             assert self._connection is not None
             self._connection.settimeout(max(0.0005, deadline - time.monotonic()))

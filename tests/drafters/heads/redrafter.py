@@ -18,7 +18,7 @@ from .checkpoints import Tensors, target_tensors
 Path_ = tuple[int, ...]
 
 
-def write_target(folder: Path) -> str:
+def write_target(folder: Path, num_layers: int = 2) -> str:
     """A target whose next token hangs mostly on the last one: a head can guess it."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(
@@ -26,7 +26,7 @@ def write_target(folder: Path) -> str:
             vocab_size=96,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=8,
             num_key_value_heads=2,
             max_position_embeddings=256,

@@ -11,6 +11,7 @@ import torch
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import Draft, Verdict, ints
 from outrider.workers.feed import Feed, kept_rows
+from outrider.workers.transport import features
 from outrider.workers.transport.features import Features, Outbox, SocketInlet
 from outrider.workers.transport.links import LinkOffer, OpenFeatures
 
@@ -98,6 +99,25 @@ def test_a_head_that_is_gone_holds_nobody_up(judged, kind):
         feed.push(step, verdict, states(torch.float32, 0))
         assert not feed._outbox._items
         feed.close()
+
+
+def test_a_head_that_nobody_connects_to_says_so(monkeypatch):
+    monkeypatch.setattr(features, "CONNECT_TIMEOUT_S", 0.02)
+    _, inlet = linked("unix")
+    assert inlet.take(0.001) is None
+    with pytest.raises(WorkerDiedError, match="did not connect"):
+        inlet.take(0.05)
+    inlet.close()
+
+
+def test_a_feed_that_fails_is_closed_and_fails_no_step(judged):
+    step, verdict = judged
+    offer, inlet = linked("queue")
+    feed = Feed(OpenFeatures(0, offer, CAPTURE, 5.0), CPU)
+    feed.push(step, verdict, {})  # as if there were no memory for the states
+    with pytest.raises(WorkerDiedError):
+        inlet.take(0.0)
+    feed.push(step, verdict, {})
 
 
 def test_a_full_outbox_loses_features_first_and_then_steps(judged):
