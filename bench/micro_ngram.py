@@ -88,22 +88,46 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class Spread:
     """Milliseconds of one step for the whole batch."""
 
-    wall: tuple[float, float]  # median, 99th percentile
-    cpu: tuple[float, float]
+    median: float
+    p99: float
 
     @classmethod
-    def of(cls, times: list[tuple[float, float]]) -> Phase:
-        wall, cpu = (
-            (float(np.median(each)), float(np.quantile(each, 0.99)))
-            for each in np.array(times).T * 1e3
-        )
-        return cls(wall, cpu)
+    def of(cls, times_s: list[float]) -> Spread:
+        return cls(1e3 * float(np.median(times_s)), 1e3 * float(np.quantile(times_s, 0.99)))
 
     def __str__(self) -> str:
-        return f"{self.wall[0]:>9.2f}{self.wall[1]:>7.2f}{self.cpu[0]:>7.2f}{self.cpu[1]:>7.2f}"
+        return f"{self.median:>9.2f}{self.p99:>7.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the whole batch."""
+
+    propose_s: float
+    observe_s: float
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Many steps; proposing is waited for, observing runs while the next step is on its way."""
+
+    propose: Spread
+    observe: Spread
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> Phase:
+        return cls(
+            Spread.of([step.propose_s for step in steps]),
+            Spread.of([step.observe_s for step in steps]),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.propose}{self.observe}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +168,8 @@ class Run:
         config = EngineConfig.load({"model": "m", "speculative_config": section})
         host: Any = _Host(folder)
         self.drafter: Drafter = build(config.speculative_config, host)
-        self._noise, tenants = (
-            args.noise,
-            [str(row % case.num_tenants) for row in range(args.batch)],
-        )
+        self._noise = args.noise
+        tenants = [str(row % case.num_tenants) for row in range(args.batch)]
         for index in range(case.num_finished):
             self._finish(f"past {index}", tenants[index % args.batch], seed=10_000 + index)
         self.drain()
@@ -175,19 +197,18 @@ class Run:
                 return
             self._idle()
 
-    def step(self) -> tuple[tuple[float, float], int, int]:
-        """Seconds of wall clock and CPU; tokens drafted and accepted."""
+    def step(self) -> Step:
         self._step += 1
         batch = _batch(self._step, self.names, self._budgets)
-        begin = time.perf_counter(), time.thread_time()
+        begin = time.perf_counter()
         drafts = self.drafter.propose(batch, self._budgets)
-        middle = time.perf_counter(), time.thread_time()
+        proposed = time.perf_counter()
         verdict = self._judge(drafts)
-        after = time.perf_counter(), time.thread_time()
+        judged = time.perf_counter()
         self.drafter.observe(batch, verdict)
-        end = time.perf_counter(), time.thread_time()
-        wall, cpu = (end[i] - after[i] + middle[i] - begin[i] for i in range(2))
-        return (wall, cpu), sum(draft.num_nodes for draft in drafts), len(verdict.path)
+        observed = time.perf_counter()
+        num_drafted = sum(draft.num_nodes for draft in drafts)
+        return Step(proposed - begin, observed - judged, num_drafted, len(verdict.path))
 
     def end(self) -> None:
         self.drafter.close(self.names)
@@ -251,14 +272,14 @@ def main() -> None:
         f"{args.batch} requests of {args.context} tokens, at most {args.emit} emitted a step, "
         f"{args.noise:.1%} noise; ms per step"
     )
-    _say(
-        f"{'':<26}{'opening':>9}{'p99':>7}{'cpu':>7}{'p99':>7}{'steady':>9}{'p99':>7}{'cpu':>7}{'p99':>7}"
-    )
+    titles = ("propose", "p99", "observe", "p99")
+    heads = "".join(f"{title:>{9 - 2 * (place % 2)}}" for place, title in enumerate(titles))
+    _say(f"{'':<28}{'while prompts are indexed':>32}{'then':>32}\n{'':<28}{heads}{heads}")
     for case in CASES:
         if not args.only or case.kind in args.only:
             cost = measure(case, args)
             _say(
-                f"{case.name:<26}{cost.opening or '-'!s:>30}{cost.steady!s}"
+                f"{case.name:<28}{cost.opening or '-'!s:>32}{cost.steady!s}"
                 f"   open {cost.open_ms:.1f}, drafted {cost.drafted:.2f}, "
                 f"accepted {cost.accepted:.2f}"
             )
@@ -268,22 +289,21 @@ def measure(case: Case, args: argparse.Namespace) -> Cost:
     """One case over both phases."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(case, args, Path(folder))
-        opening: list[tuple[float, float]] = []
+        opening: list[Step] = []
         while not run.is_indexed and len(opening) < args.steps:
-            opening.append(run.step()[0])
+            opening.append(run.step())
         run.drain()
         for _ in range(3):  # what was just indexed is in the caches
             run.step()
         steps = [run.step() for _ in range(args.steps)]
         run.end()
-    times, drafted, accepted = zip(*steps)
-    count = len(times) * len(run.names)
+    count = len(steps) * len(run.names)
     return Cost(
         run.open_ms,
         Phase.of(opening) if opening else None,
-        Phase.of(list(times)),
-        sum(drafted) / count,
-        sum(accepted) / count,
+        Phase.of(steps),
+        sum(step.num_drafted for step in steps) / count,
+        sum(step.num_accepted for step in steps) / count,
     )
 
 

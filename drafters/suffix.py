@@ -27,6 +27,7 @@ from .lookup import INT32, LookupDrafter, Memory, chain
 from .protocol import Needs
 from .suffix_index import ROOT, SuffixIndex
 
+_ROUNDING = 1e-9  # of a probability
 _MAX_TENANTS = 1024  # whose past is kept
 
 
@@ -73,49 +74,62 @@ class Speculator:
     def _chain(
         self, index: SuffixIndex, state: int, total: int, limit: int
     ) -> tuple[float, list[int], list[int]]:
-        count, best, after_best = index.count, index.best, index.after_best
+        counts, best, after_best = index.count, index.best, index.after_best
         prob, score = 1.0, 0.0
         tokens: list[int] = []
+        take = tokens.append
         for _ in range(limit):
             token = best[state]
             if token < 0:
                 break
             state = after_best[state]
-            if count[state] != total:
-                prob *= count[state] / total
+            count = counts[state]
+            if count != total:
+                prob *= count / total
                 if prob < self._min_prob:
                     break
-                total = count[state]
+                total = count
             score += prob
-            tokens.append(token)
+            take(token)
         return score, tokens, []
 
     def _tree(
         self, index: SuffixIndex, state: int, total: int, limit: int
     ) -> tuple[float, list[int], list[int]]:
-        count, others, least = index.count, index.others, self._min_prob
-        prob, score, parent = 1.0, 0.0, -1
+        counts, others, least = index.count, index.others, self._min_prob
+        best, after_best = index.best, index.after_best
+        prob, score, parent, size = 1.0, 0.0, -1, 0
         tokens: list[int] = []
         parents: list[int] = []
         heap: list[tuple[float, int, int, int]] = []  # (-probability, parent, token, state)
-        while len(tokens) < limit:
-            if state in others:
+        while size < limit:
+            token, after = best[state], after_best[state]
+            count = counts[after]
+            share = prob * (count / total) if token >= 0 else -1.0  # none has more
+            if share < least:
+                pass
+            elif state in others and prob - share > least - _ROUNDING:  # others may be likely
                 for token, after in others[state].items():
-                    share = prob * (count[after] / total)
+                    share = prob * (counts[after] / total)
                     if share >= least:
                         heapq.heappush(heap, (-share, parent, token, after))
-            elif index.best[state] >= 0:
-                after = index.after_best[state]
-                share = prob * (count[after] / total)
-                if share >= least:
-                    heapq.heappush(heap, (-share, parent, index.best[state], after))
+            elif heap and heap[0][0] <= -share:
+                heapq.heappush(heap, (-share, parent, token, after))
+            else:  # it would be taken next
+                tokens.append(token)
+                parents.append(parent)
+                score += share
+                prob, total, state, parent = share, count, after, size
+                size += 1
+                continue
             if not heap:
                 break
             negative, node, token, state = heapq.heappop(heap)
-            prob, total, parent = -negative, count[state], len(tokens)
-            score += prob
             tokens.append(token)
             parents.append(node)
+            score -= negative
+            prob, total, parent = -negative, counts[state], size
+            size += 1
         return score, tokens, parents
 
 

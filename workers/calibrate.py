@@ -3,7 +3,8 @@
 The target continues prompts greedily; then every point of that text is a sequence of its own
 whose next tokens are known, over the same KV blocks, and the head drafts for all of them in a few
 steps, through the very code that serves. A draft is walked along the known tokens: what fits is
-what greedy decoding would have accepted. Called by `outrider calibrate`; one process, one device.
+what greedy decoding would have accepted. A chain is taught as it grows (`teacher.py`), and says how
+likely it held the truth as well. Called by `outrider calibrate`; one process, one device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import HeadConfig
@@ -22,6 +24,7 @@ from ..drafters.heads.protocol import Head
 from ..scheduler import tree
 from ..scheduler.types import (
     Batch,
+    FloatArray,
     IntArray,
     NextDrafts,
     SamplingRows,
@@ -31,8 +34,8 @@ from ..scheduler.types import (
 )
 from .attention import KVCache
 from .collective import Collective
-from .head import HeadService
 from .model import load_model
+from .teacher import Teacher
 
 BLOCK_SIZE = 16
 _STEP_TOKENS = 2048
@@ -45,6 +48,7 @@ class Walk:
 
     ranks: tuple[int, ...]  # of the siblings that fitted, level by level, until none did
     num_nodes: int
+    expected: float  # of a chain: tokens accepted in the mean if it were sampled; else len(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,15 @@ class Measured:
         """Standard error of `tokens_per_step`."""
         return float(self._lengths().std() / np.sqrt(len(self.walks)))
 
-    def gain_over(self, other: Measured) -> tuple[float, float]:
-        """By how many tokens per step this is better at the same points, and the standard error.
+    @property
+    def expected(self) -> float:
+        """`tokens_per_step` if drafts were sampled from the head: no ties, no luck."""
+        return 1.0 + float(np.mean([walk.expected for walk in self.walks]))
 
-        Raises:
-            ValueError: the points are not the same.
-        """
-        gains = self._lengths().astype(np.int64) - other._lengths()
+    def gain_over(self, other: Measured) -> tuple[float, float]:
+        """By how much more this expects at the same points, and the standard error of that."""
+        pairs = zip(self.walks, other.walks, strict=True)
+        gains = np.array([one.expected - two.expected for one, two in pairs])
         return float(gains.mean()), float(gains.std() / np.sqrt(len(gains)))
 
     def acceptance(self, num_levels: int) -> list[float]:
@@ -121,7 +127,7 @@ class Calibrator:
             CheckpointError, ConfigError: as loading it does.
             RuntimeError: the head failed while it drafted.
         """
-        service = HeadService(section, self.model, self.path)
+        service = Teacher(section, self.model, self.path)
         cache = self._new_cache(service)
         for begin, texts in self._portions():
             step = self._step(begin, texts, np.zeros(len(texts), dtype=np.int32))
@@ -136,7 +142,7 @@ class Calibrator:
 
     def _walks(
         self,
-        service: HeadService,
+        service: Teacher,
         cache: KVCache,
         points: list[tuple[int, int]],  # text, and how many of its tokens are known
         section: HeadConfig,
@@ -149,14 +155,18 @@ class Calibrator:
         none = ints([])
         starts = np.arange(len(points) + 1, dtype=np.int32)
         verdict = Verdict(step.step, emitted, starts, none, np.zeros_like(starts))
+        service.teach([self.texts[text] for text in rows])
         drafts = self._draft(service, cache, step, verdict)
+        noted = service.noted()
+        if noted is not None:
+            return [_taught(chances, hits) for chances, hits in zip(*noted, strict=True)]
         return [
             _walk(drafts, index, self.texts[text][known:])
             for index, (text, known) in enumerate(points)
         ]
 
     def _draft(
-        self, service: HeadService, cache: KVCache, step: StepInput, verdict: Verdict
+        self, service: Teacher, cache: KVCache, step: StepInput, verdict: Verdict
     ) -> NextDrafts:
         with torch.inference_mode():
             _, hidden = self.model.forward_capturing(step, cache, service.capture)
@@ -166,7 +176,7 @@ class Calibrator:
             raise RuntimeError(f"the head failed: {drafts.error}")
         return drafts
 
-    def _new_cache(self, service: HeadService | None) -> KVCache:
+    def _new_cache(self, service: Teacher | None) -> KVCache:
         shapes = service.kv_shapes if service else ()
         cache = self.model.new_cache(len(self._prompt_lens) * self._width, BLOCK_SIZE, shapes)
         if service:
@@ -267,7 +277,16 @@ def _walk(drafts: NextDrafts, index: int, truth: IntArray) -> Walk:
             break
         ranks.append(found[0])
         at = siblings[found[0]]
-    return Walk(tuple(ranks), len(tokens))
+    return Walk(tuple(ranks), len(tokens), float(len(ranks)))
+
+
+def _taught(
+    chances: FloatArray,  # [depth]
+    hits: NDArray[np.bool_],  # [depth]
+) -> Walk:
+    """The walk of a chain that was told the truth."""
+    length = len(hits) if hits.all() else int(hits.argmin())
+    return Walk((0,) * length, len(hits), float(chances.cumprod().sum()))
 
 
 def _greedy(count: int) -> SamplingRows:

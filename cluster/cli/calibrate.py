@@ -160,6 +160,7 @@ class Row:
             "update": self.update,
             "tokens_per_step": self.measured.tokens_per_step,
             "standard_error": self.measured.error,
+            "expected_if_sampled": self.measured.expected,
             "acceptance": self.measured.acceptance(depth),
         }
 
@@ -233,7 +234,8 @@ def _kind(section: HeadConfig) -> dict[str, Any]:
 
 def _better(row: Row, other: Row) -> bool:
     gain, error = row.measured.gain_over(other.measured)
-    return gain > _SIGNIFICANT * error
+    accepts = row.measured.tokens_per_step >= other.measured.tokens_per_step
+    return accepts and gain > _SIGNIFICANT * error
 
 
 def _head(config: EngineConfig) -> HeadConfig:
@@ -305,13 +307,14 @@ def _show(rows: list[Row], base: Measured, depth: int, best: dict[str, Any]) -> 
     grid = Table(title="Readings of the head", title_justify="left")
     grid.add_column("")
     grid.add_column("tokens/step", justify="right")
+    grid.add_column("if sampled", justify="right")
     for level in range(levels):
         grid.add_column(f"P(>{level})", justify="right")
     for row in rows:
         style = "bold green" if row.update == best else None
         rates = [f"{rate:.3f}" for rate in row.measured.acceptance(levels)]
         mean = f"{row.measured.tokens_per_step:.3f} ±{row.measured.error:.3f}"
-        grid.add_row(row.label, mean, *rates, style=style)
+        grid.add_row(row.label, mean, f"{row.measured.expected:.3f}", *rates, style=style)
     err().print(grid)
     note(f"{len(base.walks)} drafts each; P(>d): more than d tokens of a draft are accepted.")
 
