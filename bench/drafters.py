@@ -66,6 +66,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "Suffix": {"decoding_type": "Suffix", "max_draft_len": 8},
     "Lookahead": {"decoding_type": "Lookahead"},
     **HEADS,
+    "Eagle3 separate": {**HEADS["Eagle3"], "placement": "separate"},
 }
 PROSE = (argparse.ArgumentParser, inspect, json, Path, dict, str, list, int, set, Console)
 
