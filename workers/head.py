@@ -22,11 +22,14 @@ from torch import Tensor, nn
 
 from ..config import HeadConfig
 from ..drafters.heads import build_head
+from ..drafters.heads.llama import join_projections
 from ..drafters.heads.protocol import Attend, Head, TargetFacts, Verified
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
 from .attention import KVCache, KVShape, StepAttention
 from .model import PagedModel, whole_module
 from .model.packed import pack_linears
+from .verify.kernels import argmax
+from .verify.process import GREEDY_BELOW
 from .verify.sample import draw
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ class HeadRunner:
     ) -> None:
         self.target = target
         self.head: Head = build_head(config, target)
+        join_projections(self.head.module)
         pack_linears(self.head.module, target.device)
         self._embedding, self._output = ends
         self._begin = begin
@@ -143,11 +147,19 @@ class HeadRunner:
         sampling: SamplingRows,
         seqs: NDArray[np.int64],  # [num_rows]
         positions: IntArray,  # [num_rows]
+        ids: Tensor | None = None,  # [vocab]
     ) -> Tensor:  # [num_rows]
-        if not self._shares_noise:  # other rules take the draft as it is: the likeliest is best
-            return logits.argmax(1)
+        logits = logits.float()
+        # Rules without the target's noise take the draft as it is: the likeliest is best.
+        if not self._shares_noise or (sampling.temperature[seqs] < GREEDY_BELOW).all():
+            best = argmax(logits)
+            return best if ids is None else ids[best]
+        if ids is not None:  # the noise is by the target's ids
+            whole = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
+            whole[:, ids] = logits
+            logits = whole
         drawn = draw(
-            logits.float(),
+            logits,
             sampling.seeds[seqs],
             positions,
             sampling.temperature[seqs],

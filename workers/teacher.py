@@ -47,10 +47,13 @@ class Teacher(HeadService):
         sampling: SamplingRows,
         seqs: NDArray[np.int64],  # [num_rows]
         positions: IntArray,  # [num_rows]
+        ids: Tensor | None = None,  # [vocab]
     ) -> Tensor:  # [num_rows]
         tokens = ints([self._texts[seq][at] for seq, at in zip(seqs, positions, strict=True)])
         truth = torch.from_numpy(tokens).to(logits.device, torch.int64)
-        chances = logits.float().softmax(1).gather(1, truth[:, None])[:, 0]
-        self._chances.append(chances)
-        self._hits.append(logits.argmax(1) == truth)
+        if ids is None:
+            ids = torch.arange(logits.shape[1], device=logits.device)
+        columns = ids == truth[:, None]  # of a token that the head does not know, none
+        self._chances.append((logits.float().softmax(1) * columns).sum(1))
+        self._hits.append(ids[logits.argmax(1)] == truth)
         return truth

@@ -117,12 +117,8 @@ class Grower:
             if level:
                 self._advance(shoot, drawn[-1][:, None], only, host)
             logits = self._logits(shoot.read[:, 0], host)
-            if self._head.target_ids is not None:
-                whole = logits.new_full((len(logits), host.target.vocab_size), -torch.inf)
-                whole[:, self._head.target_ids] = logits
-                logits = whole
-            positions = ints(ends.lens + level)
-            drawn.append(host.draw(logits, step.sampling, ends.seqs, positions))
+            positions, ids = ints(ends.lens + level), self._head.target_ids
+            drawn.append(host.draw(logits, step.sampling, ends.seqs, positions, ids))
         return ints(torch.stack(drawn, dim=1).cpu().numpy())
 
     def _fixed(self, shoot: _Shoot, host: HeadHost) -> tuple[IntArray, IntArray]:

@@ -7,6 +7,7 @@ frequencies are computed here, since a head's may differ from its target's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +82,9 @@ class Attention(nn.Module):
         layer: int,
         attend: Attend,
     ) -> Tensor:  # [num_tokens, hidden_size]
-        query = self.q_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
-        key = self.k_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
-        value = self.v_proj(states).unflatten(-1, (-1, self.sizes.head_dim))
+        query, key, value = (
+            part.unflatten(-1, (-1, self.sizes.head_dim)) for part in self._projected(states)
+        )
         if self.sizes.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
@@ -93,6 +94,19 @@ class Attention(nn.Module):
         out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected
+
+    def join(self) -> None:
+        """One product for query, key and value from here on; the three are given up."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        self._widths = [part.out_features for part in parts]
+        self.qkv_proj = _joined(parts)
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def _projected(self, states: Tensor) -> Sequence[Tensor]:
+        if "qkv_proj" in self._modules:
+            parts: Sequence[Tensor] = self.qkv_proj(states).split(self._widths, dim=-1)
+            return parts
+        return self.q_proj(states), self.k_proj(states), self.v_proj(states)
 
     def _unit(self, states: Tensor) -> Tensor:  # [num_tokens, num_heads, head_dim], alike
         return rms_norm(states, states.shape[-1:], None, self.sizes.eps)
@@ -108,8 +122,17 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
-        out: Tensor = self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+        if "gate_up_proj" in self._modules:
+            gate, up = self.gate_up_proj(states).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(states), self.up_proj(states)
+        out: Tensor = self.down_proj(silu(gate) * up)
         return out
+
+    def join(self) -> None:
+        """One product for both from here on; the two are given up."""
+        self.gate_up_proj = _joined((self.gate_proj, self.up_proj))
+        del self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
@@ -145,6 +168,26 @@ class Rope(nn.Module):
         angles = positions.float()[:, None, None] * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
+
+
+def join_projections(module: nn.Module) -> None:
+    """Serves `module` with fewer and larger products; its weights keep nothing of their names."""
+    for part in list(module.modules()):
+        if isinstance(part, (Attention, Mlp)):
+            part.join()
+
+
+def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
+    """The linears of one input, one below the other."""
+    first = parts[0]
+    rows = sum(part.out_features for part in parts)
+    with torch.device("meta"):
+        whole = nn.Linear(first.in_features, rows, bias=first.bias is not None)
+    with torch.no_grad():
+        whole.weight = nn.Parameter(torch.cat([part.weight for part in parts]), False)
+        if first.bias is not None:
+            whole.bias = nn.Parameter(torch.cat([part.bias for part in parts]), False)
+    return whole
 
 
 def rotate(

@@ -89,7 +89,8 @@ class HeadHost(Protocol):
         sampling: SamplingRows,
         seqs: NDArray[np.int64],  # [num_rows]
         positions: IntArray,  # [num_rows], where the drawn token lands
-    ) -> Tensor:  # [num_rows]
+        ids: Tensor | None = None,  # [vocab], the target's id of every column; None: alike
+    ) -> Tensor:  # [num_rows], the target's ids
         """Tokens drawn as the verification rule draws, so that the two agree where they can."""
         ...
 
