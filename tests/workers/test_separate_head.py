@@ -237,9 +237,9 @@ def poisoned(monkeypatch):
         wrong.extend(filter(None, [drafts.error]))
         return drafts
 
-    def draw_checked(self, logits, sampling, seqs, positions):
+    def draw_checked(self, logits, *others):
         wrong.extend(["logits are not numbers"] * bool(logits.isnan().any()))
-        return draw(self, logits, sampling, seqs, positions)
+        return draw(self, logits, *others)
 
     monkeypatch.setattr(HeadRunner, "run", run_checked)
     monkeypatch.setattr(HeadRunner, "draw", draw_checked)
