@@ -6,11 +6,11 @@
 Synthetic text of phrases from a common stock, so that drafts are found and mostly right: each
 request's future is known, and a step emits what its draft got right of it, plus one.
 
-Two phases. *Opening*: all requests arrive at once, and steps run while their prompts are still
-being indexed. *Steady*: everything is indexed; what is left to index after the opening steps was
-indexed in between, uncounted. Milliseconds per step, median and 99th percentile, by the wall clock
-and by the thread's own CPU time, which other work on the machine changes less. The aim is a median
-below 1 ms for 64 requests of 8k tokens, in both phases.
+Two phases: while prompts are being indexed, all requests having arrived at once; and then, when
+everything is (what the first steps left is indexed in between, uncounted). Milliseconds per step by
+the wall clock, median and 99th percentile, of `propose`, which a step waits for, and of `observe`,
+which follows in the same thread. The aim is a median of `propose` below 1 ms for 64 requests of 8k
+tokens, in both phases.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Many steps; proposing is waited for, observing runs while the next step is on its way."""
+    """Many steps of `propose` and `observe`, which run one after the other."""
 
     propose: Spread
     observe: Spread
