@@ -42,6 +42,8 @@ COPY --from=build /opt/outrider /opt/outrider
 RUN ln -s /opt/outrider/lib/python3.*/site-packages/outrider/demo/models /opt/models
 # Login shells reset PATH, and KubeRay starts Ray in one where it is told to.
 RUN echo 'export PATH=/opt/outrider/bin:$PATH' > /etc/profile.d/outrider.sh
+# What numba compiles below must run on any node, not on those like the builder alone.
+ENV NUMBA_CPU_NAME=generic
 # Torch threads that spin while they wait slow down every other worker of the pod.
 ENV PATH=/opt/outrider/bin:$PATH \
     GOMP_SPINCOUNT=0 \
@@ -50,6 +52,8 @@ ENV PATH=/opt/outrider/bin:$PATH \
     HF_HUB_OFFLINE=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     PYTHONUNBUFFERED=1
+# What numba compiles on first use, while the folder can be written to.
+RUN python3 -c "import outrider.drafters.suffix"
 # By number, so that `runAsNonRoot` can be checked before the container starts.
 USER 10001
 WORKDIR /home/ray

@@ -47,7 +47,6 @@ from .prompt_lookup import PromptLookup
 from .protocol import Drafter, DraftHost
 from .redrafter import ReDrafter
 from .separate import SeparateHead
-from .suffix import Suffix
 from .user import User
 
 _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
@@ -60,7 +59,7 @@ _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NGramMapK4VConfig: lambda config, host: NGramMapK4V(config),
     NGramModConfig: lambda config, host: NGramMod(config),
     NGramCacheConfig: lambda config, host: NGramCache(config, host.tokenizer, host.vocab_size),
-    SuffixConfig: lambda config, host: Suffix(config),
+    SuffixConfig: lambda config, host: _suffix(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
     MedusaConfig: lambda config, host: _head(Medusa, config, host),
     EagleConfig: lambda config, host: _head(Eagle, config, host),
@@ -86,6 +85,13 @@ def _head(kind: type[Colocated], config: HeadConfig, host: DraftHost) -> Drafter
     if config.placement == "colocated":
         return kind()
     return SeparateHead(kind.name, host.head_model(config), config.draft_timeout_s)
+
+
+def _suffix(config: SuffixConfig) -> Drafter:
+    """Imported where it is wanted: its loops are compiled when they are imported first."""
+    from .suffix import Suffix
+
+    return Suffix(config)
 
 
 def _compose(config: ComposeConfig, host: DraftHost) -> Compose:

@@ -6,174 +6,82 @@ ended in more places. A string as long as `max_depth` is counted and does not go
 which repeats makes no new states.
 
 A token is appended in one walk over the suffixes of the text before it, longest first: what each
-becomes is counted, and is its likeliest continuation unless another was seen more often.
+becomes is counted, and is its likeliest continuation unless another was seen more often; of equals
+the one seen last.
 
-Called by `suffix.py` and `ngram_cache.py`. Lists of ints, and dicts only where a state goes on in
-several ways: what a look-up costs is the memory that it has to fetch.
+The tables double when they are full; the loops over them are in `suffix_loops.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numpy as np
 
-ROOT = 0
+from ..scheduler.types import IntArray
+from . import suffix_loops as loops
+
+ROOT = loops.ROOT
+_MIN_ROWS = 32
 
 
 class SuffixIndex:
     """Over one text, or over several: `begin_text` starts the next one."""
 
-    __slots__ = (
-        "_suffixes",
-        "_tie",
-        "after_best",
-        "best",
-        "count",
-        "length",
-        "link",
-        "max_depth",
-        "others",
-        "size",
-    )
+    __slots__ = ("edges", "max_depth", "nodes", "size", "slots", "walk")
 
-    def __init__(self, max_depth: int, *, keeps_best: bool = False) -> None:
+    def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
-        # Of equally frequent continuations, the one that got there first is kept, or the last.
-        self._tie = int(keeps_best)
         self.size = 0  # tokens of all texts
-        self.length = [0]
-        self.link = [-1]
-        self.count = [0]  # occurrences; not of the root
-        self.best = [-1]  # token that followed most often; -1: none did
-        self.after_best = [-1]  # and the state that it leads to
-        # Where several tokens followed: state -> token -> state, of all of them.
-        self.others: dict[int, dict[int, int]] = {}
-        self._suffixes = [ROOT]  # states of the text's suffixes, longest first
+        self.nodes: IntArray = np.empty((_MIN_ROWS, loops.NODE), dtype=np.int32)
+        self.nodes[ROOT] = -1
+        self.nodes[ROOT, [loops.LENGTH, loops.COUNT, loops.DEGREE]] = 0
+        self.edges: IntArray = np.empty((_MIN_ROWS, loops.EDGE), dtype=np.int32)
+        self.slots: IntArray = np.full(2 * _MIN_ROWS, -1, dtype=np.int32)
+        self.walk: IntArray = np.zeros(loops.SUFFIXES + max_depth + 2, dtype=np.int32)
+        self.walk[loops.NUM_STATES] = 1
+        self.begin_text()
+
+    @property
+    def num_states(self) -> int:
+        return int(self.walk[loops.NUM_STATES])
 
     def begin_text(self) -> None:
         """What comes next does not follow what came before."""
-        self._suffixes = [ROOT]
+        self.walk[loops.NUM_SUFFIXES] = 1
+        self.walk[loops.SUFFIXES] = ROOT
 
-    def after(self, state: int, token: int) -> int:
-        """Where `token` leads; -1 if it never followed."""
-        if self.best[state] == token:
-            return self.after_best[state]
-        some = self.others.get(state)
-        return -1 if some is None else some.get(token, -1)
-
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: IntArray) -> None:
         """Appends tokens to the current text."""
-        length, link, count = self.length, self.link, self.count
-        best, after_best, others = self.best, self.after_best, self.others
-        longest, tie = self.max_depth - 1, self._tie  # the longest that goes on
-        suffixes = self._suffixes
-        for token in tokens:
-            if length[suffixes[0]] > longest and length[suffixes[1]] == longest:
-                del suffixes[0]  # a single string, and it does not go on
-            grown: list[int] = []
-            last = new = whole = part = -1
-            for state in suffixes:
-                known = best[state]
-                if known == token:
-                    after = after_best[state]
-                else:
-                    after = others[state].get(token, -1) if state in others else -1
-                if after < 0:
-                    if new < 0:
-                        new = last = len(link)
-                        self._add(min(length[state], longest) + 1, ROOT, 1, -1, -1)
-                        grown.append(new)
-                    if known >= 0:
-                        if state not in others:
-                            others[state] = {known: after_best[state]}
-                        others[state][token] = new
-                    if known < 0 or count[after_best[state]] + tie == 1:
-                        best[state], after_best[state] = token, new
-                    continue
-                if last == new:  # the first that knows the token
-                    size = min(length[state], longest) + 1
-                    if length[after] != size:
-                        whole, part = after, self._split(after, size)
-                    if new >= 0:
-                        link[new] = after if part < 0 else part
-                if after == whole:
-                    after = part
-                    if known == token:
-                        after_best[state] = part
-                    if state in others:
-                        others[state][token] = part
-                if after != last:
-                    last = after
-                    grown.append(after)
-                    count[after] += 1
-                if known != token and count[after] >= count[after_best[state]] + tie:
-                    best[state], after_best[state] = token, after
-            grown.append(ROOT)
-            suffixes = grown
-            self.size += 1
-        self._suffixes = suffixes
+        self.size += len(tokens)
+        while True:
+            done = loops.extend(
+                self.nodes, self.edges, self.slots, self.walk, self.max_depth, tokens
+            )
+            if done == len(tokens):
+                return
+            tokens = tokens[done:]
+            self._grow()
 
-    def tail(self) -> tuple[int, int]:
-        """State and length of the text's longest suffix below `max_depth`."""
-        return self.within(self._suffixes[0], self.max_depth - 1)
+    def follow(self, matches: IntArray, row: int, tokens: IntArray) -> None:
+        """Goes on from the match (state, length) in that row: the longest suffix of what the
+        tokens make of it that occurs, below `max_depth`."""
+        loops.follow(self.nodes, self.edges, self.slots, self.max_depth, matches, row, tokens)
 
-    def repeated(self) -> tuple[int, int]:
-        """State and length of the text's longest suffix below `max_depth` that occurred before."""
-        state = self._suffixes[0]
-        if state != ROOT and self.count[state] == 1:
-            state = self._suffixes[1]
-        return self.within(state, self.max_depth - 1)
+    def _grow(self) -> None:
+        """Makes room for a token at least."""
+        walk = self.walk
+        if walk[loops.NUM_STATES] + 2 > len(self.nodes):
+            self.nodes = _larger(self.nodes, 2 * len(self.nodes))
+        num_edges = int(walk[loops.NUM_EDGES])
+        needed = num_edges + 2 * int(walk[loops.NUM_SUFFIXES]) + int(walk[loops.MAX_DEGREE])
+        if needed > len(self.edges):
+            size = 1 << needed.bit_length()
+            self.edges = _larger(self.edges, size)
+            self.slots = np.full(2 * size, -1, dtype=np.int32)
+            loops.put_edges(self.edges, self.slots, num_edges)
 
-    def is_tail(self, state: int) -> bool:
-        """Whether the text ends with the strings of `state`: nothing followed them there."""
-        return state in self._suffixes
 
-    def within(self, state: int, max_len: int) -> tuple[int, int]:
-        """Of a suffix in `state`, the part of at most `max_len` tokens: its state and length."""
-        link, length = self.link, self.length
-        while state > ROOT and length[link[state]] >= max_len:
-            state = link[state]
-        return state, length[state] if length[state] < max_len else max_len
-
-    def follow(self, state: int, matched: int, tokens: Iterable[int]) -> tuple[int, int]:
-        """From a match on: the longest suffix below `max_depth` that occurs, as `within`."""
-        length, link, best, others = self.length, self.link, self.best, self.others
-        longest = self.max_depth - 1
-        state, matched = self.within(state, matched)  # it may have been split since
-        for token in tokens:
-            while True:
-                if best[state] == token:
-                    state = self.after_best[state]
-                elif state in others and token in others[state]:
-                    state = others[state][token]
-                elif state == ROOT:
-                    matched = 0
-                    break
-                else:
-                    state = link[state]
-                    matched = length[state]
-                    continue
-                if matched < longest:
-                    matched += 1
-                elif length[link[state]] == longest:
-                    state = link[state]
-                break
-        return state, matched
-
-    def _split(self, state: int, size: int) -> int:
-        """The strings of `state` of up to `size` tokens, as a state of their own."""
-        part = len(self.link)
-        self._add(
-            size, self.link[state], self.count[state], self.best[state], self.after_best[state]
-        )
-        self.link[state] = part
-        if state in self.others:
-            self.others[part] = dict(self.others[state])
-        return part
-
-    def _add(self, length: int, link: int, count: int, best: int, after_best: int) -> None:
-        """A state."""
-        self.length.append(length)
-        self.link.append(link)
-        self.count.append(count)
-        self.best.append(best)
-        self.after_best.append(after_best)
+def _larger(table: IntArray, size: int) -> IntArray:
+    """The table with `size` rows."""
+    larger: IntArray = np.empty((size, table.shape[1]), dtype=np.int32)
+    larger[: len(table)] = table
+    return larger

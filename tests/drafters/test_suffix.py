@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from outrider.drafters import suffix_loops as loops
 from outrider.drafters.suffix_index import SuffixIndex
 
 from . import lookups
@@ -117,48 +119,93 @@ def test_against_counting(shape, depth, factor, min_prob, with_past, monkeypatch
     assert count > 10
 
 
+def ids(tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def column(index, state, name):
+    return index.nodes[state, getattr(loops, name)]
+
+
+def after(index, state, token):
+    return loops.after(index.nodes, index.edges, index.slots, state, token)
+
+
+def repeats(index, texts, strings, vocab):
+    """How often each string occurred, and what most often followed it, by the index."""
+    for string in strings:
+        state = 0
+        for token in string:
+            state = after(index, state, token)
+            if state < 0:
+                break
+        seen = ends(texts, string)
+        assert (column(index, state, "COUNT") if state > 0 else 0) == len(seen)
+        if state > 0 and len(string) < index.max_depth:
+            follow = {token: ends(texts, [*string, token]) for token in range(vocab)}
+            likeliest = max(follow, key=lambda t: (len(follow[t]), follow[t][-1:]))
+            likeliest = likeliest if follow[likeliest] else -1
+            assert column(index, state, "BEST") == likeliest
+            assert column(index, state, "AFTER") == after(index, state, likeliest)
+            edge, degree = column(index, state, "FIRST"), sum(map(bool, follow.values()))
+            assert column(index, state, "DEGREE") == (degree if degree > 1 else 0)
+            listed = set()
+            while edge >= 0:
+                listed.add(int(index.edges[edge, loops.TOKEN]))
+                edge = index.edges[edge, loops.NEXT]
+            assert listed == ({t for t in follow if follow[t]} if degree > 1 else set())
+
+
 @pytest.mark.parametrize("num_texts", [1, 3])
 @pytest.mark.parametrize("depth", [2, 3, 5, 9])
 def test_the_index_counts(num_texts, depth):
     rng = random.Random(num_texts)
-    for vocab in (1, 2, 5):
-        index, texts = SuffixIndex(depth), []
+    for vocab in (1, 2, 5, 60):
+        index, texts, strings = SuffixIndex(depth), [], []
         for _ in range(num_texts):
             text, cut = growing(rng, [], 40, vocab), rng.randrange(40)
             texts.append(text)
-            index.extend(text[:cut])
-            index.extend(text[cut:])
+            index.extend(ids(text[:cut]))
+            index.extend(ids(text[cut:]))
             index.begin_text()
         for _ in range(200):
             begin, size = rng.randrange(40), rng.randrange(1, depth + 1)
-            string = rng.choice(texts)[begin : begin + size]
+            strings.append(rng.choice(texts)[begin : begin + size])
             if rng.random() < 0.3:
-                string[-1] = rng.randrange(vocab)
-            state = 0
-            for token in string:
-                state = index.after(state, token)
-                if state < 0:
-                    break
-            seen = ends(texts, string)
-            assert (index.count[state] if state > 0 else 0) == len(seen)
-            if state > 0 and len(string) < depth:
-                follow = {token: ends(texts, [*string, token]) for token in range(vocab)}
-                likeliest = max(follow, key=lambda t: (len(follow[t]), follow[t][-1:]))
-                assert index.best[state] == (likeliest if follow[likeliest] else -1)
-                assert index.after_best[state] == index.after(state, index.best[state])
+                strings[-1][-1] = rng.randrange(vocab)
+        repeats(index, texts, strings, vocab)
+
+
+def test_a_match_is_followed_as_the_text_grows():
+    rng, depth, vocab = random.Random(3), 5, 3
+    index, text, read = SuffixIndex(depth), [], []
+    matches = np.zeros((2, 2), dtype=np.int32)
+    for _ in range(60):
+        more = [rng.randrange(vocab) for _ in range(rng.randrange(4))]
+        index.extend(ids(more))
+        text += more
+        read += [rng.randrange(vocab) for _ in range(rng.randrange(4))]
+        matches[1] = 0
+        index.follow(matches, 1, ids(read))
+        known = [size for size in range(depth) if not size or ends([text], read[-size:])]
+        assert matches[1, 1] == max(size for size in known if size <= len(read))
+        if matches[1, 1]:
+            state, size = matches[1]
+            assert column(index, state, "COUNT") == len(ends([text], read[-size:]))
 
 
 def test_text_that_repeats_makes_no_states():
     index = SuffixIndex(24)
-    index.extend([7] * 20_000)
-    state, matched = index.repeated()
-    assert (matched, index.count[state]) == (23, 20_000 - 22)
+    index.extend(ids([7] * 20_000))
+    assert index.num_states == 25
+    longest = index.walk[loops.SUFFIXES + 1]
+    assert (column(index, longest, "LENGTH"), column(index, longest, "COUNT")) == (23, 20_000 - 22)
     phrase = list(range(60))
     index = SuffixIndex(24)
-    index.extend(phrase * 2)
-    known = len(index.link)
-    index.extend(phrase * 100)
-    assert len(index.link) == known
+    index.extend(ids(phrase * 2))
+    known = index.num_states
+    index.extend(ids(phrase * 100))
+    assert index.num_states == known
 
 
 def finish(drafter, name, output, tenant):
