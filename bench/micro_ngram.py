@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..config import EngineConfig
-from ..drafters.ngram_table import Arrays, add, fingerprint, save
+from ..drafters.ngram_file import Arrays, fingerprint, save
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import Drafter
 from ..drafters.registry import build
@@ -310,13 +310,14 @@ def measure(case: Case, args: argparse.Namespace) -> Cost:
 def _corpus(stock: IntArray, folder: Path) -> Path:
     """A static table of the phrases, and the tokenizer that it is bound to."""
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}', encoding="utf-8")
-    table: dict[int, Any] = {}
-    for phrase in stock.tolist():
-        for first, second, token in zip(phrase, phrase[1:], phrase[2:]):
-            for _ in range(2):
-                add(table, first << 32 | second, token)
+    bigrams = np.concatenate([stock[:, :-2, None], stock[:, 1:-1, None]], axis=2).reshape(-1, 2)
+    keys, where = np.unique(bigrams, axis=0, return_inverse=True)
+    order = np.argsort(where.ravel(), kind="stable")
+    tokens = stock[:, 2:].ravel()[order]
+    pairs = np.stack([tokens, np.full_like(tokens, 2)], axis=1)
+    counts = np.bincount(where.ravel()).astype(np.int32)
     path = folder / "corpus.ngrams"
-    save(path, [Arrays.of("", 2, table)], fingerprint(folder), {})
+    save(path, [Arrays("", keys, counts, pairs)], fingerprint(folder), {})
     return path
 
 

@@ -6,12 +6,16 @@ kept on disk knows its own file only: functions that call each other stay in one
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import numba
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+# At DEBUG it writes tens of thousands of lines about every function that it compiles.
+logging.getLogger("numba").setLevel(logging.INFO)
 
 INT = "int64"
 INTS = "int32[::1]"

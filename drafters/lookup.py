@@ -35,7 +35,11 @@ def tokens_of(*parts: IntArray) -> array[int]:
 
 def chain(tokens: array[int], source: str) -> Draft:
     """`tree.chain` without its copies."""
-    ids: IntArray = np.frombuffer(tokens, dtype=np.int32)
+    return chain_of(np.frombuffer(tokens, dtype=np.int32), source)
+
+
+def chain_of(ids: IntArray, source: str) -> Draft:
+    """`tree.chain` of tokens that are nobody else's."""
     return Draft(ids, _CHAIN[: len(ids)], None, source)
 
 

@@ -36,7 +36,6 @@ from .lookahead import Lookahead
 from .medusa import Medusa
 from .mtp import MTP
 from .ngram import NGram
-from .ngram_cache import NGramCache
 from .ngram_map_k import NGramMapK
 from .ngram_map_k4v import NGramMapK4V
 from .ngram_mod import NGramMod
@@ -58,7 +57,7 @@ _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NGramMapKConfig: lambda config, host: NGramMapK(config),
     NGramMapK4VConfig: lambda config, host: NGramMapK4V(config),
     NGramModConfig: lambda config, host: NGramMod(config),
-    NGramCacheConfig: lambda config, host: NGramCache(config, host.tokenizer, host.vocab_size),
+    NGramCacheConfig: lambda config, host: _ngram_cache(config, host),
     SuffixConfig: lambda config, host: _suffix(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
     MedusaConfig: lambda config, host: _head(Medusa, config, host),
@@ -87,8 +86,16 @@ def _head(kind: type[Colocated], config: HeadConfig, host: DraftHost) -> Drafter
     return SeparateHead(kind.name, host.head_model(config), config.draft_timeout_s)
 
 
+# Imported where they are wanted: their loops are compiled when they are imported first.
+
+
+def _ngram_cache(config: NGramCacheConfig, host: DraftHost) -> Drafter:
+    from .ngram_cache import NGramCache
+
+    return NGramCache(config, host.tokenizer, host.vocab_size)
+
+
 def _suffix(config: SuffixConfig) -> Drafter:
-    """Imported where it is wanted: its loops are compiled when they are imported first."""
     from .suffix import Suffix
 
     return Suffix(config)

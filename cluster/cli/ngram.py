@@ -49,7 +49,7 @@ def build(
     ] = 1,
 ) -> None:
     """Counts what follows every two tokens of a corpus, for `--lookup-cache-static`."""
-    from ...drafters.ngram_table import fingerprint, save
+    from ...drafters.ngram_file import fingerprint, save
 
     paths = [*inputs, *(more or [])]
     mark = fingerprint(tokenizer)
@@ -78,7 +78,7 @@ def inspect(
     """Shows what a table holds, once its checksum has been verified."""
     import yaml
 
-    from ...drafters.ngram_table import read_header
+    from ...drafters.ngram_file import read_header
 
     header, _ = read_header(file, "FILE")
     say(yaml.safe_dump(header, sort_keys=False).rstrip())
@@ -122,7 +122,7 @@ class _Counter:
     def arrays(self, min_count: int) -> Any:
         import numpy as np
 
-        from ...drafters.ngram_table import Arrays
+        from ...drafters.ngram_file import Arrays
 
         self._merge()
         often = self._counts >= min_count

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from outrider.config import EngineConfig
+from outrider.drafters.ngram_file import Arrays
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.registry import build
 from outrider.scheduler.sampling import SamplingParams
@@ -53,6 +54,15 @@ def observe(drafter: Drafter, names: list[str], emitted: list[list[int]]) -> Non
     starts = np.concatenate([[0], np.cumsum([len(each) for each in emitted])])
     verdict = Verdict(0, ints(sum(emitted, [])), ints(starts), ints([]), ints([0] * len(starts)))
     drafter.observe(batch_of(names, [0] * len(names)), verdict)
+
+
+def counts_of(arrays: Arrays) -> dict[tuple[int, ...], dict[int, int]]:
+    """What a file's table says: key -> token -> count, in its order."""
+    flat = iter(arrays.pairs.tolist())
+    return {
+        tuple(key): dict(next(flat) for _ in range(size))
+        for key, size in zip(arrays.keys.tolist(), arrays.counts.tolist(), strict=True)
+    }
 
 
 def growing(rng: random.Random, text: list[int], count: int, vocab: int) -> list[int]:

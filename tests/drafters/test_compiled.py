@@ -12,7 +12,8 @@ from numba.core import caching
 from outrider.drafters import compiled, suffix_loops
 
 CODE = """
-import sys
+import logging, sys
+logging.basicConfig(level=logging.DEBUG)
 from outrider.drafters import registry
 print("numba" in sys.modules)
 from outrider.drafters import suffix_guess
@@ -44,6 +45,7 @@ def test_kept_for_the_next_process_and_loaded_only_when_wanted(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=True
         )
+        assert "numba" not in done.stderr
         was_loaded, num_hits = done.stdout.split()
         assert was_loaded == "False"
         hits.append(int(num_hits))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from outrider.drafters.ngram_cache import NGramCache
-from outrider.drafters.ngram_table import Counts, add
+from outrider.drafters.count_table import CountTable
+from outrider.drafters.ngram_cache import DynamicTables, NGramCache
 
 from . import lookups
-from .lookups import TextOracle, drafter_of, observe, propose, request_of, walk
+from .lookups import TextOracle, counts_of, drafter_of, observe, propose, request_of, walk
+
+
+def ids(tokens):
+    return np.array(tokens, dtype=np.int32)
+
 
 LAX = {1: (2, 66), 2: (2, 50), 3: (1, 50), 4: (1, 50)}
 STRICT = {1: (4, 75), 2: (3, 66), 3: (2, 66), 4: (2, 66)}
@@ -81,8 +87,7 @@ def test_against_plain_counts(with_corpus, with_past, seed, monkeypatch):
     def primed(section, vocab_size, tokenizer=None):
         drafter = drafter_of(section, vocab_size)
         assert isinstance(drafter, NGramCache)
-        for end in range(2, len(corpus)):
-            add(drafter._static, corpus[end - 2] << 32 | corpus[end - 1], corpus[end])
+        drafter._static.extend(np.array(corpus, dtype=np.int32), 0)
         for index, text in enumerate(past):
             drafter.open([request_of(f"past {index}", text)])
             drafter.close([f"past {index}"])
@@ -109,21 +114,43 @@ def test_the_past_is_a_tenants_own():
     assert [draft.tokens.tolist() for draft in drafts] == [[3, 4, 5], []]
 
 
-def test_the_past_is_bounded():
-    drafter = drafter_of({"decoding_type": "NGramCache", "max_dynamic_entries": 100})
-    rng = random.Random(0)
+@pytest.mark.parametrize("max_entries", [1, 30, 100, 1000])
+def test_the_past_is_bounded(max_entries):
+    drafter = drafter_of({"decoding_type": "NGramCache", "max_dynamic_entries": max_entries})
+    rng, dynamic = random.Random(0), drafter.dynamic
     for index in range(20):
         finish(drafter, str(index), [rng.randrange(50) for _ in range(50)], str(index % 3))
-        drafter.dynamic.work()
-        sizes = [len(t) for tables in drafter.dynamic._tables.values() for t in tables]
-        assert sum(sizes) <= 100
-        assert sum(sizes) == drafter.dynamic._num_entries
+        dynamic.work()
+        sizes = {tenant: past.num_keys for tenant, past in dynamic._pasts.items()}
+        assert sum(sizes.values()) == dynamic.num_keys <= max_entries
+        assert dynamic._sizes == {tenant: size for tenant, size in sizes.items() if size}
+    assert dynamic.num_keys >= max_entries // 4
 
 
-def test_an_entry_grows_when_it_must():
-    table: dict = {}
-    for token in (5, 5, 6, 6, 6):
-        add(table, 1, token)
-    entry = table[1]
-    assert isinstance(entry, Counts)
-    assert (entry.best, entry.best_count, entry.total) == (6, 3, 5)
+def test_what_is_counted_again_outlives_its_generation():
+    dynamic = DynamicTables(200)
+    rng, often = random.Random(1), ids([1, 2, 3, 1, 2, 4, 1, 2, 3])
+    for _ in range(40):
+        for text in (often, ids([rng.randrange(5, 500) for _ in range(8)])):
+            table = CountTable()
+            table.extend(text, 0)
+            dynamic.join("x", table)
+        dynamic.work()
+    assert dynamic.num_keys <= 200
+    (known,) = [counts_of(each) for each in dynamic.arrays() if each.keys.shape[1] == 2]
+    assert known[1, 2] == {3: 80, 4: 40}
+
+
+def test_a_file_that_fits_is_taken_in_whole():
+    tables = []
+    for tenant, length in (("b", 20), ("a", 150)):
+        table = CountTable()
+        table.extend(ids(np.random.default_rng(length).integers(0, 500, length)), 0)
+        tables += table.arrays(tenant)
+    dynamic = DynamicTables(sum(len(each.keys) for each in tables))
+    dynamic.fill(tables)
+    assert contents(dynamic.arrays()) == contents(tables)
+
+
+def contents(tables):
+    return {(each.tenant, each.keys.shape[1]): counts_of(each) for each in tables}

@@ -9,22 +9,17 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from outrider.drafters.ngram_table import Table, fingerprint, load, pairs
+from outrider.drafters.ngram_file import fingerprint, load
+
+from ...drafters.lookups import counts_of
 
 
-def read(path, tokenizer) -> Table:
-    table: Table = {}
-    for arrays in load(path, "f", fingerprint(tokenizer), 1 << 20):
-        arrays.fill(table)
-    return table
-
-
-def as_counter(table: Table) -> Counter:
-    counts: Counter = Counter()
-    for key, entry in table.items():
-        for token, count in pairs(entry):
-            counts[key >> 32, key & 0xFFFFFFFF, token] = count
-    return counts
+def read(path, tokenizer) -> Counter:
+    """(two tokens, what followed) -> count."""
+    (arrays,) = load(path, "f", fingerprint(tokenizer), 1 << 20)
+    return Counter(
+        {(*key, t): count for key, some in counts_of(arrays).items() for t, count in some.items()}
+    )
 
 
 def test_build_counts_what_follows(outrider_cli, tmp_path, model):
@@ -41,7 +36,7 @@ def test_build_counts_what_follows(outrider_cli, tmp_path, model):
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         wanted.update(zip(ids, ids[1:], ids[2:]))
-    assert as_counter(read(out, model)) == wanted
+    assert read(out, model) == wanted
     shown = outrider_cli("ngram", "inspect", out)
     assert shown.exit_code == 0
     assert yaml.safe_load(shown.stdout)["facts"]["num_files"] == 2
@@ -56,9 +51,9 @@ def test_build_from_tokens(outrider_cli, tmp_path, model, kind):
     args = ("ngram", "build", out, "--input", file, "--tokenizer", model, "--tokens")
     assert outrider_cli(*args).exit_code == 0
     wanted = Counter(zip(ids.tolist(), ids[1:].tolist(), ids[2:].tolist()))
-    assert as_counter(read(out, model)) == wanted
+    assert read(out, model) == wanted
     assert outrider_cli(*args, "--min-count", 2).exit_code == 0
-    assert as_counter(read(out, model)) == Counter({k: n for k, n in wanted.items() if n > 1})
+    assert read(out, model) == Counter({k: n for k, n in wanted.items() if n > 1})
 
 
 def test_mistakes_are_named(outrider_cli, tmp_path, model):

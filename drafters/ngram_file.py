@@ -1,11 +1,7 @@
-"""Counted n-grams: what followed a few tokens, and how often; in memory and in a file.
+"""The file of counted n-grams: what followed a few tokens, and how often.
 
-Keys are n-grams packed into an int, 32 bits a token, the newest token lowest. An entry is a packed
-int as long as only one token ever followed (most do), `Counts` from the second on: a table of a
-long context is large.
-
-The file: magic, version, length of a JSON header, the header (the tokenizer's fingerprint, sizes,
-SHA-256 of the rest), then int32 arrays, little-endian.
+Magic, version, length of a JSON header, the header (the tokenizer's fingerprint, sizes, SHA-256 of
+the rest), then int32 arrays, little-endian. In memory they are `CountTable`s.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,54 +18,8 @@ import numpy as np
 from ..errors import TableFileError
 from ..scheduler.types import IntArray
 
-BITS = 32
-TOKEN = 2**BITS - 1
-ONE = 2**BITS  # of a count, in a packed entry
 _MAGIC = b"OUTRNGRM"
 _VERSION = 1
-
-
-class Counts:
-    """Several tokens that followed. Of equal counts, `best` is the token that got there first."""
-
-    __slots__ = ("best", "best_count", "by_token", "total")
-
-    def __init__(self, packed: int) -> None:
-        self.best = packed & TOKEN
-        self.best_count = self.total = packed >> BITS
-        self.by_token = {self.best: self.total}
-
-    def add(self, token: int, count: int = 1) -> None:
-        self.total += count
-        counted = self.by_token[token] = self.by_token.get(token, 0) + count
-        if counted > self.best_count:
-            self.best, self.best_count = token, counted
-
-
-Entry = int | Counts
-Table = MutableMapping[int, Entry]
-
-
-def add(table: Table, key: int, token: int, count: int = 1) -> None:
-    """`token` followed `key`, `count` times more."""
-    entry = table.get(key)
-    if entry is None:
-        table[key] = token | count << BITS
-    elif not isinstance(entry, int):
-        entry.add(token, count)
-    elif entry & TOKEN == token:
-        table[key] = entry + (count << BITS)
-    else:
-        table[key] = entry = Counts(entry)
-        entry.add(token, count)
-
-
-def pairs(entry: Entry) -> Iterator[tuple[int, int]]:
-    """The tokens of an entry and their counts."""
-    if isinstance(entry, int):
-        yield entry & TOKEN, entry >> BITS
-    else:
-        yield from entry.by_token.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +40,6 @@ class Arrays:
     keys: IntArray  # [num_keys, order]
     counts: IntArray  # [num_keys]
     pairs: IntArray  # [num_pairs, 2], (token, count)
-
-    @classmethod
-    def of(cls, tenant: str, order: int, table: Table) -> Arrays:
-        followed = [list(pairs(entry)) for entry in table.values()]
-        shifts = [BITS * (order - 1 - index) for index in range(order)]
-        keys = [[key >> shift & TOKEN for shift in shifts] for key in table]
-        flat = [pair for some in followed for pair in some]
-        return cls(
-            tenant,
-            np.array(keys, dtype=np.int32).reshape(-1, order),
-            np.array([len(some) for some in followed], dtype=np.int32),
-            np.minimum(np.array(flat, dtype=np.int64).reshape(-1, 2), 2**31 - 1).astype(np.int32),
-        )
-
-    def fill(self, table: Table) -> None:
-        """Adds everything to `table`."""
-        flat = iter(self.pairs.tolist())
-        for key, count in zip(self.keys.tolist(), self.counts.tolist()):
-            packed = 0
-            for token in key:
-                packed = packed << BITS | token
-            for _ in range(count):
-                token, times = next(flat)
-                add(table, packed, token, times)
 
 
 def fingerprint(tokenizer: Path) -> str:

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from outrider.drafters.ngram_table import Arrays, add, fingerprint, load, read_header, save
+from outrider.drafters.ngram_file import Arrays, fingerprint, load, read_header, save
 from outrider.errors import ConfigError, TableFileError
 
-from .lookups import drafter_of, propose, request_of
+from .lookups import counts_of, drafter_of, propose, request_of
 
 FIELD = "speculative_config.lookup_cache_static"
 
@@ -28,21 +28,16 @@ def tokenizer_at(folder, vocabulary):
 
 @pytest.fixture
 def file(tmp_path, tokenizer):
-    table: dict = {}
-    for token, count in ((3, 5), (4, 1), (3, 1)):
-        add(table, 1 << 32 | 2, token, count)
-    add(table, 2 << 32 | 3, 9)
+    keys, counts, pairs = [[1, 2], [2, 3]], [2, 1], [[3, 6], [4, 1], [9, 1]]
+    arrays = Arrays("", *(np.array(part, dtype=np.int32) for part in (keys, counts, pairs)))
     path = tmp_path / "corpus.ngrams"
-    save(path, [Arrays.of("", 2, table)], fingerprint(tokenizer), {"kind": "static"})
+    save(path, [arrays], fingerprint(tokenizer), {"kind": "static"})
     return path
 
 
 def test_there_and_back(file, tokenizer):
     (arrays,) = load(file, FIELD, fingerprint(tokenizer), 50)
-    table: dict = {}
-    arrays.fill(table)
-    assert table[2 << 32 | 3] == 9 | 1 << 32
-    assert table[1 << 32 | 2].by_token == {3: 6, 4: 1}
+    assert counts_of(arrays) == {(1, 2): {3: 6, 4: 1}, (2, 3): {9: 1}}
 
 
 def test_a_drafter_uses_it(file, tokenizer):
@@ -124,12 +119,3 @@ def test_the_dynamic_table_outlives_the_engine(tmp_path, tokenizer):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TableFileError, match="lookup_cache_dynamic"):
         drafter_of(section, 50, tokenizer)
-
-
-def test_counts_saturate(tmp_path, tokenizer):
-    table: dict = {}
-    add(table, 1, 2, 2**40)
-    path = tmp_path / "large"
-    save(path, [Arrays.of("", 1, table)], fingerprint(tokenizer), {})
-    (arrays,) = load(path, FIELD, fingerprint(tokenizer), 50)
-    assert np.array_equal(arrays.pairs, [[2, 2**31 - 1]])
