@@ -23,6 +23,7 @@ from ..errors import (
     EngineDeadError,
     OutriderError,
     OverloadedError,
+    ResourcesError,
     WorkerDiedError,
     WorkerError,
 )
@@ -255,19 +256,31 @@ class Engine:
     def _recover(self, error: WorkerError) -> None:
         """Fresh workers; every request goes on from its tokens.
 
+        Where the cluster has no place for them (a node is gone and its successor not there yet),
+        requests wait, and may be aborted, for as long as `restart_window_s`.
+
         Raises:
-            EngineDeadError: it happened too often.
+            EngineDeadError: it happened too often, or there was no place for too long.
         """
         self._loop.scheduler.requeue_all()
-        restarted = False
-        while not (restarted or self._closed.is_set()):
-            self._count_restart(error)
-            log.warning("workers are restarted, requests will be replayed: %s", error.message)
+        until = time.monotonic() + self._config.restart_window_s
+        self._count_restart(error)
+        log.warning("workers are restarted, requests will be replayed: %s", error.message)
+        while not self._closed.is_set():
             try:
                 self._host.target_group.restart()
-                restarted = True
+                break
             except WorkerError as again:  # it counts, and is tried again
-                error = again
+                self._count_restart(again)
+                log.warning("workers are restarted once more: %s", again.message)
+            except ResourcesError as lacking:
+                if time.monotonic() > until:
+                    raise EngineDeadError(
+                        f"no place for the workers within {self._config.restart_window_s:.0f} s "
+                        f"(restart_window_s): {lacking.message}"
+                    ) from None
+                log.warning("requests wait for a place for the workers: %s", lacking.message)
+            self._drain(block=False)
         if self._closed.is_set():  # `shutdown` did not wait for the restart
             self._host.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from outrider.errors import (
     CheckpointError,
     ConfigError,
+    EngineDeadError,
     InvalidRequestError,
+    ResourcesError,
     WorkerDiedError,
     WorkerError,
 )
@@ -42,6 +45,13 @@ def sections(tiny) -> dict[str, dict]:
         "separate draft": draft,
         "colocated draft": {**draft, "placement": "colocated"},
     }
+
+
+def last_of(box):
+    """Its request's last delta."""
+    while (delta := box.deltas.get(timeout=30)).finish_reason is None:
+        pass
+    return delta
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +207,7 @@ def test_abort_frees_the_cache(tiny):
         engine.submit(Request("a", ints([3, 4]), sampling, seed=1), box)
         box.deltas.get(timeout=30)
         engine.abort("a")
-        while (delta := box.deltas.get(timeout=30)).finish_reason is None:
-            pass
-        assert delta.finish_reason == "abort"
+        assert last_of(box).finish_reason == "abort"
         assert complete(engine, PROMPTS[:1])
         stats = engine.stats()
         assert stats["kv"]["num_free_blocks"] == stats["kv"]["num_blocks"]
@@ -310,6 +318,52 @@ def test_a_restart_that_fails_is_tried_again(tiny, plain):
         group.call, group.restart = dies, fails_twice
         assert complete(engine, PROMPTS)[0] == plain["greedy"]
         assert engine.stats()["num_restarts"] == 3
+
+
+def dying_once(engine, restart):
+    """The workers die in the next step; `restart` stands in for their restart."""
+    group = engine._host.target_group
+    call, again = group.call, group.restart
+
+    def dies(message):
+        group.call = call
+        raise WorkerDiedError("gone")
+
+    group.call, group.restart = dies, lambda: restart(again)
+
+
+def test_requests_wait_for_a_place_for_the_workers(tiny, plain):
+    tried, aborted = [], Box()
+
+    def has_no_place(restart):
+        tried.append(1)
+        if len(tried) == 1:
+            engine.abort("unwanted")
+        if len(tried) < 3:
+            raise ResourcesError("no node", field="tensor_parallel_size")
+        restart()
+
+    with engine_of(tiny.target, max_restarts=1) as engine:
+        dying_once(engine, has_no_place)
+        engine.submit(Request("unwanted", ints([3, 4]), SamplingParams(max_tokens=200), 1), aborted)
+        assert complete(engine, PROMPTS)[0] == plain["greedy"]
+        assert last_of(aborted).finish_reason == "abort"
+        assert len(tried) == 3
+        assert engine.stats()["num_restarts"] == 1
+
+
+def test_a_place_that_never_comes_ends_the_engine(tiny):
+    def has_no_place(restart):
+        time.sleep(0.02)
+        raise ResourcesError("no node", field="tensor_parallel_size")
+
+    with engine_of(tiny.target, restart_window_s=0.1) as engine:
+        dying_once(engine, has_no_place)
+        box = Box()
+        engine.submit(Request("a", ints([3, 4]), SamplingParams(), 1), box)
+        assert "no place for the workers within 0 s" in last_of(box).error
+        with pytest.raises(EngineDeadError, match="no node"):
+            engine.submit(Request("b", ints([3, 4]), SamplingParams(), 1), Box())
 
 
 def test_nothing_is_restarted_once_the_engine_is_shut_down(tiny, monkeypatch):
