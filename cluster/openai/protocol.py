@@ -10,7 +10,14 @@ import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ...errors import InvalidRequestError
 from ...scheduler.sampling import SamplingParams, invalid_request
@@ -163,13 +170,20 @@ class ChatMessage(Strict):
     """One message; the fields that SDKs echo from an answer must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | None = Field(None, validate_default=True)
     name: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[None] | None = None
     function_call: None = None
     tool_calls: list[None] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant's message may be without")
+        return content
 
     def render(self) -> Message:
         """As chat templates know it: one text, parts joined by newlines."""

@@ -156,6 +156,7 @@ def test_chat(start: Callable[..., Server], tokenizer: Any) -> None:
     server = start(eos=True)
     messages: list[Any] = [
         {"role": "system", "content": "be brief"},
+        {"role": "assistant", "content": None},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
     answer = server.openai.chat.completions.create(
@@ -166,7 +167,7 @@ def test_chat(start: Callable[..., Server], tokenizer: Any) -> None:
         "stop",
         "assistant",
     )
-    rendered = "<system>be brief\n<user>a\nb\n<assistant>"
+    rendered = "<system>be brief\n<assistant>\n<user>a\nb\n<assistant>"
     assert server.engine.submitted[0].prompt.tolist() == tokenizer.encode(rendered)
     chunks = list(
         server.openai.chat.completions.create(
@@ -298,6 +299,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/chat/completions", {**CHAT, "messages": "a"}, 400, "messages"),
     ("/v1/chat/completions", {**CHAT, "messages": [{"role": "x"}]}, 400, "messages.0.role"),
     ("/v1/chat/completions", {**CHAT, "messages": [IMAGE]}, 400, "messages.0.content"),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user"}]}, 400, "messages.0.content"),
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json"}}, 400, "response_format"),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
