@@ -4,7 +4,8 @@
                                            [--noise 0.02] [--only NGram ...]
 
 Synthetic text of phrases from a common stock, so that drafts are found and mostly right: each
-request's future is known, and a step emits what its draft got right of it, plus one.
+request's future is known, and a step emits what its draft got right of it, plus one. The *skewed*
+cases have tokens by Zipf's law instead, after which nearly anything may follow.
 
 Two phases: while prompts are being indexed, all requests having arrived at once; and then, when
 everything is (what the first steps left is indexed in between, uncounted). Milliseconds per step by
@@ -27,15 +28,17 @@ from typing import Any
 import numpy as np
 
 from ..config import EngineConfig
-from ..drafters.ngram_file import Arrays, fingerprint, save
+from ..drafters.ngram_file import Arrays, save
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import Drafter
 from ..drafters.registry import build
+from ..drafters.vocabulary import fingerprint
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Batch, Draft, IntArray, Request, SamplingRows, Verdict, ints
 
 VOCAB = 32_000
 _PHRASES, _PHRASE_LEN = 40, 60
+_ZIPF = 1.3  # the exponent
 _PAST_LEN = 2048  # tokens that a finished request emitted
 _MAX_DRAIN = 10**6  # steps without a request until everything is indexed
 
@@ -51,6 +54,7 @@ class Case:
     num_finished: int = 0  # requests that ended before
     has_corpus: bool = False
     is_uncut: bool = False  # a step emits all that was right of a draft
+    is_skewed: bool = False  # tokens by Zipf's law, each for itself
 
     @property
     def name(self) -> str:
@@ -75,6 +79,8 @@ CASES = (
     Case("Suffix", {"shape": "tree"}, "tree"),
     Case("Suffix", note="past", **PAST),
     Case("Suffix", {"shape": "tree"}, "tree, past", **PAST),
+    Case("Suffix", {"shape": "tree"}, "tree, skewed", is_skewed=True),
+    Case("Suffix", {"shape": "tree", "min_token_prob": 0.0}, "tree, skewed, p 0", is_skewed=True),
     Case("NGram"),
     Case("NGram", NEWEST, "newest"),
     Case("NGram", {"max_matching_ngram_size": 16}, "n-grams to 16"),
@@ -168,7 +174,7 @@ class Run:
         config = EngineConfig.load({"model": "m", "speculative_config": section})
         host: Any = _Host(folder)
         self.drafter: Drafter = build(config.speculative_config, host)
-        self._noise = args.noise
+        self._noise, self._is_skewed = args.noise, case.is_skewed
         tenants = [str(row % case.num_tenants) for row in range(args.batch)]
         for index in range(case.num_finished):
             self._finish(f"past {index}", tenants[index % args.batch], seed=10_000 + index)
@@ -228,8 +234,10 @@ class Run:
         self.drafter.observe(_batch(self._step, (), nothing), verdict)
 
     def _text(self, length: int, seed: int) -> IntArray:
-        """Phrases of a common stock, with some tokens replaced."""
+        """Phrases of a common stock, with some tokens replaced; or what is frequent, and rare."""
         rng = np.random.default_rng(seed)
+        if self._is_skewed:
+            return (rng.zipf(_ZIPF, length) % VOCAB).astype(np.int32)
         text = self._stock[rng.integers(0, _PHRASES, length // _PHRASE_LEN + 1)].ravel()[:length]
         noise = rng.random(length) < self._noise
         return np.where(noise, rng.integers(0, VOCAB, length), text).astype(np.int32)

@@ -1,6 +1,6 @@
 """Counted n-grams in memory: what followed one to four tokens, and how often.
 
-Called by `ngram_cache.py`; the loops are in `count_loops.py`. A table grows by doubling. It is
+Called by `ngram_cache.py`; the loops are in `loops/counts.py`. A table is
 filled from a file's `Arrays` and turned back into them.
 """
 
@@ -9,35 +9,40 @@ from __future__ import annotations
 import numpy as np
 
 from ..scheduler.types import IntArray
-from . import count_loops as loops
+from .hash_table import grown, new_table
+from .loops import counts as loops
+from .loops import hashing
 from .ngram_file import Arrays
 
 ORDERS = loops.ORDERS
-_MIN_ROWS = 64
+_ROWS_PER_TOKEN = 6  # of text that hardly repeats
 
 
 class CountTable:
     """N-grams of orders 1 to 4 and their counts."""
 
-    __slots__ = ("rows", "slots", "used")
+    __slots__ = ("hashed",)
 
-    def __init__(self) -> None:
-        self.rows: IntArray = np.empty((_MIN_ROWS, loops.COLUMNS), dtype=np.int32)
-        self.slots: IntArray = np.full(2 * _MIN_ROWS, -1, dtype=np.int32)
-        self.used: IntArray = np.zeros(2, dtype=np.int32)
+    def __init__(self, num_tokens: int = 0) -> None:
+        """With room for a text of so many tokens, of which it takes up what it needs."""
+        self.hashed = new_table(loops.COLUMNS, 1, _ROWS_PER_TOKEN * num_tokens)
+
+    @property
+    def rows(self) -> IntArray:
+        return self.hashed[0]
 
     @property
     def num_rows(self) -> int:
-        return int(self.used[loops.NUM_ROWS])
+        return int(self.hashed[2][hashing.NUM_ROWS])
 
     @property
     def num_keys(self) -> int:
-        return int(self.used[loops.NUM_KEYS])
+        return int(self.hashed[2][loops.NUM_KEYS])
 
     def extend(self, text: IntArray, begin: int) -> None:
         """Counts `text[begin:]` as what follows the tokens before it."""
         while True:
-            begin = loops.extend(self.rows, self.slots, self.used, text, begin)
+            begin = loops.extend(self.hashed, text, begin)
             if begin == len(text):
                 return
             self._grow()
@@ -56,10 +61,7 @@ class CountTable:
         Those that `older` has come over from there first.
         """
         while True:
-            begin = loops.merge(
-                self.rows, self.slots, self.used, older.rows, older.slots, source.rows,
-                begin, end, is_only_new,
-            )  # fmt: skip
+            begin = loops.merge(self.hashed, older.hashed, source.rows, begin, end, is_only_new)
             if begin == end:
                 return
             self._grow()
@@ -70,9 +72,8 @@ class CountTable:
         firsts = np.concatenate([[0], np.cumsum(arrays.counts, dtype=np.int64)])
         while True:
             begin = loops.fill(
-                self.rows, self.slots, self.used, arrays.keys, arrays.counts, arrays.pairs,
-                begin, int(firsts[begin]),
-            )  # fmt: skip
+                self.hashed, arrays.keys, arrays.counts, arrays.pairs, begin, int(firsts[begin])
+            )
             if begin == len(arrays.keys):
                 return
             self._grow()
@@ -100,8 +101,4 @@ class CountTable:
         return found
 
     def _grow(self) -> None:
-        rows: IntArray = np.empty((2 * len(self.rows), loops.COLUMNS), dtype=np.int32)
-        rows[: len(self.rows)] = self.rows
-        self.rows = rows
-        self.slots = np.full(2 * len(rows), -1, dtype=np.int32)
-        loops.put_rows(rows, self.slots, self.num_rows)
+        self.hashed = grown(self.hashed, len(self.rows))

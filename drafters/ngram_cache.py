@@ -19,16 +19,21 @@ from pathlib import Path
 import numpy as np
 
 from ..config import NGramCacheConfig
+from ..errors import TableFileError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
-from .count_loops import ORDERS, STATIC_ORDER, draft
 from .count_table import CountTable
+from .files import check_writable
 from .lookup import LookupDrafter, Memory, chain_of
-from .ngram_file import Arrays, fingerprint, load, save
+from .loops.cache import STATIC_ORDER, draft
+from .loops.counts import ORDERS
+from .ngram_file import Arrays, load, save
+from .vocabulary import fingerprint
 
 log = logging.getLogger(__name__)
 
 _MERGED_PER_STEP = 2048  # rows of finished requests
+_MARGIN = 256  # tokens that a request emits before its table has to grow
 _MAX_TENANTS = 1024  # from here on, tenants of whom nothing is known are dropped
 _NOTHING = CountTable()  # never written to
 
@@ -73,22 +78,19 @@ class CacheMemory(Memory):
         super().__init__(request)
         self.tenant = request.tenant
         self._past, self._static, self._room = past, static, room
-        self.context = CountTable()
+        self.context = CountTable(len(self.tokens) + _MARGIN)
 
     def draft(self, budget: int, least: int, source: str) -> Draft:
         if len(self.tokens) < STATIC_ORDER:
             return tree.EMPTY
-        context, newer, older, static = (
-            self.context, self._past.newer, self._past.older, self._static,
-        )  # fmt: skip
+        past, room = self._past, self._room
         size = draft(
-            context.rows, context.slots, newer.rows, newer.slots, older.rows, older.slots,
-            static.rows, static.slots, _NOTHING.rows, _NOTHING.slots,
-            _ids(self.tokens, -ORDERS), min(budget, len(self._room)), self._room,
+            self.context.hashed, past.newer.hashed, past.older.hashed, self._static.hashed,
+            _NOTHING.hashed, _ids(self.tokens, -ORDERS), min(budget, len(room)), room,
         )  # fmt: skip
         if size < max(1, least):
             return tree.EMPTY
-        return chain_of(self._room[:size].copy(), source)
+        return chain_of(room[:size].copy(), source)
 
     def take(self, begin: int, end: int) -> None:
         first = max(0, begin - ORDERS)
@@ -186,11 +188,18 @@ class NGramCache(LookupDrafter[CacheMemory]):
             field = "speculative_config.lookup_cache_static"
             path = Path(config.lookup_cache_static)
             for arrays in load(path, field, self._fingerprint, vocab_size):
+                if arrays.tenant:
+                    raise TableFileError(
+                        f"{field}: {path} holds what tenants' requests counted, which is not for "
+                        "everybody; give it as lookup_cache_dynamic",
+                        field=field,
+                    )
                 if arrays.keys.shape[1] == STATIC_ORDER:
                     self._static.fill(arrays)
         if config.lookup_cache_dynamic is not None:
             field = "speculative_config.lookup_cache_dynamic"
             self._file = Path(config.lookup_cache_dynamic)
+            check_writable(self._file, field)
             if self._file.exists():
                 self.dynamic.fill(load(self._file, field, self._fingerprint, vocab_size))
 

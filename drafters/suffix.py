@@ -19,11 +19,12 @@ from ..config import SuffixConfig
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from .lookup import LookupDrafter, Memory
+from .loops.guess import guess
 from .protocol import Needs
-from .suffix_guess import guess
 from .suffix_index import SuffixIndex
 
 _MAX_TENANTS = 1024  # whose past is kept
+_MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
 
 
 class Limits:
@@ -50,6 +51,7 @@ class Past:
     def __init__(self, max_depth: int) -> None:
         self.generations = [SuffixIndex(max_depth), SuffixIndex(max_depth)]  # newer first
         self.num_texts = 0  # in the newer
+        self.version = 0  # another one when there is more to be found than what was followed
 
     @property
     def size(self) -> int:
@@ -60,29 +62,40 @@ class Past:
         newer = self.generations[0]
         self.generations = [SuffixIndex(newer.max_depth), newer]
         self.num_texts = 0
+        self.version += 1
+
+    def extend(self, tokens: IntArray) -> None:
+        """Indexes the next piece of a text."""
+        self.generations[0].extend(tokens)
+
+    def end_text(self) -> None:
+        self.generations[0].begin_text()
+        self.num_texts += 1
+        self.version += 1
 
 
 class SuffixMemory(Memory):
     """A request's own index, and where its newest tokens match its tenant's past."""
 
-    __slots__ = ("_index", "_limits", "_matches", "_past", "_seen", "num_prompt", "tenant")
+    __slots__ = ("_index", "_limits", "_matches", "_past", "_version", "num_prompt", "tenant")
 
     def __init__(self, request: Request, past: Past, limits: Limits, depth: int) -> None:
         super().__init__(request)
         self.tenant, self.num_prompt = request.tenant, len(request.prompt)
         self._past, self._limits = past, limits
         self._index = SuffixIndex(depth)
-        self._seen: list[SuffixIndex] = []  # the generations that `_matches` belongs to
+        self._version = -1  # of the past that `_matches` belongs to
         self._matches: IntArray = np.zeros((2, 2), dtype=np.int32)
 
     def guess(self, budget: int, drafts: IntArray, row: int) -> int:
         """Writes tokens and parents to `drafts[row]`; how many they are."""
-        own, limits = self._index, self._limits
-        newer, older = self._past.generations
-        if self._seen is not self._past.generations:
+        own, limits, past = self._index, self._limits, self._past
+        if self._version != past.version:
             self._match()
+        newer, older = past.generations
         return guess(
-            own.nodes, own.edges, own.walk, newer.nodes, newer.edges, older.nodes, older.edges,
+            own.nodes, own.edges[0], own.walk, newer.nodes, newer.edges[0],
+            older.nodes, older.edges[0],
             self._matches, self.num_indexed == len(self.tokens), budget, limits.table,
             limits.min_prob, limits.is_tree, limits.room, drafts, row,
         )  # fmt: skip
@@ -92,9 +105,7 @@ class SuffixMemory(Memory):
 
     def learn(self, emitted: list[int]) -> int:
         num_indexed = super().learn(emitted)
-        if self._seen is not self._past.generations:
-            self._match()
-        else:
+        if self._version == self._past.version:
             self._follow(np.array(emitted, dtype=np.int32))
         return num_indexed
 
@@ -102,13 +113,13 @@ class SuffixMemory(Memory):
         return np.array(self.tokens[self.num_prompt :], dtype=np.int32)
 
     def _match(self) -> None:
-        """Finds its place in new generations."""
-        self._seen = self._past.generations
+        """Finds its place in a past that is another one."""
+        self._version = self._past.version
         self._matches[:] = 0
         self._follow(np.array(self.tokens[-self._index.max_depth :], dtype=np.int32))
 
     def _follow(self, tokens: IntArray) -> None:
-        for row, index in enumerate(self._seen):
+        for row, index in enumerate(self._past.generations):
             if index.size:
                 index.follow(self._matches, row, tokens)
 
@@ -117,9 +128,10 @@ class Suffix(LookupDrafter[SuffixMemory]):
     """Drafts what most often followed the newest tokens, as far as it is likely."""
 
     name = "suffix"
-    max_indexed = 2048
 
     def __init__(self, config: SuffixConfig) -> None:
+        # A token costs a look at each of the suffixes before it, `max_tree_depth` at most.
+        self.max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)
         super().__init__()
         self.needs = Needs(shape=config.shape)
         self._config = config
@@ -165,12 +177,11 @@ class Suffix(LookupDrafter[SuffixMemory]):
             past = self._past(tenant)
             piece, rest = output[:num_tokens], output[num_tokens:]
             num_tokens -= len(piece)
-            past.generations[0].extend(piece)
+            past.extend(piece)
             self._waiting[0] = (tenant, rest)
             if not len(rest):
                 self._waiting.popleft()
-                past.generations[0].begin_text()
-                past.num_texts += 1
+                past.end_text()
                 self._shrink(past)
 
     def _past(self, tenant: str) -> Past:

@@ -9,7 +9,7 @@ A token is appended in one walk over the suffixes of the text before it, longest
 becomes is counted, and is its likeliest continuation unless another was seen more often; of equals
 the one seen last.
 
-The tables double when they are full; the loops over them are in `suffix_loops.py`.
+The tables double when they are full; the loops over them are in `loops/suffix.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from __future__ import annotations
 import numpy as np
 
 from ..scheduler.types import IntArray
-from . import suffix_loops as loops
+from .hash_table import grown, larger, new_table
+from .loops import hashing
+from .loops import suffix as loops
 
 ROOT = loops.ROOT
-_MIN_ROWS = 32
+_MIN_ROWS = 64
 
 
 class SuffixIndex:
     """Over one text, or over several: `begin_text` starts the next one."""
 
-    __slots__ = ("edges", "max_depth", "nodes", "size", "slots", "walk")
+    __slots__ = ("edges", "max_depth", "nodes", "size", "walk")
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
@@ -34,8 +36,7 @@ class SuffixIndex:
         self.nodes: IntArray = np.empty((_MIN_ROWS, loops.NODE), dtype=np.int32)
         self.nodes[ROOT] = -1
         self.nodes[ROOT, [loops.LENGTH, loops.COUNT, loops.DEGREE]] = 0
-        self.edges: IntArray = np.empty((_MIN_ROWS, loops.EDGE), dtype=np.int32)
-        self.slots: IntArray = np.full(2 * _MIN_ROWS, -1, dtype=np.int32)
+        self.edges = new_table(loops.EDGE)
         self.walk: IntArray = np.zeros(loops.SUFFIXES + max_depth + 2, dtype=np.int32)
         self.walk[loops.NUM_STATES] = 1
         self.begin_text()
@@ -53,9 +54,7 @@ class SuffixIndex:
         """Appends tokens to the current text."""
         self.size += len(tokens)
         while True:
-            done = loops.extend(
-                self.nodes, self.edges, self.slots, self.walk, self.max_depth, tokens
-            )
+            done = loops.extend(self.nodes, self.edges, self.walk, self.max_depth, tokens)
             if done == len(tokens):
                 return
             tokens = tokens[done:]
@@ -64,24 +63,15 @@ class SuffixIndex:
     def follow(self, matches: IntArray, row: int, tokens: IntArray) -> None:
         """Goes on from the match (state, length) in that row: the longest suffix of what the
         tokens make of it that occurs, below `max_depth`."""
-        loops.follow(self.nodes, self.edges, self.slots, self.max_depth, matches, row, tokens)
+        loops.follow(self.nodes, self.edges, self.max_depth, matches, row, tokens)
 
     def _grow(self) -> None:
         """Makes room for a token at least."""
         walk = self.walk
         if walk[loops.NUM_STATES] + 2 > len(self.nodes):
-            self.nodes = _larger(self.nodes, 2 * len(self.nodes))
-        num_edges = int(walk[loops.NUM_EDGES])
-        needed = num_edges + 2 * int(walk[loops.NUM_SUFFIXES]) + int(walk[loops.MAX_DEGREE])
-        if needed > len(self.edges):
-            size = 1 << needed.bit_length()
-            self.edges = _larger(self.edges, size)
-            self.slots = np.full(2 * size, -1, dtype=np.int32)
-            loops.put_edges(self.edges, self.slots, num_edges)
-
-
-def _larger(table: IntArray, size: int) -> IntArray:
-    """The table with `size` rows."""
-    larger: IntArray = np.empty((size, table.shape[1]), dtype=np.int32)
-    larger[: len(table)] = table
-    return larger
+            self.nodes = larger(self.nodes, 2 * len(self.nodes))
+        rows, _, used = self.edges
+        needed = int(used[hashing.NUM_ROWS]) + int(walk[loops.MAX_DEGREE])
+        needed += 2 * int(walk[loops.NUM_SUFFIXES])
+        if needed > len(rows):
+            self.edges = grown(self.edges, needed)

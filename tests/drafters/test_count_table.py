@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters import count_loops as loops
 from outrider.drafters.count_table import CountTable
+from outrider.drafters.loops import counts as loops
 from outrider.drafters.ngram_file import Arrays
 
 from .lookups import counts_of, growing

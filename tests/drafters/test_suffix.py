@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters import suffix_loops as loops
+from outrider.drafters.loops import suffix as loops
 from outrider.drafters.suffix_index import SuffixIndex
 
 from . import lookups
@@ -128,7 +128,7 @@ def column(index, state, name):
 
 
 def after(index, state, token):
-    return loops.after(index.nodes, index.edges, index.slots, state, token)
+    return loops.after(index.nodes, index.edges, state, token)
 
 
 def repeats(index, texts, strings, vocab):
@@ -147,13 +147,14 @@ def repeats(index, texts, strings, vocab):
             likeliest = likeliest if follow[likeliest] else -1
             assert column(index, state, "BEST") == likeliest
             assert column(index, state, "AFTER") == after(index, state, likeliest)
-            edge, degree = column(index, state, "FIRST"), sum(map(bool, follow.values()))
+            edge, degree = column(index, state, "LAST"), sum(map(bool, follow.values()))
             assert column(index, state, "DEGREE") == (degree if degree > 1 else 0)
             listed = set()
-            while edge >= 0:
-                listed.add(int(index.edges[edge, loops.TOKEN]))
-                edge = index.edges[edge, loops.NEXT]
+            for _ in range(degree if degree > 1 else 0):
+                edge = index.edges[0][edge, loops.NEXT]
+                listed.add(int(index.edges[0][edge, loops.TOKEN]))
             assert listed == ({t for t in follow if follow[t]} if degree > 1 else set())
+            assert edge == column(index, state, "LAST")
 
 
 @pytest.mark.parametrize("num_texts", [1, 3])
@@ -229,8 +230,18 @@ def test_a_running_request_sees_what_finishes():
     drafter.open([request_of("a", [9, 1, 2])])
     finish(drafter, "1", [1, 2, 3], "")
     observe(drafter, ["a"], [[5]])
+    assert propose(drafter, ["a"], [1])[0].num_nodes == 0
     observe(drafter, ["a"], [[1, 2]])
     assert propose(drafter, ["a"], [1])[0].num_nodes == 1
+
+
+def test_what_finishes_is_found_at_once_and_from_its_beginning():
+    drafter = drafter_of({"decoding_type": "Suffix"})
+    drafter.open([request_of("a", [5, 9, 1, 2])])
+    assert not propose(drafter, ["a"], [8])[0].num_nodes
+    finish(drafter, "1", [5, 9, 1, 2, 3, 4, 7], "")
+    observe(drafter, [], [])
+    assert propose(drafter, ["a"], [8])[0].tokens.tolist() == [3, 4, 7]
 
 
 @pytest.mark.parametrize("limits", [{"max_cached_requests": 4}, {"max_cached_tokens": 200}])

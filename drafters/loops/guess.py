@@ -8,21 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheduler.types import IntArray
-from .compiled import FLOAT, FLOATS, INT, INTS, TABLE, TABLES, compiled
-from .suffix_loops import (
-    AFTER,
-    BEST,
-    COUNT,
-    FIRST,
-    LENGTH,
-    LINK,
-    NEXT,
-    ROOT,
-    SUFFIXES,
-    TARGET,
-    TOKEN,
-)
+from ...scheduler.types import IntArray
+from . import FLOAT, FLOATS, INT, INTS, TABLE, TABLES, compiled
+from .suffix import AFTER, BEST, COUNT, LAST, LENGTH, LINK, NEXT, ROOT, SUFFIXES, TARGET, TOKEN
 
 TOKENS, PARENTS = 0, 1  # rows of a draft
 MOST, WIDEST = 0, 1  # rows of `limits`
@@ -97,6 +85,49 @@ def offer(
     return num + 1
 
 
+@compiled(INT, TABLE, TABLE, INT, INT, FLOAT, INT, INT, FLOAT, TABLE, FLOATS, INT)
+def offer_children(
+    nodes: IntArray,
+    edges: IntArray,
+    state: int,
+    total: int,
+    prob: float,
+    parent: int,
+    most: int,  # offers that can still be taken
+    least: float,
+    offers: IntArray,
+    shares: NDArray[np.float64],
+    num: int,
+) -> int:
+    """Offers what follows a node; how many offers there are then.
+
+    Continuations come in the order in which they were first seen, frequent ones mostly early; when
+    all that are left cannot be likely enough together, they are not looked at.
+    """
+    token, target = nodes[state, BEST], nodes[state, AFTER]
+    if token < 0:
+        return num
+    share, unseen = prob * (nodes[target, COUNT] / total), total - nodes[target, COUNT]
+    if share < least:
+        return num
+    num = offer(offers, shares, num, parent, token, target, share)
+    edge = last = nodes[state, LAST]
+    while edge >= 0:
+        floor = least if num < most else max(least, shares[num - most])
+        if prob * (unseen / total) < floor - _ROUNDING:
+            return num
+        edge = edges[edge, NEXT]
+        token, target = edges[edge, TOKEN], edges[edge, TARGET]
+        if token != nodes[state, BEST]:
+            unseen -= nodes[target, COUNT]
+            share = prob * (nodes[target, COUNT] / total)
+            if share >= floor:
+                num = offer(offers, shares, num, parent, token, target, share)
+        if edge == last:
+            return num
+    return num
+
+
 @compiled(_GUESS, TABLE, TABLE, INT, INT, INT, FLOAT, TABLE)
 def tree(
     nodes: IntArray,
@@ -108,31 +139,19 @@ def tree(
     draft: IntArray,
 ) -> tuple[float, int]:
     """The most probable nodes one by one."""
-    offers, shares, num_offers = np.empty((limit, 3), np.int32), np.empty(limit), 0
+    offers, shares, num = np.empty((limit, 3), np.int32), np.empty(limit), 0
     prob, score, parent = 1.0, 0.0, -1
     for node in range(limit):
-        edge, likeliest = nodes[state, FIRST], 0.0
-        if nodes[state, BEST] >= 0:
-            likeliest = prob * (nodes[nodes[state, AFTER], COUNT] / total)
-        if likeliest >= least and likeliest > 0.0:
-            token, target = nodes[state, BEST], nodes[state, AFTER]
-            num_offers = offer(offers, shares, num_offers, parent, token, target, likeliest)
-            if prob - likeliest <= least - _ROUNDING:
-                edge = -1  # no other can be likely enough
-            while edge >= 0:
-                token, target = edges[edge, TOKEN], edges[edge, TARGET]
-                share = prob * (nodes[target, COUNT] / total)
-                if share >= least and token != nodes[state, BEST]:
-                    num_offers = offer(offers, shares, num_offers, parent, token, target, share)
-                edge = edges[edge, NEXT]
-        if num_offers == 0:
+        num = offer_children(
+            nodes, edges, state, total, prob, parent, limit - node, least, offers, shares, num
+        )
+        if num == 0:
             return score, node
-        num_offers -= 1
-        prob, parent, state = shares[num_offers], node, offers[num_offers, 2]
+        num -= 1
+        prob, parent, state = shares[num], node, offers[num, 2]
         total = nodes[state, COUNT]
         score += prob
-        draft[TOKENS, node] = offers[num_offers, 1]
-        draft[PARENTS, node] = offers[num_offers, 0]
+        draft[TOKENS, node], draft[PARENTS, node] = offers[num, 1], offers[num, 0]
     return score, limit
 
 

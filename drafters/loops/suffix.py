@@ -3,80 +3,65 @@
 Its tables, int32, which `suffix_index.py` owns:
 
 - nodes[num_states, 8]: a state in half a cache line.
-- edges[num_edges, 4]: how the states that go on in several ways do, chained by state.
-- slots[a power of two]: a hash table of the edges by state and token, at most half full.
-- walk[4 + depth + 2]: how much of them is used, and the states of the current text's suffixes,
-  longest first.
+- edges: how the states that go on in several ways do, by state and token (see `hashing.py`), those
+  of one state in a ring in order of arrival.
+- walk[3 + depth + 2]: how much is used, and the states of the current text's suffixes, longest
+  first.
 """
 
 from __future__ import annotations
 
-from ..scheduler.types import IntArray
-from .compiled import INT, INTS, TABLE, compiled
+from ...scheduler.types import IntArray
+from . import INT, INTS, TABLE, compiled
+from .hashing import HASHED, NUM_ROWS, VALUE, Hashed, find, insert
 
 ROOT = 0
-LENGTH, LINK, COUNT, BEST, AFTER, FIRST, DEGREE = range(7)  # columns of `nodes`
+LENGTH, LINK, COUNT, BEST, AFTER, LAST, DEGREE = range(7)  # of `nodes`; LAST: edge, -1 for none
 NODE = 8
-STATE, TOKEN, TARGET, NEXT = range(4)  # columns of `edges`
-EDGE = 4
-NUM_STATES, NUM_EDGES, MAX_DEGREE, NUM_SUFFIXES, SUFFIXES = range(5)  # of `walk`
+STATE, TOKEN, TARGET, NEXT = 0, 1, VALUE, VALUE + 1  # of `edges`
+EDGE = VALUE + 2
+NUM_STATES, MAX_DEGREE, NUM_SUFFIXES, SUFFIXES = range(4)  # of `walk`
 
 
-@compiled(INT, TABLE, INTS, INT, INT)
-def slot_of(edges: IntArray, slots: IntArray, state: int, token: int) -> int:
-    """Where the edge is, or where it would be put."""
-    mask = len(slots) - 1
-    place = state * 2654435761 + token * 2246822519
-    place = (place ^ (place >> 29)) & mask
-    while True:
-        edge = slots[place]
-        if edge < 0 or (edges[edge, STATE] == state and edges[edge, TOKEN] == token):
-            return place
-        place = (place + 1) & mask
-
-
-@compiled(INT, TABLE, TABLE, INTS, INT, INT)
-def after(nodes: IntArray, edges: IntArray, slots: IntArray, state: int, token: int) -> int:
+@compiled(INT, TABLE, HASHED, INT, INT)
+def after(nodes: IntArray, edges: Hashed, state: int, token: int) -> int:
     """Where `token` leads; -1 if it never followed."""
     if nodes[state, BEST] == token:
         return nodes[state, AFTER]
-    if nodes[state, FIRST] < 0:
+    if nodes[state, LAST] < 0:
         return -1
-    edge = slots[slot_of(edges, slots, state, token)]
-    return edges[edge, TARGET] if edge >= 0 else -1
+    edge = find(edges, state, token, 0, 0)
+    return edges[0][edge, TARGET] if edge >= 0 else -1
 
 
-@compiled("none", TABLE, TABLE, INTS, INTS, INT, INT, INT)
+@compiled("none", TABLE, HASHED, INTS, INT, INT, INT)
 def add_edge(
     nodes: IntArray,
-    edges: IntArray,
-    slots: IntArray,
+    edges: Hashed,
     walk: IntArray,
     state: int,
     token: int,
     target: int,
 ) -> None:
-    edge = walk[NUM_EDGES]
-    walk[NUM_EDGES] += 1
-    slots[slot_of(edges, slots, state, token)] = edge
-    edges[edge, STATE], edges[edge, TOKEN], edges[edge, TARGET] = state, token, target
-    edges[edge, NEXT] = nodes[state, FIRST]
-    nodes[state, FIRST] = edge
+    rows, edge, last = edges[0], insert(edges, state, token, 0, 0), nodes[state, LAST]
+    rows[edge, TARGET] = target
+    if last < 0:
+        rows[edge, NEXT] = edge
+    else:
+        rows[edge, NEXT], rows[last, NEXT] = rows[last, NEXT], edge
+    nodes[state, LAST] = edge
     nodes[state, DEGREE] += 1
     if state != ROOT and nodes[state, DEGREE] > walk[MAX_DEGREE]:
         walk[MAX_DEGREE] = nodes[state, DEGREE]
 
 
-@compiled("none", TABLE, INTS, INT)
-def put_edges(edges: IntArray, slots: IntArray, num_edges: int) -> None:
-    """Into an empty hash table."""
-    for edge in range(num_edges):
-        slots[slot_of(edges, slots, edges[edge, STATE], edges[edge, TOKEN])] = edge
-
-
-@compiled(INT, TABLE, TABLE, INTS, INTS, INT, INT)
+@compiled(INT, TABLE, HASHED, INTS, INT, INT)
 def split(
-    nodes: IntArray, edges: IntArray, slots: IntArray, walk: IntArray, state: int, size: int
+    nodes: IntArray,
+    edges: Hashed,
+    walk: IntArray,
+    state: int,
+    size: int,
 ) -> int:
     """The strings of `state` of up to `size` tokens, as a state of their own."""
     part = walk[NUM_STATES]
@@ -86,21 +71,21 @@ def split(
     nodes[part, COUNT] = nodes[state, COUNT]
     nodes[part, BEST] = nodes[state, BEST]
     nodes[part, AFTER] = nodes[state, AFTER]
-    nodes[part, FIRST] = -1
+    nodes[part, LAST] = -1
     nodes[part, DEGREE] = 0
     nodes[state, LINK] = part
-    edge = nodes[state, FIRST]
-    while edge >= 0:
-        add_edge(nodes, edges, slots, walk, part, edges[edge, TOKEN], edges[edge, TARGET])
-        edge = edges[edge, NEXT]
+    edge = nodes[state, LAST]
+    for _ in range(nodes[state, DEGREE]):
+        edge = edges[0][edge, NEXT]
+        token, target = edges[0][edge, TOKEN], edges[0][edge, TARGET]
+        add_edge(nodes, edges, walk, part, token, target)
     return part
 
 
-@compiled(INT, TABLE, TABLE, INTS, INTS, INT, INTS)
+@compiled(INT, TABLE, HASHED, INTS, INT, INTS)
 def extend(
     nodes: IntArray,
-    edges: IntArray,
-    slots: IntArray,
+    edges: Hashed,
     walk: IntArray,
     depth: int,
     tokens: IntArray,
@@ -108,9 +93,9 @@ def extend(
     """Appends tokens to the text, as many as there is room for; how many it was."""
     longest = depth - 1  # that goes on
     for place in range(len(tokens)):
-        if walk[NUM_STATES] + 2 > len(nodes) or walk[NUM_EDGES] + 2 * walk[NUM_SUFFIXES] + walk[
+        if walk[NUM_STATES] + 2 > len(nodes) or edges[2][NUM_ROWS] + 2 * walk[NUM_SUFFIXES] + walk[
             MAX_DEGREE
-        ] > len(edges):
+        ] > len(edges[0]):
             return place
         token = tokens[place]
         begin = SUFFIXES
@@ -121,36 +106,36 @@ def extend(
         for index in range(begin, SUFFIXES + walk[NUM_SUFFIXES]):
             state = walk[index]
             known = nodes[state, BEST]
-            target = after(nodes, edges, slots, state, token)
+            target = after(nodes, edges, state, token)
             if target < 0:
                 if new < 0:
                     new = last = walk[NUM_STATES]
                     walk[NUM_STATES] += 1
                     nodes[new, LENGTH] = min(nodes[state, LENGTH], longest) + 1
                     nodes[new, LINK], nodes[new, COUNT] = ROOT, 1
-                    nodes[new, BEST] = nodes[new, AFTER] = nodes[new, FIRST] = -1
+                    nodes[new, BEST] = nodes[new, AFTER] = nodes[new, LAST] = -1
                     nodes[new, DEGREE] = 0
                     walk[grown] = new
                     grown += 1
                 if known >= 0:
-                    if nodes[state, FIRST] < 0:
-                        add_edge(nodes, edges, slots, walk, state, known, nodes[state, AFTER])
-                    add_edge(nodes, edges, slots, walk, state, token, new)
+                    if nodes[state, LAST] < 0:
+                        add_edge(nodes, edges, walk, state, known, nodes[state, AFTER])
+                    add_edge(nodes, edges, walk, state, token, new)
                 if known < 0 or nodes[nodes[state, AFTER], COUNT] == 1:
                     nodes[state, BEST], nodes[state, AFTER] = token, new
                 continue
             if last == new:  # the first that knows the token
                 size = min(nodes[state, LENGTH], longest) + 1
                 if nodes[target, LENGTH] != size:
-                    whole, part = target, split(nodes, edges, slots, walk, target, size)
+                    whole, part = target, split(nodes, edges, walk, target, size)
                 if new >= 0:
                     nodes[new, LINK] = target if part < 0 else part
             if target == whole:
                 target = part
                 if known == token:
                     nodes[state, AFTER] = part
-                if nodes[state, FIRST] >= 0:
-                    edges[slots[slot_of(edges, slots, state, token)], TARGET] = part
+                if nodes[state, LAST] >= 0:
+                    edges[0][find(edges, state, token, 0, 0), TARGET] = part
             if target != last:
                 last = target
                 walk[grown] = target
@@ -171,11 +156,10 @@ def within(nodes: IntArray, state: int, max_len: int) -> int:
     return state
 
 
-@compiled("none", TABLE, TABLE, INTS, INT, TABLE, INT, INTS)
+@compiled("none", TABLE, HASHED, INT, TABLE, INT, INTS)
 def follow(
     nodes: IntArray,
-    edges: IntArray,
-    slots: IntArray,
+    edges: Hashed,
     depth: int,
     matches: IntArray,
     row: int,
@@ -185,11 +169,11 @@ def follow(
     matched = matches[row, 1]
     state = within(nodes, matches[row, 0], matched)  # it may have been split since
     for token in tokens:
-        target = after(nodes, edges, slots, state, token)
+        target = after(nodes, edges, state, token)
         while target < 0 and state != ROOT:
             state = nodes[state, LINK]
             matched = nodes[state, LENGTH]
-            target = after(nodes, edges, slots, state, token)
+            target = after(nodes, edges, state, token)
         if target < 0:
             matched = 0
             continue
