@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -21,6 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 # At DEBUG it writes tens of thousands of lines about every function that it compiles.
 logging.getLogger("numba").setLevel(logging.INFO)
+
+_SETTINGS: Any = numba.config
 
 INT = "int64"
 INTS = "int32[::1]"
@@ -37,14 +39,14 @@ def compiled(result: str, *arguments: str) -> Callable[[Function], Function]:
     def compile_it(function: Function) -> Function:
         if _FOLDER is None:
             return cast(Function, numba.njit(signature)(function))
-        usual, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_FOLDER)
+        usual, _SETTINGS.CACHE_DIR = _SETTINGS.CACHE_DIR, str(_FOLDER)
         try:
             return cast(Function, numba.njit(signature, cache=True)(function))
         except Exception as error:  # noqa: BLE001 - anything may be on a disk; its own fault is raised again
             log.warning("%s: compiled loops cannot be kept there: %r", _FOLDER, error)
             return cast(Function, numba.njit(signature)(function))
         finally:
-            numba.config.CACHE_DIR = usual
+            _SETTINGS.CACHE_DIR = usual
 
     return compile_it
 
@@ -73,4 +75,4 @@ def _bases(sources: Path, usual: str) -> Iterator[Path]:
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
 
 
-_FOLDER = kept_in(Path(__file__).parent, numba.config.CACHE_DIR)
+_FOLDER = kept_in(Path(__file__).parent, _SETTINGS.CACHE_DIR)
