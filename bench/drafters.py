@@ -49,6 +49,7 @@ HEADS = {
     "MTP": _head("MTP", "mtp", max_draft_len=4),
     "MTP grown": _head("MTP", "mtp", **GROWN),
 }
+SUFFIX = {"decoding_type": "Suffix", "max_draft_len": 8}
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"decoding_type": "None"},
     "DraftTarget": {
@@ -57,16 +58,30 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "max_draft_len": 4,
     },
     "NGram": {"decoding_type": "NGram", "max_draft_len": 8},
+    "NGram shared": {"decoding_type": "NGram", "max_draft_len": 8, "pool_scope": "tenant"},
     "PromptLookup": {"decoding_type": "PromptLookup"},
     "NGramSimple": {"decoding_type": "NGramSimple", "ngram_size_n": 4, "ngram_size_m": 8},
     "NGramMapK": {"decoding_type": "NGramMapK", "ngram_size_n": 4, "ngram_size_m": 8},
     "NGramMapK4V": {"decoding_type": "NGramMapK4V", "ngram_size_n": 4, "ngram_size_m": 8},
     "NGramMod": {"decoding_type": "NGramMod", "n_match": 4, "n_min": 1, "n_max": 8},
     "NGramCache": {"decoding_type": "NGramCache", "max_draft_len": 8},
-    "Suffix": {"decoding_type": "Suffix", "max_draft_len": 8},
+    "Suffix": SUFFIX,
+    "Suffix tree": {**SUFFIX, "shape": "tree"},
+    "User": {
+        "decoding_type": "User",
+        "drafter": "outrider.bench.user_drafter:LastTime",
+        "max_draft_len": 8,
+    },
     "Lookahead": {"decoding_type": "Lookahead"},
     **HEADS,
     "Eagle3 separate": {**HEADS["Eagle3"], "placement": "separate"},
+    "Suffix or Eagle3": {"decoding_type": "Compose", "members": [SUFFIX, HEADS["Eagle3"]]},
+    "Suffix with Eagle3": {
+        "decoding_type": "Compose",
+        "mode": "merge",
+        "members": [SUFFIX, HEADS["Eagle3"]],
+        "max_draft_len": 10,
+    },
 }
 PROSE = (argparse.ArgumentParser, inspect, json, Path, dict, str, list, int, set, Console)
 
