@@ -6,12 +6,11 @@ that does not match or a size that does not divide is said in a second.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
+from ..drafters import vocabulary
 from ..drafters.pool import LocalLink, PoolLink, PoolStore
 from ..errors import CheckpointError, ConfigError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
@@ -32,9 +31,8 @@ class EngineHost:
         self.vocab_size = target.vocab_size
         self.tokenizer = Path(config.tokenizer or config.model)
         for field, section in draft_sections(config):
-            check_vocabulary(
-                config.model, section.speculative_model, draft_size(config, section), field
-            )
+            size = draft_size(config, section)
+            check_vocabulary(config.model, section.speculative_model, size, field, config.tokenizer)
         colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
         self.target_group = self._group(
             WorkerSpec(
@@ -92,13 +90,21 @@ class EngineHost:
 
     def pool_link(self, config: Any) -> PoolLink:
         """The line to a shared pool: over Ray if other engines share it, else in this process."""
-        fingerprint = vocabulary_fingerprint(Path(self._config.model), self.vocab_size)
         snapshot = config.pool_snapshot and str(Path(config.pool_snapshot).resolve())
-        if config.scope == "cluster" and self._config.executor == "ray":
+        size, is_shared = config.pool_max_patterns, config.scope == "cluster"
+        is_shared = is_shared and self._config.executor == "ray"
+        if not is_shared and snapshot is None:  # nobody else's tokens ever come in
+            return LocalLink(PoolStore("", size, self.vocab_size))
+        key = f"pool_scope: {config.scope}" if is_shared else "pool_snapshot"
+        needed_by = f"speculative_config.{key}"
+        mark = vocabulary.fingerprint(self.tokenizer, self.vocab_size, needed_by=needed_by)
+        if is_shared:
             from .pools import RayPoolLink  # Ray is loaded only where it is used
 
-            return RayPoolLink(fingerprint, config.pool_max_patterns, snapshot)
-        return LocalLink(PoolStore(fingerprint, config.pool_max_patterns), snapshot)
+            return RayPoolLink(mark, size, self.vocab_size, snapshot)
+        is_common = config.scope == "replica"
+        store = PoolStore(mark, size, self.vocab_size, is_common=is_common)
+        return LocalLink(store, snapshot)
 
     def shutdown(self) -> None:
         """Ends the target's workers; drafters end their own."""
@@ -241,6 +247,7 @@ def check_vocabulary(
     draft: str,
     draft_size: int,
     field: str = "speculative_config.speculative_model",
+    tokenizer: str | None = None,  # the target's, if it is not in its folder
 ) -> None:
     """A draft model must speak the target's tokens.
 
@@ -249,6 +256,7 @@ def check_vocabulary(
     """
     try:
         draft_info = describe(Path(draft), tensor_parallel_size=draft_size)
+        theirs = _vocabulary(Path(draft))
     except ConfigError as error:
         raise type(error)(f"{field}: {error.message}", field=field) from None
     target_info = describe(Path(target), tensor_parallel_size=1)
@@ -258,29 +266,21 @@ def check_vocabulary(
             f"{target} one of {target_info.vocab_size}; a drafter must share the target's",
             field=field,
         )
-    theirs, ours = _vocabulary(Path(draft)), _vocabulary(Path(target))
-    if theirs is not None and ours is not None and theirs != ours:
-        differing = [token for token, index in ours.items() if theirs.get(token) != index]
+    ours = _vocabulary(Path(tokenizer or target))
+    if theirs is None or ours is None:
+        return
+    differing = vocabulary.differing(ours, theirs)
+    if differing:
+        first = differing[0]
         raise ConfigError(
             f"{field}: {draft} has another tokenizer than the target {target}: "
-            f"{len(differing)} of {len(ours)} tokens differ, the first is {differing[0]!r}"
-            if differing
-            else f"{field}: {draft} has tokens that the target {target} lacks",
+            f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
+            f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}",
             field=field,
         )
 
 
-def _vocabulary(path: Path) -> dict[str, int] | None:
-    """Token to id, from `tokenizer.json`; None where there is no such file."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return None
-    model = json.loads(file.read_text(encoding="utf-8")).get("model", {})
-    vocab = model.get("vocab")
-    return vocab if isinstance(vocab, dict) else None
-
-
-def vocabulary_fingerprint(model: Path, vocab_size: int) -> str:
-    """Equal for models whose token ids mean the same, as far as their folders tell."""
-    vocabulary = sorted((_vocabulary(model) or {}).items())
-    return hashlib.sha256(json.dumps([vocab_size, vocabulary]).encode()).hexdigest()
+def _vocabulary(tokenizer: Path) -> vocabulary.Vocabulary | None:
+    """What a folder's `tokenizer.json` says; None where there is no such file."""
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    return vocabulary.read(file) if file.is_file() else None

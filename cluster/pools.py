@@ -2,7 +2,8 @@
 
 The actor gathers what every engine publishes (`drafters/pool.py`). An engine's link talks to it
 from a thread of its own a few times a second, so that the step loop never waits for Ray. A pool
-that is slow or lost costs speed only: it is made again, empty, and filled by what is served next.
+that is slow or lost costs speed only: one that does not answer is asked nothing more until it
+does, one that is gone is made again, empty, and filled by what is served next.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from collections import OrderedDict, deque
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ..drafters.pool import Differences, PoolStore, pack, unpack
-from ..errors import PoolSnapshotError
+from ..errors import ConfigError
 from ..scheduler.types import IntArray
 
 log = logging.getLogger(__name__)
 NAMESPACE = "outrider"
-_INTERVAL_S = 0.2
-_TIMEOUT_S = 5.0
+EXCHANGE_EVERY_S = 0.2  # what one engine served, another has after an exchange of each
+MAX_HELD_TOKENS = 2**16  # that wait to be sent, and per tenant to be fetched
+_START_TIMEOUT_S = 30.0
 _SNAPSHOT_EVERY_S = 60.0
-_MAX_HELD_TOKENS = 2**16  # that wait to be sent, and per tenant to be fetched
 _MAX_TENANTS = 1024  # followed at once; the one asked for longest ago is dropped
+_MAX_FAULTS = 8  # that nobody has taken yet
 
 
 def actor_name(fingerprint: str) -> str:
     """Engines whose tokenizers differ have different pools."""
-    return f"outrider-pool-{fingerprint[:16]}"
+    return f"outrider-pool-{fingerprint[:32]}"
 
 
 class PoolActor:
     """The store as a Ray actor."""
 
-    def __init__(self, fingerprint: str, max_tokens: int) -> None:
-        self._store = PoolStore(fingerprint, max_tokens)
+    def __init__(self, fingerprint: str, max_tokens: int, vocab_size: int) -> None:
+        self._store = PoolStore(fingerprint, max_tokens, vocab_size)
 
     def warm(self, path: str) -> None:
-        """Reads the snapshot, unless there is text already (raises as `PoolStore.load`)."""
-        if self._store.num_tokens == 0:
-            self._store.load(path)
+        """Reads the snapshot, unless there is text already (raises as `PoolStore.open`)."""
+        self._store.open(path)
 
     def exchange(
         self, source: str, published: list[tuple[str, bytes]], epoch: str, cursors: dict[str, int]
@@ -60,25 +61,39 @@ class RayPoolLink:
 
     Raises:
         PoolSnapshotError: the snapshot to start from is not one, or of other tokens.
+        ConfigError: it could not be saved.
     """
 
-    def __init__(self, fingerprint: str, max_tokens: int, snapshot: str | None = None) -> None:
+    def __init__(
+        self,
+        fingerprint: str,
+        max_tokens: int,
+        vocab_size: int,
+        snapshot: str | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
         self._fingerprint = fingerprint
-        self._max_tokens = max_tokens
+        self._sizes = (max_tokens, vocab_size)
+        self._timeout_s = timeout_s
         self._snapshot = snapshot
         self._source = secrets.token_hex(8)
         self._actor: Any = None
+        self._unanswered: Any = None  # a call that took too long; until it ends there is no other
+        self._saved_at = time.monotonic()
+        self._is_down = self._is_snapshot_bad = False
         self._epoch = ""
         self._lock = threading.Lock()  # of all below
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_tokens = 0
         self._inbox: dict[str, list[IntArray]] = {}
         self._cursors: OrderedDict[str, int] = OrderedDict()  # asked for longest ago first
-        self._fault: Exception | None = None
-        self._down = False
+        self._faults: deque[Exception] = deque(maxlen=_MAX_FAULTS)
         self._closed = threading.Event()
         try:
-            self._connect()
+            actor = self._find()
+            if snapshot is not None:
+                self._answer(actor.warm.remote(snapshot), _START_TIMEOUT_S)
+            self._actor = actor
         except RayError as error:
             self._note(error)
         self._thread = threading.Thread(target=self._run, name="outrider-pool", daemon=True)
@@ -88,7 +103,7 @@ class RayPoolLink:
         with self._lock:
             self._outbox.append((tenant, pack(tokens)))
             self._outbox_tokens += len(tokens)
-            while self._outbox_tokens > _MAX_HELD_TOKENS:
+            while self._outbox_tokens > MAX_HELD_TOKENS:
                 self._outbox_tokens -= len(self._outbox.popleft()[1]) // 4
 
     def poll(self, tenant: str) -> list[IntArray]:
@@ -102,38 +117,45 @@ class RayPoolLink:
 
     def take_fault(self) -> Exception | None:
         with self._lock:
-            fault, self._fault = self._fault, None
-            return fault
+            return self._faults.popleft() if self._faults else None
 
     def shutdown(self) -> None:
         self._closed.set()
-        self._thread.join(timeout=2 * _TIMEOUT_S)
+        self._thread.join(timeout=2 * self._timeout_s)
         if self._thread.is_alive() or not ray.is_initialized():
             return
         try:
             self._exchange()
             if self._snapshot is not None:
-                ray.get(self._connect().save.remote(self._snapshot), timeout=_TIMEOUT_S)
-        except (RayError, OSError, PoolSnapshotError) as error:
+                self._save()
+        except (RayError, ValueError, OSError, ConfigError) as error:
             log.warning("the shared pool was not saved: %s", error)
 
     def _run(self) -> None:
-        saved_at = time.monotonic()
-        while not self._closed.wait(_INTERVAL_S):
-            try:
-                self._exchange()
-                if self._snapshot is not None and time.monotonic() - saved_at > _SNAPSHOT_EVERY_S:
-                    saved_at = time.monotonic()
-                    ray.get(self._connect().save.remote(self._snapshot), timeout=_TIMEOUT_S)
-            except (RayError, ValueError, OSError, PoolSnapshotError) as error:
-                self._note(error)
-            else:
-                self._down = False
+        while not self._closed.wait(EXCHANGE_EVERY_S):
+            self._work()
+
+    def _work(self) -> None:
+        try:
+            self._exchange()
+            late_s = time.monotonic() - self._saved_at
+            if self._snapshot is not None and late_s > _SNAPSHOT_EVERY_S:
+                self._save()
+        except (RayError, ValueError, OSError, ConfigError) as error:
+            self._note(error)
+        else:
+            self._is_down = False
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()  # also where it fails: not at once again
+        self._answer(self._connect().save.remote(self._snapshot))
+        self._is_snapshot_bad = False
 
     def _exchange(self) -> None:
         """Sends what waits and fetches what is lacking."""
         if not ray.is_initialized():  # never start a Ray from here
             raise ConnectionError("Ray is not there")
+        self._settle()
         actor = self._connect()
         with self._lock:
             published, self._outbox = list(self._outbox), deque()
@@ -141,12 +163,12 @@ class RayPoolLink:
             cursors = {
                 tenant: cursor
                 for tenant, cursor in self._cursors.items()
-                if sum(map(len, self._inbox.get(tenant, ()))) < _MAX_HELD_TOKENS
+                if sum(map(len, self._inbox.get(tenant, ()))) < MAX_HELD_TOKENS
             }
         if not published and not cursors:
             return
         call = actor.exchange.remote(self._source, published, self._epoch, cursors)
-        answer: Differences = ray.get(call, timeout=_TIMEOUT_S)
+        answer: Differences = self._answer(call)
         with self._lock:
             if answer.epoch != self._epoch:  # another actor counts from the start
                 self._epoch = answer.epoch
@@ -155,36 +177,71 @@ class RayPoolLink:
                 if tenant in self._cursors:
                     self._cursors[tenant] = cursor
             for tenant, tokens in answer.windows:
-                self._inbox.setdefault(tenant, []).append(unpack(tokens))
+                if tenant in self._cursors:  # and not dropped meanwhile
+                    self._inbox.setdefault(tenant, []).append(unpack(tokens))
+
+    def _find(self) -> Any:
+        """The actor, made if there is none."""
+        return (
+            ray.remote(PoolActor)
+            .options(
+                name=actor_name(self._fingerprint),
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                num_cpus=0,
+            )
+            .remote(self._fingerprint, *self._sizes)
+        )
 
     def _connect(self) -> Any:
-        """The actor, made if there is none."""
+        """The actor, found again if it was lost, and warm if that can be."""
         if self._actor is None:
-            actor: Any = (
-                ray.remote(PoolActor)
-                .options(
-                    name=actor_name(self._fingerprint),
-                    namespace=NAMESPACE,
-                    get_if_exists=True,
-                    lifetime="detached",
-                    num_cpus=0,
-                )
-                .remote(self._fingerprint, self._max_tokens)
-            )
+            actor = self._find()
             if self._snapshot is not None:
-                try:
-                    ray.get(actor.warm.remote(self._snapshot), timeout=_TIMEOUT_S)
-                except RayTaskError as error:
-                    if isinstance(error.cause, PoolSnapshotError):
-                        raise error.cause from None
-                    raise
+                self._warm(actor)
             self._actor = actor
         return self._actor
 
+    def _warm(self, actor: Any) -> None:
+        """A snapshot that went bad since the start is a fault; the pool starts without it."""
+        try:
+            self._answer(actor.warm.remote(self._snapshot))
+            self._is_snapshot_bad = False
+        except (ConfigError, RayTaskError) as error:
+            if not self._is_snapshot_bad:
+                log.warning("the shared pool goes on without its snapshot: %s", error)
+                with self._lock:
+                    self._faults.append(error)
+            self._is_snapshot_bad = True
+
+    def _answer(self, call: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(call, timeout=timeout_s or self._timeout_s)
+        except GetTimeoutError:
+            self._unanswered = call
+            raise
+        except RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise error.cause from None
+            raise
+
+    def _settle(self) -> None:
+        """A call that timed out has to end first, so that they cannot pile up at the actor.
+
+        What it would have brought comes with the next one.
+        """
+        if self._unanswered is not None:
+            done, _ = ray.wait([self._unanswered], timeout=self._timeout_s)
+            if not done:
+                raise GetTimeoutError("the shared pool does not answer")
+            self._unanswered = None
+
     def _note(self, error: Exception) -> None:
         """Something failed: said once until it works again; the actor is looked up anew."""
-        self._actor = None
+        if not isinstance(error, GetTimeoutError):  # a slow one is still the one
+            self._actor = None
         with self._lock:
-            if not self._down:
-                self._fault = error
-        self._down = True
+            if not self._is_down:
+                self._faults.append(error)
+        self._is_down = True

@@ -15,7 +15,7 @@ from .lookup import (
 from .medusa import MedusaConfig
 from .mtp import MTPConfig
 from .redrafter import ReDrafterConfig
-from .section import SpeculationBase
+from .section import LONGEST_DRAFT, SpeculationBase
 from .speculation import (
     ComposeConfig,
     DraftModelConfig,
@@ -29,6 +29,7 @@ from .speculation import (
 from .strict import Strict, config_error, parse, unknown_key
 
 __all__ = [
+    "LONGEST_DRAFT",
     "ComposeConfig",
     "DraftModelConfig",
     "DraftTargetConfig",

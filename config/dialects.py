@@ -1,8 +1,8 @@
 """Other engines' spellings of our configuration, translated before it is checked.
 
 TensorRT-LLM's keys are our own wherever they exist; vLLM's `--speculative-config` JSON (`method`,
-`num_speculative_tokens`, ...) and a few top-level synonyms are mapped here. A key that is in
-neither table passes through, so that the strict check reports it.
+`num_speculative_tokens`, ...) and a few top-level synonyms are mapped here, llama.cpp's options in
+`llama_cpp.py`. A key that is in no table passes through, so that the strict check reports it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ConfigError
+from .llama_cpp import MODEL_NAMES, TYPES
+from .several import compose, in_order, rename, with_model
+from .speculation import SECTIONS
 
 # TensorRT-LLM's top-level keys -> ours.
 ENGINE_SYNONYMS = {
@@ -40,16 +43,7 @@ VLLM_METHODS = {
     "suffix": "Suffix",
     "none": "None",
 }
-# llama.cpp's `--spec-type` -> our `decoding_type`; accepted as a `method` too.
-LLAMA_METHODS = {
-    "draft-simple": "DraftTarget",
-    "ngram-simple": "NGramSimple",
-    "ngram-map-k": "NGramMapK",
-    "ngram-map-k4v": "NGramMapK4V",
-    "ngram-mod": "NGramMod",
-    "ngram-cache": "NGramCache",
-}
-METHODS = {**VLLM_METHODS, **LLAMA_METHODS}
+METHODS = {**VLLM_METHODS, **TYPES}  # llama.cpp's names are accepted as a `method` too
 VLLM_KEYS = {
     "model": "speculative_model",
     "num_speculative_tokens": "max_draft_len",
@@ -64,92 +58,110 @@ VLLM_KEYS = {
     # TensorRT-LLM's, as older versions spell them
     "BEGIN_THINKING_PHASE_TOKEN": "begin_thinking_phase_token",
     "END_THINKING_PHASE_TOKEN": "end_thinking_phase_token",
-    # llama.cpp's
-    "draft_max": "max_draft_len",
-    "n_max": "max_draft_len",
 }
-# Older names of one drafter's keys, which mean something else elsewhere.
-OWN_KEYS = {"NGramMod": {"ngram_size_n": "n_match", "draft_min": "n_min"}}
 VLLM_VERIFICATION = {"strict": "rejection", "standard": "rejection", "block": "block"}
-
-
-def _rename(data: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
-    renamed: dict[str, Any] = {}
-    for key, value in data.items():
-        ours = names.get(key, key)
-        if ours in renamed:
-            raise ConfigError(f"{where}{key}: given twice (it means {ours})", field=f"{where}{key}")
-        renamed[ours] = value
-    return renamed
 
 
 def translate_engine(data: dict[str, Any]) -> dict[str, Any]:
     """Top-level keys of TensorRT-LLM's YAML as ours."""
     data = dict(data)
     cache = data.pop("kv_cache_config", None)
-    if isinstance(cache, dict):
-        for key, ours in KV_CACHE_SYNONYMS.items():
-            if key in cache:
-                data.setdefault(ours, cache[key])
-        unknown = [key for key in cache if key not in KV_CACHE_SYNONYMS]
-        if unknown:
+    if cache is None:
+        cache = {}
+    if not isinstance(cache, dict):
+        raise ConfigError(
+            f"kv_cache_config: expected a mapping, got {cache!r}", field="kv_cache_config"
+        )
+    for key in cache:
+        if key not in KV_CACHE_SYNONYMS:
             raise ConfigError(
-                f"kv_cache_config.{unknown[0]}: unknown key; "
-                f"known keys: {', '.join(KV_CACHE_SYNONYMS)}",
-                field=f"kv_cache_config.{unknown[0]}",
+                f"kv_cache_config.{key}: unknown key; known keys: {', '.join(KV_CACHE_SYNONYMS)}",
+                field=f"kv_cache_config.{key}",
             )
-    return _rename(data, ENGINE_SYNONYMS, "")
+    data = rename(data, ENGINE_SYNONYMS, "")
+    for key, value in rename(cache, KV_CACHE_SYNONYMS, "kv_cache_config.").items():
+        data.setdefault(key, value)
+    return data
 
 
-def translate_speculative(data: dict[str, Any]) -> dict[str, Any]:
-    """A speculative section in either dialect as ours."""
+def translate_speculative(data: dict[str, Any], at: str = "speculative_config.") -> dict[str, Any]:
+    """A speculative section in any dialect as ours; `at` is what its keys begin with.
+
+    Raises:
+        ConfigError: it names no drafter, an unknown one, or says one thing twice; names the key.
+    """
     data = dict(data)
-    if "decoding_type" not in data:
-        method = data.pop("method", None)
-        if method is None and "model" in data:
-            method = "draft_model"  # vLLM's own default
-        if method is None:
-            raise ConfigError(
-                "speculative_config.decoding_type: this key is required (or vLLM's `method`)",
-                field="speculative_config.decoding_type",
-            )
-        if method not in METHODS:
-            raise ConfigError(
-                f"speculative_config.method: unknown drafter {method!r}; "
-                f"allowed: {', '.join(METHODS)}",
-                field="speculative_config.method",
-            )
-        data["decoding_type"] = METHODS[method]
-    data = _rename(data, VLLM_KEYS, "speculative_config.")
-    own = OWN_KEYS.get(data["decoding_type"]) if isinstance(data["decoding_type"], str) else None
-    data = _rename(data, own or {}, "speculative_config.")
+    kinds = _kinds(data, at)
+    data = compose(kinds, rename(data, VLLM_KEYS, at), at)
     members = data.get("members")
     if isinstance(members, list):
         data["members"] = [
-            translate_speculative(each) if isinstance(each, dict) else each for each in members
+            translate_speculative(each, f"{at}members.{index}.") if isinstance(each, dict) else each
+            for index, each in enumerate(members)
         ]
     rule = data.get("verification")
     if isinstance(rule, str):
         data["verification"] = VLLM_VERIFICATION.get(rule, rule)
-    return _relaxed(data)
+    return _relaxed(data, at)
 
 
-def _relaxed(data: dict[str, Any]) -> dict[str, Any]:
+def drafters(names: Any, at: str) -> list[str]:
+    """The `decoding_type`s of one or several names, as `method` and `--spec-type` have them.
+
+    Raises:
+        ConfigError: one is unknown; names `at`.
+    """
+    if not isinstance(names, str):
+        raise ConfigError(
+            f"{at}: expected a name, or several with commas between, got {names!r}", field=at
+        )
+    kinds = []
+    for name in names.split(","):
+        kind = METHODS.get(name.strip(), name.strip())
+        if kind not in SECTIONS:
+            raise ConfigError(
+                f"{at}: unknown drafter {name.strip()!r}; allowed: {', '.join(METHODS)}", field=at
+            )
+        kinds.append(kind)
+    return in_order(kinds, at)
+
+
+def _kinds(data: dict[str, Any], at: str) -> list[Any]:
+    """What drafters a section is of; takes the keys that say so from `data`."""
+    said = [key for key in ("decoding_type", "method", "spec_type") if data.get(key) is not None]
+    if len(said) > 1:
+        raise ConfigError(f"{at}{said[1]}: {said[0]} says it; give one of them", field=at + said[1])
+    values = {key: data.pop(key, None) for key in ("decoding_type", "method", "spec_type")}
+    if not said and "model" in data:
+        return ["DraftTarget"]  # vLLM's own default
+    if not said:
+        raise ConfigError(
+            f"{at}decoding_type: this key is required (or vLLM's `method`, llama.cpp's "
+            "`spec_type`)",
+            field=f"{at}decoding_type",
+        )
+    if said == ["decoding_type"]:
+        return [values["decoding_type"]]  # as it is: the check says what is wrong with it
+    kinds = drafters(values[said[0]], at + said[0])
+    return with_model(kinds) if MODEL_NAMES & data.keys() else kinds
+
+
+def _relaxed(data: dict[str, Any], at: str) -> dict[str, Any]:
     """TensorRT-LLM's switch as the rule that it asks for; to ask by that name is to want it."""
     key = "use_relaxed_acceptance_for_thinking"
     wanted = data.pop(key, False)
     if not isinstance(wanted, bool):
         raise ConfigError(
-            f"speculative_config.{key}: expected true or false, got {wanted!r}",
-            field=f"speculative_config.{key}",
+            f"{at}{key}: expected true or false, got {wanted!r}",
+            field=f"{at}{key}",
         )
     if not wanted:
         return data
     if data.setdefault("verification", "relaxed") != "relaxed":
         raise ConfigError(
-            f"speculative_config.{key}: it means verification 'relaxed', but verification is "
+            f"{at}{key}: it means verification 'relaxed', but verification is "
             f"{data['verification']!r}",
-            field=f"speculative_config.{key}",
+            field=f"{at}{key}",
         )
     data.setdefault("lossy", True)
     return data

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from .grown import GrownConfig
 from .heads import Choice
+from .strict import at_key
 
 DEFAULT_DEPTH = 4
 Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the embedding
@@ -33,8 +34,10 @@ class EagleConfig(GrownConfig):
     @model_validator(mode="after")
     def _sound(self) -> EagleConfig:
         if not self.eagle3_one_model and self.placement == "colocated":
-            raise ValueError(
-                "eagle3_one_model: say `placement: separate` for a head outside the target's worker"
+            raise at_key(
+                "eagle3_one_model",
+                "eagle3_one_model: say `placement: separate` for a head outside the target's "
+                "worker",
             )
         self.settle("eagle_choices", DEFAULT_DEPTH)
         return self

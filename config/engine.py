@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from .dialects import translate_engine, translate_speculative
 from .section import SpeculationBase
 from .speculation import NoSpeculation, SpeculativeConfig
-from .strict import Strict, parse
+from .strict import Strict, at_key, parse
 
 
 class ResourcesConfig(Strict):
@@ -60,9 +60,10 @@ class EngineConfig(Strict):
     def _chunk_holds_every_draft(self) -> EngineConfig:
         nodes = 1 + self.speculative_config.max_nodes
         if self.max_num_batched_tokens < nodes:
-            raise ValueError(
+            raise at_key(
+                "max_num_batched_tokens",
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below one request's "
-                f"step of {nodes} tokens (speculative_config.max_draft_len + 1)"
+                f"step of {nodes} tokens (speculative_config.max_draft_len + 1)",
             )
         return self
 

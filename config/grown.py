@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from .heads import Choice, HeadConfig, checked_tree, expand
+from .strict import at_key
 
 _MOST_SIBLINGS = 64
 
@@ -51,24 +52,26 @@ class GrownConfig(HeadConfig):
             ValueError: two shapes are asked for, or the lengths contradict; names the keys.
         """
         if self.choices is not None and self.use_dynamic_tree:
-            raise ValueError(f"{name} is a fixed tree, use_dynamic_tree another; give one")
+            raise at_key(name, f"{name} is a fixed tree, use_dynamic_tree another; give one")
         for key in ("max_total_draft_tokens", "dynamic_tree_max_topK"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and not self.use_dynamic_tree:
-                raise ValueError(f"{key} ({value}) belongs to use_dynamic_tree, which is false")
+                raise at_key(key, f"{key} ({value}) belongs to use_dynamic_tree, which is false")
         depth = default_depth
         if self.choices is not None:
             deepest = max(checked_tree(name, self.choices, _MOST_SIBLINGS), key=len)
             depth = len(deepest)
             if 0 < self.max_draft_len < depth:
-                raise ValueError(
+                raise at_key(
+                    name,
                     f"{name}: path {list(deepest)} is {depth} deep, but max_draft_len is "
-                    f"{self.max_draft_len}"
+                    f"{self.max_draft_len}",
                 )
         if self.max_draft_len == 0 or self.choices is not None:
             object.__setattr__(self, "max_draft_len", depth)  # the section is not in use yet
         if self.max_nodes < self.max_draft_len:
-            raise ValueError(
+            raise at_key(
+                "max_total_draft_tokens",
                 f"max_total_draft_tokens ({self.max_nodes}) is below the {self.max_draft_len} "
-                "tokens of one path (max_draft_len)"
+                "tokens of one path (max_draft_len)",
             )

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .section import SpeculationBase
+from .strict import at_key
 
 Choice = tuple[Annotated[int, Field(strict=True)], ...]
 _MAX_DEPTH = 64  # levels of a fixed tree
@@ -32,9 +33,10 @@ class HeadConfig(SpeculationBase):
         for key in ("draft_timeout_s", "feature_transport"):  # defaults pass, as in the rules' keys
             default = type(self).model_fields[key].default
             if self.placement == "colocated" and getattr(self, key) != default:
-                raise ValueError(
+                raise at_key(
+                    key,
                     f"{key} belongs to placement 'separate'; this head is colocated, and its draft "
-                    "comes with the verdict"
+                    "comes with the verdict",
                 )
         return self
 
@@ -81,23 +83,24 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
     """
     for path in choices:
         if len(path) > _MAX_DEPTH:
-            raise ValueError(
-                f"{name}: a path is {len(path)} deep; at most {_MAX_DEPTH} are drafted"
+            raise at_key(
+                name, f"{name}: a path is {len(path)} deep; at most {_MAX_DEPTH} are drafted"
             )
     try:
         nodes = expand(choices)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise at_key(name, f"{name}: {error}") from None
     if not nodes:
-        raise ValueError(f"{name} is empty: leave it out, or list paths of ranks")
+        raise at_key(name, f"{name} is empty: leave it out, or list paths of ranks")
     if len(nodes) > _MAX_NODES:
-        raise ValueError(
-            f"{name} is a tree of {len(nodes)} nodes; at most {_MAX_NODES} are drafted"
+        raise at_key(
+            name, f"{name} is a tree of {len(nodes)} nodes; at most {_MAX_NODES} are drafted"
         )
     for path in nodes:
         if max(path) >= top_k:
-            raise ValueError(
+            raise at_key(
+                name,
                 f"{name}: path {list(path)} asks for rank {max(path)}, but only the {top_k} most "
-                "likely tokens are looked at"
+                "likely tokens are looked at",
             )
     return nodes

@@ -10,31 +10,31 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .section import SpeculationBase
-
-_LONGEST_DRAFT = 1024
+from .section import LONGEST_DRAFT, SpeculationBase
+from .strict import at_key
 
 
 class PromptLookupConfig(SpeculationBase):
     """transformers' prompt lookup: the leftmost match of the longest tail."""
 
     decoding_type: Literal["PromptLookup"] = "PromptLookup"
-    max_draft_len: int = Field(10, ge=0, le=_LONGEST_DRAFT)
+    max_draft_len: int = Field(10, ge=0, le=LONGEST_DRAFT)
     max_matching_ngram_size: int = Field(2, ge=1, le=64)
 
 
 class LlamaNGramConfig(SpeculationBase):
     """What llama.cpp's n-gram drafters share: `--draft-max` and `--draft-min`."""
 
-    max_draft_len: int = Field(16, ge=0, le=_LONGEST_DRAFT)
-    draft_min: int = Field(0, ge=0, le=_LONGEST_DRAFT)  # a shorter draft is not worth a step
+    max_draft_len: int = Field(16, ge=0, le=LONGEST_DRAFT)
+    draft_min: int = Field(0, ge=0, le=LONGEST_DRAFT)  # a shorter draft is not worth a step
 
     @model_validator(mode="after")
     def _lengths_in_order(self) -> LlamaNGramConfig:
         if 0 < self.max_draft_len < self.draft_min:
-            raise ValueError(
+            raise at_key(
+                "draft_min",
                 f"draft_min ({self.draft_min}) must not exceed max_draft_len "
-                f"({self.max_draft_len}): nothing would ever be drafted"
+                f"({self.max_draft_len}): nothing would ever be drafted",
             )
         return self
 
@@ -45,14 +45,16 @@ class NGramSimpleConfig(LlamaNGramConfig):
     decoding_type: Literal["NGramSimple"] = "NGramSimple"
     ngram_size_n: int = Field(12, ge=1, le=1024)
     ngram_size_m: int = Field(48, ge=1, le=1024)
+    min_hits: int = Field(1, ge=1)  # accepted as in llama.cpp, where it does nothing here
     check_rate: int = Field(1, ge=1)  # a look-up every so many tokens
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramSimpleConfig:
         if self.ngram_size_m < self.ngram_size_n:
-            raise ValueError(
+            raise at_key(
+                "ngram_size_m",
                 f"ngram_size_m ({self.ngram_size_m}) must be at least ngram_size_n "
-                f"({self.ngram_size_n}): shorter continuations are dropped"
+                f"({self.ngram_size_n}): shorter continuations are dropped",
             )
         return self
 
@@ -81,17 +83,18 @@ class NGramModConfig(SpeculationBase):
     """llama.cpp's `ngram-mod`: a hash pool from n-gram to next token; `max_draft_len` is n_max."""
 
     decoding_type: Literal["NGramMod"] = "NGramMod"
-    max_draft_len: int = Field(64, ge=0, le=_LONGEST_DRAFT)
+    max_draft_len: int = Field(64, ge=0, le=LONGEST_DRAFT)
     n_match: int = Field(24, ge=1, le=1024)
-    n_min: int = Field(48, ge=0, le=_LONGEST_DRAFT)
+    n_min: int = Field(48, ge=0, le=LONGEST_DRAFT)
     max_pools: int = Field(4, ge=1, le=256)  # tenants with a pool, 16 MiB each
 
     @model_validator(mode="after")
     def _lengths_in_order(self) -> NGramModConfig:
         if 0 < self.max_draft_len < self.n_min:
-            raise ValueError(
+            raise at_key(
+                "n_min",
                 f"n_min ({self.n_min}) must not exceed max_draft_len ({self.max_draft_len}, "
-                "llama.cpp's n_max): nothing would ever be drafted"
+                "llama.cpp's n_max): nothing would ever be drafted",
             )
         return self
 
@@ -100,7 +103,7 @@ class NGramCacheConfig(LlamaNGramConfig):
     """llama.cpp's `ngram-cache`: counted n-grams of the context, the past, and a file."""
 
     decoding_type: Literal["NGramCache"] = "NGramCache"
-    max_draft_len: int = Field(8, ge=0, le=_LONGEST_DRAFT)
+    max_draft_len: int = Field(8, ge=0, le=LONGEST_DRAFT)
     lookup_cache_static: str | None = None  # made by `outrider ngram build`
     lookup_cache_dynamic: str | None = None  # read at the start, written at the end
     max_dynamic_entries: int = Field(2**20, ge=0)  # of all tenants; the oldest go first
@@ -117,7 +120,7 @@ class SuffixConfig(SpeculationBase):
     """Suffix decoding (arXiv:2411.04975) with vLLM's defaults."""
 
     decoding_type: Literal["Suffix"] = "Suffix"
-    max_draft_len: int = Field(24, ge=0, le=_LONGEST_DRAFT)
+    max_draft_len: int = Field(24, ge=0, le=LONGEST_DRAFT)
     max_tree_depth: int = Field(24, ge=2, le=256)  # longest match and draft together
     max_cached_requests: int = Field(10_000, ge=0)  # finished ones, per tenant; 0: none
     max_cached_tokens: int = Field(2**18, ge=0)  # of their outputs, all tenants together

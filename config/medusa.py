@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from .heads import Choice, HeadConfig, checked_tree, expand
+from .strict import at_key
 
 DEFAULT_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`
 
@@ -30,10 +31,11 @@ class MedusaConfig(HeadConfig):
         deepest = max(len(path) for path in self.nodes)
         if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
             path = next(path for path in self.nodes if len(path) == deepest)
-            asked = f"medusa_choices: path {list(path)} is {deepest} deep"
+            key, asked = "medusa_choices", f"medusa_choices: path {list(path)} is {deepest} deep"
             if self.medusa_choices is None:
+                key = "max_draft_len"
                 asked = f"max_draft_len asks for a chain of {deepest}, one token per head"
-            raise ValueError(f"{asked}, but num_medusa_heads is {self.num_medusa_heads}")
+            raise at_key(key, f"{asked}, but num_medusa_heads is {self.num_medusa_heads}")
         return self
 
     @property

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from .grown import GrownConfig
 from .heads import Choice
+from .strict import at_key
 
 
 class MTPConfig(GrownConfig):
@@ -27,9 +28,10 @@ class MTPConfig(GrownConfig):
     @model_validator(mode="after")
     def _sound(self) -> MTPConfig:
         if not self.mtp_eagle_one_model and self.placement == "colocated":
-            raise ValueError(
+            raise at_key(
+                "mtp_eagle_one_model",
                 "mtp_eagle_one_model: say `placement: separate` for modules outside the target's "
-                "worker"
+                "worker",
             )
         self.settle("mtp_choices", self.num_nextn_predict_layers)
         return self

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from .heads import HeadConfig
+from .strict import at_key
 
 DEFAULT_LEN = 5  # tokens of a beam
 
@@ -32,7 +33,7 @@ class ReDrafterConfig(HeadConfig):
             if key not in data:
                 continue
             if ours in data:
-                raise ValueError(f"{key} and {ours} say the same; give one of the two")
+                raise at_key(key, f"{key} and {ours} say the same; give one of the two")
             data[ours] = data.pop(key)
             if key == "beam_length":
                 data[ours] = _drafted(data[ours])
@@ -42,17 +43,19 @@ class ReDrafterConfig(HeadConfig):
     def _sound(self) -> ReDrafterConfig:
         lengths = {self.redrafter_draft_len_per_beam, self.max_draft_len} - {0}
         if len(lengths) > 1:
-            raise ValueError(
+            raise at_key(
+                "redrafter_draft_len_per_beam",
                 f"redrafter_draft_len_per_beam ({self.redrafter_draft_len_per_beam}) and "
-                f"max_draft_len ({self.max_draft_len}) say the same; give one of the two"
+                f"max_draft_len ({self.max_draft_len}) say the same; give one of the two",
             )
         length = lengths.pop() if lengths else DEFAULT_LEN
         object.__setattr__(self, "max_draft_len", length)  # the section is not in use yet
         object.__setattr__(self, "redrafter_draft_len_per_beam", length)
         if self.max_nodes < length:
-            raise ValueError(
+            raise at_key(
+                "max_total_draft_tokens",
                 f"max_total_draft_tokens ({self.max_nodes}) is below the {length} tokens of one "
-                "beam (redrafter_draft_len_per_beam)"
+                "beam (redrafter_draft_len_per_beam)",
             )
         return self
 
@@ -71,7 +74,8 @@ _REFERENCE_KEYS = {
 def _drafted(beam_length: Any) -> int:
     """Tokens of a beam without the target's own, which is its first."""
     if type(beam_length) is not int or beam_length < 2:
-        raise ValueError(
-            f"beam_length counts the target's own token too: at least 2, not {beam_length!r}"
+        raise at_key(
+            "beam_length",
+            f"beam_length counts the target's own token too: at least 2, not {beam_length!r}",
         )
     return beam_length - 1

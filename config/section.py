@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .strict import Strict
+from .strict import Strict, at_key
 
 # Rules with keys of their own: the section's key -> the rule's parameter.
 RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -22,6 +22,7 @@ RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
+LONGEST_DRAFT = 1024  # nodes of any section, per request and step
 _LOSSY = ("typical", "relaxed")  # change what is emitted
 _WITH_PROBS = ("rejection", "block")  # weigh a node by the probability it was drawn with
 _OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
@@ -44,9 +45,10 @@ class SpeculationBase(Strict):
     @model_validator(mode="after")
     def _lossy_by_name(self) -> SpeculationBase:
         if self.lossy != (self.verification in _LOSSY):
-            raise ValueError(
+            raise at_key(
+                "lossy",
                 "verification 'typical' and 'relaxed' are lossy: they change what is emitted; give "
-                "`lossy: true` with them, and with nothing else"
+                "`lossy: true` with them, and with nothing else",
             )
         return self
 
@@ -56,13 +58,15 @@ class SpeculationBase(Strict):
             for key in keys:  # defaults pass: a configuration written out in full is read again
                 value, default = getattr(self, key), type(self).model_fields[key].default
                 if rule != self.verification and value != default:
-                    raise ValueError(
-                        f"{key} belongs to verification {rule!r}; this is {self.verification!r}"
+                    raise at_key(
+                        key,
+                        f"{key} belongs to verification {rule!r}; this is {self.verification!r}",
                     )
         if self.begin_thinking_phase_token == self.end_thinking_phase_token:
-            raise ValueError(
+            raise at_key(
+                "end_thinking_phase_token",
                 "begin_thinking_phase_token and end_thinking_phase_token are the same token "
-                f"({self.end_thinking_phase_token})"
+                f"({self.end_thinking_phase_token})",
             )
         return self
 

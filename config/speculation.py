@@ -5,6 +5,8 @@ Keys are TensorRT-LLM's where it has the drafter, llama.cpp's where it has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +16,8 @@ from .lookup import LookupConfig
 from .medusa import MedusaConfig
 from .mtp import MTPConfig
 from .redrafter import ReDrafterConfig
-from .section import RULE_KEYS, SpeculationBase
+from .section import LONGEST_DRAFT, RULE_KEYS, SpeculationBase
+from .strict import at_key, sections_in, tag
 
 
 class NoSpeculation(SpeculationBase):
@@ -40,18 +43,23 @@ class NGramConfig(SpeculationBase):
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramConfig:
         if self.min_matching_ngram_size > self.max_matching_ngram_size:
-            raise ValueError(
+            raise at_key(
+                "min_matching_ngram_size",
                 f"min_matching_ngram_size ({self.min_matching_ngram_size}) must not exceed "
-                f"max_matching_ngram_size ({self.max_matching_ngram_size})"
+                f"max_matching_ngram_size ({self.max_matching_ngram_size})",
             )
         return self
 
     @model_validator(mode="after")
     def _one_scope(self) -> NGramConfig:
         if self.is_public_pool and self.pool_scope not in ("request", "tenant"):
-            raise ValueError("is_public_pool means pool_scope 'tenant'; give one of the two")
+            raise at_key(
+                "is_public_pool", "is_public_pool means pool_scope 'tenant'; give one of the two"
+            )
         if self.pool_snapshot is not None and self.scope == "request":
-            raise ValueError("pool_snapshot belongs to a shared pool; pool_scope is 'request'")
+            raise at_key(
+                "pool_snapshot", "pool_snapshot belongs to a shared pool; pool_scope is 'request'"
+            )
         return self
 
     @property
@@ -68,7 +76,7 @@ class LookaheadConfig(SpeculationBase):
     max_ngram_size: int = Field(3, ge=2, le=16)  # N
     max_verification_set_size: int = Field(4, ge=1, le=64)  # G
     pool_from_prompt: bool = True  # the prompt's n-grams are guesses too
-    max_draft_len: int = Field(0, ge=0, le=1024)  # nodes; 0: all that W, N and G make
+    max_draft_len: int = Field(0, ge=0, le=LONGEST_DRAFT)  # nodes; 0: all that W, N and G make
 
     @model_validator(mode="after")
     def _nodes(self) -> LookaheadConfig:
@@ -78,9 +86,10 @@ class LookaheadConfig(SpeculationBase):
             every = window + length * self.max_verification_set_size
             object.__setattr__(self, "max_draft_len", every)  # the section is not in use yet
         if self.max_draft_len < window + length:
-            raise ValueError(
+            raise at_key(
+                "max_draft_len",
                 f"max_draft_len ({self.max_draft_len}) has no room for the window of {window} "
-                f"nodes and one guess of {length}"
+                f"nodes and one guess of {length}",
             )
         return self
 
@@ -96,9 +105,10 @@ class DraftModelConfig(SpeculationBase):
     @model_validator(mode="after")
     def _colocated_size(self) -> DraftModelConfig:
         if self.placement == "colocated" and self.draft_tensor_parallel_size is not None:
-            raise ValueError(
+            raise at_key(
+                "draft_tensor_parallel_size",
                 "draft_tensor_parallel_size belongs to placement 'separate'; "
-                "a colocated drafter has the target's"
+                "a colocated drafter has the target's",
             )
         return self
 
@@ -141,7 +151,7 @@ class ComposeConfig(SpeculationBase):
     members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
     mode: Literal["precedence", "merge"] = "precedence"
     keep_order: bool = False  # precedence: False asks members without a model first
-    max_draft_len: int = Field(0, ge=0, le=1024)  # nodes; 0: the longest member's, or all merged
+    max_draft_len: int = Field(0, ge=0, le=LONGEST_DRAFT)  # nodes; 0: the longest's, or all merged
 
     @model_validator(mode="before")
     @classmethod
@@ -158,19 +168,26 @@ class ComposeConfig(SpeculationBase):
     def _fits(self) -> ComposeConfig:
         for index, member in enumerate(self.members):
             if member.verification != self.verification:
-                raise ValueError(
+                raise at_key(
+                    f"members.{index}.verification",
                     f"members.{index}.verification is {member.verification!r}, but that of all is "
-                    f"{self.verification!r}; set it once, beside `members`"
+                    f"{self.verification!r}; set it once, beside `members`",
                 )
             if member.rule_parameters != self.rule_parameters:
-                raise ValueError(
+                raise at_key(
+                    f"members.{index}",
                     f"members.{index}: the keys of verification {self.verification!r} hold for all "
-                    "members; set them once, beside `members`"
+                    "members; set them once, beside `members`",
                 )
             if member.max_concurrency is not None:
-                raise ValueError(f"members.{index}.max_concurrency: set it once, beside `members`")
+                raise at_key(
+                    f"members.{index}.max_concurrency",
+                    f"members.{index}.max_concurrency: set it once, beside `members`",
+                )
         if self.keep_order and self.mode == "merge":
-            raise ValueError("keep_order belongs to mode 'precedence'; 'merge' keeps the order")
+            raise at_key(
+                "keep_order", "keep_order belongs to mode 'precedence'; 'merge' keeps the order"
+            )
         if self.max_draft_len == 0:
             lengths = [member.max_nodes for member in self.members]
             length = sum(lengths) if self.mode == "merge" else max(lengths)
@@ -186,3 +203,11 @@ SpeculativeConfig = Annotated[
     NoSpeculation | MemberConfig | ComposeConfig,
     Field(discriminator="decoding_type"),
 ]
+
+SECTIONS: Mapping[str, type[SpeculationBase]] = MappingProxyType(
+    {
+        name: section
+        for section in sections_in(SpeculativeConfig)
+        if issubclass(section, SpeculationBase) and (name := tag(section)) is not None
+    }
+)

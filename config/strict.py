@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
+_AT_KEY = "at_key"
 
 
 class Strict(BaseModel):
@@ -34,6 +36,8 @@ def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     """The first complaint, with the full key and, for an unknown key, the nearest known one."""
     first = error.errors()[0]
     names, section = _walk(model, [str(part) for part in first["loc"]])
+    if first["type"] == _AT_KEY:
+        return _about(names, first["ctx"]["key"], first["msg"])
     name = ".".join(names) or model.__name__
     if first["type"] == "extra_forbidden":
         return unknown_key(name, names[-1], list(section.model_fields) if section else [])
@@ -53,6 +57,18 @@ def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     return ConfigError(f"{name}: {message}{shown}", field=name)
 
 
+def at_key(key: str, message: str) -> PydanticCustomError:
+    """For validators that look at several keys: a `ValueError` that is about this one."""
+    return PydanticCustomError(_AT_KEY, "{message}", {"key": key, "message": message})
+
+
+def _about(names: Sequence[str], key: str, message: str) -> ConfigError:
+    """A complaint about a key of the section at `names`; a message may begin with the key."""
+    name = ".".join([*names, key])
+    text = f"{name}{message[len(key) :]}" if message.startswith(key) else f"{name}: {message}"
+    return ConfigError(text, field=name)
+
+
 def unknown_key(path: str, key: str, known: list[str]) -> ConfigError:
     """An unknown key's error, with the nearest known key or all of them."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
@@ -70,23 +86,24 @@ def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[B
             names.append(part)
             continue
         if len(held) > 1:  # a union: pydantic puts the member's tag here
-            held = [member for member in held if _tag(member) == part]
+            held = [member for member in held if tag(member) == part]
             continue
         section = held[0] if held else None
         names.append(part)
         field = section.model_fields.get(part) if section else None
-        held = list(_sections(field.annotation)) if field else []
+        held = list(sections_in(field.annotation)) if field else []
     return names, section
 
 
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models that an annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _sections(part)
+        yield from sections_in(part)
 
 
-def _tag(section: type[BaseModel]) -> str | None:
+def tag(section: type[BaseModel]) -> str | None:
+    """The `decoding_type` by which a union knows the section."""
     field = section.model_fields.get("decoding_type")
     return field.default if field else None

@@ -1,7 +1,8 @@
 """The one place that calls drafters: counted, timed, and never allowed to hurt a request.
 
 A drafter that raises loses its tokens for that step; a draft that is malformed or larger than it
-was asked to be is lost alone. A fault is counted, and logged with its traceback the first time.
+was asked to be is lost alone, and one that is deeper than the request will be long loses what is
+too deep. Every fault is counted; the first of its kind is logged with its traceback.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
+from . import sound
 from .protocol import Composite, Drafter, DrafterStats, DraftFault
 
 log = logging.getLogger(__name__)
+
+_NOTHING: Final = object()  # what is left of a call that raised
+_MAX_LOGGED: Final = 32  # kinds of fault that are logged, of one drafter
 
 
 class Guard:
@@ -28,30 +34,36 @@ class Guard:
         self.name = name or drafter.name
         self.stats = DrafterStats()
         self._vocab_size = vocab_size
-        self._step = 0  # the step that `_drafted` is of
+        self._step = 0  # the step that the next two are of
         self._drafted: list[Draft] = []
+        self._kept: dict[int, IntArray] = {}  # row -> the drafter's nodes, where some were too deep
+        self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of fault
 
     def open(self, requests: Sequence[Request]) -> None:
         start = time.perf_counter()
         self.stats.num_calls[0] += len(requests)
-        self._attempt(lambda: self.drafter.open(requests))
+        self._attempt("open", lambda: self.drafter.open(requests))
         self.stats.begin_ms += _ms_since(start)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         self._step, self._drafted = batch.step, [tree.EMPTY] * batch.num_seqs
+        self._kept.clear()
+        depths = batch.max_depth
+        if depths is not None and self.drafter.needs.shape == "chain":
+            budgets, depths = np.minimum(budgets, depths), None
         asked = int((budgets > 0).sum())
         if asked == 0:
             return self._drafted
         start = time.perf_counter()
         self.stats.num_calls[1] += asked
-        drafts = self._attempt(lambda: self.drafter.propose(batch, budgets))
-        if drafts is not None:
-            drafts = self._attempt(lambda: self._checked(drafts, budgets))
-        if drafts is not None:
-            self._drafted = drafts
-            for draft in drafts:
-                self.stats.num_gen_drafts += draft.num_nodes > 0
-                self.stats.num_gen_tokens += draft.num_nodes
+        drafts = self._attempt("propose", lambda: self.drafter.propose(batch, budgets))
+        if drafts is not _NOTHING:
+            drafts = self._attempt("propose", lambda: self._checked(drafts, budgets))
+        if drafts is not _NOTHING:
+            self._drafted = self._pruned(drafts, depths)
+            for draft in self._drafted:
+                self.stats.num_gen_drafts += draft.num_guesses > 0
+                self.stats.num_gen_tokens += draft.num_guesses
         self.stats.gen_ms += _ms_since(start)
         return self._drafted
 
@@ -60,47 +72,83 @@ class Guard:
         if batch.step == self._step:
             ends = verdict.path_start.tolist()
             for row, draft in enumerate(self._drafted):
-                if draft.num_nodes:
+                if draft.num_guesses:
                     self.stats.num_calls[2] += 1
                     self.stats.count_accepted(ends[row + 1] - ends[row])
-        self._attempt(lambda: self.drafter.observe(batch, verdict))
+            verdict = self._as_drafted(verdict)
+        self._attempt("observe", lambda: self.drafter.observe(batch, verdict))
         self.stats.acc_ms += _ms_since(start)
 
     def close(self, request_ids: Sequence[str]) -> None:
-        self._attempt(lambda: self.drafter.close(request_ids))
+        self._attempt("close", lambda: self.drafter.close(request_ids))
 
     def shutdown(self) -> None:
-        self._attempt(self.drafter.shutdown)
+        self._attempt("shutdown", self.drafter.shutdown)
 
-    def _attempt(self, call: Callable[[], Any]) -> Any:
-        """The call's result; None, or what is left of it, if it raised."""
+    def _attempt(self, verb: str, call: Callable[[], Any]) -> Any:
+        """The call's result; `_NOTHING`, or what is left of it, if it raised."""
         try:
             return call()
         except Exception as error:
             self.stats.faults += 1
-            level = logging.ERROR if self.stats.faults == 1 else logging.DEBUG
-            log.log(level, "drafter %s failed; going on without", self.name, exc_info=True)
-            return error.drafts if isinstance(error, DraftFault) else None
+            kind = (verb, type(error.__cause__ or error))
+            news = kind not in self._logged and len(self._logged) < _MAX_LOGGED
+            if news:
+                self._logged.add(kind)
+            level = logging.ERROR if news else logging.DEBUG
+            log.log(
+                level, "drafter %s failed to %s; going on without", self.name, verb, exc_info=True
+            )
+            left = error.drafts if isinstance(error, DraftFault) else None
+            return _NOTHING if left is None else left
 
-    def _checked(self, drafts: list[Draft], budgets: IntArray) -> list[Draft]:
+    def _checked(self, drafts: Any, budgets: IntArray) -> list[Draft]:
         """`drafts`, if all are sound.
 
         Raises:
             DraftFault: some are not; it has the others.
         """
+        if not isinstance(drafts, (list, tuple)):
+            raise TypeError(
+                f"propose must return a list with a draft per row, `EMPTY` where there is no "
+                f"guess, not {drafts!r}"
+            )
         if len(drafts) != len(budgets):
             raise ValueError(f"{len(drafts)} drafts for {len(budgets)} rows")
-        if _sound_chains(drafts, budgets, self._vocab_size):
-            return drafts
-        sound, first = list(drafts), ""
+        checked = list(drafts)
+        if sound.all_chains(checked, budgets, self._vocab_size):
+            return checked
+        first = ""
         for row, draft in enumerate(drafts):
-            reason = _problem(draft, int(budgets[row]), self._vocab_size)
+            reason = sound.problem(draft, int(budgets[row]), self._vocab_size)
             if reason is not None:
-                sound[row] = tree.EMPTY
+                checked[row] = tree.EMPTY
                 first = first or f"row {row}: {reason}"
         if first:
-            raise DraftFault(first, sound)
-        return sound
+            raise DraftFault(first, checked)
+        return checked
+
+    def _pruned(self, drafts: list[Draft], max_depth: IntArray | None) -> list[Draft]:
+        """`drafts` without guesses that could not be emitted any more."""
+        if max_depth is None:
+            return drafts
+        pruned: list[Draft] = []
+        for row, (draft, depth) in enumerate(zip(drafts, max_depth.tolist(), strict=True)):
+            left, kept = tree.prune(draft, depth)
+            pruned.append(left)
+            if kept is not None:
+                self._kept[row] = kept
+        return pruned
+
+    def _as_drafted(self, verdict: Verdict) -> Verdict:
+        """`verdict` with the nodes numbered as the drafter knows them."""
+        if not self._kept:
+            return verdict
+        path = verdict.path.copy()
+        for row, kept in self._kept.items():
+            nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
+            path[nodes] = kept[path[nodes]]
+        return replace(verdict, path=path)
 
 
 class Drafting:
@@ -116,6 +164,10 @@ class Drafting:
     @property
     def stats(self) -> DrafterStats:
         return self._guard.stats
+
+    @property
+    def branches(self) -> bool:
+        return self.drafter.needs.shape == "tree"
 
     def open(self, requests: Sequence[Request]) -> None:
         self._guard.open(requests)
@@ -137,44 +189,6 @@ class Drafting:
 
     def shutdown(self) -> None:
         self._guard.shutdown()
-
-
-def _sound_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
-    """Whether all are well-formed deterministic chains; told at once for the whole batch."""
-    if any(type(draft) is not Draft or draft.probs is not None for draft in drafts):
-        return False
-    tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-    if any(type(part) is not np.ndarray or part.ndim != 1 for part in (*tokens, *parents)):
-        return False
-    counts = np.array([len(part) for part in tokens])
-    if (counts > budgets).any() or any(draft.num_window for draft in drafts):
-        return False
-    flat, above = np.concatenate(tokens), np.concatenate(parents)
-    if flat.dtype != np.int32 or above.dtype != np.int32 or len(flat) != len(above):
-        return False
-    order = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    known = (flat >= 0) & (flat < vocab_size)
-    return bool(known.all() and (above == order - 1).all())
-
-
-def _problem(draft: Any, budget: int, vocab_size: int) -> str | None:
-    """Why `draft` cannot be used, whatever it is; None if it can."""
-    if not isinstance(draft, Draft):
-        return f"a draft is wanted, not {draft!r}"
-    for name, part in (("tokens", draft.tokens), ("parents", draft.parents)):
-        if not isinstance(part, np.ndarray) or part.ndim != 1 or part.dtype.kind != "i":
-            return f"{name} must be a row of int32, not {part!r}"
-    if draft.num_nodes > budget:
-        return f"{draft.num_nodes} nodes where {budget} were asked"
-    probs = draft.probs
-    if probs is not None:
-        if probs.ids.ndim != 2 or probs.ids.shape != probs.probs.shape:
-            return f"probabilities of shape {probs.probs.shape} for ids of {probs.ids.shape}"
-        if not (np.isfinite(probs.probs).all() and (probs.probs >= 0).all()):
-            return "a probability is negative or not a number"
-        if ((probs.ids < 0) | (probs.ids >= vocab_size)).any():
-            return f"probabilities of tokens outside the vocabulary of {vocab_size}"
-    return tree.problem(draft, vocab_size)
 
 
 def _ms_since(start: float) -> float:

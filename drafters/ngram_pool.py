@@ -22,7 +22,7 @@ _MAX_MATCHES = 256  # kept per pattern where the newest is wanted
 
 
 class NGramPool:
-    """Patterns, by hash, and their matches; the pattern used longest ago is first to go."""
+    """Patterns, by hash, and their matches; the one learnt or found longest ago goes first."""
 
     def __init__(self, config: NGramConfig) -> None:
         self.max_draft_len = config.max_draft_len
@@ -58,6 +58,7 @@ class NGramPool:
         """
         length, longest, powers = self.max_draft_len, self.max_size, self._powers
         matches, store = self._matches, None if self._oldest else self._store_newest
+        touch = matches.move_to_end
         stop = len(window) if is_over else len(window) - length + 1
         for end in range(max(1, num_known - length + 1), stop):
             match, key = tuple(window[end : end + length]), 0
@@ -68,6 +69,7 @@ class NGramPool:
                     store(key, match)
                 elif len(matches.setdefault(key, match)) < len(match):
                     matches[key] = match
+                touch(key)
 
     def find(self, tail: Sequence[int]) -> tuple[int, Tokens]:
         """Size of the longest known suffix of `tail`, and what followed it; (0, ()) if none is."""
@@ -83,7 +85,7 @@ class NGramPool:
         return 0, ()
 
     def evict(self, count: int) -> None:
-        """Forgets patterns that were used longest ago."""
+        """Forgets the patterns that were learnt, or found, longest ago."""
         for _ in range(count):
             key, _ = self._matches.popitem(last=False)
             if key in self._all:
@@ -123,7 +125,7 @@ class SharedPools:
     """Pools by who shares them, and the texts that are still to be learnt.
 
     All pools together hold at most `pool_max_patterns`; the sharers that were served longest ago
-    lose theirs first, and of theirs those used longest ago.
+    lose theirs first, and of theirs those learnt or found longest ago.
     """
 
     def __init__(self, config: NGramConfig, link: PoolLink | None) -> None:

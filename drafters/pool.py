@@ -9,24 +9,23 @@ the windows of others; each builds its own tables from them, so that look-ups ar
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
 
-from ..errors import PoolSnapshotError
+from ..errors import ConfigError, PoolSnapshotError
 from ..scheduler.types import IntArray
+from .files import check_writable, write_whole
 
-log = logging.getLogger(__name__)
 _MAGIC = b"outrider-pool\n"
-_VERSION = 1
+_HEAD = len(_MAGIC) + 32  # and the body's SHA-256
+_VERSION = 2
 _FIELD = "speculative_config.pool_snapshot"
 _MAX_ANSWER_TOKENS = 2**16  # per tenant and exchange
 
@@ -80,11 +79,18 @@ class PoolStore:
     A window that is published again is not stored again, and counts as new in that order only.
     """
 
-    def __init__(self, fingerprint: str, max_tokens: int) -> None:
+    def __init__(
+        self,
+        fingerprint: str,  # of the vocabulary
+        max_tokens: int,
+        vocab_size: int = 2**31,
+        *,
+        is_common: bool = False,  # every tenant's text stands under one name
+    ) -> None:
         self.epoch = secrets.token_hex(8)
         self.num_tokens = 0
-        self._fingerprint = fingerprint
-        self._max_tokens = max_tokens
+        self._fingerprint, self._is_common = fingerprint, is_common
+        self._max_tokens, self._vocab_size = max_tokens, vocab_size
         self._sequence = 0
         self._tenants: dict[str, dict[int, Window]] = {}  # by sequence number, ascending
         self._recent: OrderedDict[tuple[str, bytes], int] = OrderedDict()  # oldest first
@@ -120,28 +126,44 @@ class PoolStore:
             answer.windows.extend((tenant, w.tokens) for w in lacking if w.source != source)
         return answer
 
+    def open(self, path: str) -> None:
+        """Starts from a snapshot, if there is one and no text yet; later it is saved there.
+
+        Raises:
+            PoolSnapshotError: as `load`, text or not.
+            ConfigError: it could not be saved.
+        """
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{_FIELD}: {path} cannot be written: {error.strerror}"
+            raise ConfigError(reason, field=_FIELD) from None
+        check_writable(file, _FIELD)
+        self.load(path)
+
     def save(self, path: str) -> None:
         """Writes a snapshot, readable by its owner only; the old one stays until it is whole."""
         windows = [
             (tenant, self._tenants[tenant][sequence].tokens)
             for (tenant, _), sequence in self._recent.items()
         ]
-        body = msgpack.packb(
-            {"version": _VERSION, "fingerprint": self._fingerprint, "windows": windows}
-        )
+        content = {
+            "version": _VERSION,
+            "fingerprint": self._fingerprint,
+            "is_common": self._is_common,
+            "windows": windows,
+        }
+        body = msgpack.packb(content, unicode_errors="surrogatepass")
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(_MAGIC + hashlib.sha256(body).digest() + body)
-        os.replace(part, file)
+        write_whole(file, [_MAGIC, hashlib.sha256(body).digest(), body], mode=0o600)
 
     def load(self, path: str) -> None:
-        """Starts from a snapshot, if there is one.
+        """Takes a snapshot in, if there is one and no text yet.
 
         Raises:
-            PoolSnapshotError: it is damaged, or of another version or tokenizer.
+            PoolSnapshotError: it is damaged, or of another version, tokenizer or scope.
         """
         try:
             data = Path(path).read_bytes()
@@ -149,18 +171,42 @@ class PoolStore:
             return
         except OSError as error:
             raise _bad(path, f"cannot be read: {error.strerror}") from None
-        head = len(_MAGIC) + 32
         if not data.startswith(_MAGIC):
             raise _bad(path, "is not a pool snapshot")
-        if hashlib.sha256(data[head:]).digest() != data[len(_MAGIC) : head]:
+        if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:
             raise _bad(path, "is damaged (its checksum is wrong)")
-        content = msgpack.unpackb(data[head:])
+        try:
+            content = msgpack.unpackb(data[_HEAD:], unicode_errors="surrogatepass")
+        except (ValueError, TypeError) as error:
+            raise _bad(path, f"is damaged ({error})") from None
+        windows = self._checked(path, content)
+        if self.num_tokens == 0:
+            for tenant, tokens in windows:
+                self.publish("", tenant, tokens)
+
+    def _checked(self, path: str, content: Any) -> list[tuple[str, bytes]]:
+        """A snapshot's windows, if it is one of this pool's."""
+        if not isinstance(content, dict):
+            raise _bad(path, "is damaged (its content has no keys)")
         if content.get("version") != _VERSION:
             raise _bad(path, f"has version {content.get('version')!r}, not {_VERSION}")
-        if content["fingerprint"] != self._fingerprint:
+        if content.get("fingerprint") != self._fingerprint:
             raise _bad(path, "is of another tokenizer or vocabulary than this model's")
-        for tenant, tokens in content["windows"]:
-            self.publish("", tenant, tokens)
+        if content.get("is_common") is not self._is_common:
+            raise _bad(path, "was not saved under this `pool_scope`: replica pools have no tenants")
+        windows = content.get("windows")
+        if not isinstance(windows, list):
+            raise _bad(path, "is damaged (windows: a list is wanted)")
+        for index, window in enumerate(windows):
+            match window:
+                case [str(), bytes(tokens)] if tokens and len(tokens) % 4 == 0:
+                    continue
+            raise _bad(path, f"is damaged (windows.{index}: a tenant and its tokens are wanted)")
+        ids = unpack(b"".join(tokens for _, tokens in windows))
+        if bool(((ids < 0) | (ids >= self._vocab_size)).any()):
+            reason = f"windows: tokens outside the vocabulary of {self._vocab_size}"
+            raise _bad(path, f"is damaged ({reason})")
+        return windows
 
     def _after(self, tenant: str, cursor: int) -> list[Window]:
         """The tenant's windows past `cursor`, oldest first, as many as fit into an answer."""
@@ -194,7 +240,7 @@ class LocalLink:
         self._source = secrets.token_hex(8)
         self._cursors: dict[str, int] = {}
         if snapshot is not None:
-            store.load(snapshot)
+            store.open(snapshot)
 
     def publish(self, tenant: str, tokens: IntArray) -> None:
         self._store.publish(self._source, tenant, pack(tokens))

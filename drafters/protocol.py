@@ -28,7 +28,7 @@ from .pool import PoolLink
 class Needs:
     """What a drafter asks of the engine."""
 
-    shape: Literal["chain", "tree"] = "chain"
+    shape: Literal["chain", "tree"] = "chain"  # a tree has nodes beside those of its longest path
     hidden_layers: tuple[int, ...] = ()  # target layers whose outputs it reads
     probabilities: bool = False  # whether it can ship the distributions it drew from
 
@@ -44,7 +44,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        """One draft per row, of at most `budgets[row]` nodes; `EMPTY` where it has no guess."""
+        """One draft per row, of at most `budgets[row]` nodes; `EMPTY` where it has no guess.
+
+        Guesses deeper than `batch.max_depth[row]` are dropped; a chain's budget is within it.
+        """
         ...
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

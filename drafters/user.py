@@ -24,6 +24,7 @@ from ..scheduler import tree
 from ..scheduler.sequence import TokenBuffer
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from .protocol import Drafter, DraftFault, Needs
+from .readonly import readonly
 from .user_load import check_full, make, misfit, takes, wrong
 
 
@@ -54,30 +55,33 @@ class User:
         self._missed = False  # it overran a deadline and does not know what happened since
 
     def open(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+        shown = [readonly(request) for request in requests]
+        for request in shown:
             self._open[request.id] = (request, TokenBuffer(request.prompt, request.emitted))
         if self._ready():
-            self._told.update(request.id for request in requests)
-            self._call("open", lambda: self._drafter.open(requests))
+            self._told.update(request.id for request in shown)
+            self._call("open", lambda: self._drafter.open(shown))
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         if not self._ready():
             return [tree.EMPTY] * batch.num_seqs
-        return self._call("propose", lambda: self._drafter.propose(batch, budgets.copy()))
+        shown, own = readonly(batch), budgets.copy()
+        return self._call("propose", lambda: self._drafter.propose(shown, own))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         for row, request_id in enumerate(batch.request_ids):
             if request_id in self._open:
                 self._open[request_id][1].extend(verdict.tokens(row))
         if not self._missed:
-            self._call("observe", lambda: self._drafter.observe(batch, verdict))
+            shown, said = readonly(batch), readonly(verdict)
+            self._call("observe", lambda: self._drafter.observe(shown, said))
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._open.pop(request_id, None)
         if not self._missed:
             self._told.difference_update(request_ids)
-            self._call("close", lambda: self._drafter.close(request_ids))
+            self._call("close", lambda: self._drafter.close(list(request_ids)))
 
     def shutdown(self) -> None:
         try:
@@ -91,7 +95,7 @@ class User:
         if self._missed and not self._helper.busy:
             told, self._told = list(self._told), set(self._open)
             now = [
-                replace(request, emitted=tokens.view[len(request.prompt) :].copy())
+                readonly(replace(request, emitted=tokens.view[len(request.prompt) :].copy()))
                 for request, tokens in self._open.values()
             ]
             self._missed = False
@@ -202,8 +206,7 @@ class _Simple:
         for request in requests:
             self._tokens[request.id] = [*request.prompt.tolist(), *request.emitted.tolist()]
         if hasattr(self._drafter, "prepare"):
-            for request in requests:
-                self._drafter.prepare(request)
+            _call_all(self._drafter.prepare, requests)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
@@ -226,10 +229,9 @@ class _Simple:
                 self._tokens[request_id] += verdict.tokens(row).tolist()
 
     def close(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            known = self._tokens.pop(request_id, None) is not None
-            if known and hasattr(self._drafter, "free"):
-                self._drafter.free(request_id)
+        known = [each for each in request_ids if self._tokens.pop(each, None) is not None]
+        if hasattr(self._drafter, "free"):
+            _call_all(self._drafter.free, known)
 
     def shutdown(self) -> None:
         if hasattr(self._drafter, "shutdown"):
@@ -246,3 +248,15 @@ class _Simple:
         if ids.size and not (ids.min() >= 0 and ids.max() < 2**31):
             raise ValueError(f"draft returned what are no token ids: {guess!r}")
         return tree.chain(ids, self.name) if ids.size else tree.EMPTY
+
+
+def _call_all(hook: Callable[[Any], Any], arguments: Sequence[Any]) -> None:
+    """Calls the hook for each, also after one for which it raised; then raises the first's."""
+    first: BaseException | None = None
+    for argument in arguments:
+        try:
+            hook(argument)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001, raised below
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,6 +1,9 @@
 """How many nodes a request may draft in this step.
 
-`DraftBudget.nodes` is asked once per sampling request and step, and may answer zero.
+`DraftBudget.nodes` is asked once per sampling request and step, and may answer zero. Tokens left
+to emit bound how *deep* a draft is of use (`Batch.max_depth`). For a chain that is its length; a
+tree or a lookahead window has many nodes to a level, and is bounded by the configuration and by
+the model's positions.
 """
 
 from __future__ import annotations
@@ -10,11 +13,17 @@ from .sequence import Sequence
 
 
 class DraftBudget:
-    """The configured length, narrowed by the request's own wish and by the load."""
+    """The configured length, narrowed by the request's own wish and by the load.
 
-    def __init__(self, config: SpeculationBase) -> None:
+    Args:
+        max_model_len: no node lies beyond, whatever it is below.
+    """
+
+    def __init__(self, config: SpeculationBase, max_model_len: int) -> None:
         self._max_draft_len = config.max_nodes
         self._max_concurrency = config.max_concurrency
+        self._max_model_len = max_model_len
+        self.branches = False  # whether a draft may have several nodes to a level
         self.enabled = True
 
     def set_max_draft_len(self, max_draft_len: int) -> None:
@@ -22,14 +31,14 @@ class DraftBudget:
         self._max_draft_len = max_draft_len
 
     def nodes(self, sequence: Sequence, num_running: int) -> int:
-        """Nodes that `sequence` may draft; never beyond what it could still emit."""
+        """Nodes that `sequence` may draft; none if none could be emitted."""
         wish = sequence.request.speculation
-        if not (self.enabled and wish.enabled):
+        if not (self.enabled and wish.enabled) or sequence.max_depth <= 0:
             return 0
         if self._max_concurrency is not None and num_running > self._max_concurrency:
             return 0
         nodes = self._max_draft_len
         if wish.max_draft_len is not None:
             nodes = min(nodes, wish.max_draft_len)
-        # The bonus token comes on top of the accepted ones, hence the 1.
-        return max(0, min(nodes, sequence.limit - sequence.num_tokens - 1))
+        room = self._max_model_len - sequence.num_tokens if self.branches else sequence.max_depth
+        return max(0, min(nodes, room))

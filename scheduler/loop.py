@@ -31,12 +31,17 @@ class Target(Protocol):
 class Drafting(Protocol):
     """All drafters of an engine as one; its failures cost speed and nothing else."""
 
+    @property
+    def branches(self) -> bool:
+        """Whether a draft may be more than a chain."""
+        ...
+
     def open(self, requests: Sequence[Request]) -> None:
         """Requests are about to be served."""
         ...
 
     def propose(self, batch: Batch) -> list[Draft]:
-        """One draft per row, of at most `batch.max_nodes` nodes."""
+        """One draft per row, of at most `batch.max_nodes` nodes, `batch.max_depth` deep."""
         ...
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -69,6 +74,7 @@ class Loop:
         self.scheduler = scheduler
         self.target = target
         self.drafting = drafting
+        scheduler.budget.branches = drafting.branches
         self.times = StepTimes()
 
     def add(self, request: Request) -> None:

@@ -57,7 +57,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
         self.pool = BlockPool(num_blocks, config.block_size, caching=config.enable_prefix_caching)
-        self.budget = DraftBudget(config.speculative_config)
+        self.budget = DraftBudget(config.speculative_config, max_model_len)
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()
         self.running: list[Sequence] = []
@@ -164,7 +164,8 @@ class Scheduler:
         moves, self._moves = self._moves, []
         sequences = [self._sequences[row.request_id] for row in rows]
         packed = ints(moves).reshape(-1, 2)
-        return pack(self._step, rows, packed, self._sampling.pack(sequences))
+        batch = pack(self._step, rows, packed, self._sampling.pack(sequences))
+        return replace(batch, max_depth=ints([max(0, each.max_depth) for each in sequences]))
 
     def commit(self, batch: Batch, drafts: Rows[Draft], verdict: Verdict) -> list[Delta]:
         """Appends what was emitted, rewinds what was rejected, finishes what is done."""
@@ -223,14 +224,14 @@ class Scheduler:
         num_chunk = min(sequence.num_tokens - sequence.num_computed, left)
         nodes = self._nodes(sequence, num_chunk, left)
         end = sequence.num_computed + num_chunk
-        if sequence.reserve(self.pool, end + nodes):
-            return Row(sequence.request.id, sequence, num_chunk, nodes)
-        while not sequence.reserve(self.pool, end):  # draft nodes are not worth a preemption
+        held = self._hold(sequence, end, nodes)
+        while held is None:  # draft nodes are not worth a preemption
             victim = victims.pop() if victims else sequence
             self._preempt(victim)
             if victim is sequence:
                 return None
-        return Row(sequence.request.id, sequence, num_chunk, 0)
+            held = self._hold(sequence, end, 0)
+        return Row(sequence.request.id, sequence, num_chunk, held)
 
     def _admit(self, sequence: Sequence, left: int) -> Row | None:
         """A waiting sequence's first part; None, and nothing held, if there is no room for it."""
@@ -243,16 +244,25 @@ class Scheduler:
         if self.running and spare < len(self.running):
             sequence.drop(self.pool)
             return None
-        if not sequence.reserve(self.pool, end + nodes):
-            nodes = 0
-            if not sequence.reserve(self.pool, end):
-                sequence.drop(self.pool)
-                return None
+        held = self._hold(sequence, end, nodes)
+        if held is None:
+            sequence.drop(self.pool)
+            return None
         self.counts.num_looked_up_tokens += sequence.num_tokens
         self.counts.num_hit_tokens += cached
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(cached, sequence.num_prompt)
-        return Row(sequence.request.id, sequence, num_chunk, nodes)
+        return Row(sequence.request.id, sequence, num_chunk, held)
+
+    def _hold(self, sequence: Sequence, end: int, nodes: int) -> int | None:
+        """Blocks for `end` tokens and for draft nodes: all, a path's, or none, as there is room.
+
+        Returns how many nodes there is room for; None, and no change, if there is none for `end`.
+        """
+        for some in (nodes, min(nodes, max(0, sequence.max_depth)), 0):
+            if sequence.reserve(self.pool, end + some):
+                return some
+        return None
 
     def _nodes(self, sequence: Sequence, num_chunk: int, left: int) -> int:
         """Draft nodes for this step, if the chunk reaches the root."""
@@ -314,8 +324,8 @@ def _counted(usage: SpeculationUsage, draft: Draft, num_accepted: int) -> Specul
         usage,
         drafter=draft.source if draft.num_nodes else usage.drafter,
         num_steps=usage.num_steps + 1,
-        num_drafts=usage.num_drafts + (draft.num_nodes > 0),
-        num_draft_tokens=usage.num_draft_tokens + draft.num_nodes,
+        num_drafts=usage.num_drafts + (draft.num_guesses > 0),
+        num_draft_tokens=usage.num_draft_tokens + draft.num_guesses,
         num_accepted_tokens=usage.num_accepted_tokens + num_accepted,
     )
 

@@ -151,6 +151,11 @@ class Sequence(PagedTokens):
         return self.num_tokens - self.num_prompt
 
     @property
+    def max_depth(self) -> int:
+        """Draft tokens that may yet be emitted: the bonus token comes on top of them."""
+        return self.limit - self.num_tokens - 1
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Order of service: priority, then arrival."""
         return (self.request.priority, self.arrival)

@@ -96,6 +96,28 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
     )
 
 
+def prune(draft: Draft, max_depth: int) -> tuple[Draft, IntArray | None]:
+    """`draft` without the guesses below `max_depth`, and which nodes are left; None: all.
+
+    A window that hangs on one of them goes as a whole.
+    """
+    guesses = draft.num_guesses
+    if guesses <= max_depth:
+        return draft, None
+    kept = depths(draft.parents) <= max_depth
+    kept[guesses:] = True
+    if kept.all():
+        return draft, None
+    above = draft.parents[guesses:]
+    kept[guesses:] = kept[above[above >= 0]].all()
+    places = np.cumsum(kept) - 1
+    parents = np.where(draft.parents < 0, -1, places[draft.parents])[kept]
+    probs = draft.probs and DraftProbs(draft.probs.ids[kept], draft.probs.probs[kept])
+    num_window = int(kept[guesses:].sum())
+    left = Draft(draft.tokens[kept], ints(parents), probs, draft.source, num_window)
+    return left, ints(np.flatnonzero(kept))
+
+
 def join(batch: Batch, drafts: Sequence[Draft], block_size: int) -> StepInput:
     """`batch` with one draft per sequence joined on, as every rank gets it."""
     num_nodes = [draft.num_nodes for draft in drafts]

@@ -107,6 +107,7 @@ class Batch:
     kv_moves: IntArray  # [num_moves, 2], (source slot, destination slot), before the forward
     sampling: SamplingRows
     next_tokens: IntArray | None = None  # [num_seqs], the known token after the chunk; -1: none
+    max_depth: IntArray | None = None  # [num_seqs], guesses below that could not be emitted
 
     @property
     def num_seqs(self) -> int:
@@ -254,8 +255,8 @@ class SpeculationUsage:
 
     drafter: str = "none"
     num_steps: int = 0  # target steps that emitted
-    num_drafts: int = 0  # non-empty drafts
-    num_draft_tokens: int = 0
+    num_drafts: int = 0  # with a guess
+    num_draft_tokens: int = 0  # guesses; a window's nodes are none
     num_accepted_tokens: int = 0
 
     @property

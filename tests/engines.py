@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,17 @@ def engine_of(model: str, speculative: dict[str, Any] | None = None, **options: 
         yield engine
     finally:
         engine.shutdown()
+
+
+def tokenizer_at(
+    folder: Path, vocabulary: Any, added: Sequence[tuple[int, str]] = (), **model: Any
+) -> Path:
+    """A new folder with a `tokenizer.json` that says what ids mean, and little else."""
+    folder.mkdir()
+    extra = [{"id": index, "content": token} for index, token in added]
+    data = {"model": {"vocab": vocabulary, **model}, "added_tokens": extra}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
 
 
 def random_prompts(count: int, vocab: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

@@ -68,6 +68,13 @@ FAMILY = {
         "max_draft_len": 12,
         "members": [ALL["Suffix"], ALL["DraftTarget"]],
     },
+    "merged look-ups and a window": {
+        "decoding_type": "Compose",
+        "mode": "merge",
+        "members": [ALL["Suffix"], ALL["NGram"], ALL["Lookahead"]],
+    },
+    "replica's pool": {**ALL["NGram"], "pool_scope": "replica"},
+    "User": {**ALL["User"], "timeout_s": 10},  # a busy machine's pauses are no fault of its
 }
 
 

@@ -18,6 +18,7 @@ ALIASES = {
     "gpu-memory-utilization": "kv-memory-fraction",
     "num-gpu-blocks-override": "num-kv-blocks",
     "num-speculative-tokens": "max-draft-len",
+    "speculative-model": "draft-model",
     # llama.cpp
     "ctx-size": "max-model-len",
     "parallel": "max-num-seqs",

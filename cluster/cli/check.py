@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..preflight import preflight
+from ..preflight import preflight, try_drafters
 from .console import note, say, table
 from .options import EngineOptions, serve_section
 
@@ -22,13 +22,14 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Checks a configuration, the checkpoints it names and how they fit; prints it in full."""
+    """Checks a configuration, the files it names and how they fit; prints it in full."""
     import yaml
 
     engine = replace(engine, config=file) if file is not None else engine
     config = engine.resolve()
     serve_section(engine, {})
     facts = preflight(config)
+    facts |= {f"drafter {name!r}": path for path, name in try_drafters(config).items()}
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
     note("The configuration is sound.")

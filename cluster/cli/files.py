@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import ConfigError
 
 # A mapping with one of these on top is a speculative section, not a whole configuration.
-SECTION_KEYS = {"decoding_type", "method", "num_speculative_tokens"}
+SECTION_KEYS = {"decoding_type", "method", "spec_type", "num_speculative_tokens"}
 
 
 def read_text(path: Path, field: str) -> str:

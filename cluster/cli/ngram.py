@@ -49,9 +49,12 @@ def build(
     ] = 1,
 ) -> None:
     """Counts what follows every two tokens of a corpus, for `--lookup-cache-static`."""
-    from ...drafters.ngram_file import fingerprint, save
+    from ...drafters.files import check_writable
+    from ...drafters.ngram_file import save
+    from ...drafters.vocabulary import fingerprint
 
     paths = [*inputs, *(more or [])]
+    check_writable(out, "OUT")
     mark = fingerprint(tokenizer)
     encode, vocab_size = _encoder(tokenizer)
     counter, start = _Counter(), time.perf_counter()
@@ -76,12 +79,16 @@ def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A table's file.")],
 ) -> None:
     """Shows what a table holds, once its checksum has been verified."""
+    from dataclasses import asdict
+
     import yaml
 
-    from ...drafters.ngram_file import read_header
+    from ...drafters.ngram_file import read
 
-    header, _ = read_header(file, "FILE")
-    say(yaml.safe_dump(header, sort_keys=False).rstrip())
+    header, _ = read(file, "FILE")
+    shown = asdict(header)
+    shown["tables"] = list(shown["tables"])
+    say(yaml.safe_dump(shown, sort_keys=False).rstrip())
     note("The file is sound.")
 
 
@@ -192,10 +199,14 @@ def _token_pieces(path: Path) -> Iterator[tuple[NDArray[np.int64], int]]:
 
     try:
         if path.suffix == ".npy":
-            ids = np.load(path, allow_pickle=False).ravel().astype(np.int64)
+            with path.open("rb") as file:
+                stored = np.lib.format.read_array(file, allow_pickle=False).ravel()
+            if stored.dtype.kind not in "iu":
+                raise ValueError(f"its numbers are {stored.dtype}, not integers")
+            ids = stored.astype(np.int64)
         else:
             ids = np.array(path.read_text().split(), dtype=np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError, EOFError) as error:
         raise ConfigError(f"--input: {path} holds no token ids: {error}", field="--input") from None
     yield ids, _size(path)
 

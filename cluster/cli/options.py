@@ -133,7 +133,8 @@ class EngineOptions(LookupOptions):
         typer.Option(
             "--spec-type",
             help="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
-            "vLLM's (ngram, suffix, ...), or a decoding_type.",
+            "vLLM's (ngram, suffix, ...), or a decoding_type; several with commas: the first "
+            "with a guess wins.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None
@@ -142,7 +143,7 @@ class EngineOptions(LookupOptions):
         typer.Option(
             "--draft-model",
             "-md",
-            help="Checkpoint folder of a draft model.",
+            help="Checkpoint folder of a draft model; asked after drafters without one.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None
@@ -178,15 +179,14 @@ class EngineOptions(LookupOptions):
             given = read_section(given)
         if self.speculative_config is not None:
             given = read_section(self.speculative_config)
-        section = section_of(
-            given,
-            self.spec_type,
-            self.draft_model,
-            self.draft_max,
-            self.lookup_keys(),
-            self.implied_type(),
-        )
+        section = section_of(given, self.spec_type, self._speculative_keys())
         return EngineConfig.load({**data, "speculative_config": section, **forced})
+
+    def _speculative_keys(self) -> dict[str, Any]:
+        """What was given of a speculative section's keys."""
+        keys = {"speculative_model": self.draft_model, "max_draft_len": self.draft_max}
+        given = {key: value for key, value in keys.items() if value is not None}
+        return {**given, **self.lookup_keys()}
 
     def _file(self) -> dict[str, Any]:
         """What the configuration file says."""

@@ -41,10 +41,13 @@ def show_run(
 
 
 def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """The lines that llama-server prints, for every drafter that drafted."""
+    """The lines that llama-server prints, for every drafter that was asked, and its faults."""
     from ...drafters.protocol import DrafterStats
 
     for name, values in drafters.items():
         stats = DrafterStats(**values)
-        if stats.num_gen_tokens:
+        _, num_asked, _ = stats.num_calls
+        if num_asked or stats.faults:
             yield from stats.lines(name)
+        if stats.faults:
+            yield f"faults {name} = {stats.faults}; the log has the first one's traceback"

@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 
+from ...config import LONGEST_DRAFT
 from ...errors import InvalidRequestError
 from ...scheduler.sampling import SamplingParams, invalid_request
 from ...scheduler.types import SpeculationOptions
@@ -89,7 +90,7 @@ class Speculation(Strict):
     """Our extension: what this request asks of speculation."""
 
     enabled: bool = True
-    max_draft_len: int | None = Field(default=None, ge=0, le=64)
+    max_draft_len: int | None = Field(default=None, ge=0, le=LONGEST_DRAFT)
 
 
 class GenerationBody(Strict):

@@ -91,7 +91,7 @@ BAD = [
     ),
     (
         {"speculative_config": {**NGRAM, "min_matching_ngram_size": 9}},
-        "speculative_config",
+        "speculative_config.min_matching_ngram_size",
         "must not exceed",
     ),
     (
@@ -99,7 +99,26 @@ BAD = [
         "speculative_config.speculative_model",
         "required",
     ),
-    ({"max_num_batched_tokens": 3, "speculative_config": NGRAM}, "EngineConfig", "of 5 tokens"),
+    ({"max_num_batched_tokens": 3, "speculative_config": NGRAM}, "max_num_batched_tokens", "of 5 "),
+    ({"kv_cache_config": 5}, "kv_cache_config", "mapping"),
+    ({"speculative_config": {"method": ["ngram"]}}, "speculative_config.method", "['ngram']"),
+    ({"speculative_config": {"method": {}}}, "speculative_config.method", "a name"),
+    ({"speculative_config": {"spec_type": 5}}, "speculative_config.spec_type", "a name"),
+    (
+        {"speculative_config": {**NGRAM, "method": "ngram"}},
+        "speculative_config.method",
+        "decoding_type says it",
+    ),
+    (
+        {"speculative_config": {"decoding_type": ["NGram"]}},
+        "speculative_config.decoding_type",
+        "unknown drafter",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "Compose", "members": [NGRAM, {}]}},
+        "speculative_config.members.1.decoding_type",
+        "required",
+    ),
 ]
 
 
@@ -110,6 +129,51 @@ def test_mistakes_name_the_key_and_what_is_allowed(data, field, words):
         EngineConfig.load({**base, **data})
     assert caught.value.field == field
     assert words in caught.value.message
+
+
+HEAD = {"decoding_type": "Eagle", "speculative_model": "h"}
+PAIRS = [  # two keys of a section that do not go together, and which of them is named
+    ({**NGRAM, "lossy": True}, "lossy"),
+    ({**NGRAM, "posterior_alpha": 0.5}, "posterior_alpha"),
+    ({**NGRAM, "is_public_pool": True, "pool_scope": "cluster"}, "is_public_pool"),
+    ({**NGRAM, "pool_snapshot": "x"}, "pool_snapshot"),
+    ({"decoding_type": "NGramSimple", "ngram_size_n": 9, "ngram_size_m": 8}, "ngram_size_m"),
+    ({"decoding_type": "NGramMapK4V", "max_draft_len": 4, "draft_min": 5}, "draft_min"),
+    ({"decoding_type": "NGramCache", "draft_min": 9}, "draft_min"),
+    ({"decoding_type": "NGramMod", "max_draft_len": 40}, "n_min"),
+    ({"decoding_type": "Lookahead", "max_draft_len": 3}, "max_draft_len"),
+    (
+        {
+            "decoding_type": "DraftTarget",
+            "speculative_model": "m",
+            "placement": "colocated",
+            "draft_tensor_parallel_size": 2,
+        },
+        "draft_tensor_parallel_size",
+    ),
+    ({**HEAD, "draft_timeout_s": 3.0}, "draft_timeout_s"),
+    ({**HEAD, "eagle_choices": [[0]], "use_dynamic_tree": True}, "eagle_choices"),
+    ({**HEAD, "eagle_choices": [[0], [0]]}, "eagle_choices"),
+    ({**HEAD, "max_total_draft_tokens": 5}, "max_total_draft_tokens"),
+    ({**HEAD, "decoding_type": "Medusa", "num_medusa_heads": 2, "max_draft_len": 3},
+     "max_draft_len"),
+    ({**HEAD, "decoding_type": "ReDrafter", "beam_width": 3, "redrafter_num_beams": 3},
+     "beam_width"),
+    ({"decoding_type": "Compose", "members": [NGRAM], "mode": "merge", "keep_order": True},
+     "keep_order"),
+    ({"decoding_type": "Compose", "members": [{**NGRAM, "max_concurrency": 2}]},
+     "members.0.max_concurrency"),
+    ({"decoding_type": "Compose", "members": [{"decoding_type": "NGramMod", "n_min": 65}]},
+     "members.0.n_min"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "key"), PAIRS)
+def test_keys_that_contradict_are_named(section, key):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", "speculative_config": section})
+    assert caught.value.field == f"speculative_config.{key}"
+    assert caught.value.message.startswith(f"speculative_config.{key}")
 
 
 @pytest.mark.parametrize("text", [b"- a", b"a: [", b"\xff\xfe", None])

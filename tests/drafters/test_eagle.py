@@ -226,7 +226,7 @@ def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, 
     if tree:
         fields |= {"dynamic_tree_max_topK": 4}
     prompts = [list(range(2, 11)) + prompt for prompt in PROMPTS] * 2
-    small = {"block_size": 4, "num_kv_blocks": 16, "max_model_len": 60}
+    small = {"block_size": 4, "num_kv_blocks": 15, "max_model_len": 60}
     seen, stats = drafts_seen(
         monkeypatch, six, section(folder, **fields), prompts, max_num_batched_tokens=32, **small
     )

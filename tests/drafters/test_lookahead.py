@@ -124,7 +124,7 @@ def test_a_real_model_keeps_its_tokens(tiny, verification):
     [
         ({"max_window_size": 0}, "max_window_size"),
         ({"max_ngram_size": 1}, "max_ngram_size"),
-        ({"max_draft_len": 5}, "LookaheadConfig"),
+        ({"max_draft_len": 5}, "max_draft_len"),
     ],
 )
 def test_sizes_out_of_range_are_named(data, field):

@@ -123,13 +123,21 @@ def test_a_replayed_request_starts_from_what_was_emitted(name):
 BAD = [
     ({"decoding_type": "NGramSimple", "ngram_size_n": 0}, "ngram_size_n", "got 0"),
     ({"decoding_type": "NGramSimple", "ngram_size_m": 1025}, "ngram_size_m", "got 1025"),
-    ({"decoding_type": "NGramSimple", "ngram_size_m": 11}, "", "at least ngram_size_n (12)"),
+    (
+        {"decoding_type": "NGramSimple", "ngram_size_m": 11},
+        "ngram_size_m",
+        "at least ngram_size_n (12)",
+    ),
     ({"decoding_type": "NGramMapK", "check_rate": 0}, "check_rate", "got 0"),
     ({"decoding_type": "NGramMapK", "ngram_size": 3}, "ngram_size", "did you mean 'ngram_size_"),
     ({"decoding_type": "NGramMapK4V", "min_hits": 0}, "min_hits", "got 0"),
-    ({"decoding_type": "NGramMapK4V", "draft_min": 17}, "", "draft_min (17) must not exceed"),
+    (
+        {"decoding_type": "NGramMapK4V", "draft_min": 17},
+        "draft_min",
+        "draft_min (17) must not exceed",
+    ),
     ({"decoding_type": "NGramMod", "n_match": 0}, "n_match", "got 0"),
-    ({"decoding_type": "NGramMod", "n_min": 65}, "", "n_min (65) must not exceed"),
+    ({"decoding_type": "NGramMod", "n_min": 65}, "n_min", "n_min (65) must not exceed"),
     ({"decoding_type": "NGramMod", "n_match": 3, "ngram_size_n": 3}, "ngram_size_n", "given twice"),
     ({"decoding_type": "NGramCache", "lookup_cache_static": ""}, "lookup_cache_static", "file"),
     ({"decoding_type": "PromptLookup", "max_draft_len": 1025}, "max_draft_len", "got 1025"),
@@ -143,7 +151,7 @@ BAD = [
 def test_mistakes_name_the_key(section, key, words):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.load({"model": "m", "speculative_config": section})
-    assert caught.value.field == "speculative_config" + ("." + key if key else "")
+    assert caught.value.field == f"speculative_config.{key}"
     assert words in caught.value.message
 
 

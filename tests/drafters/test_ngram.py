@@ -126,13 +126,19 @@ def test_a_pool_may_learn_a_text_in_pieces(oldest):
             assert pool.find(pattern) == (len(pattern), matches[0 if oldest else -1])
 
 
-def test_a_pool_forgets_what_was_used_longest_ago():
-    pool = NGramPool(NGramConfig(max_matching_ngram_size=1, max_draft_len=1))
-    pool.update([1, 2, 3, 4])
+@pytest.mark.parametrize("oldest", [True, False])
+def test_a_pool_forgets_what_was_learnt_or_found_longest_ago(oldest):
+    config = NGramConfig(max_matching_ngram_size=1, max_draft_len=1, is_use_oldest=oldest)
+    pool = NGramPool(config)
+    pool.update([1, 2, 3, 4, 5])
     assert pool.find((1,))[1] == (2,)
-    pool.evict(1)
+    pool.update([2, 3])  # again
+    pool.evict(2)  # 3 and 4; 1 was found, 2 learnt again
     assert len(pool) == 2
-    assert [pool.find((token,))[1] for token in (1, 2, 3)] == [(2,), (), (4,)]
+    assert [pool.find((token,))[1] for token in (1, 2, 3, 4)] == [(2,), (3,), (), ()]
+    pool.find((1,))
+    pool.evict(1)
+    assert [pool.find((token,))[1] for token in (1, 2)] == [(2,), ()]
 
 
 @pytest.mark.parametrize("oldest", [True, False])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 
+import msgpack
 import pytest
 
 from outrider.config import EngineConfig, NGramConfig
@@ -13,7 +15,7 @@ from outrider.drafters.pool import LocalLink, PoolStore, pack, unpack
 from outrider.errors import ConfigError, PoolSnapshotError
 from outrider.scheduler.types import ints
 
-from ..engines import complete, engine_of, random_prompts
+from ..engines import complete, engine_of, random_prompts, tokenizer_at
 from ..toy import VOCAB, continuation
 
 
@@ -124,15 +126,98 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         PoolStore("f", 100).load(str(tmp_path))
 
 
-def test_another_version_is_refused(tmp_path, monkeypatch):
-    from outrider.drafters import pool
+def sealed(body: bytes) -> bytes:
+    """A snapshot whose checksum is right, whatever it holds."""
+    return b"outrider-pool\n" + hashlib.sha256(body).digest() + body
 
+
+GOOD = {
+    "version": 2,
+    "fingerprint": "f",
+    "is_common": False,
+    "windows": [["x", pack(ints([1, 2]))], ["\ud800", pack(ints([3]))]],
+}
+
+
+def test_a_sealed_snapshot_is_one(tmp_path):
+    path = tmp_path / "pool.bin"
+    path.write_bytes(sealed(msgpack.packb(GOOD, unicode_errors="surrogatepass")))
+    link = LocalLink(PoolStore("f", 100), str(path))
+    assert texts(link, "x") == [[1, 2]]
+    whole = path.read_bytes()
+    link.shutdown()  # also where a tenant's name is no proper text
+    assert path.read_bytes() == whole
+
+
+CONTENTS = {
+    "nothing": (b"", "damaged"),
+    "half a map": (b"\x82\x01", "damaged"),
+    "a reserved byte": (b"\xc1", "damaged"),
+    "very deep": (b"\x91" * 10**5, "damaged"),
+    "keys that are lists": (b"\x81\x90\x01", "damaged"),
+    "no text": (b"\xa1\xff", "damaged"),
+    "a list": ([], "no keys"),
+    "a number": (3, "no keys"),
+    "no version": ({"version": None}, "has version None, not 2"),
+    "another version": ({"version": 1}, "has version 1, not 2"),
+    "no fingerprint": ({"fingerprint": None}, "another tokenizer"),
+    "a list for it": ({"fingerprint": ["f"]}, "another tokenizer"),
+    "a replica's": ({"is_common": True}, "pool_scope"),
+    "no windows": ({"windows": None}, "windows: a list"),
+    "a map of them": ({"windows": {"x": b""}}, "windows: a list"),
+    "a number for one": ({"windows": [["x", b"\0\0\0\0"], 3]}, "windows.1:"),
+    "three parts": ({"windows": [["x", b"\0\0\0\0", 0]]}, "windows.0:"),
+    "a number for a tenant": ({"windows": [[3, b"\0\0\0\0"]]}, "windows.0:"),
+    "text for tokens": ({"windows": [["x", "abcd"]]}, "windows.0:"),
+    "half a token": ({"windows": [["x", b"abc"]]}, "windows.0:"),
+    "no tokens": ({"windows": [["x", b""]]}, "windows.0:"),
+    "a negative token": ({"windows": [["x", pack(ints([1, -1]))]]}, "windows: tokens outside"),
+    "a token too large": ({"windows": [["x", pack(ints([50]))]]}, "vocabulary of 50"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), CONTENTS.values(), ids=CONTENTS.keys())
+def test_a_sound_checksum_over_bad_content(tmp_path, content, words):
+    path = tmp_path / "pool.bin"
+    if isinstance(content, dict):
+        content = {**GOOD, "windows": [], **content}
+    path.write_bytes(sealed(content if isinstance(content, bytes) else msgpack.packb(content)))
+    store = PoolStore("f", 100, 50)
+    with pytest.raises(PoolSnapshotError, match=words) as caught:
+        LocalLink(store, str(path))
+    assert caught.value.field == "speculative_config.pool_snapshot"
+    assert str(path) in caught.value.message
+    assert store.num_tokens == 0
+
+
+def test_a_pool_without_tenants_is_no_other_scopes(tmp_path):
     path = str(tmp_path / "pool.bin")
-    monkeypatch.setattr(pool, "_VERSION", 0)
-    PoolStore("f", 100).save(path)
-    monkeypatch.undo()
-    with pytest.raises(PoolSnapshotError, match="version 0, not 1"):
+    store = PoolStore("f", 100, is_common=True)
+    store.publish("", "", pack(ints([1])))
+    store.save(path)
+    assert texts(LocalLink(PoolStore("f", 100, is_common=True), path), "") == [[1]]
+    with pytest.raises(PoolSnapshotError, match="pool_scope"):
         PoolStore("f", 100).load(path)
+
+
+@pytest.mark.parametrize("place", ["file/below/pool.bin", "folder"])
+def test_a_snapshot_that_cannot_be_written_is_said_at_the_start(tmp_path, place):
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="cannot be (read|written)") as caught:
+        LocalLink(PoolStore("f", 100), str(tmp_path / place))
+    assert caught.value.field == "speculative_config.pool_snapshot"
+    assert place in caught.value.message
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_snapshot_that_fails_leaves_nothing_behind(tmp_path):
+    link = LocalLink(PoolStore("f", 100), str(tmp_path / "pool.bin"))
+    link.publish("x", ints([1]))
+    (tmp_path / "pool.bin").mkdir()  # since the start
+    with pytest.raises(OSError, match="regular file"):
+        link.shutdown()
+    assert [each.name for each in tmp_path.iterdir()] == ["pool.bin"]
 
 
 def drafting_of(store: PoolStore, **options) -> Drafting:
@@ -180,8 +265,14 @@ def test_a_link_that_fails_costs_its_text_only(make_loop, request_of, drive):
     assert drafting.stats.faults > 0
 
 
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Of the tiny models, which have none."""
+    return str(tokenizer_at(tmp_path / "tokenizer", {str(index): index for index in range(96)}))
+
+
 @pytest.mark.parametrize("scope", ["tenant", "replica", "cluster"])
-def test_the_engine_emits_what_it_does_without(tiny, tmp_path, scope):
+def test_the_engine_emits_what_it_does_without(tiny, tmp_path, tokenizer, scope):
     prompts = random_prompts(6, 96)
     section = {
         "decoding_type": "NGram",
@@ -192,7 +283,7 @@ def test_the_engine_emits_what_it_does_without(tiny, tmp_path, scope):
         with engine_of(tiny.target) as engine:
             plain = complete(engine, prompts, **sampling)[0]
         for start in ("cold", "warm"):
-            with engine_of(tiny.target, section) as engine:
+            with engine_of(tiny.target, section, tokenizer=tokenizer) as engine:
                 assert complete(engine, prompts, at_once=2, **sampling)[0] == plain
                 stats = engine.stats()["drafters"]["ngram"]
                 assert stats["faults"] == 0
@@ -200,12 +291,48 @@ def test_the_engine_emits_what_it_does_without(tiny, tmp_path, scope):
                     assert stats["num_acc_tokens"] > 40
 
 
-def test_a_snapshot_of_another_tokenizer_stops_the_engine(tiny, tmp_path):
+def test_a_snapshot_belongs_to_the_tokenizer_that_is_used(tiny, tmp_path, tokenizer):
+    section = {
+        "decoding_type": "NGram",
+        "pool_scope": "tenant",
+        "pool_snapshot": str(tmp_path / "pool.bin"),
+    }
+    with engine_of(tiny.target, section, tokenizer=tokenizer):
+        pass
+    unigram = [[str(95 - index), -1.0] for index in range(96)]
+    added = [(95, "<pad>")]
+    same = {str(index): index for index in range(96)}
+    for name, vocabulary, extra in (("unigram", unigram, []), ("added", same, added)):
+        other = str(tokenizer_at(tmp_path / name, vocabulary, extra))
+        with (
+            pytest.raises(PoolSnapshotError, match="another tokenizer"),
+            engine_of(tiny.target, section, tokenizer=other),
+        ):
+            pass
+
+
+def test_a_snapshot_of_another_model_stops_the_engine(tiny, tmp_path, tokenizer):
     path = tmp_path / "pool.bin"
     PoolStore("of another", 100).save(str(path))
     section = {"decoding_type": "NGram", "pool_scope": "tenant", "pool_snapshot": str(path)}
-    with pytest.raises(PoolSnapshotError, match="tokenizer"), engine_of(tiny.target, section):
+    with (
+        pytest.raises(PoolSnapshotError, match="tokenizer"),
+        engine_of(tiny.target, section, tokenizer=tokenizer),
+    ):
         pass
+
+
+def test_without_a_tokenizer_nothing_is_kept(tiny, tmp_path):
+    section = {"decoding_type": "NGram", "pool_scope": "cluster"}
+    with engine_of(tiny.target, section):  # alone, and nothing is saved
+        pass
+    section["pool_snapshot"] = str(tmp_path / "pool.bin")
+    with (
+        pytest.raises(ConfigError, match="speculative_config.pool_snapshot needs one") as caught,
+        engine_of(tiny.target, section),
+    ):
+        pass
+    assert caught.value.field == "tokenizer"
 
 
 def test_scopes_that_contradict_are_refused():

@@ -114,6 +114,14 @@ class HangingTree(Full):
             self.gate.wait(60)
         return super().propose(batch, budgets)
 
+class FailingHook(Right):
+    def __init__(self, verb):
+        setattr(self, verb, self.fail)
+        self.calls = []
+    def fail(self, *what):
+        self.calls.append(what)
+        raise RuntimeError("no luck")
+
 class NoObserve:
     def open(self, requests): ...
     def propose(self, batch, budgets): ...
@@ -182,6 +190,24 @@ def test_hooks_are_called_and_the_name_is_the_users(user, make_loop, request_of,
     assert log[0] == ("prepare", "a")
     assert log[-1] == ("free", "a")
     assert set(log[1:-1]) == {("draft", "a")}
+
+
+@pytest.mark.parametrize("verb", ["prepare", "free", "shutdown"])
+def test_a_hook_that_raises_is_counted_and_the_request_goes_on(
+    user, make_loop, request_of, drive, caplog, verb
+):
+    drafter = user("FailingHook", verb=verb)
+    drafting = Drafting(drafter, VOCAB)
+    with caplog.at_level(logging.ERROR):
+        serve(make_loop(drafting=drafting), request_of, drive)
+        drafting.shutdown()
+    # Both requests end in one step: one fault, and the other one's resources are freed, too.
+    assert drafting.stats.faults == {"prepare": 2, "free": 1, "shutdown": 1}[verb]
+    assert len(drafter._drafter._drafter.calls) == {"prepare": 2, "free": 2, "shutdown": 1}[verb]
+    assert drafter._drafter._tokens == {}
+    assert drafting.stats.num_acc_tokens > 20  # `prepare` is not what it drafts by
+    (record,) = caplog.records
+    assert isinstance(record.exc_info[1].__cause__, RuntimeError)
 
 
 BAD_ANSWERS = {

@@ -20,6 +20,30 @@ def test_streams_the_text_and_the_statistics(outrider_cli, model):
     assert "output tokens" not in plain.stderr
 
 
+def test_a_list_of_drafters_never_changes_the_text(outrider_cli, model):
+    args = ("generate", PROMPT, "-m", model, *LOCAL, "--max-tokens", 24, "--ignore-eos")
+    types = ("--spec-type", "ngram-mod,ngram-simple", "--spec-ngram-simple-size-n", 2)
+    drafted = outrider_cli(*args, *types, "--spec-ngram-simple-size-m", 4, "-md", model)
+    assert drafted.exit_code == 0, drafted.stderr
+    names = [line.split(":")[0] for line in drafted.stderr.splitlines() if "#calls" in line]
+    assert names == [f"statistics {each}" for each in ("ngram_simple", "ngram_mod", "draft_target")]
+    assert outrider_cli(*args, "--no-stream", "--no-stats").stdout == drafted.stdout
+
+
+def test_a_drafter_that_only_fails_is_shown(outrider_cli, model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing.py").write_text(
+        "class Failing:\n    def draft(self, token_ids, max_tokens):\n        raise ValueError\n"
+    )
+    section = '{"decoding_type": "User", "drafter": "failing:Failing"}'
+    args = ("generate", "a", "-m", model, *LOCAL, "-n", 4, "--ignore-eos")
+    result = outrider_cli(*args, "--speculative-config", section)
+    assert result.exit_code == 0, result.stderr
+    assert "statistics failing: #calls(b,g,a) = 1 " in result.stderr
+    assert "faults failing = " in result.stderr
+    assert "#calls" not in outrider_cli(*args).stderr, "no speculation, no drafter"
+
+
 def test_several_prompts(outrider_cli, model):
     result = outrider_cli("generate", "a", "b", "-m", model, *LOCAL, "-n", 4)
     assert result.exit_code == 0, result.stderr

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from outrider.drafters.ngram_file import fingerprint, load
+from outrider.drafters.ngram_file import load
+from outrider.drafters.vocabulary import fingerprint
 
 from ...drafters.lookups import counts_of
 
@@ -74,6 +75,59 @@ def test_mistakes_are_named(outrider_cli, tmp_path, model):
     assert outrider_cli("ngram", "inspect", file).exit_code == 1
 
 
+BAD_IDS = {
+    "floats": (np.array([1.5, 2.0, 3.0]), "float64, not integers"),
+    "whole floats": (np.array([1.0, 2.0, 3.0], dtype=np.float32), "float32, not integers"),
+    "truths": (np.array([True, False, True]), "bool, not integers"),
+    "complex": (np.array([1j]), "complex128, not integers"),
+    "times": (np.array(["2020-01-01"], dtype="datetime64[D]"), "not integers"),
+    "more than 63 bits": (np.array([1, 2, 2**64 - 1], dtype=np.uint64), "outside the vocabulary"),
+    "objects": (np.array([1, None]), "no token ids"),
+}
+
+
+@pytest.mark.parametrize(("ids", "words"), BAD_IDS.values(), ids=BAD_IDS.keys())
+def test_arrays_that_are_no_tokens_are_refused(outrider_cli, tmp_path, model, ids, words):
+    file, out = tmp_path / "ids.npy", tmp_path / "out"
+    np.save(file, ids)
+    result = outrider_cli("ngram", "build", out, "-i", file, "-t", model, "--tokens")
+    assert result.exit_code == 1
+    assert "error: --input: " in result.stderr
+    assert words in result.stderr.replace("\n", " ")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"1 2 3"])
+def test_files_that_are_no_arrays_are_refused(outrider_cli, tmp_path, model, content):
+    file = tmp_path / "ids.npy"
+    file.write_bytes(content)
+    result = outrider_cli("ngram", "build", tmp_path / "o", "-i", file, "-t", model, "--tokens")
+    assert result.exit_code == 1
+    assert "no token ids" in result.stderr.replace("\n", " ")
+
+
+def test_numbers_beyond_63_bits_are_refused(outrider_cli, tmp_path, model):
+    file = tmp_path / "ids.txt"
+    for text in ("99999999999999999999999 1 2", "1.5 2 3"):
+        file.write_text(text)
+        result = outrider_cli("ngram", "build", tmp_path / "o", "-i", file, "-t", model, "--tokens")
+        assert result.exit_code == 1
+        assert "no token ids" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("place", ["folder", "none/out", "ids.txt/out"])
+def test_a_table_that_cannot_be_written_leaves_nothing(outrider_cli, tmp_path, model, place):
+    file = tmp_path / "ids.txt"
+    file.write_text("1 2 3")
+    (tmp_path / "folder").mkdir()
+    args = ("-i", file, "-t", model, "--tokens")
+    result = outrider_cli("ngram", "build", tmp_path / place, *args)
+    assert result.exit_code == 1
+    assert "error: OUT: " in result.stderr
+    assert "cannot be written" in result.stderr.replace("\n", " ")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "ids.txt"]
+
+
 def resolved(outrider_cli, model, *args):
     result = outrider_cli("check", "-m", model, *args)
     assert result.exit_code == 0, result.stderr
@@ -110,6 +164,9 @@ def test_ngram_mods_options_old_and_new(outrider_cli, model):
 
 
 def test_a_table_implies_its_drafter(outrider_cli, model, tmp_path):
+    (tmp_path / "ids").write_text("1 2 3")
+    args = ("-i", tmp_path / "ids", "-t", model, "--tokens")
+    assert outrider_cli("ngram", "build", tmp_path / "a", *args).exit_code == 0
     section = resolved(
         outrider_cli, model, "-lcs", tmp_path / "a", "--lookup-cache-dynamic", tmp_path / "b"
     )
@@ -118,10 +175,10 @@ def test_a_table_implies_its_drafter(outrider_cli, model, tmp_path):
 
 
 def test_a_key_of_another_drafter_is_named(outrider_cli, model):
-    args = ("--spec-type", "ngram-simple", "--spec-ngram-min-hits", 2)
+    args = ("--spec-type", "ngram-simple", "--spec-ngram-mod-n-match", 20)
     result = outrider_cli("check", "-m", model, *args)
     assert result.exit_code == 1
-    assert "speculative_config.min_hits" in result.stderr
+    assert "speculative_config.spec_ngram_mod_n_match" in result.stderr
 
 
 def test_generate_with_a_table(outrider_cli, model, tmp_path):

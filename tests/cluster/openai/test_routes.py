@@ -235,7 +235,7 @@ def test_extensions_reach_the_engine(server: Server) -> None:
             "skip_special_tokens": False,
             "priority": -1,
             "cache_salt": "tenant",
-            "speculation": {"enabled": False, "max_draft_len": 3},
+            "speculation": {"enabled": False, "max_draft_len": 1024},
         },
     )
     (request,) = server.engine.submitted
@@ -244,7 +244,7 @@ def test_extensions_reach_the_engine(server: Server) -> None:
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (7,))
     assert sampling.logit_bias == {65: -100.0}
     assert (request.priority, request.tenant, request.eos_token_ids) == (-1, "tenant", ())
-    assert (request.speculation.enabled, request.speculation.max_draft_len) == (False, 3)
+    assert (request.speculation.enabled, request.speculation.max_draft_len) == (False, 1024)
 
 
 def test_echo(server: Server, tokenizer: Any) -> None:
@@ -294,6 +294,12 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {**COMPLETION, "temprature": 1}, 400, "temprature"),
     ("/v1/completions", {**COMPLETION, "stream_options": {}}, 400, "stream_options"),
     ("/v1/completions", {**COMPLETION, "speculation": {"len": 1}}, 400, "speculation.len"),
+    (
+        "/v1/completions",
+        {**COMPLETION, "speculation": {"max_draft_len": 1025}},
+        400,
+        "speculation.max_draft_len",
+    ),
     ("/v1/completions", {**COMPLETION, "model": "other"}, 404, "model"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/chat/completions", {**CHAT, "messages": "a"}, 400, "messages"),

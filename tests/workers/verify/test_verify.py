@@ -172,6 +172,29 @@ def test_rejection_follows_the_target_through_the_whole_path(sampled, top_p):
             assert_fits(np.bincount(second, minlength=vocab), law_of(table[token], top_p))
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_a_window_bends_no_rule_on_the_whole_path(rule):
+    """Over many seeds: likely cells below the root and below a guess are there, and never taken."""
+    num_seqs, vocab = 12_000, 5
+    table = torch.tensor(np.random.default_rng(2).standard_normal((vocab + 1, vocab)) * 1.5)
+    guess = int(table[vocab].argsort()[-2])  # the best token is a cell, the next best a guess
+    best, below = int(table[vocab].argmax()), int(table[guess].argmax())
+    draft = Draft(ints([guess, best, below, guess]), ints([-1, -1, 0, 1]), num_window=3)
+    seen = [vocab, *draft.tokens.tolist()]
+    step = make_step([draft] * num_seqs, sampling_rows(num_seqs, temperature=0.9))
+    result = verify(make_rule(rule), step, table[seen].float().repeat(num_seqs, 1))
+    heads, sizes = result.emitted_start[:-1], np.diff(result.emitted_start)
+    first = result.emitted[heads]
+    assert_fits(np.bincount(first, minlength=vocab), law_of(table[vocab], 1.0))
+    assert np.array_equal(sizes == 2, first == guess)  # a fixed guess is taken if it is emitted
+    assert sizes.max() == 2
+    assert not result.path.any()
+    second = result.emitted[heads[sizes == 2] + 1]
+    assert_fits(np.bincount(second, minlength=vocab), law_of(table[guess], 1.0))
+    cells = table[seen[2:]].argmax(1).tolist()
+    assert [result.window_tokens(row).tolist() for row in (0, num_seqs - 1)] == [cells, cells]
+
+
 def law_of(logits: torch.Tensor, top_p: float) -> np.ndarray:
     probs, order = (logits.double() / 0.9).softmax(0).sort(descending=True)
     probs = torch.where(probs.cumsum(0) - probs < top_p, probs, 0.0)

@@ -1,0 +1,117 @@
+"""What a draft must be before the target may see it; whoever made it.
+
+Called by `drafting.py`. The usual batch is told sound at once; only where it is not is every draft
+looked at alone, for the reason. A rule that weighs a node by the distribution it was drawn from is
+exact only if that is told truly: what can be seen of a lie is seen here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..scheduler import tree
+from ..scheduler.types import Draft, DraftProbs, IntArray
+
+MAX_SUM_ERROR = 1e-4  # of a distribution: float32 is far better, a cut one far worse
+
+
+def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
+    """Whether all are sound chains; told at once for the whole batch."""
+    if any(type(draft) is not Draft or type(draft.source) is not str for draft in drafts):
+        return False
+    tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
+    if any(type(part) is not np.ndarray or part.ndim != 1 for part in (*tokens, *parents)):
+        return False
+    counts = np.array([len(part) for part in tokens])
+    if (counts > budgets).any() or any(draft.num_window != 0 for draft in drafts):
+        return False
+    flat, above = np.concatenate(tokens), np.concatenate(parents)
+    if flat.dtype != np.int32 or above.dtype != np.int32 or len(flat) != len(above):
+        return False
+    order = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    known = (flat >= 0) & (flat < vocab_size)
+    return bool(known.all() and (above == order - 1).all()) and _all_drawn(drafts, vocab_size)
+
+
+def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
+    """Why `draft` cannot be used, whatever it is; None if it can."""
+    if not isinstance(draft, Draft):
+        return f"a draft is wanted, not {draft!r}"
+    for name, part in (("tokens", draft.tokens), ("parents", draft.parents)):
+        if not _is_array(part, 1, "i"):
+            return f"{name} must be a row of int32, not {part!r}"
+    if not isinstance(draft.source, str) or not isinstance(draft.num_window, (int, np.integer)):
+        return f"a str and an int are wanted, not {draft.source=} and {draft.num_window=}"
+    if draft.num_nodes > budget:
+        return f"{draft.num_nodes} nodes where {budget} were asked"
+    return (
+        _misshapen(draft)
+        or tree.problem(draft, vocab_size)
+        or (_misdrawn(draft.tokens, draft.probs, vocab_size, draft.num_guesses))
+    )
+
+
+def _all_drawn(drafts: list[Draft], vocab_size: int) -> bool:
+    """Whether the distributions of well-formed chains are sound."""
+    drawn = [draft for draft in drafts if draft.probs is not None]
+    if not drawn:
+        return True
+    if any(_misshapen(draft) for draft in drawn):
+        return False
+    every = [draft.probs for draft in drawn if draft.probs is not None]
+    if len({probs.ids.shape[1] for probs in every}) > 1:
+        return False
+    tokens = np.concatenate([draft.tokens for draft in drawn])
+    ids, weights = [probs.ids for probs in every], [probs.probs for probs in every]
+    joined = DraftProbs(np.concatenate(ids), np.concatenate(weights))
+    return _misdrawn(tokens, joined, vocab_size, len(tokens)) is None
+
+
+def _misshapen(draft: Draft) -> str | None:
+    """What is wrong with the form of the draft's distributions."""
+    probs = draft.probs
+    if probs is None:
+        return None
+    if not isinstance(probs, DraftProbs) or not _is_array(probs.ids, 2, "i"):
+        return f"probabilities must be `DraftProbs` of int32 ids, not {probs!r}"
+    if not _is_array(probs.probs, 2, "f"):
+        return f"probabilities must be a table of float32, not {probs.probs!r}"
+    if probs.ids.shape != probs.probs.shape:
+        return f"probabilities of shape {probs.probs.shape} for ids of {probs.ids.shape}"
+    if len(probs.ids) != draft.num_nodes:
+        return f"{draft.num_nodes} nodes but {len(probs.ids)} rows of probabilities"
+    return None
+
+
+def _misdrawn(
+    tokens: IntArray,  # [num_nodes]
+    probs: DraftProbs | None,
+    vocab_size: int,
+    num_guesses: int,
+) -> str | None:
+    """Why `tokens` cannot have been drawn from `probs`; a row of zeros is of a fixed token."""
+    if probs is None:
+        return None
+    weights = probs.probs
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        return "a probability is negative or not a number"
+    if ((probs.ids < 0) | (probs.ids >= vocab_size)).any():
+        return f"probabilities of tokens outside the vocabulary of {vocab_size}"
+    weights, ids = weights[:num_guesses], probs.ids[:num_guesses]
+    drawn = (weights > 0).any(axis=1)
+    sums = weights.sum(axis=1, dtype=np.float64)
+    bad = np.flatnonzero(drawn & (np.abs(sums - 1.0) > MAX_SUM_ERROR))
+    if len(bad):
+        return f"the probabilities of node {bad[0]} sum to {sums[bad[0]]:.6g}, not to 1"
+    own = ((ids == tokens[:num_guesses, None]) & (weights > 0)).any(axis=1)
+    bad = np.flatnonzero(drawn & ~own)
+    if len(bad):
+        return f"node {bad[0]} has token {tokens[bad[0]]}, which its own probabilities rule out"
+    return None
+
+
+def _is_array(part: Any, num_dims: int, kind: str) -> bool:
+    """Whether `part` is a plain array; what masks its values would pass every comparison."""
+    return type(part) is np.ndarray and part.ndim == num_dims and part.dtype.kind == kind
