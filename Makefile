@@ -16,12 +16,12 @@ export OUTRIDER_CRDS ?= $(wildcard ../shared/crds)
 demo: $(STAMP)
 	$(BIN)/python -m outrider.demo.run
 
-# Processes that share the tests out; each computes on one core.
+# Processes that share the tests out, file by file; each computes on one core.
 TEST_PROCESSES ?= 2
 
 test: export OMP_NUM_THREADS = 1
 test: $(STAMP) $(LINK)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(STAMP) $(LINK)
 	$(BIN)/ruff check .

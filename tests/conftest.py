@@ -16,14 +16,6 @@ from outrider.scheduler.types import Request, ints
 from .toy import OracleDrafting, TokenCacheTarget
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Among several processes, a file's tests stay together, and so do all that start Ray."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "ray" if item.get_closest_marker("ray") else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture
 def make_loop() -> Callable[..., Loop]:
     """A loop over the token-cache target."""

@@ -61,7 +61,6 @@ def test_forty_prompts(prompts, plain, name, size):
 
 FAMILY = {
     **{name: section for name, section in ALL.items() if name not in (*SECTIONS, *HEADS, "none")},
-    "Suffix tree": {**ALL["Suffix"], "shape": "tree"},
     "merged": {
         "decoding_type": "Compose",
         "mode": "merge",
@@ -82,7 +81,8 @@ FAMILY = {
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_whole_family(prompts, plain, name):
     with engine_of(TARGET, FAMILY[name], num_kv_blocks=1024) as engine:
-        assert complete(engine, prompts)[0] == plain["greedy"]
+        outputs, _ = complete(engine, prompts[:24])
+        assert outputs == {key: plain["greedy"][key] for key in map(str, range(24))}
         drafters = engine.stats()["drafters"].values()
     assert sum(stats["num_acc_tokens"] for stats in drafters) > 0
     assert not any(stats["faults"] for stats in drafters)
@@ -92,7 +92,7 @@ def test_the_whole_family(prompts, plain, name):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
     ("size", "where", "count"),
-    [(1, {}, 24), (2, {"placement": "separate", "draft_timeout_s": 30.0}, 8)],
+    [(1, {}, 16), (2, {"placement": "separate", "draft_timeout_s": 30.0}, 8)],
 )
 def test_heads(prompts, plain, name, size, where, count):
     section = {**HEADS[name], **where}

@@ -251,10 +251,15 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", ["one", "three-d2t"])
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_tokens_are_those_without_a_drafter(six, heads, shape, case, tensor_parallel_size):
+@pytest.mark.parametrize(
+    ("case", "shape", "tensor_parallel_size"),
+    [
+        *((case, shape, 1) for case in ("one", "three-d2t") for shape in SHAPES),
+        ("one", "chain", 2),
+        ("three-d2t", "dynamic", 2),
+    ],
+)
+def test_tokens_are_those_without_a_drafter(six, heads, case, shape, tensor_parallel_size):
     """Greedy and sampled, alone and eight at once, preempted, with prefix hits."""
     prefix = list(range(2, 14))
     prompts = [prefix + prompt for prompt in random_prompts(9, 96, longest=16)]
