@@ -10,7 +10,7 @@ the one that idled longest gives way to a new tenant, and while all are in use a
 requests go without drafts.
 
 A step indexes a bounded number of tokens, a long prompt over several. All pools are one array, so
-that a step rolls through all of them at once.
+that one call rolls through all of them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..config import NGramModConfig
 from ..scheduler import tree
 from ..scheduler.sequence import TokenBuffer
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
+from .lookup import chain_of
+from .loops.roll import EPOCH, FACTOR, roll
 from .protocol import Needs
 
 log = logging.getLogger(__name__)
 Slots = NDArray[np.uint32]
 
 NUM_SLOTS = 4 * 1024 * 1024
-_FACTOR = 6364136223846793005
 _MASK = np.uint32(NUM_SLOTS - 1)
-_EPOCH = np.uint32(2**24)  # above every token
+_EPOCH = np.uint32(EPOCH)
 _MAX_LAG = 32  # n-grams are indexed when the oldest missing one begins further back than this
 _MAX_OCCUPANCY = 0.25  # after a prompt; above it the pool is wiped
 _LOW_FRACTION, _MAX_LOW = 0.25, 5  # so many drafts in a row accepted less than this: wiped
 _ADVISED_N = 16  # llama.cpp's advice: shorter n-grams match by chance
-_CHECK_EVERY = 8  # columns rolled between looks at whether any row is still alive
 _MAX_INDEXED = 4096  # tokens a step
 
 
@@ -52,42 +52,8 @@ class ModPools:
     def __init__(self, max_pools: int, n_match: int) -> None:
         self.slots = np.zeros((max_pools, NUM_SLOTS), dtype=np.uint32)
         self.epochs = np.zeros(max_pools, dtype=np.uint32)
-        powers = [pow(_FACTOR, n_match - 1 - index, NUM_SLOTS) for index in range(n_match)]
+        powers = [pow(FACTOR, n_match - 1 - index, NUM_SLOTS) for index in range(n_match)]
         self.powers = np.array(powers, dtype=np.uint32)
-        self._factor = np.uint32(_FACTOR % NUM_SLOTS)
-        self._factor_n = np.uint32(pow(_FACTOR, n_match, NUM_SLOTS))
-
-    def roll(
-        self,
-        tails: Slots,  # [n_match, num_rows]
-        numbers: Slots,  # [num_rows], whose pools
-        num_steps: int,
-    ) -> tuple[IntArray, IntArray]:
-        """Successors ([num_steps, num_rows]) and how many there are ([num_rows])."""
-        n, num_rows = tails.shape
-        flat, epochs = self.slots.reshape(-1), self.epochs[numbers]
-        begins = numbers * np.uint32(NUM_SLOTS)
-        rolled = np.empty((n + num_steps, num_rows), dtype=np.uint32)
-        rolled[:n] = tails
-        where = (tails * self.powers[:, None]).sum(axis=0, dtype=np.uint32)
-        gone, slots = np.empty_like(where), np.empty_like(where)
-        done = 0
-        for done in range(1, num_steps + 1):
-            found = rolled[n + done - 1]
-            np.bitwise_and(where, _MASK, out=slots)
-            slots += begins
-            flat.take(slots, out=found, mode="clip")
-            found ^= epochs
-            if (done == 1 or done % _CHECK_EVERY == 0) and bool((found >= _EPOCH).all()):
-                break
-            np.multiply(rolled[done - 1], self._factor_n, out=gone)
-            where *= self._factor
-            where += found
-            where -= gone
-        found = rolled[n : n + done]
-        empty = found >= _EPOCH  # what was rolled on from there is noise
-        lengths = np.where(empty.any(axis=0), empty.argmax(axis=0), done)
-        return found.view(np.int32), lengths.astype(np.int32)
 
 
 class ModPool:
@@ -238,19 +204,21 @@ class NGramMod:
     def _roll(self, asked: list[tuple[int, int, _Rolling]], drafts: list[Draft]) -> None:
         """Drafts for the rows that asked."""
         n, n_min = self._config.n_match, self._config.n_min
-        tails = np.empty((len(asked), n), dtype=np.uint32)
+        tails: IntArray = np.empty((len(asked), n), dtype=np.int32)
         for index, (_, _, rolling) in enumerate(asked):
             tails[index] = rolling.tokens.view[-n:]
-        numbers = np.array([rolling.pool.number for _, _, rolling in asked], dtype=np.uint32)
+        numbers: IntArray = np.array([each.pool.number for _, _, each in asked], dtype=np.int32)
         longest = max(max(budget for _, budget, _ in asked), n_min)
-        found, lengths = self._memory.roll(
-            np.ascontiguousarray(tails.T), numbers, min(longest, self._config.max_draft_len)
-        )
+        num_steps = min(longest, self._config.max_draft_len)
+        found: IntArray = np.empty((len(asked), num_steps), dtype=np.int32)
+        lengths: IntArray = np.empty(len(asked), dtype=np.int32)
+        memory = self._memory
+        roll(memory.slots, memory.epochs, tails, numbers, num_steps, found, lengths)
         for index, length in enumerate(lengths.tolist()):
             row, budget, rolling = asked[index]
             if length and length >= n_min:
-                tokens = found[: min(length, budget), index].copy()
-                drafts[row] = tree.chain(tokens, self.name)
+                tokens = found[index, : min(length, budget)]
+                drafts[row] = chain_of(tokens, self.name)
                 rolling.drafted = tokens.tolist()
 
     def _judge(self, rolling: _Rolling, emitted: list[int]) -> None:

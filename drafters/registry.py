@@ -38,7 +38,6 @@ from .mtp import MTP
 from .ngram import NGram
 from .ngram_map_k import NGramMapK
 from .ngram_map_k4v import NGramMapK4V
-from .ngram_mod import NGramMod
 from .ngram_simple import NGramSimple
 from .none import NoDrafter
 from .pool import PoolLink
@@ -56,7 +55,7 @@ _BUILDERS: dict[type[SpeculationBase], Callable[[Any, DraftHost], Drafter]] = {
     NGramSimpleConfig: lambda config, host: NGramSimple(config),
     NGramMapKConfig: lambda config, host: NGramMapK(config),
     NGramMapK4VConfig: lambda config, host: NGramMapK4V(config),
-    NGramModConfig: lambda config, host: NGramMod(config),
+    NGramModConfig: lambda config, host: _ngram_mod(config),
     NGramCacheConfig: lambda config, host: _ngram_cache(config, host),
     SuffixConfig: lambda config, host: _suffix(config),
     DraftTargetConfig: lambda config, host: DraftTarget(config, host.draft_model(config)),
@@ -93,6 +92,12 @@ def _ngram_cache(config: NGramCacheConfig, host: DraftHost) -> Drafter:
     from .ngram_cache import NGramCache
 
     return NGramCache(config, host.tokenizer, host.vocab_size)
+
+
+def _ngram_mod(config: NGramModConfig) -> Drafter:
+    from .ngram_mod import NGramMod
+
+    return NGramMod(config)
 
 
 def _suffix(config: SuffixConfig) -> Drafter:
