@@ -21,7 +21,7 @@ TEST_PROCESSES ?= 2
 
 test: export OMP_NUM_THREADS = 1
 test: $(STAMP) $(LINK)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) $(LINK)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,19 @@ from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.types import Request, ints
 
 from .toy import OracleDrafting, TokenCacheTarget
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Among several processes, a file's tests stay together, and so do all that start Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ray" if "pytest.mark.ray" in (config.rootpath / file).read_text() else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ from outrider.cluster.serve_args import read_args, read_llm_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
 
+from ..ports import free_port
+
 MODEL = Path(__file__).parents[2] / "demo" / "models" / "target"
 
 
@@ -27,7 +28,7 @@ def url() -> Iterator[str]:
 
     from outrider.cluster.app import build_app
 
-    port = _free_port()
+    port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -46,11 +47,6 @@ ARGS: dict[str, Any] = {
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
 }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _wait(condition: Any) -> None:

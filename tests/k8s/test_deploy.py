@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,16 +16,11 @@ from ray._private.authentication.http_token_authentication import (
 )
 
 from outrider.tests.k8s import manifests
+from outrider.tests.ports import free_port
 
 DEMO = manifests.ROOT / "k8s" / "demo-cpu.yaml"
 IN_IMAGE = "/opt/models"
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef add_three(a, b, c):\n    return"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 
 from outrider.errors import ConfigError, WorkerError
 from outrider.workers.collective import Collective
+
+from ..ports import free_port
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_a_group_of_one_does_nothing():
 
 def test_a_group_is_rebuilt_in_the_same_process():
     for generation in range(2):
-        port = _free_port()
+        port = free_port()
 
         def join(rank, port=port, generation=generation):
             collective = Collective.connect("gloo", "127.0.0.1", port, rank, 2, generation, 20, CPU)
@@ -73,7 +74,7 @@ def test_a_rank_that_left_says_so(run_ranks):
 
 def test_nccl_on_a_cpu_is_a_config_error():
     with ThreadPoolExecutor(2) as pool:
-        port = _free_port()
+        port = free_port()
         joins = [
             pool.submit(Collective.connect, "nccl", "127.0.0.1", port, rank, 2, 0, 20, CPU)
             for rank in range(2)
@@ -81,9 +82,3 @@ def test_nccl_on_a_cpu_is_a_config_error():
         for join in joins:
             with pytest.raises(ConfigError, match="use 'gloo'"):
                 join.result()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -15,6 +15,8 @@ import pytest
 from outrider.cluster.cli.serve import HttpOptions, _url, check_port
 from outrider.errors import ConfigError
 
+from ... import ports
+
 
 @pytest.fixture
 def busy_port():
@@ -26,9 +28,7 @@ def busy_port():
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    return ports.free_port()
 
 
 def test_port_in_use_is_said_at_once(outrider_cli, busy_port, model):
