@@ -41,8 +41,9 @@ class ResumingTransport(httpx.BaseTransport):
         self._resume_for_s = resume_for_s
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        resumable = _asks(request)
         response = self._inner.handle_request(request)
-        if not _resumable(request, response):
+        if not resumable or not _is_stream(response):
             return response
         stream = _Stream(self._inner, request, response, self._resume_for_s)
         return _answer(response, stream)
@@ -61,8 +62,9 @@ class AsyncResumingTransport(httpx.AsyncBaseTransport):
         self._resume_for_s = resume_for_s
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        resumable = _asks(request)
         response = await self._inner.handle_async_request(request)
-        if not _resumable(request, response):
+        if not resumable or not _is_stream(response):
             return response
         stream = _AsyncStream(self._inner, request, response, self._resume_for_s)
         return _answer(response, stream)
@@ -88,15 +90,23 @@ def stream_events(client: httpx.Client, url: str, body: dict[str, Any]) -> Itera
                 yield json.loads(line[6:])
 
 
-def _resumable(request: httpx.Request, response: httpx.Response) -> bool:
-    """Whether the response is a stream that can be resumed."""
-    if response.headers.get("content-type", "").partition(";")[0] != "text/event-stream":
-        return False
+def _asks(request: httpx.Request) -> bool:
+    """Whether the request asks for a resumable stream, which then must not be compressed."""
     try:
         body = json.loads(request.content)
     except (httpx.RequestNotRead, ValueError):
         return False
-    return isinstance(body, dict) and body.get("resumable") is True
+    if not isinstance(body, dict) or body.get("resumable") is not True:
+        return False
+    request.headers["Accept-Encoding"] = "identity"
+    return True
+
+
+def _is_stream(response: httpx.Response) -> bool:
+    """Whether events can be read from it: a proxy may compress what it was asked not to."""
+    kind = response.headers.get("content-type", "").partition(";")[0]
+    encoding = response.headers.get("content-encoding", "identity")
+    return response.is_success and kind == "text/event-stream" and encoding == "identity"
 
 
 def _answer(response: httpx.Response, stream: Any) -> httpx.Response:

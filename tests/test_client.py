@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -22,6 +23,7 @@ class FlakyServer:
 
     def __init__(self) -> None:
         self.lasts: list[str | None] = []
+        self.encodings: list[str] = []
         self.refuse_with: int | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
@@ -45,6 +47,7 @@ class FlakyServer:
             head += connection.recv(65536)
         lines = head.decode().lower().split("\r\n")
         fields = dict(line.split(": ", 1) for line in lines if ": " in line)
+        self.encodings.append(fields["accept-encoding"])
         last = fields.get("last-event-id")
         self.lasts.append(last)
         attempt = len(self.lasts)
@@ -78,6 +81,7 @@ def test_httpx(server: FlakyServer) -> None:
         events = list(stream_events(http, f"{server.url}/completions", {"prompt": "a"}))
     assert [event["choices"][0]["text"] for event in events] == TOKENS
     assert server.lasts[:3] == [None, "c:6", "c:6"]
+    assert set(server.encodings) == {"identity"}  # ids are read from the events themselves
 
 
 def test_openai(server: FlakyServer) -> None:
@@ -121,3 +125,12 @@ def test_other_streams_and_refusals(server: FlakyServer) -> None:
         stream = stream_events(http, f"{server.url}/completions", {"prompt": "a"})
         with pytest.raises(httpx.RemoteProtocolError, match=r"within 0\.1 s"):
             list(stream)
+
+
+def test_a_compressed_stream_is_left_as_it_is() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = {"content-type": "text/event-stream", "content-encoding": "gzip"}
+        return httpx.Response(200, headers=headers, content=gzip.compress(b"data: {}\n\n"))
+
+    with httpx.Client(transport=ResumingTransport(httpx.MockTransport(answer))) as http:
+        assert list(stream_events(http, "http://a/v1/completions", {})) == [{}]

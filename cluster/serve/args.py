@@ -141,6 +141,7 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
 def _structured(args: dict[str, Any]) -> dict[str, Any]:
     """`serve.num_replicas=2` nested, and sections given as JSON or YAML text read."""
     data: dict[str, Any] = {}
+    dotted: dict[str, dict[str, Any]] = {}
     for key, value in args.items():
         parsed = value
         if key in _SECTIONS and isinstance(value, str):
@@ -149,7 +150,12 @@ def _structured(args: dict[str, Any]) -> dict[str, Any]:
         if dot and section in _SECTIONS:
             # A value on the command line is text: "null", "true", "2".
             inner = read_yaml(value, key, "it") if isinstance(value, str) else value
-            data.setdefault(section, {})[rest] = inner
+            dotted.setdefault(section, {})[rest] = inner
         else:
             data[key] = parsed
+    for section, keys in dotted.items():
+        given = data.get(section) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"{section}: expected a mapping, got {given!r}", field=section)
+        data[section] = {**given, **keys}
     return data

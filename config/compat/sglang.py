@@ -6,10 +6,13 @@ They are at the top level of its configuration, and here may be in the section t
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from . import chat_parsers
 from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To
+
+log = logging.getLogger(__name__)
 
 _NOT_RUN = "this drafter is not implemented"
 METHODS: dict[str, Name] = {
@@ -102,11 +105,22 @@ KEYS: dict[str, Entry] = {
 }
 
 
+def _length(steps: int | None, nodes: int | None) -> int:
+    """Of a chain, where the number of steps prevails, as in SGLang."""
+    if steps and nodes and steps != nodes:
+        log.warning(
+            "speculative_num_draft_tokens: %d is taken as %d, because a chain of "
+            "speculative_num_steps: %d has as many draft tokens, and the last known one counts too",
+            *(nodes + 1, steps + 1, steps),
+        )
+    return steps or nodes or 3
+
+
 def _grown(given: Keys) -> Keys:
     """A chain of 3 by default (SGLang's default for all but Llama and Grok)."""
     steps, topk, nodes = (given.get(key) for key in ("num_steps", "topk", "num_nodes"))
     if topk in (None, 1):
-        return {"max_draft_len": steps or nodes or 3}
+        return {"max_draft_len": _length(steps, nodes)}
     tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": topk, "max_draft_len": steps or 5}
     return tree if nodes is None else {**tree, "max_total_draft_tokens": nodes}
 
@@ -114,7 +128,7 @@ def _grown(given: Keys) -> Keys:
 def _chain(given: Keys) -> Keys:
     if given.get("topk") not in (None, 1):
         raise ValueError("speculative_eagle_topk: a draft model drafts a chain; allowed: 1")
-    return {"max_draft_len": given.get("num_steps") or given.get("num_nodes") or 3}
+    return {"max_draft_len": _length(given.get("num_steps"), given.get("num_nodes"))}
 
 
 def _lookup(given: Keys) -> Keys:

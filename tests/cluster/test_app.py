@@ -177,3 +177,7 @@ def test_arguments_of_a_command_line_are_text() -> None:
     assert (config.tensor_parallel_size, section.num_replicas) == (2, 3)
     assert section.request_timeout_s is None
     assert isinstance(config.speculative_config, DraftTargetConfig)
+    both = {"model": "m", "serve": {"num_replicas": 2}, "serve.request_timeout_s": 5}
+    _, section = read_args(both)
+    assert (section.num_replicas, section.request_timeout_s) == (2, 5)
+    assert both["serve"] == {"num_replicas": 2}  # the caller's stays as it was

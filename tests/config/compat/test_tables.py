@@ -263,6 +263,13 @@ def test_sglangs_keys_stand_at_the_top():
     assert field == "speculative_algorithm"
 
 
+def test_sglangs_number_of_steps_prevails_in_a_chain(caplog):
+    section = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "h",
+               "speculative_num_steps": 4, "speculative_num_draft_tokens": 9}  # fmt: skip
+    assert load(section).draft_len == 4
+    assert "speculative_num_draft_tokens: 9 is taken as 5" in caplog.text
+
+
 def test_engine_keys():
     given = {"kv_cache_config": {"max_tokens": 100, "tokens_per_block": 32, "dtype": "auto"},
              "enable_chunked_prefill": True, "pipeline_parallel_size": 1, "backend": "pytorch",
