@@ -286,6 +286,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
             device=pick_device(config.device),
             dtype=DTYPES.get(config.dtype),
             trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.allow_pickle,
         )
 
 

@@ -85,7 +85,7 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     from ..training.report import acceptance_table
 
     out = given["out"]
-    target = _folder(given["target"], given.get("trust_remote_code", False))
+    target = _folder(given)
     settings = _checked(TrainingOptions, {**given, "target": target})
     try:
         outcome = train(method, settings, _checked(METHODS[method].options, own))
@@ -100,15 +100,22 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     err().print(acceptance_table("", outcome.scores))
 
 
-def _folder(target: Path, trusted: bool) -> Path:
+def _folder(given: dict[str, Any]) -> Path:
     """The target's folder, also where it is a Hugging Face id."""
+    target: Path = given["target"]
     from ..config.hub_id import is_hub_id
 
     if not is_hub_id(str(target)):
         return target
     from ..workers.model.hub import local_folder
 
-    return Path(local_folder(str(target), "TARGET", trust_remote_code=trusted))
+    return Path(
+        local_folder(
+            *(str(target), "TARGET"),
+            trust_remote_code=bool(given.get("trust_remote_code")),
+            allow_pickle=bool(given.get("allow_pickle")),
+        )
+    )
 
 
 def _checked(model: type[Model], data: dict[str, Any]) -> Model:

@@ -108,6 +108,7 @@ class _TrainingRun:
             device,
             dtypes[options.dtype],
             trust_remote_code=options.trust_remote_code,
+            allow_pickle=options.allow_pickle,
         )
         reporter = Reporter(shown=ranks.first)
         entry = METHODS[self.method]

@@ -65,6 +65,10 @@ class TrainingOptions(Strict):
     # Machine.
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda.")
     trust_remote_code: bool = Field(False, description="Run Python code that TARGET brings.")
+    allow_pickle: bool = Field(
+        False,
+        description="Read TARGET's pickled weights (pytorch_model.bin) without safetensors.",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "bfloat16",
         description="Data type of the target and of matrix products: bfloat16, float32, auto.",

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ..config.trust import reason
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import CheckpointError
+from ..workers.model.weights import require_checkpoint
 from .protocol import TargetStates
 
 
@@ -34,14 +35,20 @@ class LoadedTarget:
         dtype: torch.dtype | None = None,
         *,
         trust_remote_code: bool = False,
+        allow_pickle: bool = False,
     ) -> None:
         self.path = path
+        try:
+            require_checkpoint(path, allow_pickle=allow_pickle)
+        except CheckpointError as error:
+            raise CheckpointError(f"target: {error.message}", field="target") from None
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype or "auto",
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickle else True,
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(

@@ -107,6 +107,7 @@ class Calibrator:
         device: torch.device,
         dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
+        allow_pickle: bool = False,
     ) -> None:
         collective = Collective.single()
         self.path = path
@@ -116,6 +117,7 @@ class Calibrator:
             device=device,
             collective=collective,
             trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
         )
         self._prompt_lens = [len(prompt) for prompt in prompts]
         longest = max(self._prompt_lens) + num_new_tokens

@@ -13,6 +13,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError
+from outrider.training.target import LoadedTarget
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
 from outrider.workers.model.weights import Checkpoint
@@ -48,7 +49,7 @@ def folders(tokenizer_path: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     for file, held in parts.items():
         torch.save({name: state[name] for name in held}, found["parts"] / file)
         weight_map |= dict.fromkeys(held, file)
-    index = json.dumps({"weight_map": weight_map})
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (found["parts"] / "pytorch_model.bin.index.json").write_text(index)
     return found
 
@@ -102,3 +103,12 @@ def test_the_key_reaches_target_and_draft_model(folders: dict[str, Path]) -> Non
         preflight(EngineConfig.load(mixed))
     facts = preflight(EngineConfig.load({**settings, "num_kv_blocks": 8, "load_format": "pt"}))
     assert facts["draft model"] == str(folders["parts"])
+
+
+def test_training_reads_them_where_it_is_allowed(folders: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="target: .*set allow_pickle: true"):
+        LoadedTarget(folders["parts"], CPU)
+    for layout in ("one", "parts"):
+        found = LoadedTarget(folders[layout], CPU, allow_pickle=True).model.state_dict()
+        wanted = LoadedTarget(folders["safetensors"], CPU).model.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
