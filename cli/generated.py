@@ -36,7 +36,8 @@ _PANELS: Mapping[str, Collection[str]] = {
         "temperature",
     ),
     "Machine": (
-        "device", "trust_remote_code", "allow_pickle", "dtype", "micro_batch", "num_processes", "threads",
+        "device", "trust_remote_code", "allow_pickle", "dtype", "micro_batch", "num_processes",
+        "threads",
     ),
 }  # fmt: skip
 

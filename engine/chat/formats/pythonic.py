@@ -15,6 +15,7 @@ from ..events import Content, Flow
 from ..functions import Function
 from ..json_call import with_escapes
 from ..lark import Lark, Layout
+from ..plain_arguments import UnenforceableError
 from ..reader import Reader
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -125,8 +126,9 @@ def layout(functions: Sequence[Function], lark: Lark) -> Layout:
 
 def _call(function: Function, lark: Lark) -> str:
     schema = function.schema
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or not properties:
+    given = schema.get("properties")
+    properties = _possible(given, schema) if isinstance(given, Mapping) else {}
+    if not properties:
         return lark.text(f"{function.name}()")
     defined: dict[str, Any] = {
         key: schema[key] for key in ("$defs", "definitions") if key in schema
@@ -143,6 +145,18 @@ def _call(function: Function, lark: Lark) -> str:
     if not required:
         parts = [_any_of(optional, properties, defined, lark)]
     return f"{lark.text(f'{function.name}(')} {' '.join(parts)} {lark.text(')')}"
+
+
+def _possible(properties: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those whose schema is `false`, which no value satisfies.
+
+    Raises:
+        UnenforceableError: one of them is required.
+    """
+    never = {name for name, value in properties.items() if value is False}
+    if wanted := never & set(schema.get("required", ())):
+        raise UnenforceableError(f"{min(wanted)}: required, and its schema is `false`")
+    return {name: value for name, value in properties.items() if name not in never}
 
 
 def _any_of(

@@ -30,6 +30,15 @@ def test_schemas_that_are_booleans(layout: Any) -> None:
         layout([Function("f", {"type": "object", "properties": {"x": False}})], lark)
 
 
+def test_keywords_that_are_never_there() -> None:
+    schema = {"type": "object", "properties": {"x": False, "y": True}}
+    (call,) = pythonic.layout([Function("f", schema)], Lark(lambda text: None)).calls
+    assert "y=" in call
+    assert "x=" not in call
+    with pytest.raises(UnenforceableError, match="x: required"):
+        pythonic.layout([Function("f", {**schema, "required": ["x"]})], Lark(lambda text: None))
+
+
 @pytest.mark.parametrize(
     ("flow", "text"),
     [
