@@ -9,13 +9,13 @@ not of the family, transformers' layer serves. Called by `head_loading.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..drafters.heads.block import BlockModule
-from ..drafters.heads.protocol import Attend
+from ..drafters.heads.protocol import Attend, HeadLayer
 from ..scheduler.types import StepInput
 from .attention import KVCache, KVShape, SdpaBackend
 from .collective import Collective
@@ -90,6 +90,20 @@ def take_over(
     return ""
 
 
+def kept_by(module: BlockModule, layer: HeadLayer) -> HeadLayer:
+    """What `layer` stores once its module was taken over: latents where they are not expanded."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, FamilyModule):
+        return layer
+    shape = forward.stack.kv_shapes[0]
+    return replace(
+        layer,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+    )
+
+
 def _family_module(
     module: BlockModule, spec: FamilySpec, ops: Ops, facts: AttentionFacts
 ) -> FamilyModule:
@@ -123,7 +137,7 @@ class _Sample:
         return self._facts[0]
 
     def of_module(self) -> Tensor:  # [num_rows, 2 * hidden_size] float32
-        cache = self._new_cache()
+        cache = self._new_cache(self._shape)
 
         def run(step: StepInput, embedded: Tensor, feature: Tensor) -> Tensor:
             planned = SdpaBackend().begin(step, cache)
@@ -141,7 +155,7 @@ class _Sample:
         return self._outputs(run)
 
     def of_family(self, found: FamilyModule) -> Tensor:  # [num_rows, 2 * hidden_size] float32
-        cache = self._new_cache()
+        cache = self._new_cache(found.stack.kv_shapes[0])
 
         def run(step: StepInput, embedded: Tensor, feature: Tensor) -> Tensor:
             plan = self._planned.plan(step, cache)
@@ -150,9 +164,9 @@ class _Sample:
 
         return self._outputs(run)
 
-    def _new_cache(self) -> KVCache:
+    def _new_cache(self, shape: KVShape) -> KVCache:
         num_blocks = len(SAMPLE_TABLE) + 1
-        return KVCache([self._shape], num_blocks, BLOCK_SIZE, self._dtype, self._device)
+        return KVCache([shape], num_blocks, BLOCK_SIZE, self._dtype, self._device)
 
     @torch.inference_mode()
     def _outputs(self, run: _Runs) -> Tensor:  # [num_rows, 2 * hidden_size] float32

@@ -14,7 +14,7 @@ from ..drafters.heads.block import BlockModule
 from ..drafters.heads.llama import join_projections
 from ..drafters.heads.protocol import Head, TargetFacts
 from ..drafters.registry import build_head
-from .head_family import family_of, take_over
+from .head_family import family_of, kept_by, take_over
 from .head_layers import fuse_layers
 from .model.packed import pack_linears
 from .ops import PlannedOps
@@ -58,5 +58,8 @@ def _load(config: HeadConfig, target: TargetFacts, planned: PlannedOps | None) -
     spec = family_of(modules)
     if isinstance(spec, str):
         return head, spec
-    reason = take_over(modules, spec, planned, target.dtype)
-    return (build_head(config, target), reason) if reason else (head, "")
+    if reason := take_over(modules, spec, planned, target.dtype):
+        return build_head(config, target), reason
+    own = len(modules)  # the head's first layers
+    head.layers = (*map(kept_by, modules, head.layers), *head.layers[own:])
+    return head, ""

@@ -73,6 +73,7 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     reads_device_only = False
     takes_parts = True
+    max_latent_heads = MAX_QUERIES
     prompt_rows = 32
     """Of a sequence: from here on its attention is laid out as products (`kernels/prompt.py`)."""
 
@@ -164,7 +165,7 @@ class CpuOps(ReferenceOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        if spec.shared_values or spec.num_heads // spec.num_kv_heads > MAX_QUERIES:
+        if spec.num_heads // spec.num_kv_heads > MAX_QUERIES:
             return super().rope_store_attend(
                 joined, rotation, temperature, plan, cache, layer, spec
             )
@@ -310,6 +311,7 @@ def _describe(spec: AttentionSpec, width: int) -> _Layer:
         key_weight=_address(kept[1]),
         norms_all_heads=spec.norms_all_heads,
         norms_after_rotation=spec.norms_after_rotation,
+        shared_values=spec.shared_values,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         query_eps=spec.query_norm.eps if spec.query_norm else 0.0,

@@ -30,6 +30,7 @@ class GroupedOps(ReferenceOps):
 
     name = "torch"
     reads_device_only = False
+    max_latent_heads = 0  # torch's attention has no shared values
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         flat = plan_step(step, cache.block_size, cache.device)

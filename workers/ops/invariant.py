@@ -35,6 +35,7 @@ class InvariantOps(CpuOps):
 
     name = "cpu, batch-invariant"
     is_invariant = True
+    max_latent_heads = 0  # products per head are torch's
     prompt_rows = 1 << 62  # a prompt's rows like any others
 
     def __init__(self, dtype: torch.dtype) -> None:

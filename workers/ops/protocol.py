@@ -33,6 +33,9 @@ Rotation = tuple[Tensor, Tensor]
 Projection = Callable[[Tensor], Tensor]
 """A packed product: [num_tokens, in_features] to [num_tokens, out_features], bias included."""
 
+HeadProjection = Callable[[Tensor], Tensor]
+"""A product per head: [num_tokens, num_heads, in] to [num_tokens, num_heads, out]."""
+
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Packed experts: states [num_tokens, hidden_size], chosen [num_tokens, top] and scores
 [num_tokens, top] to [num_tokens, hidden_size]."""
@@ -147,6 +150,8 @@ class Ops(Protocol):
     """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
     takes_parts: bool
     """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
+    max_latent_heads: int
+    """Query heads that may share one latent (`shared_values`); above, keys are expanded instead."""
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         """The arrays of a step, once for all layers."""
@@ -162,6 +167,10 @@ class Ops(Protocol):
         bias: Tensor | None,  # [out_features]
     ) -> Projection:
         """Lays a weight out for its product, at load. The caller keeps no other reference."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadProjection:  # [num_heads, out, in]
+        """Lays a weight per head out for its products, at load."""
         ...
 
     def pack_experts(self, experts: Experts) -> Mixture:

@@ -23,6 +23,7 @@ from .protocol import (
     Experts,
     Gate,
     GateKind,
+    HeadProjection,
     Mixture,
     Norm,
     Projection,
@@ -39,6 +40,7 @@ class ReferenceOps:
     reads_device_only = True
     is_invariant = False
     takes_parts = False
+    max_latent_heads = 1 << 30
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return plan_step(step, cache.block_size, cache.device)
@@ -48,6 +50,10 @@ class ReferenceOps:
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return lambda states: linear(states, weight, bias)
+
+    def pack_heads(self, weight: Tensor) -> HeadProjection:
+        turned = weight.transpose(1, 2).contiguous()
+        return lambda states: torch.bmm(states.transpose(0, 1), turned).transpose(0, 1)
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return lambda states, chosen, scores: mix(states, chosen, scores, experts)

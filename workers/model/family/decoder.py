@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention import KVCache
+from ...attention import KVCache, KVShape
 from ...ops import Ops, PagedStep
 from ...ops.protocol import AttentionSpec, Norm, Projection, Rotation
 from .builder import Reduce, elementwise
@@ -65,6 +65,11 @@ class LayerStack:
     layers: Sequence[Layer]
     ropes: tuple[Rope, ...]
     norm: Norm
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer stores for one token."""
+        return tuple(_kv_shape(layer.attention.spec) for layer in self.layers)
 
     def run(
         self,
@@ -176,3 +181,8 @@ class FamilyModel(LayerStack):
         if (cap := self.spec.logit_softcap) is not None:
             logits = elementwise(self.ops, torch.tanh, logits / cap) * cap
         return logits
+
+
+def _kv_shape(spec: AttentionSpec) -> KVShape:
+    value_dim = 0 if spec.shared_values else spec.value_dim
+    return KVShape(spec.num_kv_heads, spec.head_dim, value_dim)

@@ -1,45 +1,85 @@
-"""Queries, keys and values from latents (DeepSeek's MLA), expanded to one key head per query head.
+"""Attention over latents (DeepSeek's MLA, arXiv:2405.04434, section 2.1), kept in one of two forms.
 
-Both compressions are one product of the layer's input. The rotated part of a key is the same for
-all heads and is copied to each (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+Absorbed: the cache holds a token's latent and the rotated part of its key, once for all heads.
+What would expand latents to keys multiplies the queries instead, and what would expand them to
+values multiplies what attention returns; both are products per head. Expanded: one key and one
+value per query head, with the rotated part copied to each. The operations decide
+(`Ops.max_latent_heads`); the bridge, which every load is compared with, expands.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import Ops
-from ...ops.protocol import AttentionSpec, Norm, Projection
+from ...ops.protocol import AttentionSpec, HeadProjection, Norm, Projection
 from .builder import Builder, halves, joined_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LatentJoined:
-    """The layer's input to joined rows."""
+class _Compressed:
+    """The layer's input to queries, latents and rotated parts of keys."""
 
     ops: Ops
-    spec: AttentionSpec
     compress: Projection  # to query (or its latent), key and value latent, rotated part of keys
-    query_width: int
-    latent_width: int
+    widths: tuple[int, int, int]
     query_norm: Norm | None  # None: queries are not compressed
     expand_query: Projection | None
     latent_norm: Norm
+
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each [num_tokens, ...]
+        query, latent, turned = self.compress(states).split(self.widths, dim=1)
+        if self.query_norm is not None and self.expand_query is not None:
+            query = self.expand_query(self.ops.norm(query, self.query_norm))
+        return query, self.ops.norm(latent, self.latent_norm), turned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Absorbed:
+    """The layer's input to joined rows of queries and one key."""
+
+    compressed: _Compressed
+    absorb: HeadProjection  # from what is not rotated of a query to the width of a latent
+    num_heads: int
+    plain_dim: int  # of a query, not rotated
+
+    def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, spec.joined_width]
+        query, latent, turned = self.compressed(states)
+        heads = query.unflatten(1, (self.num_heads, -1))
+        absorbed = self.absorb(heads[..., : self.plain_dim])
+        queries = torch.cat([absorbed, heads[..., self.plain_dim :]], dim=2)
+        return torch.cat([queries.flatten(1), latent, turned], dim=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FromLatents:
+    """Weighted latents per head to the layer's output."""
+
+    expand: HeadProjection
+    output: Projection
+    num_heads: int
+
+    def __call__(self, latents: Tensor) -> Tensor:  # [num_tokens, ...] -> [num_tokens, hidden_size]
+        values = self.expand(latents.unflatten(1, (self.num_heads, -1)))
+        return self.output(values.flatten(1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expanded:
+    """The layer's input to joined rows with one key and one value per query head."""
+
+    compressed: _Compressed
+    spec: AttentionSpec
     expand: Projection  # to what is not rotated of all heads' keys, then all heads' values
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, spec.joined_width]
         spec = self.spec
-        compressed = self.compress(states)
-        query, latent, turned = compressed.split(
-            [self.query_width, self.latent_width, spec.rotary_dim], dim=1
-        )
-        if self.query_norm is not None and self.expand_query is not None:
-            query = self.expand_query(self.ops.norm(query, self.query_norm))
-        expanded = self.expand(self.ops.norm(latent, self.latent_norm))
+        query, latent, turned = self.compressed(states)
+        expanded = self.expand(latent)
         width = spec.num_kv_heads * spec.rotary_begin
         plain = expanded[:, :width].unflatten(1, (spec.num_kv_heads, spec.rotary_begin))
         shared = turned[:, None].expand(-1, spec.num_kv_heads, -1)
@@ -47,8 +87,39 @@ class LatentJoined:
         return torch.cat([query, keys, expanded[:, width:]], dim=1)
 
 
-def build_latent(builder: Builder, module: Any, spec: AttentionSpec) -> LatentJoined:
-    """The projections of transformers' `module`, in the order that the operations take."""
+def build_latent(
+    builder: Builder,
+    module: Any,
+    spec: AttentionSpec,  # of expanded heads
+    output: Projection,  # of all heads' values
+) -> tuple[AttentionSpec, Projection, Projection]:
+    """Attention of transformers' `module`, as the operations take it: what it is called with, the
+    products before it, and those after it."""
+    ops, begin = builder.ops, spec.rotary_begin
+    compressed = _compressed(builder, module, spec)
+    expand = module.kv_b_proj.weight.detach().unflatten(0, (spec.num_kv_heads, -1))
+    to_keys, to_values = expand[:, :begin], expand[:, begin:]  # [num_heads, ..., latent]
+    if spec.num_heads != spec.num_kv_heads or spec.num_heads > ops.max_latent_heads:
+        joined = torch.cat([to_keys.flatten(0, 1), to_values.flatten(0, 1)])
+        return spec, _Expanded(compressed, spec, ops.pack(joined, None)), output
+    latent_width = compressed.widths[1]
+    absorbed = replace(
+        spec,
+        num_kv_heads=1,
+        head_dim=latent_width + spec.rotary_dim,
+        value_dim=latent_width,
+        rotary_begin=latent_width,
+        shared_values=True,
+    )
+    absorb = ops.pack_heads(to_keys.transpose(1, 2))
+    return (
+        absorbed,
+        _Absorbed(compressed, absorb, spec.num_heads, begin),
+        _FromLatents(ops.pack_heads(to_values), output, spec.num_heads),
+    )
+
+
+def _compressed(builder: Builder, module: Any, spec: AttentionSpec) -> _Compressed:
     neighbours, begin, dim = builder.spec.neighbours, spec.rotary_begin, spec.rotary_dim
 
     def ordered(weight: Tensor, head_dim: int, first: int) -> Tensor:
@@ -57,8 +128,8 @@ def build_latent(builder: Builder, module: Any, spec: AttentionSpec) -> LatentJo
         rows = torch.arange(weight.shape[0]).view(-1, head_dim)
         return weight.index_select(0, halves(rows, first, dim).flatten().to(weight.device))
 
-    compressed = getattr(module, "q_a_proj", None)
-    source = module.q_proj if compressed is None else compressed
+    own = getattr(module, "q_a_proj", None)
+    source = module.q_proj if own is None else own
     weight, bias = joined_weight((source, module.kv_a_proj_with_mqa))
     query_width = source.weight.shape[0]
     latent_width = weight.shape[0] - query_width - dim
@@ -66,27 +137,22 @@ def build_latent(builder: Builder, module: Any, spec: AttentionSpec) -> LatentJo
     if neighbours:
         last = rows[-dim:]
         rows = torch.cat([rows[:-dim], last[0::2], last[1::2]])
-        if compressed is None:
+        if own is None:
             heads = halves(rows[:query_width].view(-1, spec.head_dim), begin, dim)
             rows = torch.cat([heads.flatten(), rows[query_width:]])
         rows = rows.to(weight.device)
         weight = weight.index_select(0, rows)
         bias = None if bias is None else bias.index_select(0, rows)
-    expand = module.kv_b_proj.weight.detach().unflatten(0, (spec.num_kv_heads, -1))
-    expand = torch.cat([expand[:, :begin].flatten(0, 1), expand[:, begin:].flatten(0, 1)])
     expand_query = None
-    if compressed is not None:
+    if own is not None:
         expand_query = builder.ops.pack(
             ordered(module.q_b_proj.weight.detach(), spec.head_dim, begin), None
         )
-    return LatentJoined(
+    return _Compressed(
         builder.ops,
-        spec,
         builder.ops.pack(weight, bias),
-        query_width,
-        latent_width,
-        None if compressed is None else builder.norm(module.q_a_layernorm),
+        (query_width, latent_width, dim),
+        None if own is None else builder.norm(module.q_a_layernorm),
         expand_query,
         builder.norm(module.kv_a_layernorm),
-        builder.ops.pack(expand, None),
     )

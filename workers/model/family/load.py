@@ -130,15 +130,16 @@ def build_attention(
         sinks=None if facts.sinks is None else facts.sinks.detach().float().clone(),
     )
     joined: Projection
+    output = builder.pack(module.o_proj)
     gate: Projection | None = None
     if latent:
-        joined = build_latent(builder, module, spec)
+        spec, joined, output = build_latent(builder, module, spec, output)
     else:
         spec = _with_norms(builder, module, spec)
         joined, gate = _pack_joined(builder, module, spec)
     return AttentionBlock(
         joined,
-        builder.pack(module.o_proj),
+        output,
         builder.reduce(f"{name}.o_proj"),
         spec,
         None if rope is None else rope[0],

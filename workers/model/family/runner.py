@@ -20,7 +20,6 @@ class FamilyRunner:
     def __init__(
         self,
         model: FamilyModel,
-        kv_shapes: tuple[KVShape, ...],
         info: ModelInfo,
         device: torch.device,
         num_ranks: int = 1,
@@ -32,7 +31,7 @@ class FamilyRunner:
         self._info = info
         self._planned = PlannedOps(model.ops)
         self.backend: AttentionBackend = self._planned
-        self.kv_shapes = kv_shapes
+        self.kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         self._device = device
 
     def run(

@@ -246,6 +246,8 @@ def _attend_tiles(kind, work, first_row, num_queries, head, span, cache, sequenc
     width, block_size = kind.width, step.block_size
     keys = Matrix(cache.keys + head * dim * width, layer.num_kv_heads * dim * width)
     values = Matrix(cache.values + head * value_dim * width, layer.num_kv_heads * value_dim * width)
+    if layer.shared_values:
+        values = keys
     begin, last = span
     begin = begin // step.alignment * step.alignment
     per_tile = max(TILE // block_size, 1) * block_size if block_size <= TILE else TILE
@@ -316,7 +318,8 @@ def _attend_rows(kind, rows, num_rows, seq, head, joined, cache, out, scratch, s
 @inlined
 def attend_step(kind, joined, cache, out, scratch, step, layer):
     group = layer.num_heads // layer.num_kv_heads
-    columns = layer.num_kv_heads * ((group + 1) * layer.head_dim + layer.value_dim)
+    own_values = 0 if layer.shared_values else layer.value_dim
+    columns = layer.num_kv_heads * ((group + 1) * layer.head_dim + own_values)
     read = Matrix(joined, columns * kind.width)
     most, per_unit = max(MAX_QUERIES // group, 1), UNIT // kind.width
     for seq in range(step.num_seqs):

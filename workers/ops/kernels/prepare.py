@@ -55,13 +55,14 @@ class Layer(NamedTuple):
     key_weight: int
     norms_all_heads: int
     norms_after_rotation: int
+    shared_values: int  # a key's first columns are its value
     scale: float = 0.0
     softcap: float = 0.0
     query_eps: float = 0.0
     key_eps: float = 0.0
 
 
-NUM_INTEGERS = 15  # of a layer's fields
+NUM_INTEGERS = 16  # of a layer's fields
 
 
 class Angles(NamedTuple):
@@ -109,7 +110,7 @@ def read_layer(row, floats):
         item64(row, 0), item64(row, 1), item64(row, 2), item64(row, 3), item64(row, 4),
         item64(row, 5), item64(row, 6), item64(row, 7), item64(row, 8), item64(row, 9),
         item64(row, 10), item64(row, 11), item64(row, 12), item64(row, 13), item64(row, 14),
-        number(floats, 0), number(floats, 1), number(floats, 2), number(floats, 3),
+        item64(row, 15), number(floats, 0), number(floats, 1), number(floats, 2), number(floats, 3),
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def prepare_rows(kind, joined, angles, temperature, step, layer, cache):
     width = kind.width
     query_size = layer.num_heads * layer.head_dim
     key_size = layer.num_kv_heads * layer.head_dim
-    value_size = layer.num_kv_heads * layer.value_dim
+    value_size = 0 if layer.shared_values else layer.num_kv_heads * layer.value_dim
     half = layer.rotary_dim // 2
     for row in range(step.num_tokens):
         query = joined + row * (query_size + key_size + value_size) * width
