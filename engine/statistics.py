@@ -39,6 +39,7 @@ def statistics(info: EngineInfo, loop: Loop, drafting: Drafting) -> dict[str, An
         },
         "requests": asdict(scheduler.counts),
         "steps": asdict(loop.timer.times),
+        "threads": [asdict(choice) for choice in loop.timer.thread_choices],
         "step_limit": {
             "num_tokens": scheduler.step_limit.num_tokens,
             "num_shrunk": scheduler.step_limit.num_shrunk,

@@ -54,11 +54,22 @@ class StepTimes:
     observe_ms: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """What rank 0 measured on a CPU of steps of at least `min_tokens`, for one of that many."""
+
+    min_tokens: int
+    num_threads: int  # that most such steps take
+    one_ms: float  # with one thread
+    all_ms: float  # with all of the rank's
+
+
 class StepTimer:
     """Calls verbs and times them."""
 
     def __init__(self) -> None:
         self.times = StepTimes()
+        self.thread_choices: tuple[ThreadChoice, ...] = ()  # rank 0's latest
         self._histograms = [Histogram(_BOUNDS_S) for _ in _PHASES]
         self._seen_ms = (0.0, 0.0, 0.0)  # by phase, up to the last step counted
 
@@ -87,6 +98,8 @@ class StepTimer:
         times.num_granted_nodes += sum(batch.max_nodes.tolist())
         times.num_draft_nodes += num_nodes
         times.forward_ms += verdict.forward_ms
+        if verdict.thread_choices is not None:
+            self.thread_choices = verdict.thread_choices
         totals_ms = (
             times.propose_ms + times.observe_ms,
             times.verify_ms,

@@ -9,11 +9,15 @@ Dimension names are those of the glossary in ARCHITECTURE.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .timer import ThreadChoice
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -296,6 +300,7 @@ class Verdict:
     next_drafts: NextDrafts | None = None  # where a head drafts inside the workers
     prompt_logprobs: Logprobs | None = None  # of `SamplingRows.num_prompt_logprobs`' rows
     compacted: bool = False  # the ranks have moved the accepted nodes' keys and values into place
+    thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, whenever they are news
 
     @classmethod
     def empty(cls, step: int, num_seqs: int) -> Verdict:

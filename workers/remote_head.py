@@ -79,12 +79,6 @@ class RemoteHeadWorker:
     def report(self) -> HeadReport:
         return self._runner.report()
 
-    @torch.inference_mode()
-    def sample(self, num_tokens: int) -> Tensor:  # [num_tokens, vocab]
-        """Runs embedding and output layer on tokens, for timing."""
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        return self._runner.unembed(self._runner.embed(zeros))
-
     def allocate(self) -> None:
         """Creates the cache, if the head has cached layers.
 
@@ -154,9 +148,8 @@ class RemoteHeadWorker:
             if item is None:
                 reason = f"no features of the step arrived within {ask.wait_s} s"
                 return HeadAnswer(ask.step, None, reason)
-            if self._device.type == "cpu":
-                threads.use(len(item.step.token_ids))
-            drafts = self._process(item, drafting=item.step.step == ask.step)
+            with threads.step(len(item.step.token_ids)):
+                drafts = self._process(item, drafting=item.step.step == ask.step)
             reason = "the features of the step were lost" if item.hidden is None else ""
             self._serial, self._processed = item.serial + 1, item.step.step
         return HeadAnswer(ask.step, drafts, reason if drafts is None else drafts.error)

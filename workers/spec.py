@@ -107,4 +107,3 @@ class WorkerReport:
     all_reduce: str = ""  # what sums over the ranks; empty: there is one rank
     head: HeadReport | None = None  # the one that this rank runs
     device_step: DeviceStepReport = DeviceStepReport(False, "there is no target")
-    whole_share_from: int = 0  # tokens from which on a step uses all threads; 0: not chosen

@@ -1,9 +1,10 @@
-"""Number of torch threads per step on the CPU, chosen by measurement.
+"""Number of threads per step on the CPU, learned while serving.
 
-A step of a small model is a few hundred short operations, and waking a second thread for each can
-cost more time than it saves; where rows are shared out instead (`model/family/parts.py`), a few
-are too little to share. From which size on all threads are the faster choice is found by timing the
-loaded model on steps of growing size, through the decoder that serves it. Called by `worker.py`.
+Waking a second thread can cost a small step more than it saves, and by how much depends on the
+model and on what else runs on the machine. So nothing is measured at load: steps are grouped by
+size, most of a size take the number of threads that was the faster so far, and from time to time
+one takes the other number, whose time is compared with those of the steps before it. Called by
+`worker.py` and `remote_head.py` around every step.
 """
 
 from __future__ import annotations
@@ -11,14 +12,26 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import torch
 
-MANY_TOKENS = 64  # from this size on, a step is bound by arithmetic, which scales with threads
-_TIMED_TOKENS = (1, 16, 32)
-_NUM_RUNS = 7
+from ..scheduler.timer import ThreadChoice
+
+MANY_TOKENS = 16  # from this size on, all threads are the first guess: rows can be shared out
+_SIZES = sorted({1, *(base * 2**power for base in (2, 3) for power in range(20))})
+_FIXED_TOKENS = 8  # what a step costs whatever its size, in tokens
+_NUM_RATIOS = 5
+_NUM_TIMES = 3
+_MAX_PAUSE = 512  # steps
+_DRIFT = 1.5  # by so much other times than at the last comparison ask for another one
+_CREDIT = 10.0  # usual steps
+_CREDIT_PER_STEP = 0.03
 
 
 def num_cores() -> int:
@@ -32,41 +45,140 @@ def num_cores() -> int:
     return max(1, cores)
 
 
+class SizeChoice:
+    """One thread or all, for steps of one size.
+
+    A comparison is the time of a step that took the other number, divided by the median of the
+    last steps that took the usual one. The median of the last comparisons decides. The pause
+    between comparisons doubles while they confirm the choice, and ends when one does not, or when
+    usual steps take other times than before. What comparisons cost is bounded: a credit in usual
+    steps, which grows by 3% of a step each step, pays for what they take longer.
+    """
+
+    def __init__(self, *, takes_all: bool) -> None:
+        self.takes_all = takes_all
+        self._times_s: deque[float] = deque(maxlen=_NUM_TIMES)  # usual steps, per token
+        self._level_s = 0.0  # their median at the last comparison
+        self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)  # all threads to one
+        self._pause = 1
+        self._wait = _NUM_TIMES  # usual steps until the next comparison
+        self._credit = _CREDIT
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next step takes the other number."""
+        return self._wait <= 0 < self._credit
+
+    def record(self, time_s: float, *, compared: bool) -> None:
+        """Counts a step's time per token; `compared`: it took the other number."""
+        if compared:
+            self._compare(time_s)
+            return
+        self._times_s.append(time_s)
+        self._wait -= 1
+        self._credit = min(self._credit + _CREDIT_PER_STEP, _CREDIT)
+        usual_s = median(self._times_s)
+        full = len(self._times_s) == _NUM_TIMES
+        if full and self._level_s and not 1 / _DRIFT < usual_s / self._level_s < _DRIFT:
+            self._level_s, self._pause, self._wait = usual_s, 1, 0
+
+    def times_s(self) -> tuple[float, float] | None:
+        """Per token, with one thread and with all; None before the first comparison."""
+        if not self._ratios:
+            return None
+        usual_s, ratio = median(self._times_s), median(self._ratios)
+        return (usual_s / ratio, usual_s) if self.takes_all else (usual_s, usual_s * ratio)
+
+    def _compare(self, other_s: float) -> None:
+        usual_s = median(self._times_s)
+        loss = other_s / usual_s
+        self._credit -= max(0.0, loss - 1)
+        self._level_s = usual_s
+        self._ratios.append(1 / loss if self.takes_all else loss)
+        changes = (median(self._ratios) < 1) != self.takes_all
+        if changes:
+            self.takes_all = not self.takes_all
+            self._level_s = other_s
+            self._times_s.clear()
+            self._times_s.append(other_s)
+        self._pause = min(2 * self._pause, _MAX_PAUSE) if loss > 1 and not changes else 1
+        self._wait = self._pause
+
+
 class Threads:
     """One rank's share of the node's cores.
 
+    With several ranks every step uses the whole share: what the ranks compute alike has to come
+    out alike, and a rank that tries something out would hold up the others.
+
     Args:
-        fixed: number set in the configuration; None: measure.
+        fixed: number set in the configuration; None: learn.
         num_ranks: ranks that share the node.
+        on_cpu: whether steps are computed there; elsewhere torch's number stays.
     """
 
-    def __init__(self, fixed: int | None, num_ranks: int) -> None:
+    def __init__(
+        self,
+        fixed: int | None,
+        num_ranks: int,
+        *,
+        on_cpu: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._on_cpu = on_cpu
         self._all = fixed or max(1, num_cores() // num_ranks)
-        self.many = 1  # tokens from which on a step uses all
-        self._measures = fixed is None and self._all > 1
+        self._learns = on_cpu and fixed is None and num_ranks == 1 and self._all > 1
+        self._clock = clock
+        self._choices: dict[int, SizeChoice] = {}  # by index of the smallest size
+        self._news = False
 
-    def measure(self, run: Callable[[int], object]) -> None:
-        """Times steps of so many tokens with one thread and with all."""
-        if not self._measures:
+    @contextmanager
+    def step(self, num_tokens: int) -> Iterator[None]:
+        """The threads for a step, which is timed; torch keeps the number per calling thread."""
+        if not self._learns:
+            if self._on_cpu:
+                _set(self._all)
+            yield
             return
-        wins = (size for size in _TIMED_TOKENS if self._is_worthwhile(run, size))
-        self.many = next(wins, MANY_TOKENS)
+        choice = self._choice(num_tokens)
+        compared = choice.compares
+        _set(self._all if choice.takes_all != compared else 1)
+        start_s = self._clock()
+        yield  # a step that raises is not counted
+        time_s = (self._clock() - start_s) / (num_tokens + _FIXED_TOKENS)
+        choice.record(time_s, compared=compared)
+        self._news = self._news or compared
 
-    def use(self, num_tokens: int) -> None:
-        """Sets the threads for a step; torch keeps the number per calling thread."""
-        wanted = self._all if num_tokens >= self.many else 1
-        if torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)
+    def news(self) -> tuple[ThreadChoice, ...] | None:
+        """What is known of each size, if there was a comparison since the last call."""
+        if not self._news:
+            return None
+        self._news = False
+        found = []
+        for index, choice in sorted(self._choices.items()):
+            if (times_s := choice.times_s()) is not None:
+                scale = (_SIZES[index] + _FIXED_TOKENS) * 1e3
+                num_threads = self._all if choice.takes_all else 1
+                one_ms, all_ms = (round(each * scale, 3) for each in times_s)
+                found.append(ThreadChoice(_SIZES[index], num_threads, one_ms, all_ms))
+        return tuple(found)
 
-    def _is_worthwhile(self, run: Callable[[int], object], num_tokens: int) -> bool:
-        """Whether all threads are faster than one; they take turns on a machine that changes."""
-        times_s: dict[int, list[float]] = {1: [], self._all: []}
-        for each in range(1 + _NUM_RUNS):  # the first warms up
-            for count, runs_s in times_s.items():
-                torch.set_num_threads(count)
-                start_s = time.perf_counter()
-                run(num_tokens)
-                if each:
-                    runs_s.append(time.perf_counter() - start_s)
-        one, every = (sorted(runs_s)[_NUM_RUNS // 2] for runs_s in times_s.values())
-        return every < one
+    def _choice(self, num_tokens: int) -> SizeChoice:
+        """That of the step's size; a new one begins with what is known of other sizes."""
+        index = bisect_right(_SIZES, max(num_tokens, 1)) - 1
+        if index not in self._choices:
+            known = {
+                each: choice.takes_all for each, choice in self._choices.items() if choice.times_s()
+            }
+            takes_all = num_tokens >= MANY_TOKENS
+            if takes_all:
+                takes_all = all(known[each] for each in known if each > index)
+            else:
+                takes_all = any(known[each] for each in known if each < index)
+            self._choices[index] = SizeChoice(takes_all=takes_all)
+        return self._choices[index]
+
+
+def _set(num_threads: int) -> None:
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -89,14 +90,16 @@ class Worker:
         self._head: HeadService | None = None
         self._remote_head: RemoteHeadWorker | None = None
         self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
-        self._threads = Threads(spec.threads, spec.size)
+        self._threads, self._draft_threads = (
+            Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
+        )
 
     def load(self, known: WorkerReport | None = None) -> WorkerReport:
         """Loads this rank's shards and reports how many KV blocks fit.
 
         Args:
             known: report of the rank that this one replaces, whose findings are not made again:
-                which forward serves, and with how many threads.
+                which forward serves.
         """
         specs = {"target": self._spec.target, "draft": self._spec.draft}
         wanted = {name: spec for name, spec in specs.items() if spec is not None}
@@ -118,8 +121,6 @@ class Worker:
                 known=None if known is None else _known_choice(getattr(known, name)),
             )
         self._load_heads()
-        if self._device.type == "cpu":
-            self._choose_threads(known)
         # Both caches share the memory left by the weights and hold the same number of tokens.
         per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
         if self._head is not None:
@@ -137,7 +138,6 @@ class Worker:
             location=RankLocation(self._node, os.getpid(), _gpu(self._device)),
             all_reduce=self._collective.all_reduce_by,
             head=head.report() if head is not None else None,
-            whole_share_from=self._threads.many,
         )
 
     def renew(self) -> None:
@@ -173,16 +173,6 @@ class Worker:
                 allow_pickle=target.allow_pickle,
             )
 
-    def _choose_threads(self, known: WorkerReport | None) -> None:
-        """Which steps use all threads: a predecessor's choice, or measured."""
-        if known is not None and known.whole_share_from:
-            self._threads.many = known.whole_share_from
-            return
-        for model in self._models.values():
-            self._threads.measure(model.sample)
-        if self._remote_head is not None:
-            self._threads.measure(self._remote_head.sample)
-
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
         """Creates the KV caches; afterwards messages can be handled."""
         spec, report = self._spec, DeviceStepReport(False, self._step_obstacle)
@@ -210,14 +200,20 @@ class Worker:
         """Handles `message`; returns None on ranks whose answer is not used."""
         if isinstance(message, HeadAsk | ListenFeatures | OpenFeatures):
             return self._handle_head(message)
-        if self._device.type == "cpu":
-            plan = message if isinstance(message, StepPlan) else message.plan
-            self._threads.use(plan.num_tokens)
         if isinstance(message, StepPlan):
-            assert self._target is not None, "no target was allocated"
-            return self._target.verify(message, self._collective.rank)
+            return self._verify(message)
         assert self._draft is not None, "no draft model was allocated"
-        return self._draft.draft(message)
+        with self._draft_threads.step(message.plan.num_tokens):
+            return self._draft.draft(message)
+
+    def _verify(self, plan: StepPlan) -> Verdict | None:
+        assert self._target is not None, "no target was allocated"
+        with self._threads.step(plan.num_tokens):
+            verdict = self._target.verify(plan, self._collective.rank)
+        news = self._threads.news()
+        if verdict is None or news is None:
+            return verdict
+        return replace(verdict, thread_choices=news)
 
     def close_links(self) -> None:
         """Closes feature links; the channel is closed already."""

@@ -15,6 +15,7 @@ from outrider.errors import (
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, SpeculationOptions, ints
 from outrider.tests.helpers.verification import assert_fits
+from outrider.workers import threads
 
 from ..helpers.engines import Box, complete, engine_of, random_prompts
 
@@ -67,7 +68,8 @@ def test_every_drafter_emits_the_plain_tokens(tiny, plain, name, size):
     assert {delta.usage.drafter for delta in last.values()} <= {engine.info.drafter, "none"}
 
 
-def test_both_forwards_emit_the_same_and_say_which_they_are(tiny, plain):
+def test_both_forwards_emit_the_same_and_say_which_they_are(tiny, plain, monkeypatch):
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
     for forward in ("family", "bridge"):
         with engine_of(tiny.target, forward=forward) as engine:
             assert complete(engine, PROMPTS)[0] == plain["greedy"]
@@ -76,6 +78,9 @@ def test_both_forwards_emit_the_same_and_say_which_they_are(tiny, plain):
         assert bool(stats["forward_reason"]) == (forward == "bridge")
         assert stats["operations"] == {"family": "cpu", "bridge": "transformers"}[forward]
         assert stats["all_reduce"] == ""  # one rank
+        assert {choice["num_threads"] for choice in stats["threads"]} <= {1, 2}
+        assert stats["threads"]
+        assert all(choice["one_ms"] > 0 < choice["all_ms"] for choice in stats["threads"])
         step = stats["device_step"]
         assert (step["on"], step["reason"]) == (False, "the device is 'cpu'")
 

@@ -43,19 +43,13 @@ class BridgeRunner:
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         return self._forward.logits(states)
 
-    def sample(self, num_tokens: int) -> Tensor:  # [num_tokens, vocab]
-        return self._probe(_Observer(), num_tokens)
-
     @torch.inference_mode()
-    def _probe(self, observer: _Observer, num_tokens: int = 1) -> Tensor:  # [num_tokens, vocab]
-        device = self._module.get_input_embeddings().weight.device
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        return self._forward(zeros, zeros, None, observer)[0]
-
     def _observe(self, info: ModelInfo) -> tuple[AttentionFacts, ...]:
         """Run one token to see what each layer's attention is called with."""
         observer = _Observer()
-        logits = self._probe(observer)
+        device = self._module.get_input_embeddings().weight.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        logits = self._forward(zero, zero, None, observer)[0]
         assert logits.shape == (1, info.vocab_size), (logits.shape, info.vocab_size)
         others = [layer for layer in range(info.num_layers) if layer not in observer.facts]
         if others:

@@ -42,10 +42,6 @@ class Runner(Protocol):
         """Logits of states behind the final norm."""
         ...
 
-    def sample(self, num_tokens: int) -> Tensor:  # [num_tokens, vocab]
-        """A forward of tokens without a context, to time it."""
-        ...
-
 
 class PagedModel:
     """One rank's shard of a model. `forward` is collective: every rank calls it, in step."""
@@ -105,8 +101,3 @@ class PagedModel:
     def attention(self, step: StepInput, cache: KVCache) -> StepAttention:
         """The attention of `step`, for layers of `cache` that are not the target's."""
         return self.runner.backend.begin(step, cache)
-
-    @torch.inference_mode()
-    def sample(self, num_tokens: int) -> Tensor:  # [num_tokens, vocab]
-        """A forward of tokens without a context, to time it; collective."""
-        return self.runner.sample(num_tokens)

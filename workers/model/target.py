@@ -149,7 +149,7 @@ def _load_family(
         decoder = build_family(model, spec, bridge.facts, ops, plan, collective)
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
-    runner = FamilyRunner(decoder, info, device, collective.size)
+    runner = FamilyRunner(decoder, info, collective.size)
     if request.known is None:
         mismatch = compare.mismatch(
             compare.run(runner, runner.kv_shapes, info, device), wanted, info.dtype, collective

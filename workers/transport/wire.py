@@ -17,7 +17,7 @@ import numpy as np
 
 from ...drafters import messages
 from ...errors import WorkerError
-from ...scheduler import plan, types
+from ...scheduler import plan, timer, types
 from ...scheduler.sampling import SamplingParams
 from . import links
 
@@ -40,6 +40,7 @@ _RECORDS: tuple[type[Any], ...] = (
     plan.StepPlan,
     types.Logprobs,
     types.NextDrafts,
+    timer.ThreadChoice,
     types.Verdict,
     types.TokenLogprobs,
     types.SpeculationUsage,

@@ -11,19 +11,12 @@ from ...ops import PlannedOps
 from ..info import ModelInfo
 from .decoder import FamilyModel
 from .parts import PartThreads, bounds_of
-from .sample_step import sample_step
 
 
 class FamilyRunner:
     """One rank's decoder over a paged cache."""
 
-    def __init__(
-        self,
-        model: FamilyModel,
-        info: ModelInfo,
-        device: torch.device,
-        num_ranks: int = 1,
-    ) -> None:
+    def __init__(self, model: FamilyModel, info: ModelInfo, num_ranks: int = 1) -> None:
         self.model = model
         # Sums over ranks are taken in one order, which several threads would not keep.
         self._takes_parts = model.ops.takes_parts and num_ranks == 1
@@ -32,7 +25,6 @@ class FamilyRunner:
         self._planned = PlannedOps(model.ops)
         self.backend: AttentionBackend = self._planned
         self.kv_shapes: tuple[KVShape, ...] = model.kv_shapes
-        self._device = device
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
@@ -50,8 +42,3 @@ class FamilyRunner:
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         return self.model.logits(states)
-
-    def sample(self, num_tokens: int) -> Tensor:  # [num_tokens, vocab]
-        cache = KVCache(self.kv_shapes, num_tokens, 1, self._info.dtype, self._device)
-        step = sample_step([0] * num_tokens, 0, range(num_tokens))
-        return self.run(step, cache, ())[0]

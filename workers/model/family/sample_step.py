@@ -1,4 +1,4 @@
-"""Steps made of nothing but tokens, to time a forward and to compare two."""
+"""Steps made of nothing but tokens, to compare two forwards."""
 
 from __future__ import annotations
 
