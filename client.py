@@ -21,7 +21,8 @@ from typing import Any
 
 import httpx
 
-_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # before each further attempt; the last one repeats
+# Before each further attempt: some ten seconds of short ones, then the last one repeats.
+_PAUSES_S = (0.05, 0.1, 0.2, 0.3, *[0.5] * 20, 1.0, 2.0)
 _RETRIED = (408, 429, 500, 502, 503, 504)  # what proxies and servers answer while they restart
 _LAST = (b"data: [DONE]", b'data: {"error"')
 

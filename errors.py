@@ -118,5 +118,9 @@ class EngineDeadError(OutriderError):
     kind = "server_error"
 
 
+class InternalError(OutriderError):
+    """A fault of the server that cost one request; the log has the traceback."""
+
+
 class TableFileError(ConfigError):
     """An n-gram table's file is missing, damaged, or made with another tokenizer."""

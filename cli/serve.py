@@ -20,6 +20,7 @@ import typer
 
 from ..cluster.local_ray import find_ray
 from ..cluster.serve.args import ServeConfig, check_acceptance
+from ..cluster.serve.detection import set_detection
 from ..errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
 from .generated import options_of
@@ -95,10 +96,8 @@ def serve(
     url = _url(http, section.route_prefix)
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
-        os.environ.update(
-            section.connection_limits.variables()
-        )  # for proxies of a Ray started here
-        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")  # likewise
+        os.environ.update(section.connection_limits.variables())  # for a Ray started here
+        set_detection()  # likewise
         prepare(config, stack, address=address, num_engines=replicas)
         stack.enter_context(_terminable())  # again: Ray has put its own handler there
         with suppress(KeyboardInterrupt):  # how a server ends

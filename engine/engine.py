@@ -39,6 +39,7 @@ from .backend import Backend, local_backend
 from .checks import check_chains
 from .host import EngineHost
 from .info import EngineInfo
+from .messages import add_all, end
 from .recoveries import Recoveries
 from .statistics import SYNTHETIC_WARNING, statistics, statistics_lines
 from .structured.compiler import Compiler
@@ -163,7 +164,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it still runs; its sink gets a last delta."""
-        self._inbox.put(lambda: self._emit(self._loop.abort(request_id)))
+        self._inbox.put(lambda: self._emit(end(self._loop, request_id)))
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
@@ -328,16 +329,7 @@ class Engine:
         if self._failure is not None:
             return EngineDeadError(f"the engine is down: {self._failure.message}")
         self._structured.expect(constraints)
-        for index, request in enumerate(requests):
-            try:
-                self._loop.add(request)
-            except OutriderError as error:
-                for added in requests[:index]:
-                    self._loop.abort(added.id)
-                    del self._sinks[added.id]
-                return error
-            self._sinks[request.id] = sink
-        return None
+        return add_all(self._loop, self._sinks, requests, sink)
 
     def _in_loop(self, call: Callable[[], OutriderError | None]) -> OutriderError | None:
         """Runs `call` between two steps and waits for its result."""

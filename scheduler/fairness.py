@@ -10,10 +10,11 @@ queueing, Goyal, Vin, Cheng 1996).
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .plan import Batch
 from .sequence import Sequence
 
 
@@ -86,8 +87,8 @@ class WaitingQueue:
         self._queues: dict[str, list[tuple[tuple[int, int], Sequence]]] = {}  # heaps, by tenant
         # A heap over the tenants' heads: priority, service when it was pushed, arrival, tenant. The
         # last entry of a tenant is the valid one. Service grows, so an entry that is out of date
-        # comes up too early. It shrinks only for a request that is preempted in the step that
-        # planned it, and that is pushed afterwards.
+        # comes up too early. Where it shrinks, the tenant's head is pushed again: for a request
+        # that is preempted in the step that planned it, by `push`, and by `_give_back`.
         self._heads: list[tuple[int, int, int, str]] = []
         self._last: dict[str, tuple[int, int, int, str]] = {}  # by tenant
         self._size = 0
@@ -128,6 +129,28 @@ class WaitingQueue:
             if entry == self._last.get(tenant):
                 self._push_head(tenant)
         return None
+
+    def give_back(self, failed: deque[Batch], sequences: dict[str, Sequence]) -> None:
+        """Takes steps out of `failed`: their known tokens are computed, and charged, once more.
+
+        A request that was ended keeps the charge: the ranks have done its work.
+        """
+        for batch in failed:
+            for request_id, chunk in zip(batch.request_ids, batch.plan.chunk_lens.tolist()):
+                sequence = sequences.get(request_id)
+                if sequence is not None:
+                    self._give_back(sequence.request.tenant, chunk)
+        failed.clear()
+
+    def give_back_computed(self, sequence: Sequence) -> None:
+        """The KV of a running sequence was lost, and all of it is computed and charged again."""
+        charged = sequence.num_computed - sequence.num_cached_tokens
+        self._give_back(sequence.request.tenant, max(0, charged))
+
+    def _give_back(self, tenant: str, num_tokens: int) -> None:
+        self._shares.charge(tenant, -num_tokens)
+        if tenant in self._queues:
+            self._push_head(tenant)
 
     def _push_head(self, tenant: str) -> None:
         priority, arrival = self._queues[tenant][0][0]

@@ -147,7 +147,7 @@ class Scheduler:
 
         Nothing is in flight, except steps that failed.
         """
-        self.in_flight.clear()
+        self._waiting.give_back(self.in_flight, self._sequences)
         plan = self._plan_known()
         nodes = self._plan_nodes(plan)
         rows = [Row(each, chunk, nodes.get(each, 0)) for each, chunk in plan.chunks.items()]
@@ -237,9 +237,10 @@ class Scheduler:
     def requeue_all(self) -> None:
         """After the KV cache was lost: every request is to be computed again from its tokens."""
         for sequence in list(self.running):
+            self._waiting.give_back_computed(sequence)
             self._preempt(sequence)
         self._moves.clear()
-        self.in_flight.clear()
+        self._waiting.give_back(self.in_flight, self._sequences)
         self.pool.clear_cache()
 
     def requeue(self, request_ids: abc.Sequence[str]) -> None:

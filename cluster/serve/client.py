@@ -131,6 +131,13 @@ class ServeClient:
         if call is not None:
             call.abort()
 
+    async def count_kept(self, stream_id: str, owner: str) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for answer in await _broadcast(self._engines, "count_kept", stream_id, owner):
+            for index, count in answer.items():
+                counts[index] = max(count, counts.get(index, 0))
+        return counts
+
     async def take(self, stream_id: str, owner: str) -> dict[int, KeptTokens]:
         taken: dict[int, KeptTokens] = {}
         for answer in await _broadcast(self._engines, "take", stream_id, owner):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...scheduler.types import Delta, Keep, Request, TokenLogprobs
 
 _ENDS = ("stop", "length")
+MAX_RECORDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class KeptTokens:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _Record:
     keep: Keep
     request_id: str
     token_ids: list[int]
@@ -44,14 +46,22 @@ class _Stream:
     expires_s: float | None = None  # None while its call is pending
     size: int = 0  # values held
 
+    @property
+    def stream(self) -> tuple[str, str]:
+        """The stream that it is part of, and whose that is."""
+        return self.keep.stream, self.keep.owner
+
 
 class TokenStore:
     """Records of resumable requests; used by the engine's thread and an event loop.
 
+    No call takes longer for the number of records. Where there are too many values or records,
+    those of ended calls are dropped, oldest first, and then those of the oldest running requests.
+
     Args:
         window_s: how long a record outlives its call; 0: nothing is recorded.
-        max_values: tokens and log-probabilities held at most. Beyond it the records of ended calls
-            are dropped, oldest first, and then those of the oldest running requests.
+        max_values: tokens and log-probabilities held at most.
+        max_records: requests recorded at most.
     """
 
     def __init__(
@@ -59,12 +69,16 @@ class TokenStore:
         window_s: float = 0.0,
         max_values: int = 2_000_000,
         clock: Callable[[], float] = time.monotonic,
+        max_records: int = MAX_RECORDS,
     ) -> None:
         self._window_s = window_s
-        self._max_values = max_values
+        self._max_values, self._max_records = max_values, max_records
         self._clock = clock
         self._lock = threading.Lock()
-        self._streams: dict[str, _Stream] = {}  # by request id, oldest first
+        # By request id: of pending calls, in order of arrival; of ended ones, in order of expiry.
+        self._running: OrderedDict[str, _Record] = OrderedDict()
+        self._ended: OrderedDict[str, _Record] = OrderedDict()
+        self._of_stream: dict[tuple[str, str], dict[str, _Record]] = {}  # by stream and owner
         self._num_values = 0
         self._num_taken = 0
 
@@ -75,34 +89,49 @@ class TokenStore:
         emitted = request.emitted.tolist()
         with self._lock:
             self._expire()
-            self._streams[request.id] = _Stream(request.keep, request.id, emitted)
-            self._grow(self._streams[request.id], len(emitted))
+            before = self._find(request.id)
+            if before is not None:
+                self._drop(before)
+            record = _Record(request.keep, request.id, emitted)
+            self._running[request.id] = record
+            self._of_stream.setdefault(record.stream, {})[request.id] = record
+            self._grow(record, len(emitted))
 
     def record(self, deltas: Iterable[Delta]) -> None:
         """Adds what a step emitted; deltas of other requests are skipped."""
-        if not self._streams:
+        if not self._running and not self._ended:
             return
         with self._lock:
             for delta in deltas:
-                stream = self._streams.get(delta.request_id)
-                if stream is None:
+                record = self._find(delta.request_id)
+                if record is None:
                     continue
-                stream.token_ids += delta.token_ids
-                stream.logprobs += delta.logprobs
+                record.token_ids += delta.token_ids
+                record.logprobs += delta.logprobs
                 if delta.finish_reason in _ENDS:
-                    stream.finish_reason = delta.finish_reason
-                    stream.stop_token_id = delta.stop_token_id
+                    record.finish_reason = delta.finish_reason
+                    record.stop_token_id = delta.stop_token_id
                 rows = sum(1 + len(entry.top) for entry in delta.logprobs)
-                self._grow(stream, len(delta.token_ids) + rows)
+                self._grow(record, len(delta.token_ids) + rows)
 
     def release(self, request_id: str) -> None:
         """The request's call has ended; its record expires from now on."""
         with self._lock:
             self._expire()
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.expires_s = self._clock() + self._window_s
-                self._streams[request_id] = stream  # behind those released before
+            record = self._running.pop(request_id, None)
+            if record is not None:
+                record.expires_s = self._clock() + self._window_s
+                self._ended[request_id] = record
+
+    def count(self, stream_id: str, owner: str) -> dict[int, int]:
+        """How many tokens of each completion of a stream `take` would give now."""
+        counts: dict[int, int] = {}
+        with self._lock:
+            self._expire()
+            for record in self._of_stream.get((stream_id, owner), {}).values():
+                index = record.keep.index
+                counts[index] = max(counts.get(index, 0), len(record.token_ids))
+        return counts
 
     def take(self, stream_id: str, owner: str) -> tuple[dict[int, KeptTokens], list[str]]:
         """Removes a stream: its completions by index, and the requests that may still run."""
@@ -110,19 +139,17 @@ class TokenStore:
         running = []
         with self._lock:
             self._expire()
-            for stream in list(self._streams.values()):
-                if (stream.keep.stream, stream.keep.owner) != (stream_id, owner):
-                    continue
-                self._drop(stream)
-                if stream.expires_s is None:
-                    running.append(stream.request_id)
+            for record in list(self._of_stream.get((stream_id, owner), {}).values()):
+                self._drop(record)
+                if record.expires_s is None:
+                    running.append(record.request_id)
                 kept = KeptTokens(
-                    tuple(stream.token_ids),
-                    tuple(stream.logprobs),
-                    stream.finish_reason,
-                    stream.stop_token_id,
+                    tuple(record.token_ids),
+                    tuple(record.logprobs),
+                    record.finish_reason,
+                    record.stop_token_id,
                 )
-                index = stream.keep.index
+                index = record.keep.index
                 taken[index] = longer(taken.get(index), kept)
             self._num_taken += bool(taken)
         return taken, running
@@ -137,29 +164,47 @@ class TokenStore:
         with self._lock:
             self._expire()
             return {
-                "num_requests": len(self._streams),
-                "num_waiting": sum(each.expires_s is not None for each in self._streams.values()),
+                "num_requests": len(self._running) + len(self._ended),
+                "num_waiting": len(self._ended),
                 "num_values": self._num_values,
                 "num_resumed": self._num_taken,
             }
 
+    def _find(self, request_id: str) -> _Record | None:
+        return self._running.get(request_id) or self._ended.get(request_id)
+
     def _expire(self) -> None:
         now = self._clock()
-        for stream in list(self._streams.values()):
-            if stream.expires_s is not None and stream.expires_s <= now:
-                self._drop(stream)
+        while (record := _oldest(self._ended)) is not None:
+            if record.expires_s is None or record.expires_s > now:
+                return
+            self._drop(record)
 
-    def _grow(self, stream: _Stream, count: int) -> None:
-        stream.size += count
+    def _grow(self, record: _Record, count: int) -> None:
+        record.size += count
         self._num_values += count
-        while self._num_values > self._max_values and self._streams:
-            streams = self._streams.values()
-            ended = (each for each in streams if each.expires_s is not None)
-            self._drop(next(ended, None) or next(iter(streams)))
+        while (
+            self._num_values > self._max_values
+            or len(self._running) + len(self._ended) > self._max_records
+        ):
+            oldest = _oldest(self._ended) or _oldest(self._running)
+            if oldest is None:
+                return
+            self._drop(oldest)
 
-    def _drop(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.request_id, None) is not None:
-            self._num_values -= stream.size
+    def _drop(self, record: _Record) -> None:
+        found = self._running.pop(record.request_id, None)
+        if found is None and self._ended.pop(record.request_id, None) is None:
+            return
+        self._num_values -= record.size
+        siblings = self._of_stream[record.stream]
+        del siblings[record.request_id]
+        if not siblings:
+            del self._of_stream[record.stream]
+
+
+def _oldest(records: OrderedDict[str, _Record]) -> _Record | None:
+    return next(iter(records.values()), None)
 
 
 def longer(one: KeptTokens | None, other: KeptTokens) -> KeptTokens:

@@ -89,6 +89,10 @@ class EngineReplica:
                 submitted.add_done_callback(lambda _: engine.abort(request.id))
             self._kept.release(request.id)
 
+    async def count_kept(self, stream_id: str, owner: str) -> dict[int, int]:
+        """How many tokens of a resumable stream's completions are kept here."""
+        return self._kept.count(stream_id, owner)
+
     async def take(self, stream_id: str, owner: str) -> dict[int, KeptTokens]:
         """What is kept of a resumable stream; its requests end here."""
         taken, running = self._kept.take(stream_id, owner)

@@ -105,7 +105,39 @@ def test_the_queue_against_sorting(request_of, num_tenants):
                 queue.push(expected)
             else:
                 del waiting[expected.arrival]
+        if waiting and rng.random() < 0.3:  # the workers died: what was computed is to be repeated
+            lost = Sequence(rng.choice(list(waiting.values())).request, 0, 9)
+            lost.num_computed = rng.randrange(40)
+            queue.give_back_computed(lost)
         assert len(queue) == len(waiting)
+
+
+def test_work_that_failures_void_is_charged_once(make_loop, request_of):
+    rng = random.Random(3)
+    loop = make_loop(4000, max_draft_len=0)
+    scheduler, shares = loop.scheduler, loop.scheduler._shares
+    for name in ("a", "b"):
+        loop.add(request_of(name, prompt_of(rng, 100), 5, tenant=name))
+
+    def served() -> int:
+        return shares.served("a") + shares.served("b")
+
+    for _ in range(2):  # one step fails, and its tokens are scheduled again
+        scheduler.schedule()
+        assert served() == 64
+    scheduler.requeue_all()
+    assert served() == 0
+    loop.step()
+    loop.step()
+    assert served() == 128
+    scheduler.requeue_all()  # the caches are lost, and all of it is computed again
+    assert served() == 0
+    loop.add(request_of("other", prompt_of(rng, 10), 5, tenant="a"))
+    batch = scheduler.schedule()
+    chunks = dict(zip(batch.request_ids, batch.plan.chunk_lens.tolist(), strict=True))
+    scheduler.abort("a")  # its tokens were computed for the tenant
+    scheduler.requeue_all()
+    assert served() == chunks["a"] > 0
 
 
 def test_many_waiting_requests_of_a_tenant_are_one_entry(request_of):

@@ -33,6 +33,10 @@ class EngineClient(Protocol):
         """Ends a request early; its generator still gives the last delta."""
         ...
 
+    async def count_kept(self, stream_id: str, owner: str) -> dict[int, int]:
+        """How many tokens of a stream's completions the engines keep; nothing changes."""
+        ...
+
     async def take(self, stream_id: str, owner: str) -> dict[int, KeptTokens]:
         """What the engines keep of a stream, by completion; its requests end, wherever they run."""
         ...
@@ -78,6 +82,9 @@ class LocalClient:
                 # Behind the submission, should it still be under way.
                 submitted.add_done_callback(lambda _: self._engine.abort(request.id))
             self._store.release(request.id)
+
+    async def count_kept(self, stream_id: str, owner: str) -> dict[int, int]:
+        return self._store.count(stream_id, owner)
 
     async def take(self, stream_id: str, owner: str) -> dict[int, KeptTokens]:
         taken, running = self._store.take(stream_id, owner)

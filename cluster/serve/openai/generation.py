@@ -160,7 +160,7 @@ class Generation:
         num_known = 0  # tokens that were counted when they were generated
         if self.stream is not None:
             self.stream.check_count(len(self.jobs))
-            num_known = await self.stream.find(self._client)
+            num_known = await self.stream.count_kept(self._client)
         reserved = (
             num_prompt - num_known + sum(job.request.sampling.max_tokens or 0 for job in self.jobs)
         )
@@ -169,6 +169,8 @@ class Generation:
         self._metrics.started(num_prompt)
         self._log_prompts()
         try:
+            if self.stream is not None:
+                await self.stream.find(self._client)
             async with contextlib.aclosing(self._merged()) as steps:
                 async for step in steps:
                     yield step

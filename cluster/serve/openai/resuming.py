@@ -139,11 +139,17 @@ class ResumableStream:
             ended=end or before.ended,
         )
 
-    async def find(self, client: EngineClient) -> int:
-        """Takes what the replicas keep; returns how many tokens that is."""
+    async def count_kept(self, client: EngineClient) -> int:
+        """How many tokens the replicas keep, for limits that may refuse the request before `find`.
+
+        What `find` takes is gone for later attempts.
+        """
+        return sum((await client.count_kept(self.id, self.owner)).values()) if self.resumed else 0
+
+    async def find(self, client: EngineClient) -> None:
+        """Takes what the replicas keep."""
         if self.resumed:
             self._kept = await client.take(self.id, self.owner)
-        return sum(len(kept.token_ids) for kept in self._kept.values())
 
     async def deltas(self, client: EngineClient, request: Request) -> AsyncGenerator[Part, None]:
         """All deltas of a completion, from its first token.

@@ -66,3 +66,21 @@ def test_a_window_of_zero_keeps_nothing() -> None:
     store = TokenStore(0.0)
     store.begin(request("a", Keep("s", 0, "")))
     assert store.stats()["num_requests"] == 0
+
+
+def test_records_are_bounded_and_found_by_stream() -> None:
+    store = TokenStore(10.0, max_records=3)
+    for index in range(4):
+        store.begin(request(f"s.{index}", Keep("s", index, "me")))
+        store.record([Delta(f"s.{index}", (index,) * (index + 1))])
+    store.begin(request("other", Keep("s", 0, "you"), (1,)))
+    assert store.stats()["num_requests"] == 3
+    assert store.count("s", "me") == {2: 3, 3: 4}
+    assert store.count("s", "you") == {0: 1}
+    assert sorted(store.take("s", "me")[0]) == [2, 3]
+    assert store.count("s", "me") == {}
+    store.begin(request("other", Keep("t", 0, "you")))  # the same id once more
+    assert store.count("s", "you") == {}
+    assert store.stats()["num_values"] == 0
+    store.take("t", "you")
+    assert not store._of_stream
