@@ -25,7 +25,7 @@ class HeadConfig(SpeculationBase):
     speculative_model: str = Field(min_length=1, description="Folder of the head's checkpoint.")
     placement: Literal["colocated", "separate"] = Field(
         "colocated",
-        description="colocated: in the target's rank 0; separate: in a worker of its own.",
+        description="colocated: in the target's ranks; separate: in a worker of its own.",
     )
     draft_timeout_s: float = Field(
         1.0, gt=0, le=60, description="separate: seconds after which a step goes without the draft."

@@ -7,8 +7,9 @@ by the code that starts the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from ..errors import ConfigError, WorkerError
 from .symmetric_memory import RankPlace, SymmetricSums, TorchSharedMemory, open_sums
 
 Backend = Literal["gloo", "nccl"]
+_MAX_REASON_BYTES = 512
 
 
 class Collective:
@@ -33,6 +35,7 @@ class Collective:
         self.size = size
         self._group = group
         self._sums: SymmetricSums | None = None
+        self._rehearses = False
         self.all_reduce_by = ""  # what sums, for the log and `/stats`; empty: a group of one
 
     def all_reduce(
@@ -40,7 +43,7 @@ class Collective:
         tensor: Tensor,  # any shape, contiguous; the same on every rank
     ) -> Tensor:
         """Sum over the ranks, in place; returns `tensor`."""
-        if self.size > 1:
+        if self.size > 1 and not self._rehearses:
             group = self._live()
             if self._sums is None or not self._sums.add(tensor):
                 group.allreduce(tensor).wait()
@@ -54,6 +57,8 @@ class Collective:
         """Every rank's tensor, joined along `dim` in rank order."""
         if self.size == 1:
             return tensor
+        if self._rehearses:
+            return torch.cat([tensor] * self.size, dim=dim)
         flat = tensor.contiguous().view(-1)
         parts = flat.new_empty(self.size * len(flat))  # NCCL writes there, without a copy
         self._live()._allgather_base(parts, flat).wait()
@@ -65,7 +70,7 @@ class Collective:
         root: int = 0,
     ) -> Tensor:
         """`root`'s values, in place; returns `tensor`."""
-        if self.size > 1:
+        if self.size > 1 and not self._rehearses:
             self._live().broadcast(tensor, root).wait()
         return tensor
 
@@ -77,6 +82,15 @@ class Collective:
         """Receives `peer`'s values in place; returns `tensor`."""
         self._live().recv([tensor], peer, 0).wait()
         return tensor
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within it no rank waits for another: results have their shapes, and any values."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def abort(self) -> None:
         """Leaves the group without waiting. Blocked gloo peers wait until their timeout."""
@@ -188,6 +202,31 @@ class Collective:
 
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(build, range(size)))
+
+
+class Agreement:
+    """What went wrong on any rank, as all of them return it: so that they decide alike.
+
+    Its memory is allocated once, since a rank without memory has to take part, too.
+    """
+
+    def __init__(self, collective: Collective, device: torch.device) -> None:
+        self._collective = collective
+        size = (collective.size, _MAX_REASON_BYTES)
+        self._reasons = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def problem(self, own: str) -> str:
+        """The first rank's problem, if any rank has one; "" is none. Collective."""
+        if self._collective.size == 1:
+            return own
+        text = bytearray(own.encode()[:_MAX_REASON_BYTES].ljust(_MAX_REASON_BYTES, b"\0"))
+        self._reasons.zero_()
+        self._reasons[self._collective.rank].copy_(torch.frombuffer(text, dtype=torch.uint8))
+        found = self._collective.all_reduce(self._reasons).cpu().numpy()
+        texts = [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in found]
+        if len(set(texts)) == 1:
+            return texts[0]
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _builder(backend: Backend, device: torch.device) -> Callable[..., Any]:

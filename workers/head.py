@@ -1,9 +1,11 @@
 """Runs a head after each step and gives it access to parts of the target.
 
 `HeadRunner` runs a head wherever it is placed. `HeadService` runs one inside the target's worker,
-on rank 0, right after the verification rule and without collectives, since hidden states are
-replicated on every rank. Where the target's embedding and output layer are sharded over the
-vocabulary, rank 0 loads a full copy. `remote_head.py` runs a head in a worker of its own.
+right after the verification rule; hidden states are replicated on every rank. Where steps are
+computed on the device, every rank runs it, with the target's embedding and output layer as they are
+sharded, and with its own weights divided where that pays (`model/head_shards.py`): all ranks draft
+the same. Otherwise rank 0 alone runs it, without collectives and with a full copy of what is
+sharded. `remote_head.py` runs a head in a worker of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,9 +26,11 @@ from ..drafters.heads.draft_attention import DraftAttention
 from ..drafters.heads.protocol import Attend, DraftLevels, Frontier, TargetFacts, Verified
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
 from .attention import KVCache, KVShape, StepAttention
+from .collective import Collective
 from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_loading import load_head
 from .model import PagedModel, whole_module
+from .model.head_shards import MIN_SAVED_BYTES, WHOLE, HeadShards
 from .ops import PlannedOps, make_ops, missing_kernels
 from .spec import HeadReport
 from .verify.kernels import argmax
@@ -59,10 +63,13 @@ class HeadRunner:
         max_num_seqs: int = 1,
         *,
         fused: bool = True,
+        shards: HeadShards = WHOLE,
     ) -> None:
-        self.target = target
+        self.target, self._shards = target, shards
+        loaded = load_head(config, target, planned, shards, fused=fused)
         # `module_reason`: why its layers are torch modules; "": they are not
-        self.head, self.module_reason = load_head(config, target, planned, fused=fused)
+        self.head, self.module_reason = loaded.head, loaded.module_reason
+        self._kv_cut = shards.size if loaded.is_cut else 1
         self._embedding, self._output = ends
         self.planned, self._begin, self._max_num_seqs = planned, begin, max_num_seqs
         self._shares_noise = config.shares_noise
@@ -85,7 +92,7 @@ class HeadRunner:
         """KV shapes of the head's layers."""
         return tuple(
             KVShape(
-                layer.num_kv_heads,
+                max(1, layer.num_kv_heads // self._kv_cut),
                 layer.head_dim,
                 layer.head_dim if layer.value_dim is None else layer.value_dim,
                 layer.num_draft_rows * self._max_num_seqs if self.planned else 0,
@@ -111,11 +118,16 @@ class HeadRunner:
         verdict: Verdict,
         hidden: tuple[Tensor, ...],  # per captured layer, [num_tokens, hidden_size]
     ) -> NextDrafts:
-        """Drafts for the next step; an exception of the head is returned as their `error`."""
+        """Drafts for the next step; an exception of the head is returned as their `error`.
+
+        With several ranks it is raised: the others may be waiting in one of the head's collectives.
+        """
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
         try:
             return self.head.draft(done, self)
         except Exception as error:  # costs this step's drafts, as with any drafter
+            if self._shards.size > 1:
+                raise
             log.debug("the head failed", exc_info=True)
             none = np.zeros(0, dtype=np.int32)
             starts = np.zeros(step.num_seqs + 1, dtype=np.int32)
@@ -219,6 +231,8 @@ class HeadService(HeadRunner):
         *,
         fused: bool = True,
         allow_pickle: bool = False,
+        on_every_rank: bool = False,
+        min_saved_bytes: int = MIN_SAVED_BYTES,  # for which weights are divided
         dense: bool = False,  # for comparisons: modules, over attention that copies contexts
     ) -> None:
         info = model.info
@@ -227,15 +241,18 @@ class HeadService(HeadRunner):
         )
         backend = model.runner.backend
         planned = backend if isinstance(backend, PlannedOps) else plan_ops(model.device, info.dtype)
+        self.on_every_rank = on_every_rank
+        collective = model.collective if on_every_rank else Collective.single()
         super().__init__(
             config,
             target,
-            _ends(model, path, allow_pickle),
+            model.ends if on_every_rank else _ends(model, path, allow_pickle),
             None if dense else planned,
             model.attention,
             len(model.kv_shapes),
             max_num_seqs,
             fused=fused and not dense,
+            shards=HeadShards(collective, min_saved_bytes),
         )
 
     def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
@@ -250,8 +267,7 @@ def plan_ops(device: torch.device, dtype: torch.dtype) -> PlannedOps | None:
 
 def _ends(model: PagedModel, path: Path, allow_pickle: bool) -> tuple[nn.Module, nn.Module]:
     """The target's embedding and output layer, unsharded."""
-    whole: Any = model.module
-    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    ends = model.ends
     if model.collective.size == 1:
         return ends
     names = {id(module): name for name, module in model.module.named_modules()}

@@ -18,11 +18,11 @@ from ..drafters.heads import llama
 from ..drafters.heads.protocol import Attend
 from ..scheduler.types import Draft, StepInput, ints
 from .attention import KVCache, KVShape, SdpaBackend
-from .collective import Collective
 from .head_attention import PagedAttend
-from .model.family.builder import joined_weight
+from .model.family.builder import Reduce, as_is, joined_weight
 from .model.family.compare import BLOCK_SIZE, PARENTS, PROMPT_LEN, mismatch
 from .model.family.sample_step import sample_step
+from .model.head_shards import WHOLE, HeadShards
 from .ops import Ops, PlannedOps
 from .ops.protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
 
@@ -42,6 +42,7 @@ class FusedLayer:
     norm: Norm
     gate_up: Projection
     down: Projection
+    reduce: Reduce = as_is
 
     def __call__(
         self,
@@ -64,26 +65,30 @@ class FusedLayer:
             self.unrotated if rotation is None else self.rotated,
         )
         states = residual.clone()  # the caller's, which `add_norm` would overwrite
-        inner = ops.add_norm(states, self.output(out), None, 1.0, self.norm)
-        update = self.down(ops.gate(self.gate_up(inner), _SILU))
+        inner = ops.add_norm(states, self.reduce(self.output(out)), None, 1.0, self.norm)
+        update = self.reduce(self.down(ops.gate(self.gate_up(inner), _SILU)))
         return ops.add_norm(states, update, None, 1.0, None)
 
 
-def fuse_layers(module: nn.Module, planned: PlannedOps, dtype: torch.dtype) -> str:
+def fuse_layers(
+    module: nn.Module, planned: PlannedOps, dtype: torch.dtype, shards: HeadShards
+) -> tuple[str, bool]:
     """Replaces the layers of `module`, if all of them agree with their replacements.
 
-    Returns the reason why they stay modules, or nothing. Plain weights are freed.
+    Returns the reason why they stay modules, or nothing, and whether a rank has a part of them.
+    Plain weights are freed.
     """
     layers = [part for part in module.modules() if isinstance(part, llama.Layer)]
     ropes = [part for part in module.modules() if isinstance(part, llama.Rope)]
     if not layers or len(ropes) != 1:
-        return "its layers are not of the kind that is fused"
+        return "its layers are not of the kind that is fused", False
+    is_cut = all(_can_cut(layer, shards) for layer in layers)
     device = layers[0].self_attn.o_proj.weight.device
     fused = []
     for index, layer in enumerate(layers):
-        found = _fused(layer, planned.ops)
-        if why := _difference(layer, found, ropes[0], planned, dtype):
-            return f"layer {index} differs from its module: {why}"
+        found = _fused(layer, planned.ops, shards if is_cut else None)
+        if why := _difference(layer, found, ropes[0], planned, dtype, shards):
+            return f"layer {index} differs from its module: {why}", False
         fused.append(found)
     for layer, found in zip(layers, fused, strict=True):
         object.__setattr__(layer, "decode", found)
@@ -94,7 +99,17 @@ def fuse_layers(module: nn.Module, planned: PlannedOps, dtype: torch.dtype) -> s
             object.__setattr__(part, "forward", _Normed(planned.ops, _norm(part)))
     frequencies = ropes[0].frequencies.to(device)
     object.__setattr__(ropes[0], "forward", _Rotation(planned.ops, frequencies))
-    return ""
+    return "", is_cut
+
+
+def _can_cut(layer: llama.Layer, shards: HeadShards) -> bool:
+    """Whether its weights can be divided, and two sums over the ranks cost less than they save."""
+    weights = [weight for weight in layer.parameters() if weight.dim() == 2]
+    if not shards.pays(sum(each.numel() * each.element_size() for each in weights), 2):
+        return False
+    sizes, size = layer.sizes, shards.size
+    shared = sizes.num_kv_heads % size == 0 or size % sizes.num_kv_heads == 0
+    return shared and sizes.num_heads % size == 0 and sizes.intermediate_size % size == 0
 
 
 class _Normed:
@@ -117,11 +132,14 @@ class _Rotation:
         return self._ops.rotation(positions, self._frequencies, 1.0)
 
 
-def _fused(layer: llama.Layer, ops: Ops) -> FusedLayer:
+def _fused(layer: llama.Layer, ops: Ops, shards: HeadShards | None) -> FusedLayer:
+    """The layer in operations; with `shards`, this rank's part of it."""
     attention, mlp, sizes = layer.self_attn, layer.mlp, layer.sizes
+    heads = (shards or WHOLE).heads(sizes.num_heads, sizes.num_kv_heads)
+    begin, end = heads.kv_range
     spec = AttentionSpec(
-        sizes.num_heads,
-        sizes.num_kv_heads,
+        heads.local,
+        end - begin,
         sizes.head_dim,
         sizes.head_dim,
         sizes.head_dim**-0.5,
@@ -133,16 +151,45 @@ def _fused(layer: llama.Layer, ops: Ops) -> FusedLayer:
     if sizes.unit_qk:
         unit = Norm(None, sizes.eps)
         rotated = replace(rotated, query_norm=unit, key_norm=unit, norms_after_rotation=True)
+    first = heads.rank * heads.local
+    queries = slice(first * sizes.head_dim, (first + heads.local) * sizes.head_dim)
+    keys = slice(begin * sizes.head_dim, end * sizes.head_dim)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    joined = [
+        _rows(linear, rows) for linear, rows in zip(projections, (queries, keys, keys), strict=True)
+    ]
+    width = sizes.intermediate_size // heads.size
+    inner = slice(heads.rank * width, (heads.rank + 1) * width)
     return FusedLayer(
         ops,
-        ops.pack(*joined_weight((attention.q_proj, attention.k_proj, attention.v_proj))),
-        ops.pack(*joined_weight((attention.o_proj,))),
+        ops.pack(*joined_weight(joined)),
+        ops.pack(*_columns(attention.o_proj, queries, heads.rank)),
         rotated,
         spec,
         _norm(layer.post_attention_layernorm),
-        ops.pack(*joined_weight((mlp.gate_proj, mlp.up_proj))),
-        ops.pack(*joined_weight((mlp.down_proj,))),
+        ops.pack(*joined_weight([_rows(part, inner) for part in (mlp.gate_proj, mlp.up_proj)])),
+        ops.pack(*_columns(mlp.down_proj, inner, heads.rank)),
+        as_is if shards is None else shards.collective.all_reduce,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a linear layer."""
+
+    weight: Tensor  # [num_rows, in_features]
+    bias: Tensor | None  # [num_rows]
+
+
+def _rows(linear: nn.Linear, rows: slice) -> _Rows:
+    return _Rows(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def _columns(linear: nn.Linear, columns: slice, rank: int) -> tuple[Tensor, Tensor | None]:
+    """Columns of a linear layer whose results are summed over the ranks: one adds the bias."""
+    weight = linear.weight.detach()[:, columns].contiguous()
+    bias = None if linear.bias is None else linear.bias.detach()
+    return weight, bias if bias is None or rank == 0 else torch.zeros_like(bias)
 
 
 def _norm(module: llama.Norm) -> Norm:
@@ -156,11 +203,20 @@ def _difference(
     rope: llama.Rope,
     planned: PlannedOps,
     dtype: torch.dtype,
+    shards: HeadShards,
 ) -> str:
     """How far module and replacement are apart on random rows, if it is too far."""
     sizes, device = layer.sizes, layer.self_attn.o_proj.weight.device
-    shape = KVShape(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
-    caches = [KVCache([shape], len(SAMPLE_TABLE) + 1, BLOCK_SIZE, dtype, device) for _ in range(2)]
+    caches = [
+        KVCache(
+            [KVShape(num_kv_heads, sizes.head_dim, sizes.head_dim)],
+            len(SAMPLE_TABLE) + 1,
+            BLOCK_SIZE,
+            dtype,
+            device,
+        )
+        for num_kv_heads in (sizes.num_kv_heads, fused.rotated.num_kv_heads)
+    ]
     source = torch.Generator().manual_seed(0)
     wanted, found = [], []
     for step in sample_steps():
@@ -178,8 +234,7 @@ def _difference(
         found.append(fused(residual, read, rotation, 0, attend))
         wanted.append(layer.decode(residual, read, None, 0, module_attend, factors))
         found.append(fused(residual, read, None, 0, attend, factors))
-    alone = Collective(0, 1, None)
-    return mismatch(torch.cat(found).float(), torch.cat(wanted).float(), dtype, alone)
+    return mismatch(torch.cat(found).float(), torch.cat(wanted).float(), dtype, shards.collective)
 
 
 def sample_steps() -> tuple[StepInput, StepInput]:

@@ -1,5 +1,8 @@
 """The target's part of a worker: one forward, then the verification rule on rank 0.
 
+Where steps may be planned before a verdict is back, or a head runs on every rank, every rank judges
+the step: noise and logits are the same on all of them.
+
 Hidden states that heads read are passed to the head in this process and sent to separate heads.
 """
 
@@ -69,7 +72,8 @@ class TargetService:
             logits, hidden = self._model.forward_capturing(step, self._cache, capture)
             states = dict(zip(capture, hidden, strict=True))
             prompt = scored.logprobs(self._model, states[last]) if scored else None
-            if rank != 0 and not plan.appends:
+            judges = plan.appends or (self._head is not None and self._head.on_every_rank)
+            if rank != 0 and not judges:
                 return None
             verdict = (
                 verify(self._rule, step, logits)
@@ -79,10 +83,10 @@ class TargetService:
             if rank == 0:
                 for feed in self._feeds.values():
                     feed.push(step, verdict, states)
-                if self._head is not None:
-                    own = tuple(states[layer] for layer in self._head.capture)
-                    verdict = self._head.draft(step, verdict, own)
-            if plan.appends:  # every rank: noise and logits are the same on all of them
+            if self._head is not None:
+                own = tuple(states[layer] for layer in self._head.capture)
+                verdict = self._head.draft(step, verdict, own)
+            if plan.appends:
                 verdict = self._appended(plan, step, verdict)
             if rank != 0:
                 return None

@@ -18,7 +18,8 @@ from ..drafters.messages import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..errors import ConfigError
 from ..scheduler.plan import StepPlan
 from ..scheduler.types import Verdict
-from .collective import Collective
+from .collective import Agreement, Collective
+from .device_step.draft import head_obstacle
 from .device_step.memory import reserved_bytes
 from .device_step.seats import SeatSizes
 from .device_step.service import obstacle
@@ -126,6 +127,7 @@ class Worker:
         if self._head is not None:
             per_token += self._head.kv_bytes_per_token()
         self._step_obstacle = self._find_step_obstacle()
+        log.info("device step: %s", f"off: {self._step_obstacle}" if self._step_obstacle else "on")
         reports = {
             name: self._report(self._models[name], spec, per_token) for name, spec in wanted.items()
         }
@@ -163,15 +165,17 @@ class Worker:
                 self._host,
                 self._spec.timeout_s,
             )
-        elif target is not None and self._collective.rank == 0:
-            model = self._models["target"]
-            self._head = HeadService(
-                head,
-                model,
-                Path(target.path),
-                target.max_num_seqs,
-                allow_pickle=target.allow_pickle,
-            )
+        elif target is not None:
+            on_every_rank = self._collective.size > 1 and not self._target_obstacle()
+            if self._collective.rank == 0 or on_every_rank:
+                self._head = HeadService(
+                    head,
+                    self._models["target"],
+                    Path(target.path),
+                    target.max_num_seqs,
+                    allow_pickle=target.allow_pickle,
+                    on_every_rank=on_every_rank,
+                )
 
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
         """Creates the KV caches; afterwards messages can be handled."""
@@ -256,21 +260,23 @@ class Worker:
         )
 
     def _find_step_obstacle(self) -> str:
-        """Why the target's steps are planned on the host, or nothing; logged."""
-        model = self._models.get("target")
-        if model is None:
+        """Why the target's steps are planned on the host, or nothing; the same on every rank."""
+        if "target" not in self._models:
             return "there is no target"
+        reason = self._target_obstacle()
+        if not reason and self._head is not None and self._spec.head is not None:
+            reason = head_obstacle(self._head, self._spec.head.max_nodes)
+        return Agreement(self._collective, self._device).problem(reason)
+
+    def _target_obstacle(self) -> str:
+        """What of it is known without a head; the same on every rank."""
         if self._spec.device_step == "off":
-            reason = "it is turned off"
-        elif self._spec.feeds_heads:  # known to all ranks, while rank 0 alone has the links
-            reason = "a separate head reads hidden states"
-        elif self._device.type != "cuda":
-            reason = f"the device is {self._device.type!r}"
-        else:
-            num_draft_nodes = self._spec.head.max_nodes if self._spec.head else 0
-            reason = obstacle(model, self._spec.rule, num_draft_nodes, self._head)
-        log.info("device step: %s", f"off: {reason}" if reason else "on")
-        return reason
+            return "it is turned off"
+        if self._spec.feeds_heads:  # known to all ranks, while rank 0 alone has the links
+            return "a separate head reads hidden states"
+        if self._device.type != "cuda":
+            return f"the device is {self._device.type!r}"
+        return obstacle(self._models["target"], self._spec.rule)
 
     def _report(self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
         info = model.info

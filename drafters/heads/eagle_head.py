@@ -9,7 +9,7 @@ after them is equal too (`reach` in `config/section.py`). `tree_drafting.py` bui
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...config import EagleConfig
 from ...scheduler.types import NextDrafts
@@ -34,6 +34,11 @@ class EagleHead:
             for sizes in self.module.layer_sizes
         )
         self.drafting = TreeDrafter(config, self, len(self.layers))
+
+    @property
+    def outputs(self) -> tuple[nn.Linear, ...]:
+        own = self.module.lm_head
+        return () if own is None else (own,)
 
     def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
         return self.drafting.draft(done, *self.rows(rows_of(done, host), host), host)

@@ -119,6 +119,10 @@ class MedusaHead:
     def drafting(self) -> Expansion:
         return self
 
+    @property
+    def outputs(self) -> list[nn.Linear]:
+        return list(self.module.lm_heads)  # type: ignore[arg-type]
+
     def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
         ends = frontier(done.step, done.verdict)
         hidden = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]

@@ -38,6 +38,7 @@ class MTPHead:
     """Runs the modules over a step."""
 
     target_ids: Tensor | None = None  # draft ids are the target's
+    outputs: tuple[nn.Linear, ...] = ()  # the target's output layer serves
 
     def __init__(self, config: MTPConfig, target: TargetFacts) -> None:
         self.module: nn.ModuleList = read_mtp(config, target)

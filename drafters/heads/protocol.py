@@ -7,7 +7,7 @@ their modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -179,6 +179,11 @@ class Head(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module that holds all weights."""
+        ...
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear]:
+        """Its own output layers, which workers may divide among ranks."""
         ...
 
     def draft(self, done: Verified, host: HeadHost) -> NextDrafts:

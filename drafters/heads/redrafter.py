@@ -99,6 +99,12 @@ class ReDrafterHead:
         self._length = config.draft_len
         self._max_nodes = config.max_nodes
 
+    @property
+    def outputs(self) -> tuple[nn.Linear, ...]:
+        output = self.module.lm_head[-1]
+        assert isinstance(output, nn.Linear), type(output)
+        return (output,)
+
     def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
         step, verdict = done.step, done.verdict
         ends = frontier(step, verdict)

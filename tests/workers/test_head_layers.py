@@ -76,8 +76,8 @@ def test_layers_that_differ_stay_modules(six, heads, head_drafts, monkeypatch, c
     _, wanted = head_drafts(six, config, dense=True)
     fused = head_layers._fused
 
-    def wrong(layer, ops):
-        return replace(fused(layer, ops), norm=head_layers.Norm(None, 1e-6))
+    def wrong(*arguments):
+        return replace(fused(*arguments), norm=head_layers.Norm(None, 1e-6))
 
     monkeypatch.setattr(head_layers, "_fused", wrong)
     with torch.no_grad(), caplog.at_level("INFO"):

@@ -2,26 +2,39 @@
 
 A graph launches all kernels of a step at once. Graphs share one pool of memory, since no two run
 at the same time; the largest is captured first. Shapes that are not captured run eagerly.
+
+Several ranks capture the same shapes or none: a rank that failed would otherwise be in another
+collective than the others. Each shape runs once without collectives, which is where kernels are
+compiled and memory is allocated, and the ranks agree before they begin one that waits for the
+others, and once more when it is recorded.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
+from ..collective import Agreement, Collective
 from .shape import StepShape
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class GraphApi(Protocol):
     """What records work on a device for replay."""
 
     def capture(self, work: Work) -> Work:
-        """Runs `work` to compile its kernels, records it, and returns what replays it."""
+        """Runs `work` to compile its kernels, records it, and returns what replays it.
+
+        The recording waits for no other rank: collectives in it are not executed.
+        """
         ...
 
 
@@ -48,11 +61,26 @@ class CudaGraphs:
         return replay
 
 
-class Captured:
-    """Runs shapes: those that were captured by a replay, others eagerly."""
+class CaptureError(Exception):
+    """A shape could not be captured on some rank; all ranks raise it with the same reason."""
 
-    def __init__(self, run: Callable[[StepShape], None]) -> None:
+
+class Captured:
+    """Runs shapes: those that were captured by a replay, others eagerly.
+
+    Args:
+        collective: of the ranks that run the same shapes.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[StepShape], None],
+        collective: Collective,
+        device: torch.device,
+    ) -> None:
         self._run = run
+        self._collective = collective
+        self._agreement = Agreement(collective, device)
         self._replays: dict[StepShape, Work] = {}
 
     @property
@@ -62,24 +90,57 @@ class Captured:
     def capture(
         self,
         shapes: Iterable[StepShape],  # largest first
-        api: GraphApi,
+        make_api: Callable[[], GraphApi],
         stage: Callable[[StepShape], None],  # stages a step of padding alone
         *,
         shows_progress: bool = False,
     ) -> None:
-        """Captures every shape; if one fails, none is captured (raises what the API raised)."""
+        """Captures every shape; if one fails on any rank, none is captured on any.
+
+        Raises:
+            CaptureError: a shape could not be captured.
+        """
         from tqdm import tqdm
 
         bar = tqdm(list(shapes), "CUDA graphs", disable=not shows_progress, file=sys.stderr)
         try:
+            api = self._together(make_api)
             for shape in bar:
-                stage(shape)
-                self._replays[shape] = api.capture(lambda shape=shape: self._run(shape))  # type: ignore[misc]
+                self._replays[shape] = self._captured(shape, api, stage)
         except BaseException:
             self._replays.clear()
             raise
         finally:
             bar.close()
+
+    def _captured(
+        self, shape: StepShape, api: GraphApi, stage: Callable[[StepShape], None]
+    ) -> Work:
+        def work() -> None:
+            self._run(shape)
+
+        def rehearse() -> None:
+            stage(shape)
+            if self._collective.size > 1:
+                with self._collective.rehearsal():
+                    work()
+
+        self._together(rehearse)
+        return self._together(lambda: api.capture(work))
+
+    def _together(self, verb: Callable[[], Result]) -> Result:
+        """`verb()`; raises on every rank if it raises on one."""
+        own, results = "", []
+        try:
+            results.append(verb())
+        except Exception as error:  # of CUDA, Triton or a compiler: steps run without graphs
+            reason = " ".join(str(error).split())[:300]
+            own = f"{type(error).__name__}: {reason}"
+            log.debug("a shape could not be captured", exc_info=True)
+        problem = self._agreement.problem(own)
+        if problem:
+            raise CaptureError(problem)
+        return results[0]
 
     def run(self, shape: StepShape) -> None:
         """Computes the staged step."""

@@ -34,7 +34,7 @@ class DeviceDrafts:
 
 
 def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
-    """Why the device step cannot run a head in the target's rank, or nothing."""
+    """Why the device step cannot run a head in the target's ranks, or nothing."""
     if not isinstance(head.head, TensorHead):
         return "the head's drafts are put together on the host"
     if head.planned is None:

@@ -20,8 +20,8 @@ from ..model import PagedModel
 from ..model.family import FamilyRunner
 from ..model.family.decoder import FamilyModel
 from ..spec import DeviceStepReport
-from .capture import Captured, CudaGraphs, GraphApi
-from .draft import DeviceHead, head_obstacle
+from .capture import Captured, CaptureError, CudaGraphs, GraphApi
+from .draft import DeviceHead
 from .edits import LOGPROB_WORDS, read_logprobs
 from .outcome import OutcomeReader
 from .seats import DeviceSeats, SeatSizes
@@ -33,16 +33,8 @@ log = logging.getLogger(__name__)
 RULE = "coupled"  # the only one that the device step computes
 
 
-def obstacle(
-    model: PagedModel,
-    rule: str,
-    num_draft_nodes: int = 0,  # of a head in the target's ranks; 0: there is none
-    head: HeadService | None = None,  # that head, on the rank that has it
-) -> str:
-    """Why the device step cannot serve the target on any device, or nothing.
-
-    All ranks of a target return the same, or those without the head nothing for what it lacks.
-    """
+def obstacle(model: PagedModel, rule: str) -> str:
+    """Why the device step cannot serve the target on any device, or nothing; heads aside."""
     runner = model.runner
     if not isinstance(runner, FamilyRunner):
         return "transformers' modules compute the target"
@@ -50,11 +42,9 @@ def obstacle(
         return f"the operations {runner.model.ops.name!r} plan steps on the host"
     if rule != RULE:
         return f"the rule is {rule!r}"
-    if num_draft_nodes and model.collective.size > 1:
-        return "a head drafts in one of several ranks"
     if any(rope.long_frequencies is not None for rope in runner.model.ropes):
         return "the rotary frequencies depend on the length of a draft"
-    return head_obstacle(head, num_draft_nodes) if head is not None else ""
+    return ""
 
 
 class DeviceStepService:
@@ -69,12 +59,12 @@ class DeviceStepService:
     ) -> None:
         assert cache.num_blocks == sizes.num_blocks + 1, (cache.num_blocks, sizes)
         assert (head is None) == (sizes.num_draft_nodes == 0), sizes
-        self._sizes = sizes
+        self._sizes, self._collective = sizes, model.collective
         self._seats = DeviceSeats(sizes, cache.device)
         self._kinds = SeatKinds(sizes.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits)
         drafter = None if head is None else DeviceHead(head, cache, self._seats)
         self._step = DeviceStep(_family(model), cache, self._seats, drafter)
-        self._captured = Captured(self._step.run)
+        self._captured = Captured(self._step.run, model.collective, cache.device)
         self._reader = OutcomeReader(self._step.outcome)
         self._logprobs = OutcomeReader(self._step.logprobs)
         self._capture_error = ""
@@ -87,17 +77,20 @@ class DeviceStepService:
         self.num_steps = 0
 
     def capture(self, api: GraphApi | None = None) -> None:
-        """Captures every shape that a load can have; before the first step.
+        """Captures every shape that a load can have; before the first step, on all ranks.
 
-        A failure is logged, and steps are launched kernel by kernel.
+        A failure is logged, and steps are launched kernel by kernel, on every rank.
         """
         try:
             with torch.inference_mode():
-                api = api or CudaGraphs(self._seats.device)
-                self._captured.capture(self._shapes, api, self._stage_padding, shows_progress=True)
-        except RuntimeError as error:  # CUDA's and Triton's, and exhausted memory
-            reason = " ".join(str(error).split())[:300]
-            self._capture_error = f"{type(error).__name__}: {reason}"
+                self._captured.capture(
+                    self._shapes,
+                    lambda: api or CudaGraphs(self._seats.device),
+                    self._stage_padding,
+                    shows_progress=self._collective.rank == 0,
+                )
+        except CaptureError as error:
+            self._capture_error = str(error)
             log.warning("device step: not captured, it runs uncaptured: %s", self._capture_error)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,12 @@ class PagedModel:
         self.kv_shapes = runner.kv_shapes
         first = self.kv_shapes[0]
         self.info = replace(info, num_kv_heads=first.num_kv_heads, head_dim=first.head_dim)
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """Its embedding and output layer; collective where they are sharded."""
+        module: Any = self.module
+        return module.get_input_embeddings(), module.get_output_embeddings()
 
     def new_cache(
         self, num_blocks: int, block_size: int, extra_layers: Sequence[KVShape] = ()

@@ -26,7 +26,7 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
         embedding, head = model.get_submodule(plan.embedding), model.get_submodule(plan.head)
         assert isinstance(head, nn.Linear), type(head)
         object.__setattr__(embedding, "forward", _Embedding(embedding, collective))
-        object.__setattr__(head, "forward", _Head(head, collective, vocab_size))
+        object.__setattr__(head, "forward", ShardedOutput(head, collective, vocab_size))
 
 
 class _Summed:
@@ -58,16 +58,24 @@ class _Embedding:
         return self._collective.all_reduce(out)
 
 
-class _Head:
-    """Each rank computes its tokens' logits; all ranks get all of them."""
+class ShardedOutput:
+    """Each rank computes its tokens' logits; all ranks get all of them, or each its own part."""
 
     def __init__(self, module: nn.Linear, collective: Collective, vocab_size: int) -> None:
+        length = module.weight.shape[0]
         self._forward = module.forward
-        self._collective = collective
+        self.collective = collective
         self._vocab_size = vocab_size
+        self.first = collective.rank * length  # token of this rank's first column
+        self.length = max(0, min(length, vocab_size - self.first))  # without padding
 
-    def __call__(self, states: Tensor) -> Tensor:  # [1, num_rows, hidden_size]
+    def __call__(self, states: Tensor) -> Tensor:  # [..., num_rows, hidden_size]
         if states.shape[-2] == 0:
             return states.new_zeros(*states.shape[:-1], self._vocab_size)
-        gathered = self._collective.all_gather(self._forward(states), dim=-1)
+        gathered = self.collective.all_gather(self._forward(states), dim=-1)
         return torch.narrow(gathered, -1, 0, self._vocab_size)
+
+    def part(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, length]
+        """The logits of this rank's tokens."""
+        logits: Tensor = self._forward(states)
+        return logits[:, : self.length]

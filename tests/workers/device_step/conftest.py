@@ -125,15 +125,19 @@ class Dispatches(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """CUDA's graphs by tapes: a replay runs the operations of the recording and no other code."""
+    """CUDA's graphs by tapes: a replay runs the operations of the recording and no other code.
 
-    def __init__(self) -> None:
+    As on a GPU, a recording waits for no other rank; `collective` has to be taped for that.
+    """
+
+    def __init__(self, collective: Collective | None = None) -> None:
         self.num_replays = 0
+        self._collective = collective or Collective.single()
 
     def capture(self, work):
         with torch.inference_mode():
             work()
-            with Tape() as tape:
+            with self._collective.rehearsal(), Tape() as tape:
                 work()
 
         def replay():

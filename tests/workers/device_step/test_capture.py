@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from outrider.scheduler.loop import Loop
@@ -13,10 +14,10 @@ from outrider.tests.helpers.device_step.lives import (
     make,
     requests_of,
 )
-from outrider.tests.workers.device_step.conftest import RecordedGraphs
+from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.capture import Captured
+from outrider.workers.device_step.capture import CaptureError, Captured
 from outrider.workers.device_step.shape import Sampler, StepShape
 from outrider.workers.model import load_model
 from outrider.workers.ops import ReferenceOps
@@ -25,15 +26,16 @@ from outrider.workers.ops import ReferenceOps
 class FailingGraphs(RecordedGraphs):
     """Records some shapes and then fails, as a driver without memory does."""
 
-    def __init__(self, num_captures: int) -> None:
-        super().__init__()
+    def __init__(self, num_captures: int, collective: Collective | None = None) -> None:
+        super().__init__(collective)
         self.left = num_captures
 
     def capture(self, work):
+        replay = super().capture(work)
         self.left -= 1
         if self.left < 0:
             raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 2.00 GiB")
-        return super().capture(work)
+        return replay
 
 
 def test_a_failed_capture_leaves_the_step_uncaptured(checkpoint, caplog):  # noqa: F811
@@ -59,11 +61,54 @@ def test_a_failed_capture_leaves_the_step_uncaptured(checkpoint, caplog):  # noq
 
 def test_other_shapes_run_eagerly():
     ran, staged, api = [], [], RecordedGraphs()
-    captured = Captured(ran.append)
+    captured = Captured(ran.append, Collective.single(), torch.device("cpu"))
     known, other = StepShape(1, 1, Sampler.GREEDY), StepShape(1, 4, Sampler.GREEDY)
-    captured.capture([known], api, staged.append)
+    captured.capture([known], lambda: api, staged.append)
     assert (staged, ran, captured.num_captured) == ([known], [known, known], 1)
     captured.run(known)
     assert (len(ran), api.num_replays) == (2, 1)
     captured.run(other)
     assert ran[-1] == other
+
+
+class FailedCompilation(Exception):
+    """What Triton raises is no RuntimeError."""
+
+
+@pytest.mark.parametrize("fails", ["capture", "rehearsal", "api"])
+def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
+    """Rank 1 fails at its second shape; no rank is left in a collective or with a replay."""
+    first, second = StepShape(4, 1, Sampler.GREEDY), StepShape(1, 1, Sampler.GREEDY)
+
+    def work(group: Collective):
+        collective = TapedCollective(group)
+        values, is_failing = torch.ones(1), collective.rank == 1
+        failing = {"api": 0, "rehearsal": 9}.get(fails, 1)
+        api = FailingGraphs(failing if is_failing else 9, collective)
+
+        def run(shape):
+            if is_failing and fails == "rehearsal" and shape == second:
+                raise FailedCompilation("no ptxas")
+            collective.all_reduce(values)
+
+        def make_api():
+            if is_failing and fails == "api":
+                raise RuntimeError("no stream")
+            return api
+
+        captured = Captured(run, collective, torch.device("cpu"))
+        with pytest.raises(CaptureError) as raised:
+            captured.capture([first, second], make_api, lambda shape: None)
+        assert captured.num_captured == 0
+        values.fill_(1)
+        if fails != "rehearsal":
+            captured.run(second)  # eagerly, and in step with the other rank
+            assert float(values) == collective.size
+        return str(raised.value)
+
+    reason = {
+        "capture": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "rehearsal": "FailedCompilation: no ptxas",
+        "api": "RuntimeError: no stream",
+    }[fails]
+    assert run_ranks(2, work) == [f"rank 1: {reason}"] * 2

@@ -44,9 +44,8 @@ from outrider.tests.helpers.redrafter import redrafter_tensors, write_redrafter
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, Tape, WeightsOnMeta
 from outrider.workers.attention import KVCache
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.draft import DeviceHead
+from outrider.workers.device_step.draft import DeviceHead, head_obstacle
 from outrider.workers.device_step.seats import DeviceSeats
-from outrider.workers.device_step.service import obstacle
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.device_step.step import DeviceStep
 from outrider.workers.head import HeadService
@@ -261,10 +260,10 @@ def test_one_tape_for_all_data_of_a_shape(model, target, section_of, case, tempe
     assert not torch.equal(before[1], eager[1])
 
 
-def test_obstacles(model, target, section_of, tmp_path, run_ranks):
+def test_obstacles(model, target, section_of, tmp_path):
     def found(section, model=model, **options):
         head = HeadService(section, model, target, **options)
-        return obstacle(model, "coupled", section.max_nodes, head)
+        return head_obstacle(head, section.max_nodes)
 
     for case in CASES.keys() - {"modules"}:
         assert found(section_of(case)) == ""
@@ -278,9 +277,3 @@ def test_obstacles(model, target, section_of, tmp_path, run_ranks):
     assert "put together on the host" in found(section)
     host = load_model(target, device=CPU, collective=Collective.single())
     assert "'cpu' plan steps" in found(chain, host)
-
-    def work(collective):
-        sharded = load_model(target, device=CPU, collective=collective, ops=ReferenceOps())
-        return obstacle(sharded, "coupled", chain.max_nodes)  # no rank but 0 has the head
-
-    assert run_ranks(2, work) == ["a head drafts in one of several ranks"] * 2

@@ -60,19 +60,26 @@ def load(checkpoint, run_ranks):  # noqa: F811
 class ParallelTarget:
     """The ranks' services behind the loop's protocol; compares what every step left on them."""
 
-    def __init__(self, models, num_blocks: int, *, on_device: bool) -> None:
-        vocab = lives.VOCAB
-        sizes = SeatSizes(lives.SEATS, lives.MAX_LEN, num_blocks, lives.BLOCK, vocab_size=vocab)
+    def __init__(
+        self, models, num_blocks: int, *, on_device: bool, heads=(), num_draft_nodes: int = 0
+    ) -> None:
+        vocab = models[0].info.vocab_size
+        sizes = SeatSizes(
+            lives.SEATS, lives.MAX_LEN, num_blocks, lives.BLOCK, num_draft_nodes, vocab
+        )
         self.services = [
             TargetService(
                 model,
                 num_blocks,
                 lives.BLOCK,
                 make_rule("coupled"),
+                head,
                 device_step=sizes if on_device else None,
             )
-            for model in models
+            for model, head in zip(models, heads or [None] * len(models), strict=True)
         ]
+        self.drafted: dict[tuple[str, int], tuple] = {}  # by request and number of known tokens
+        self.posted: list[tuple[str, ...]] = []
         self.on_device = on_device
         self.left: list[list[list[torch.Tensor]]] = [[] for _ in models]  # by rank and step
         self.channel = ThreadChannel(
@@ -86,6 +93,7 @@ class ParallelTarget:
 
     def post(self, batch, drafts) -> None:
         plan = replace(batch.plan, drafts=tree.gather(drafts, batch.samples))
+        self.posted.append(batch.request_ids)
         self.channel.send(plan, 60.0)
 
     def collect(self):
@@ -95,6 +103,13 @@ class ParallelTarget:
             for other in others:
                 assert all(map(torch.equal, first, other))
             self.num_equal += verdict.compacted
+        names, made = self.posted.pop(0), verdict.next_drafts
+        for row, name in enumerate(names if made is not None else ()):
+            assert not made.error
+            span = slice(made.start[row], made.start[row + 1])
+            if made.lens[row]:
+                tree_of = made.tokens[span].tolist(), made.parents[span].tolist()
+                self.drafted[name, int(made.lens[row])] = tree_of
         return verdict
 
     def _verify(self, rank: int, plan):
@@ -139,10 +154,13 @@ def test_random_lives_on_replays(load):
     host = loop_of(Loop, models, lives.GuessingDrafting({}, 0), 120, on_device=False)
     wanted = lives.emitted(host, requests, 0)
     loop = loop_of(Loop, models, lives.GuessingDrafting(wanted, 0), 120)
-    apis = [RecordedGraphs() for _ in models]
+    apis = [RecordedGraphs(model.collective) for model in models]
     services = [service.device_step for service in loop.target.services]
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(lambda service, api: service.capture(api), services, apis))
+    for service in services:  # recordings leave values that no collective has made equal
+        service._step.outcome.zero_()
+        service._step.logprobs.zero_()
     assert lives.emitted(loop, requests, 0) == wanted
     for service, api in zip(services, apis, strict=True):
         assert service.num_captured == len(all_shapes(lives.SEATS))
