@@ -17,7 +17,7 @@ from outrider.tests.helpers.device_step.lives import (
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.capture import CaptureError, Captured
+from outrider.workers.device_step.capture import Captured, CaptureError
 from outrider.workers.device_step.shape import Sampler, StepShape
 from outrider.workers.model import load_model
 from outrider.workers.ops import ReferenceOps

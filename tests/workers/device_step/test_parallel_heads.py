@@ -129,11 +129,11 @@ def test_random_lives(case, tmp_path, run_ranks):
         loop = setup.loop(kind, num_blocks, heads, on_device=True)
         assert lives.emitted(loop, requests, 0) == wanted
         loop.scheduler.check()
-        assert loop.target.num_equal > 15
+        assert loop.target.num_equal > 10
         assert loop.drafting.stats.faults == 0
         assert loop.drafting.stats.num_acc_tokens > 2
         common = loop.target.drafted.keys() & plain.target.drafted.keys()
-        assert len(common) > 20
+        assert len(common) > 10
         # What the token budget leaves may differ, so one is a prefix of the other.
         for key in common:
             pair = loop.target.drafted[key], plain.target.drafted[key]
