@@ -16,6 +16,7 @@ from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step import lives
+from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
     medusa_tensors,
@@ -25,7 +26,6 @@ from outrider.tests.helpers.head_files import (
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
-from outrider.tests.workers.device_step.test_parallel import RANKS, ParallelTarget
 from outrider.workers.device_step.draft import head_obstacle
 from outrider.workers.head import HeadService
 from outrider.workers.model import load_model
