@@ -18,7 +18,8 @@ from ..workers.spec import WorkerSpec
 from .local_ray import start_ray
 
 if TYPE_CHECKING:
-    from .keeper import KeeperLink, Successors
+    from .keeper import Successors
+    from .keeper_link import KeeperLink
 
 # `spare_workers: auto` leaves this much memory beside the spares, which take about this much each.
 _FREE_BYTES, _SPARE_BYTES = 4 * 2**30, 2**30
@@ -43,7 +44,7 @@ class RayBackend:
         self._serves = successors is not None
         self._keeper: KeeperLink | None = None  # of all groups
         if successors is not None and successors.wait_s:
-            from .keeper import KeeperLink
+            from .keeper_link import KeeperLink
 
             self._keeper = KeeperLink(successors)
 

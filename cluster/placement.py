@@ -22,8 +22,10 @@ def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
     )
 
 
-def place(spec: WorkerSpec, resources: ResourcesConfig) -> PlacementGroup:
-    """One bundle a rank, on one node if that is possible at all.
+def place(
+    spec: WorkerSpec, resources: ResourcesConfig, *, detached: bool = False
+) -> PlacementGroup:
+    """One bundle a rank, on one node if that is possible at all; `detached` outlives its maker.
 
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
@@ -43,7 +45,8 @@ def place(spec: WorkerSpec, resources: ResourcesConfig) -> PlacementGroup:
         for node in ray.nodes()
     )
     strategy = "STRICT_PACK" if fits else resources.placement_strategy
-    group = placement_group(bundles, strategy=strategy)
+    lifetime = "detached" if detached else None
+    group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
     if not group.wait(timeout_seconds=resources.placement_timeout_s):
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
         total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}

@@ -15,9 +15,11 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _ACCEPT_TIMEOUT_S = 60.0
 _PARENT_POLL_S = 1.0
+_KEEPER_POLL_S, _KEEPER_TIMEOUT_S = 2.0, 10.0
 _LAST_STEP_S = 5.0  # that a rank may still compute when its engine is gone
 
 
@@ -45,12 +48,17 @@ class Rank:
     """The actor.
 
     Args:
-        outlives_engine: whether it waits for another engine when its own hangs up.
+        keeper: with one, it waits for another engine when its own hangs up, and ends when it has
+            neither; without one, it ends with its engine.
     """
 
-    def __init__(self, spec: WorkerSpec, outlives_engine: bool = False) -> None:
+    def __init__(self, spec: WorkerSpec, keeper: Any = None) -> None:
         self._spec = spec
-        self._outlives_engine = outlives_engine
+        self._keeper = keeper
+        if keeper is not None:
+            threading.Thread(
+                target=self._follow_keeper, name="outrider-keeper", daemon=True
+            ).start()
         self._serving: threading.Thread | None = None
         self._rank = 0
         self._worker: Worker | None = None
@@ -130,6 +138,10 @@ class Rank:
         assert self._worker is not None
         self._worker.renew()
 
+    def adopt(self, keeper: Any) -> None:
+        """Another keeper is in the place of one that died."""
+        self._keeper = keeper
+
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
         """Makes the KV caches."""
         assert self._worker is not None
@@ -174,8 +186,25 @@ class Rank:
         for follower in self._followers:
             follower.close()
         self._followers = []
-        if not self._outlives_engine:
+        if self._keeper is None:
             os._exit(0)  # the sentinel would delay an orderly exit
+
+    def _follow_keeper(self) -> None:
+        """Ends this process, and frees its place, once it has neither a keeper nor an engine."""
+        while True:
+            time.sleep(_KEEPER_POLL_S)
+            keeper, serving = self._keeper, self._serving
+            try:
+                ray.get(keeper.recall.remote(), timeout=_KEEPER_TIMEOUT_S)
+            except GetTimeoutError:
+                continue  # it is busy
+            except RayError:
+                if keeper is self._keeper and (serving is None or not serving.is_alive()):
+                    break
+        try:
+            remove_placement_group(ray.util.get_current_placement_group())
+        finally:
+            os._exit(0)
 
 
 def _follow_parent() -> None:

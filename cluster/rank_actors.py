@@ -28,6 +28,7 @@ from .rank import Rank, RankPlace
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 1800.0
+NAMESPACE = "outrider"
 _CONNECT_TIMEOUT_S = 30.0
 _RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
 _SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
@@ -37,11 +38,14 @@ _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLE
 
 @dataclass(frozen=True)
 class Formed:
-    """Ranks that can be connected to, in rank order."""
+    """Ranks that can be connected to, in rank order, and what their next owner has to know."""
 
     ranks: list[Any]  # actor handles
     places: list[RankPlace]
     reports: list[WorkerReport]
+    placement: PlacementGroup | None
+    devices: list[str | None]  # by bundle
+    generation: int
 
 
 class RankSource(Protocol):
@@ -77,7 +81,8 @@ class RankActors:
 
     Args:
         resources: `spare_workers` is not `auto` any more.
-        outlives_engine: ranks stay when their engine hangs up.
+        keeper: owns the ranks, which are detached: they stay when their engine hangs up, and when
+            the keeper dies meanwhile. None: this process owns them.
     """
 
     def __init__(
@@ -85,10 +90,10 @@ class RankActors:
         spec: WorkerSpec,
         resources: ResourcesConfig,
         *,
-        outlives_engine: bool = False,
+        keeper: Any = None,
     ) -> None:
         self._spec, self._resources = spec, resources
-        self._outlives_engine = outlives_engine
+        self._keeper = keeper
         self._generation = 0
         self._placement: PlacementGroup | None = None
         self._ranks: list[Any] = []
@@ -114,7 +119,16 @@ class RankActors:
             self.shutdown()
             raise
         self._start_spares()
-        return Formed(self._ranks, self._places, self._known)
+        return self._formed()
+
+    def adopt(self, formed: Formed) -> None:
+        """Owns what another keeper has formed."""
+        self._ranks, self._places, self._known = formed.ranks, formed.places, formed.reports
+        self._placement, self._devices = formed.placement, formed.devices
+        self._generation = formed.generation
+        for rank in self._ranks:  # one that is dead is its engine's business
+            rank.adopt.remote(self._keeper)
+        self._start_spares()
 
     def drop(self) -> None:
         for rank in self._ranks:
@@ -133,7 +147,7 @@ class RankActors:
             self._placement = None
 
     def _start(self, node: str) -> None:
-        self._placement = place(self._spec, self._resources)
+        self._placement = place(self._spec, self._resources, detached=self._keeper is not None)
         self._ranks = self._actors(*needs(self._spec, self._resources))
         places = _get([rank.place.remote() for rank in self._ranks])
         self._devices = [each.devices for each in places]
@@ -142,9 +156,11 @@ class RankActors:
     def _actors(self, cpus: float, gpus: float) -> list[Any]:
         """One actor per bundle, in the bundles' order."""
         assert self._placement is not None
+        detached = {} if self._keeper is None else {"lifetime": "detached", "namespace": NAMESPACE}
         return [
             ray.remote(Rank)
             .options(
+                **detached,
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_concurrency=4,
@@ -153,7 +169,7 @@ class RankActors:
                     self._placement, placement_group_bundle_index=index
                 ),
             )
-            .remote(self._spec, self._outlives_engine)
+            .remote(self._spec, self._keeper)
             for index in range(self._spec.size)
         ]
 
@@ -194,7 +210,17 @@ class RankActors:
         except (RayError, OSError) as error:
             log.warning("workers could not be taken over: %s", str(error).splitlines()[0])
             return None
-        return Formed(self._ranks, self._places, self._known)
+        return self._formed()
+
+    def _formed(self) -> Formed:
+        return Formed(
+            self._ranks,
+            self._places,
+            self._known,
+            self._placement,
+            self._devices,
+            self._generation,
+        )
 
     def _use_spares(self, node: str) -> bool:
         """Whether the spares took over; where a node is gone, they cannot."""

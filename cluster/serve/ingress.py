@@ -20,6 +20,7 @@ from .client import ServeClient
 from .connections import install
 from .edge import EdgeListener
 from .health import HeldCheck, hold_s
+from .lean import without_torch
 from .logs import configure_logging
 from .metrics import EdgeMetrics
 from .models import ServedModel
@@ -67,10 +68,12 @@ class Ingress:
             asyncio.get_running_loop(),
         )
         siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
-        edges = [
-            await self._edge(model, info, siblings, self._listener)
-            for model, info in zip(self._models, infos, strict=True)
-        ]
+        own_code = any(each.config.trust_remote_code for each in self._models)
+        with without_torch(unless=own_code):
+            edges = [
+                await self._edge(model, info, siblings, self._listener)
+                for model, info in zip(self._models, infos, strict=True)
+            ]
         app = build_http(*edges)
         app.add_middleware(IngressRelay, node=ray.get_runtime_context().get_node_id())
         return app

@@ -60,10 +60,14 @@ class Server:
         engine._closed.set()
         engine._thread.join()
         engine._host.target_group._hang_up()
-        keeper._hang_up()
+        keeper.leave()
 
     def keepers(self):
         return [each["name"] for each in self._ray.util.list_named_actors(all_namespaces=True)]
+
+
+def is_any_alive(processes):
+    return any(os.path.exists(f"/proc/{each}") for each in processes)
 
 
 def ranks_of(engine):
@@ -89,17 +93,39 @@ def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny, size)
     wait_for(lambda: not server.keepers())
 
 
-def test_the_death_of_a_keeper_is_the_death_of_its_workers_and_no_more(cluster, tiny):
+def test_the_death_of_a_keeper_costs_nothing(cluster, tiny):
+    """Another one owns the workers: it replaces them, hands them on, and ends them."""
     server = Server(cluster, tiny.target, "app#keeper")
-    second, _ = server.start()
-    ranks, plain = ranks_of(second), complete(second, PROMPTS, **SAMPLED)[0]
+    first, link = server.start()
+    ranks, plain = ranks_of(first), complete(first, PROMPTS, **SAMPLED)[0]
     (name,) = server.keepers()
     cluster.kill(cluster.get_actor(name, namespace="outrider"))
+    assert complete(first, PROMPTS, **SAMPLED)[0] == plain
+    wait_for(lambda: link.is_up and name not in server.keepers())
+    assert ranks_of(first) == ranks
+    assert first.stats()["num_restarts"] == 0
+
+    server.lose(first, link)
+    second, _ = server.start()
+    assert ranks_of(second) == ranks
+    assert complete(second, PROMPTS, **SAMPLED)[0] == plain
+    os.kill(ranks[0], signal.SIGKILL)
     wait_for(lambda: second.stats()["num_restarts"] == 1 and not second.stats()["recovering"])
-    assert not set(ranks_of(second)) & set(ranks)
     assert complete(second, PROMPTS, **SAMPLED)[0] == plain
     second.shutdown()
-    wait_for(lambda: not server.keepers())
+    wait_for(lambda: not server.keepers() and not is_any_alive(ranks_of(second)))
+
+
+def test_workers_without_keeper_and_engine_end_and_free_their_place(cluster, tiny):
+    server = Server(cluster, tiny.target, "app#orphans")
+    first, link = server.start()
+    ranks = ranks_of(first)
+    (name,) = server.keepers()
+    link._has_left = True  # the engine's process is gone before it can act
+    cluster.kill(cluster.get_actor(name, namespace="outrider"))
+    server.lose(first, link)
+    wait_for(lambda: not is_any_alive(ranks))
+    wait_for(lambda: cluster.available_resources().get("CPU") == 4)
 
 
 def test_workers_that_cannot_continue_are_replaced(cluster, tiny):
@@ -131,12 +157,13 @@ def test_workers_of_other_settings_and_of_living_engines_are_not_taken(cluster, 
 
 
 def test_a_keeper_without_an_engine_ends(cluster):
-    from outrider.cluster.keeper import KeeperLink, Successors
+    from outrider.cluster.keeper import Successors
+    from outrider.cluster.keeper_link import KeeperLink
 
     link = KeeperLink(Successors("app#lonely", "same", 0.5))
     assert link.recall() is None
     link.note(96)
     link.call("recall", timeout_s=60, may_start=True)
     assert link.recall() == 96
-    link._hang_up()
+    link.leave()
     wait_for(lambda: not cluster.util.list_named_actors(all_namespaces=True))
