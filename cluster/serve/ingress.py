@@ -14,13 +14,13 @@ from ...config import parse
 from ...config.access import AccessConfig
 from ...engine.frontend import Frontend
 from ...engine.info import EngineInfo
+from ..lean import without_torch
 from .access.access import Access
 from .args import ServeConfig
 from .client import ServeClient
 from .connections import install
 from .edge import EdgeListener
 from .health import HeldCheck, hold_s
-from .lean import without_torch
 from .logs import configure_logging
 from .metrics import EdgeMetrics
 from .models import ServedModel

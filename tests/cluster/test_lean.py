@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.serve.lean import without_torch
+from outrider.cluster.lean import without_torch
 from outrider.config import EngineConfig
 from outrider.engine.frontend import load_tokenizer
 
 _CODE = """
 import json, sys
-from outrider.cluster.serve.lean import without_torch
+from outrider.cluster.lean import without_torch
 from outrider.config import EngineConfig
 from outrider.engine.frontend import load_tokenizer
 with without_torch():
@@ -24,7 +24,7 @@ had = "torch" in sys.modules
 import torch  # it can be had afterwards
 print(json.dumps([had, tokenizer("def main(a, b):").input_ids, type(tokenizer).__name__]))
 """
-_DEMO = Path(__file__).parents[3] / "demo" / "models" / "target"
+_DEMO = Path(__file__).parents[2] / "demo" / "models" / "target"
 
 
 def test_a_tokenizer_without_torch() -> None:
