@@ -121,10 +121,10 @@ class EngineConfig(Strict):
         description="auto (several CUDA ranks of one node sum small messages over memory that all "
         "of them map), off: NCCL sums all.",
     )
-    quantization: Literal["auto", "none", "fp8", "compressed-tensors"] = Field(
+    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = Field(
         "auto",
         description="Format of a quantised target: auto (the checkpoint's), none, fp8, "
-        "compressed-tensors.",
+        "compressed-tensors, awq, gptq.",
     )
     deterministic: bool = Field(
         False, description="Outputs whose bits depend on no other request, draft or cache hit."

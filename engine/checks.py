@@ -77,13 +77,29 @@ def check_quantization(config: EngineConfig) -> None:
             "allowed for it: 'auto' and its own",
             field="quantization",
         )
-    if found is not None:
-        log.warning(
-            "%s is quantised (%s): its weights are dequantised at load and take the memory of an "
-            "unquantised model",
+    if found is None:
+        return
+    if _may_keep(config):
+        log.info(
+            "%s is quantised (%s): its weights stay so on CUDA devices",
             config.model,
             found.description,
         )
+        return
+    log.warning(
+        "%s is quantised (%s): its weights are dequantised at load and take the memory of an "
+        "unquantised model",
+        config.model,
+        found.description,
+    )
+
+
+def _may_keep(config: EngineConfig) -> bool:
+    """Whether the target's ranks have kernels for quantised weights, as far as is known here."""
+    import torch
+
+    on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return on_cuda and config.forward != "bridge"
 
 
 def check_length(config: EngineConfig, limit: int) -> None:

@@ -305,6 +305,7 @@ class Worker:
         """
         free_bytes = spec.kv_cpu_bytes
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading allocated for a moment: widened weights
             _, total_bytes = torch.cuda.mem_get_info(self._device)
             used_bytes = total_bytes - torch.cuda.mem_get_info(self._device)[0]
             free_bytes = int(total_bytes * spec.kv_memory_fraction) - used_bytes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..ops import Ops
 from ..ops.cpu import SMALL
 from ..ops.protocol import Projection
+from ..ops.quantised import QuantisedTensor
 
 MIN_ELEMENTS = {torch.bfloat16: 1 << 16, torch.float32: 1 << 18}
 """Below this, the fixed cost of a oneDNN call (about 12 us) outweighs the gain at one token."""
@@ -22,30 +23,32 @@ MIN_ELEMENTS = {torch.bfloat16: 1 << 16, torch.float32: 1 << 18}
 def pack_linears(model: nn.Module, device: torch.device, ops: Ops | None = None) -> int:
     """Pack every large linear, freeing its plain weight unless something shares it.
 
-    With `ops`, these lay out the weights that they multiply themselves; invariant operations lay
-    out every weight.
+    With `ops`, these lay out the weights that they multiply themselves, quantised ones on any
+    device; invariant operations lay out every weight.
     """
     invariant = ops is not None and ops.is_invariant
-    if device.type != "cpu" or not (_is_supported() or invariant):
-        return 0
+    on_cpu = device.type == "cpu" and _is_supported()
     shared = _shared_weights(model)
     num_packed = 0
     for module in model.modules():
         if type(module) is not nn.Linear:
             continue
         weight = module.weight
-        if not invariant and weight.numel() < MIN_ELEMENTS.get(weight.dtype, weight.numel() + 1):
+        own = invariant or (ops is not None and isinstance(weight, QuantisedTensor))
+        if not own and not on_cpu:
+            continue
+        if not own and weight.numel() < MIN_ELEMENTS.get(weight.dtype, weight.numel() + 1):
             continue
         num_packed += 1
         packed: _Packed | _Panels
-        if ops is not None and (invariant or weight.numel() <= SMALL.get(weight.dtype, 0)):
+        if ops is not None and (own or weight.numel() <= SMALL.get(weight.dtype, 0)):
             bias = None if module.bias is None else module.bias.detach()
             packed = _Panels(ops.pack(weight.detach(), bias))
         else:
             packed = _Packed(module)
         object.__setattr__(module, "forward", packed)
         if id(weight) not in shared:  # keeps its shape and dtype for whoever asks
-            hollow = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            hollow = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
             module.weight = nn.Parameter(hollow, requires_grad=False)
     return num_packed
 

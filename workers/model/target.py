@@ -129,18 +129,9 @@ def _load_family(
 ) -> PagedModel | str:
     """The family's model, or why it is not to be used. Weights are read once."""
     collective, device = request.collective, request.device
-    if request.deterministic:  # before weights are read
-        trust = request.trust_remote_code
-        info = describe(
-            request.path,
-            dtype=request.dtype,
-            trust_remote_code=trust,
-            allow_pickle=request.allow_pickle,
-        )
-        ops = make_invariant_ops(device, info.dtype)
-    info, model, plan = _load_modules(request, config)
+    ops = ops or _make_ops(request)  # refuses before weights are read
+    info, model, plan = _load_modules(request, config, keeps_quantised=ops.keeps_quantised)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    ops = ops or make_ops(device, info.dtype)
     pack_linears(nn.ModuleList(ends), device, ops)  # the layers' are packed by the family
     connect(model, plan, collective, info.vocab_size)
     bridge = BridgeRunner(model, info)
@@ -160,7 +151,21 @@ def _load_family(
     return PagedModel(info, model, device, collective, runner, choice)
 
 
-def _load_modules(request: _Request, config: Any) -> tuple[ModelInfo, Any, ShardPlan]:
+def _make_ops(request: _Request) -> Ops:
+    """The device's operations, of the kind that is asked for."""
+    info = describe(
+        request.path,
+        dtype=request.dtype,
+        trust_remote_code=request.trust_remote_code,
+        allow_pickle=request.allow_pickle,
+    )
+    make = make_invariant_ops if request.deterministic else make_ops
+    return make(request.device, info.dtype)
+
+
+def _load_modules(
+    request: _Request, config: Any, *, keeps_quantised: bool = False
+) -> tuple[ModelInfo, Any, ShardPlan]:
     """Transformers' modules with this rank's weights, not yet packed or connected."""
     collective, trust = request.collective, request.trust_remote_code
     info = describe(
@@ -184,7 +189,9 @@ def _load_modules(request: _Request, config: Any) -> tuple[ModelInfo, Any, Shard
             heads.size,
         )
     materialise_constants(model, request.device)
-    checkpoint = Checkpoint(request.path, allow_pickle=request.allow_pickle)
+    checkpoint = Checkpoint(
+        request.path, allow_pickle=request.allow_pickle, keeps_quantised=keeps_quantised
+    )
     load_weights(model, checkpoint, plan, request.device, collective.rank)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from . import pickled
 from .pickled import PickledFile
-from .quantised import Dequantised, WeightFormat, block_of, find_format
+from .quantised import find_format, make_source
 
 Box = tuple[tuple[int, int], ...]
 """Per dimension, where to begin and where to end."""
@@ -94,38 +94,43 @@ class Joined:
 class Checkpoint:
     """The weight files of one folder. Counts what is read, so that tests can check it.
 
-    Quantised weights read as float32; their scales are no tensors of their own.
+    Quantised weights read as float32; what belongs to them is no tensor of its own.
 
     Args:
         allow_pickle: whether pickled files are read where there are no safetensors.
+        keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
     """
 
-    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, allow_pickle: bool = False, keeps_quantised: bool = False
+    ) -> None:
         self.path = require_checkpoint(path, allow_pickle=allow_pickle)
         self._is_pickled = not _has_safetensors(path)
         self.num_elements_read = 0
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
+        self._keeps_quantised = keeps_quantised
         self._index = self._read_index()
+        own = self.format.weights(self._index) if self.format else None
+        self._stored = {name: name for name in self._index} if own is None else own
 
     @property
     def names(self) -> list[str]:
-        hides = WeightFormat.is_unread if self.format else lambda _: False
-        return sorted(name for name in self._index if not hides(name))
+        return sorted(self._stored)
 
     def source(self, name: str) -> TensorSource:
-        weight = self._piece(name)
-        scale_name = self.format.scale_name(name, self._index) if self.format else None
-        if scale_name is None or self.format is None:
+        kind = self.format
+        if kind is None or kind.stored_name(name, self._index) is None:
+            weight = self._piece(name)
             self._require_plain(name)
             return weight
-        scale = self._piece(scale_name)
-        block = block_of(name, weight.shape, scale.shape, self.format.block, self.path)
-        return Dequantised(name, weight, scale, block)
+        return make_source(
+            name, kind, self._index, self._piece, self.path, keeps=self._keeps_quantised
+        )
 
     def _require_plain(self, name: str) -> None:
         """Raises `CheckpointError` for values that mean nothing without a scale."""
-        stored = self._open(self._index[name]).get_slice(name).get_dtype()
+        stored = self._dtype_of(name)
         if stored.startswith("F8") or (self.format and stored in ("I8", "U8", "I32")):
             raise CheckpointError(
                 f"tensor {name!r} of {str(self.path)!r} is quantised ({stored}), and it has no "
@@ -148,17 +153,20 @@ class Checkpoint:
     def outline(self, name: str) -> TensorSource:
         """The tensor's shape and dtype without its values: it reads as a meta tensor."""
         shape = self.source(name).shape
-        stored = self._open(self._index[name]).get_slice(name).get_dtype()
-        dtype = _DTYPES.get(stored, torch.float32)
+        dtype = _DTYPES.get(self._dtype_of(self._stored[name]), torch.float32)
         return Whole(torch.empty(shape, dtype=dtype, device="meta"))
 
     def dtype(self) -> torch.dtype:
         """Of the first floating-point tensor; what a configuration without a dtype is taken as."""
         for name in self.names:
-            stored = self._open(self._index[name]).get_slice(name).get_dtype()
+            stored = self._dtype_of(self._stored[name])
             if stored in _DTYPES:
                 return _DTYPES[stored]
         return torch.float32
+
+    def _dtype_of(self, name: str) -> str:
+        stored: str = self._open(self._index[name]).get_slice(name).get_dtype()
+        return stored
 
     def _read_index(self) -> dict[str, str]:
         index = self.path / (pickled.INDEX if self._is_pickled else INDEX_NAME)

@@ -148,6 +148,8 @@ class Ops(Protocol):
     """Whether a `PagedStep` that was made on the device serves: no verb but `draw` needs `host`."""
     is_invariant: bool
     """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
+    keeps_quantised: bool
+    """Whether `pack` and `pack_experts` take a `QuantisedTensor` as it is."""
     takes_parts: bool
     """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
     max_latent_heads: int

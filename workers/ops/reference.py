@@ -39,6 +39,7 @@ class ReferenceOps:
     name = "reference"
     reads_device_only = True
     is_invariant = False
+    keeps_quantised = False
     takes_parts = False
     max_latent_heads = 1 << 30
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..protocol import Experts
 from .alignment import Alignment, align
 from .elementwise import KINDS, gated
+from .linear import FIXED_ROWS, PLAIN, add_step, stored
 from .product import dot
 
 _DEPTH = 64  # columns of a step of a product
@@ -26,7 +27,9 @@ _DEPTH = 64  # columns of a step of a product
 @triton.jit
 def _gate_up_kernel(
     states,  # [num_tokens, HIDDEN]
-    weight,  # [num_experts, 2 * WIDTH, HIDDEN]
+    weight,  # [num_experts, 2 * WIDTH, HIDDEN], or its codes
+    scales,
+    zeros,  # [num_experts, 2 * WIDTH, num_groups] of the codes
     bias,  # [num_experts, 2 * WIDTH], or None
     scores,  # [num_pairs] float32, or None if they do not multiply the input
     pairs,  # [num_blocks * BLOCK_M] int32; num_pairs: padding
@@ -40,6 +43,9 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
+    CODES: tl.constexpr,  # the weight's kind, of `linear.py`
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -54,21 +60,35 @@ def _gate_up_kernel(
     token = tl.where(real, pair // TOP, 0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < WIDTH
-    gates = weight + (expert * 2 * WIDTH + column) * HIDDEN
+    lane = expert * 2 * WIDTH + column
+    gates = weight + lane * HIDDEN
+    factor = None
+    if scores is not None:
+        factor = tl.load(scores + pair, mask=real, other=0.0)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, HIDDEN, BLOCK_K):
-        depth = begin + tl.arange(0, BLOCK_K)
-        deep = depth < HIDDEN
-        place = states + token[:, None] * HIDDEN + depth[None, :]
-        read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
-        if scores is not None:
-            factor = tl.load(scores + pair, mask=real, other=0.0)
-            read = (read.to(tl.float32) * factor[:, None]).to(states.dtype.element_ty)
-        both = deep[:, None] & inside[None, :]
-        place = gates[None, :] + depth[:, None]
-        gate = dot(read, tl.load(place, mask=both, other=0.0), gate)
-        up = dot(read, tl.load(place + WIDTH * HIDDEN, mask=both, other=0.0), up)
+        if CODES != PLAIN:
+            rows = states + token * HIDDEN
+            gate = add_step(
+                gate, rows, factor, weight, scales, zeros, real, lane, inside, begin,
+                HIDDEN, GROUP, OFFSET, CODES, BLOCK_K,
+            )  # fmt: skip
+            up = add_step(
+                up, rows, factor, weight, scales, zeros, real, lane + WIDTH, inside, begin,
+                HIDDEN, GROUP, OFFSET, CODES, BLOCK_K,
+            )  # fmt: skip
+        else:
+            depth = begin + tl.arange(0, BLOCK_K)
+            deep = depth < HIDDEN
+            place = states + token[:, None] * HIDDEN + depth[None, :]
+            read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
+            if factor is not None:
+                read = (read.to(tl.float32) * factor[:, None]).to(states.dtype.element_ty)
+            both = deep[:, None] & inside[None, :]
+            place = gates[None, :] + depth[:, None]
+            gate = dot(read, tl.load(place, mask=both, other=0.0), gate)
+            up = dot(read, tl.load(place + WIDTH * HIDDEN, mask=both, other=0.0), up)
     if bias is not None:
         place = bias + expert * 2 * WIDTH + column
         gate += tl.load(place, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -81,7 +101,9 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     inner,  # [num_pairs, WIDTH]
-    weight,  # [num_experts, HIDDEN, WIDTH]
+    weight,  # [num_experts, HIDDEN, WIDTH], or its codes
+    scales,
+    zeros,  # [num_experts, HIDDEN, num_groups] of the codes
     bias,  # [num_experts, HIDDEN], or None
     scores,  # [num_pairs] float32, or None if they multiplied the input
     pairs,  # [num_blocks * BLOCK_M] int32; num_pairs: padding
@@ -91,6 +113,9 @@ def _down_kernel(
     num_pairs,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -104,15 +129,23 @@ def _down_kernel(
     real = pair < num_pairs
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
-    downs = weight + (expert * HIDDEN + column) * WIDTH
+    lane = expert * HIDDEN + column
+    downs = weight + lane * WIDTH
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, WIDTH, BLOCK_K):
-        depth = begin + tl.arange(0, BLOCK_K)
-        deep = depth < WIDTH
-        place = inner + pair[:, None] * WIDTH + depth[None, :]
-        read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
-        both = deep[:, None] & inside[None, :]
-        total = dot(read, tl.load(downs[None, :] + depth[:, None], mask=both, other=0.0), total)
+        if CODES != PLAIN:
+            total = add_step(
+                total, inner + pair * WIDTH, None, weight, scales, zeros, real, lane, inside,
+                begin, WIDTH, GROUP, OFFSET, CODES, BLOCK_K,
+            )  # fmt: skip
+        else:
+            depth = begin + tl.arange(0, BLOCK_K)
+            deep = depth < WIDTH
+            place = inner + pair[:, None] * WIDTH + depth[None, :]
+            read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
+            both = deep[:, None] & inside[None, :]
+            place = downs[None, :] + depth[:, None]
+            total = dot(read, tl.load(place, mask=both, other=0.0), total)
     if bias is not None:
         shift = tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0)
         total += shift.to(tl.float32)[None, :]
@@ -123,12 +156,15 @@ def _down_kernel(
 
 
 class CudaMixture:
-    """Packed experts."""
+    """Packed experts, plain or quantised.
 
-    def __init__(self, experts: Experts) -> None:
-        assert experts.gate_up.is_contiguous(), experts.gate_up.stride()
-        assert experts.down.is_contiguous(), experts.down.stride()
-        self._experts = experts
+    With `fixed_rows`, blocks have one size and choices are added in order, so that a row's bits do
+    not depend on the others.
+    """
+
+    def __init__(self, experts: Experts, *, fixed_rows: bool = False) -> None:
+        self._experts, self._fixed_rows = experts, fixed_rows
+        self._gate_up, self._down_weight = stored(experts.gate_up), stored(experts.down)
 
     def __call__(
         self,
@@ -141,16 +177,18 @@ class CudaMixture:
         experts, (num_tokens, top) = self._experts, chosen.shape
         num_experts, hidden, width = experts.down.shape
         num_pairs = num_tokens * top
-        aligned = align(chosen, num_experts, block_rows(num_pairs, num_experts))
+        rows = FIXED_ROWS if self._fixed_rows else block_rows(num_pairs, num_experts)
+        aligned = align(chosen, num_experts, rows)
         states, scores = states.contiguous(), scores.contiguous()
         inner = torch.empty((num_pairs, width), dtype=states.dtype, device=states.device)
         block = min(64, max(16, triton.next_power_of_2(width)))
         _gate_up_kernel[(aligned.num_blocks, triton.cdiv(width, block))](
-            states, experts.gate_up, experts.gate_up_bias,
+            states, *self._gate_up.tensors, experts.gate_up_bias,
             scores if experts.scores_input else None,
             aligned.pairs, aligned.experts, aligned.num_used, inner, num_pairs,
             float(experts.gate.limit), float(experts.gate.alpha), top, hidden, width,
-            KINDS[experts.gate.kind], aligned.block_rows, block, _depth(hidden),
+            KINDS[experts.gate.kind], *self._gate_up.facts, aligned.block_rows, block,
+            _depth(hidden),
             num_warps=4, num_stages=3,
         )  # fmt: skip
         return self._down(inner, scores, aligned, states)
@@ -167,13 +205,19 @@ class CudaMixture:
         out = torch.empty((num_pairs, hidden), dtype=torch.float32, device=states.device)
         block = min(64, max(16, triton.next_power_of_2(hidden)))
         _down_kernel[(aligned.num_blocks, triton.cdiv(hidden, block))](
-            inner, experts.down, experts.down_bias,
+            inner, *self._down_weight.tensors, experts.down_bias,
             None if experts.scores_input else scores,
             aligned.pairs, aligned.experts, aligned.num_used, out, num_pairs,
-            hidden, width, aligned.block_rows, block, _depth(width),
+            hidden, width, *self._down_weight.facts, aligned.block_rows, block, _depth(width),
             num_warps=4, num_stages=3,
         )  # fmt: skip
-        return out.unflatten(0, scores.shape).sum(1).to(states.dtype)
+        choices = out.unflatten(0, scores.shape)
+        if not self._fixed_rows:
+            return choices.sum(1).to(states.dtype)
+        total = choices[:, 0]
+        for place in range(1, scores.shape[1]):
+            total = total + choices[:, place]
+        return total.to(states.dtype)
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:

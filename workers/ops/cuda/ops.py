@@ -16,13 +16,15 @@ from ...verify.device_draw import DeviceSettings
 from ...verify.device_edits import DeviceEdits
 from ...verify.settings import DrawSettings, Positions
 from ..plan import PagedStep
-from ..protocol import AttentionSpec, Experts, Gate, Mixture, Norm, Rotation
+from ..protocol import AttentionSpec, Experts, Gate, Mixture, Norm, Projection, Rotation
+from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepare, split_heads
 from . import elementwise
 from .attention import attend
 from .draw import draw
 from .edit import edit, logprobs
 from .experts import CudaMixture
+from .linear import TiledProduct
 from .prepare import can_prepare, prepare_and_store
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,6 +35,7 @@ class CudaOps(ReferenceOps):
     """`Ops` for one device. What is not overridden is torch's, without a host's look at values."""
 
     name = "triton"
+    keeps_quantised = True
 
     def __init__(self, device: torch.device, splits: int | None = None) -> None:
         """`splits`: parts that every context is cut into; None: chosen from each step's shape."""
@@ -40,6 +43,11 @@ class CudaOps(ReferenceOps):
         self.num_processors = INTERPRETED_PROCESSORS
         if device.type == "cuda":
             self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        if isinstance(weight, QuantisedTensor):
+            return TiledProduct(weight, bias, self.num_processors, fixed_rows=False)
+        return super().pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return CudaMixture(experts)

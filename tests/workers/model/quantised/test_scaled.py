@@ -129,13 +129,11 @@ def test_slices_are_read_with_the_scales_of_their_blocks(pair):
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
         ({"quant_method": "fp8"}, "weight_block_size is None"),
-        (compressed("pack-quantized", "group", num_bits=4), "format is 'pack-quantized'"),
+        (compressed("marlin-24", "group", num_bits=4), "format is 'marlin-24'"),
         (compressed("int-quantized", "channel", num_bits=4), "group_0.weights.num_bits is 4"),
         (compressed("int-quantized", "channel", symmetric=False), "weights.symmetric is False"),
-        (compressed("float-quantized", "block"), "weights.strategy is 'block'"),
+        (compressed("float-quantized", "block"), "weights.block_structure is None"),
     ],
 )
 def test_other_formats_are_refused_by_name_and_field(tmp_path, settings, field):
