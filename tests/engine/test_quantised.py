@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..helpers.engines import complete, engine_of, random_prompts
-from ..workers.model.quantised.test_formats import pair  # noqa: F401
+from ..helpers.quantised.formats import write_pair
 
 PROMPTS = random_prompts(4, 90, longest=12)
 DRAFTERS = (
@@ -17,10 +17,9 @@ DRAFTERS = (
 )
 
 
-@pytest.mark.parametrize("pair", ["awq", "gptq desc_act"], indirect=True)
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_drafter_emits_the_tokens_of_generate(pair, size):  # noqa: F811
-    plain, coded = map(str, pair)
+@pytest.mark.parametrize(("kind", "size"), [("awq", 1), ("gptq desc_act", 2)])
+def test_every_drafter_emits_the_tokens_of_generate(tmp_path, kind, size):
+    plain, coded = map(str, write_pair(kind, tmp_path))
     oracle = AutoModelForCausalLM.from_pretrained(plain)
     keys = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = {}

@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.config import EngineConfig
 from outrider.engine.checks import check_quantization
 from outrider.errors import CheckpointError, ConfigError
+from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.workers.collective import Collective
 from outrider.workers.model import describe, load_model
 from outrider.workers.model.fit import check_weights
 from outrider.workers.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def compressed(kind: str, strategy: str, **weights) -> dict:
@@ -45,26 +45,6 @@ FORMATS = {
         compressed("int-quantized", "group", group_size=24), (1, 24), torch.int8, "weight_scale",
     ),
 }  # fmt: skip
-
-
-def quantise(weight, block, dtype):
-    """Stored values, scales by block, and what the two stand for; by looking at every block."""
-    rows, columns = (step or size for step, size in zip(block, weight.shape))
-    grid = [-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)]
-    stored, wide, scales = torch.empty_like(weight), torch.empty_like(weight), torch.empty(grid)
-    largest = 127.0 if dtype == torch.int8 else 448.0
-    for row in range(grid[0]):
-        for column in range(grid[1]):
-            at = (
-                slice(row * rows, (row + 1) * rows),
-                slice(column * columns, (column + 1) * columns),
-            )
-            scale = weight[at].abs().max() / largest
-            part = weight[at] / scale
-            part = part.round() if dtype == torch.int8 else part
-            stored[at] = part.to(dtype).float()
-            wide[at], scales[row, column] = stored[at] * scale, scale
-    return stored.to(dtype), scales, wide
 
 
 @pytest.fixture(params=FORMATS)
@@ -94,12 +74,6 @@ def pair(request, tmp_path):
     save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
     rewrite(packed, settings)
     return plain, packed
-
-
-def rewrite(folder, settings) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_a_quantised_model_is_its_dequantised_one(pair, run_ranks, part, build_step):

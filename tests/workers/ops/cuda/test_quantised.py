@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.scheduler.types import Draft, ints
+from outrider.tests.helpers.quantised.formats import write_pair
+from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
-from outrider.tests.workers.model.quantised.test_formats import pair  # noqa: F401
-from outrider.tests.workers.model.quantised.test_scaled import BLOCKS, quantise, rewrite
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
 from outrider.workers.ops.cuda.ops import CudaOps
@@ -65,9 +65,10 @@ def check(plain, coded, part, build_step, run_ranks, sizes=(1, 2)) -> list[bool]
 
 
 @pytest.mark.parametrize(
-    "pair", ["awq", "gptq desc_act", "packed, zeros", "packed, 8 bits, channel"], indirect=True
+    "kind", ["awq", "gptq desc_act", "packed, zeros", "packed, 8 bits, channel"]
 )
-def test_a_model_of_each_format(pair, part, build_step, run_ranks):  # noqa: F811
+def test_a_model_of_each_format(tmp_path, kind, part, build_step, run_ranks):
+    pair = write_pair(kind, tmp_path)
     kept = check(*pair, part, build_step, run_ranks)
     in_order = "desc_act" not in (pair[1] / "config.json").read_text()
     # q/k/v, o, gate/up and down of two layers; out of order, the only weights of several groups
