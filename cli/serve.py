@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..cluster import watchdog
 from ..cluster.local_ray import find_ray
 from ..cluster.serve.args import ServeConfig, check_acceptance
 from ..cluster.serve.detection import set_detection
@@ -98,6 +99,7 @@ def serve(
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         os.environ.update(section.connection_limits.variables())  # for a Ray started here
         set_detection()  # likewise
+        os.environ[watchdog.VARIABLE] = str(section.hung_after_s)  # likewise
         prepare(config, stack, address=address, num_engines=replicas)
         stack.enter_context(_terminable())  # again: Ray has put its own handler there
         with suppress(KeyboardInterrupt):  # how a server ends

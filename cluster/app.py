@@ -65,7 +65,10 @@ def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application
             name=ENGINE if len(models) == 1 else model.deployment_name, **model.serve_options()
         )(EngineReplica)
         engines[model.name] = deployment.bind(
-            model.config.model_dump(mode="json"), *section.keeps, model.health_hold_s
+            model.config.model_dump(mode="json"),
+            *section.keeps,
+            model.health_hold_s,
+            model.deployment.hung_after_s,
         )
     ingress = serve.deployment(
         name=INGRESS,

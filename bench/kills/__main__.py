@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,9 @@ def bodies(num_streams: int, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def stream_all(
-    server: DemoServer, requests: list[dict[str, Any]], victims: list[int]
+    server: DemoServer, requests: list[dict[str, Any]], victims: list[int], number: int
 ) -> tuple[list[Stream], float]:
-    """All streams, and when `victims` were killed."""
+    """All streams, and when `victims` got the signal."""
     streams = [Stream(body) for body in requests]
     with ThreadPoolExecutor(len(streams)) as threads:
         reading = [threads.submit(stream.read, server.url) for stream in streams]
@@ -100,7 +101,7 @@ def stream_all(
             stream.started.wait()
         killed_s = time.monotonic()
         for victim in victims:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, number)
         for each in reading:
             each.result()
     return streams, killed_s
@@ -113,7 +114,11 @@ def num_wrong(found: list[int], expected: list[int]) -> int:
 
 
 def kill_once(
-    server: DemoServer, kind: str, requests: list[dict[str, Any]], expected: list[list[int]]
+    server: DemoServer,
+    kind: str,
+    requests: list[dict[str, Any]],
+    expected: list[list[int]],
+    number: int = signal.SIGKILL,
 ) -> list[str]:
     """One row of the table."""
     wanted = server.counts(KINDS)
@@ -126,12 +131,15 @@ def kill_once(
 
     def run() -> None:
         nonlocal streams, killed_s
-        streams, killed_s = stream_all(server, requests, victims)
+        streams, killed_s = stream_all(server, requests, victims, number)
 
     thread = threading.Thread(target=run)
     thread.start()
     while all(Path(f"/proc/{victim}").exists() for victim in victims) and thread.is_alive():
         time.sleep(0.02)
+    for victim in victims:  # stopped, and nobody has replaced it
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
     recovery_s = server.wait_until_whole(wanted, _SETTLE_S)
     thread.join()
     errors = [stream.error for stream in streams if stream.error]
@@ -160,6 +168,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500, help="of each stream")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--no-spares", action="store_true", help="spare_workers: false")
+    parser.add_argument(
+        "--stop", action="store_true", help="SIGSTOP instead of SIGKILL, as a hung machine"
+    )
     parser.add_argument("--log", type=Path, help="file for the server's output")
     options = parser.parse_args()
     table = Table(title="Killed processes", title_justify="left")
@@ -167,13 +178,14 @@ def main() -> None:
     for name in ("killed", "processes", *columns, "whole again s"):
         table.add_column(name, justify="left" if name == "killed" else "right")
     begun = os.getloadavg()
+    number = signal.SIGSTOP if options.stop else signal.SIGKILL
     settings = {"resources": {"spare_workers": not options.no_spares}}
     with demo_server(settings, log=options.log) as server:
         requests = bodies(options.streams, options.tokens)
-        expected = [each.tokens for each in stream_all(server, requests, [])[0]]
+        expected = [each.tokens for each in stream_all(server, requests, [], number)[0]]
         for _ in range(options.rounds):
             for kind in options.what:
-                row = kill_once(server, kind, requests, expected)
+                row = kill_once(server, kind, requests, expected, number)
                 sys.stderr.write(" | ".join(row) + "\n")
                 table.add_row(*row)
     Console(width=140).print(table)

@@ -39,6 +39,12 @@ class DeploymentConfig(Strict):
     health_check_timeout_s: float = Field(
         30.0, gt=0, description="Seconds after which a health check has failed."
     )
+    hung_after_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds after which a process that does not run is killed and replaced; "
+        "0: never.",
+    )
     graceful_shutdown_timeout_s: float = Field(
         30.0, ge=0, description="Seconds that running requests have left at the end."
     )

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import ConfigError
+from ..watchdog import silence_of_environment, start_watchdog
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
@@ -90,8 +91,10 @@ def guard() -> list[Middleware]:
     from .relay import ProxyRelay
 
     install(ConnectionLimits.from_environment())
+    silence_s = silence_of_environment()
     if not ray.is_initialized():
         return []
+    start_watchdog(silence_s)
     return [
         Middleware(
             ProxyRelay,

@@ -15,6 +15,7 @@ from ...config.access import AccessConfig
 from ...engine.frontend import Frontend
 from ...engine.info import EngineInfo
 from ..lean import without_torch
+from ..watchdog import start_watchdog
 from .access.access import Access
 from .args import ServeConfig
 from .client import ServeClient
@@ -45,6 +46,7 @@ class Ingress:
         self._engines = engines
         self._models = [ServedModel.load(each) for each in models]
         self._section = ServeConfig(**section)
+        start_watchdog(self._section.hung_after_s)
         install(self._section.connection_limits)  # where Serve has replicas listen themselves
         self._access = Access(self._section.access, self._section.num_ingress_replicas)
         self._name = serve.get_replica_context().replica_id.unique_id

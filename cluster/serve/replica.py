@@ -21,6 +21,7 @@ from ...scheduler.types import Delta, Request, ints
 from ...workers.transport.wire import decode
 from ..backend import backend_of
 from ..keeper import Successors
+from ..watchdog import start_watchdog
 from .edge import EdgeLink, ReplyTo
 from .health import HeldCheck
 from .kept import KeptTokens, TokenStore
@@ -41,7 +42,9 @@ class EngineReplica:
         resume_window_s: float = 0.0,
         resume_max_values: int = 1,
         health_hold_s: float = 0.0,
+        hung_after_s: float = 0.0,
     ) -> None:
+        start_watchdog(hung_after_s)
         self._engine: Engine | None = None
         self._kept = TokenStore(resume_window_s, resume_max_values)
         self._links: dict[str, EdgeLink] = {}

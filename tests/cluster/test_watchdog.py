@@ -1,0 +1,62 @@
+"""Processes that are stopped are killed; those that run, however slowly, are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from outrider.cluster import watchdog
+from outrider.cluster.watch_parent import watch
+from outrider.errors import ConfigError
+
+WATCHED = """
+import time
+from outrider.cluster.watchdog import start_watchdog
+start_watchdog(1.0)
+start_watchdog(1.0)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_process_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)  # it runs
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_watchdog_ends_with_its_process() -> None:
+    source, sink = os.pipe()
+    os.write(sink, b".")
+    os.close(sink)
+    assert not watch(os.getpid(), 60.0, source)  # at the end of the pipe
+    os.close(source)
+
+
+def test_only_the_own_parent_is_killed() -> None:
+    source, sink = os.pipe()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        assert watch(other.pid, 0.2, source)
+        time.sleep(0.1)
+        assert other.poll() is None
+        other.kill()
+    os.close(source)
+    os.close(sink)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(watchdog.VARIABLE, text)
+    with pytest.raises(ConfigError, match=watchdog.VARIABLE):
+        watchdog.silence_of_environment()
+    monkeypatch.setenv(watchdog.VARIABLE, "0")
+    assert watchdog.silence_of_environment() == 0
