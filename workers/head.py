@@ -31,6 +31,7 @@ from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_loading import load_head
 from .model import PagedModel, whole_module
 from .model.head_shards import MIN_SAVED_BYTES, WHOLE, HeadShards
+from .model.parallel import ShardedOutput
 from .ops import PlannedOps, make_ops, missing_kernels
 from .spec import HeadReport
 from .verify.kernels import argmax
@@ -76,6 +77,11 @@ class HeadRunner:
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
+
+    @property
+    def collective(self) -> Collective:
+        """Of the ranks that run it."""
+        return self._shards.collective
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -141,6 +147,27 @@ class HeadRunner:
     def unembed(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         logits: Tensor = self._output(states)
         return logits
+
+    def part_of_logits(
+        self,
+        states: Tensor,  # [num_rows, hidden_size]
+    ) -> tuple[Tensor, int]:  # [num_rows, width]
+        """Logits of the layer that drafts are drawn from, and the first of this rank's columns."""
+        output = self._draft_output.forward
+        if isinstance(output, ShardedOutput):
+            return output.part(states), output.first
+        return self.draft_logits(states), 0
+
+    def draft_logits(
+        self, states: Tensor
+    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
+        """Logits of the layer that drafts are drawn from."""
+        logits: Tensor = self._draft_output(states)
+        return logits
+
+    @property
+    def _draft_output(self) -> nn.Module:
+        return next(iter(self.head.outputs), self._output)
 
     def attention(self, step: StepInput) -> Attend:
         assert self._cache is not None, "no cache is attached"

@@ -101,8 +101,8 @@ class DraftStart:
     feature: Tensor  # [num_drafts, feature]
     read: Tensor  # [num_drafts, hidden_size], for the output layer
     levels: DraftLevels | None  # None: the head has no layers with attention
-    # Logits [num_drafts, draft_vocab] at a level (0 is the first) to the target's ids [num_drafts],
-    # drawn as the verification rule draws.
+    # What the output layer reads [num_drafts, hidden_size] at a level (0 is the first) to the
+    # target's ids [num_drafts], drawn as the verification rule draws.
     draw: Callable[[Tensor, int], Tensor]
 
 
@@ -183,7 +183,10 @@ class Head(Protocol):
 
     @property
     def outputs(self) -> Sequence[nn.Linear]:
-        """Its own output layers, which workers may divide among ranks."""
+        """Its own output layers, which workers may divide among ranks.
+
+        A head whose drafts are drawn has one or none: then the target's serves.
+        """
         ...
 
     def draft(self, done: Verified, host: HeadHost) -> NextDrafts:

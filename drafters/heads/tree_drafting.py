@@ -94,7 +94,8 @@ class TreeDrafter:
         if not len(ends.seqs) or not depth:
             return drafts_of(step, ends, np.zeros((len(ends.seqs), 0), dtype=np.int32), ints([]))
 
-        def draw(logits: Tensor, level: int) -> Tensor:
+        def draw(read: Tensor, level: int) -> Tensor:
+            logits = self._head.logits(read, host)
             return host.draw(logits, step.sampling, ends.seqs, ints(ends.lens + level), ids)
 
         rows = on(ends.rows, device)
@@ -128,7 +129,7 @@ class TreeDrafter:
         for level in range(depth):
             if level:
                 state = self._advance(start, state, drawn[-1][:, None], only, host)
-            drawn.append(start.draw(self._head.logits(state.read[:, 0], host), level))
+            drawn.append(start.draw(state.read[:, 0], level))
         tokens = torch.stack(drawn, dim=1)
         return tokens, torch.arange(-1, depth - 1, device=device).expand_as(tokens)
 

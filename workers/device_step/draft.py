@@ -19,6 +19,7 @@ from ..head import HeadRunner
 from ..head_attention import CommittedRows, PagedAttend, PagedLevels
 from ..ops import PlannedOps
 from .accept import Accepted
+from .contest import best_of_ranks, draw_part
 from .layout import DeviceLayout, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
@@ -161,14 +162,22 @@ class Draw:
         assert service.planned is not None
         assert isinstance(service.head, TensorHead)
         self._service, self._base = service, base
-        self._ops, self._ids = service.planned.ops, service.head.target_ids
-        is_greedy = shape.sampler is Sampler.GREEDY
-        self._settings = None if is_greedy else seat_settings(seats, layout.seats)
+        self._ops, self._head = service.planned.ops, service.head
+        self._is_plain = shape.sampler is Sampler.PLAIN
+        self._settings = seat_settings(seats, layout.seats)
 
-    def __call__(self, logits: Tensor, level: int) -> Tensor:  # [num_drafts, draft_vocab]
-        logits = logits.float()
-        if self._settings is None:
-            best = logits.argmax(1)
-            return best if self._ids is None else self._ids[best]
-        whole = self._service.over_vocabulary(logits, self._ids)
-        return self._ops.draw_on_device(whole, self._base + 2 + level, self._settings).long()
+    def __call__(self, read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
+        positions, ids = self._base + 2 + level, self._head.target_ids
+        if self._is_plain:
+            logits, first = self._service.part_of_logits(read)
+            part = draw_part(
+                self._ops,
+                logits,
+                positions,
+                self._settings,
+                first if ids is None else ids[first : first + logits.shape[1]],
+            )
+            return best_of_ranks(part, self._service.collective).long()
+        logits = self._service.draft_logits(read).float()
+        whole = self._service.over_vocabulary(logits, ids)
+        return self._ops.draw_on_device(whole, positions, self._settings).long()

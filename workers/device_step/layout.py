@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops import PagedStep
+from ..ops.plan import WORD_BITS
 from ..verify.device_draw import DeviceSettings
 from .seats import DeviceSeats
 from .shape import StepShape
@@ -51,7 +52,7 @@ def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
     spare_slot = sizes.num_blocks * sizes.block_size
     blocks = tables.gather(1, (index // sizes.block_size).long())
     slots = blocks * sizes.block_size + index % sizes.block_size
-    words = torch.zeros((shape.num_seqs, 1), dtype=torch.int64, device=device)
+    words = torch.zeros((shape.num_seqs, 1, 1), dtype=torch.int64, device=device)
     if shape.num_nodes:
         token_ids = torch.cat([roots[:, None], tokens], dim=1)
         positions = context[:, None] + torch.nn.functional.pad(depths, (1, 0)).to(torch.int32)
@@ -68,7 +69,7 @@ def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
         context_lens=context,
         tree_start=context + 1,
         block_tables=tables,
-        ancestors=words.view(-1, 1),
+        ancestors=words.flatten(0, 1),
         block_size=sizes.block_size,
         max_query_len=shape.query_len,
         max_key_len=sizes.width,
@@ -108,11 +109,12 @@ def closure(
 
 def bits(
     ancestors: Tensor,  # [num_seqs, num_nodes, num_nodes] bool
-) -> Tensor:  # [num_seqs, 1 + num_nodes] int64, of the root none
+) -> Tensor:  # [num_seqs, 1 + num_nodes, num_words] int64, of the root none
     """The words of `PagedStep.ancestors`."""
-    nodes = torch.arange(ancestors.shape[2], device=ancestors.device)
-    words = (ancestors.long() << nodes).sum(2)
-    return torch.nn.functional.pad(words, (1, 0))
+    lanes = torch.arange(WORD_BITS, device=ancestors.device)
+    missing = -ancestors.shape[2] % WORD_BITS
+    padded = torch.nn.functional.pad(ancestors, (0, missing)).unflatten(2, (-1, WORD_BITS))
+    return torch.nn.functional.pad((padded.long() << lanes).sum(3), (0, 0, 1, 0))
 
 
 def row_settings(seats: DeviceSeats, layout: DeviceLayout, shape: StepShape) -> DeviceSettings:

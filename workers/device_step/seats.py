@@ -64,7 +64,7 @@ class SeatSizes:
     def width(self) -> int:
         """Tokens of a row, with room for a step's nodes."""
         # Of a posted step that goes beyond the end, and of the one that is planned behind it.
-        return self.max_model_len + 2 * MAX_QUERY_LEN
+        return self.max_model_len + 2 * max(MAX_QUERY_LEN, 1 + self.num_draft_nodes)
 
     @property
     def num_columns(self) -> int:

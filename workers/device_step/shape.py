@@ -32,15 +32,15 @@ SIZES = (
 )
 """(num_seqs, query_len), the root and its nodes."""
 
-MAX_NODES = 63  # bits of a row's ancestors, the root's aside
+MAX_NODES = 255  # of a head's drafts; of others, what `SIZES` has room for
 _MOST_DRAFTED_ROWS = 512  # of a step with a head's drafts
 
 
 class Sampler(IntEnum):
     """How a step's tokens are drawn; a step takes the highest of its seats'."""
 
-    GREEDY = 0
-    SAMPLED = 1
+    PLAIN = 0  # greedy, or by temperature alone
+    SAMPLED = 1  # with cuts or edits: needs the logits of the whole vocabulary
     HOST = 2  # needs logits or a history on the host
 
     @classmethod
@@ -58,7 +58,8 @@ class Sampler(IntEnum):
             return cls.SAMPLED if has_edits and fits(settings) else cls.HOST
         if settings.num_prompt_logprobs >= 0 and not has_edits:
             return cls.HOST
-        return cls.GREEDY if settings.temperature < GREEDY_BELOW else cls.SAMPLED
+        cuts = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
+        return cls.SAMPLED if cuts and settings.temperature >= GREEDY_BELOW else cls.PLAIN
 
 
 @dataclass(frozen=True, order=True)
@@ -181,7 +182,7 @@ def all_shapes(max_num_seqs: int, num_draft_nodes: int = 0) -> list[StepShape]:
     shapes = [
         StepShape(*size, sampler)
         for size in sizes(max_num_seqs, num_draft_nodes)
-        for sampler in (Sampler.GREEDY, Sampler.SAMPLED)
+        for sampler in (Sampler.PLAIN, Sampler.SAMPLED)
     ]
     assert len(shapes) <= MAX_SHAPES, len(shapes)
     return sorted(shapes, key=lambda shape: shape.num_rows, reverse=True)

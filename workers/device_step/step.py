@@ -14,14 +14,18 @@ from torch import Tensor
 
 from ...scheduler.types import IntArray, NextDrafts, Verdict, ints, starts_of
 from ..attention import KVCache
+from ..collective import Collective
 from ..model.family.decoder import FamilyModel
 from ..verify.device_edits import DeviceEdits
 from .accept import Accepted, accept, compact, update
+from .contest import best_of_ranks, draw_part
 from .draft import DeviceDrafts, DeviceHead
 from .edits import LOGPROB_WORDS
 from .layout import DeviceLayout, lay_out, row_settings
 from .seats import DeviceSeats
 from .shape import Sampler, StepShape
+
+ALONE = Collective.single()
 
 
 class DeviceStep:
@@ -35,6 +39,7 @@ class DeviceStep:
         head: DeviceHead | None = None,
     ) -> None:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
+        self._collective = ALONE if model.output is None else model.output.collective
         width = seats.sizes.num_draft_nodes
         most = max(outcome_words(*size, width) for size in seats.sizes.step_sizes)
         self.outcome = torch.zeros(most, dtype=torch.int32, device=seats.device)
@@ -46,13 +51,14 @@ class DeviceStep:
         """Computes the staged step."""
         layout = lay_out(self.seats, shape)
         head, capture = self.head, self.head.capture if self.head else ()
-        logits, hidden = self.model.forward(layout.plan, self.cache, None, capture)
-        drawn = self._draw(logits, layout, shape)
+        model = self.model
+        states, hidden = model.states(model.context(layout.plan, self.cache), None, capture)
+        drawn = self._draw(states, layout, shape)
         accepted = accept(layout, drawn, shape)
         rows = head.rows(layout, drawn, hidden) if head else None
         if shape.num_nodes:
             compact(layout, accepted, self.cache)
-        sampled = shape.sampler is not Sampler.GREEDY  # with it, requests that have penalties
+        sampled = shape.sampler is not Sampler.PLAIN  # with it, requests that have penalties
         update(self.seats, layout, accepted, counts_tokens=sampled)
         drafts = None
         if head and rows and shape.num_nodes:
@@ -63,25 +69,28 @@ class DeviceStep:
 
     def _draw(
         self,
-        logits: Tensor,  # [num_rows, vocab]
+        states: Tensor,  # [num_rows, hidden_size]
         layout: DeviceLayout,
         shape: StepShape,
     ) -> Tensor:  # [num_rows] int32
-        if shape.sampler is Sampler.GREEDY:
-            return logits.float().argmax(1).to(torch.int32)
-        ops, tables = self.model.ops, self.seats.edits
+        model, ops, tables = self.model, self.model.ops, self.seats.edits
         positions, settings = layout.plan.positions, row_settings(self.seats, layout, shape)
+        if shape.sampler is Sampler.PLAIN:
+            part = model.part_of_logits(states)
+            drawn = draw_part(ops, part, positions + 1, settings, model.first_token)
+            return best_of_ranks(drawn, self._collective)
+        logits = model.logits(states)
         if tables is None:
             return ops.draw_on_device(logits.float(), positions + 1, settings)
-        words = layout.plan.ancestors[:, 0]
+        words = layout.plan.ancestors
         edits = DeviceEdits(tables, layout.seats, positions, words, layout.nodes)
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
-        drawn = ops.draw_on_device(edited, positions + 1, settings)
-        values, ids = ops.logprobs_on_device(logits, drawn, edits)
+        chosen = ops.draw_on_device(edited, positions + 1, settings)
+        values, ids = ops.logprobs_on_device(logits, chosen, edits)
         parts = [values.view(torch.int32).view(-1), ids.view(-1)]
         torch.cat(parts, out=self.logprobs[: shape.num_rows * LOGPROB_WORDS])
-        return drawn
+        return chosen
 
     def _report(self, accepted: Accepted, drafts: DeviceDrafts | None, shape: StepShape) -> None:
         parts = [accepted.counts, accepted.emitted, accepted.path]

@@ -78,4 +78,4 @@ class ShardedOutput:
     def part(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, length]
         """The logits of this rank's tokens."""
         logits: Tensor = self._forward(states)
-        return logits[:, : self.length]
+        return torch.narrow(logits, -1, 0, self.length)

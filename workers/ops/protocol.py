@@ -259,6 +259,16 @@ class Ops(Protocol):
         """`draw` for settings on the device."""
         ...
 
+    def contest_on_device(
+        self,
+        logits: Tensor,  # [num_rows, width], of any part of the vocabulary, rows contiguous
+        positions: Tensor,  # [num_rows]
+        settings: DeviceSettings,  # of the rows, by temperature alone
+        tokens: Tensor | int,  # [width] int64, of the columns, or of the first of neighbours
+    ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
+        """Each row's best score and its column; the best of all parts is what is drawn."""
+        ...
+
     def edit_on_device(
         self,
         logits: Tensor,  # [num_rows, vocab] float32, contiguous, written

@@ -155,6 +155,11 @@ class ReferenceOps:
     def draw_on_device(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
         return device_draw.draw(logits, positions, settings)
 
+    def contest_on_device(
+        self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        return device_draw.contest(logits, positions, settings, tokens)
+
     def edit_on_device(self, logits: Tensor, edits: DeviceEdits) -> None:
         device_edits.edit(logits, edits)
 

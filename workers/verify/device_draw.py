@@ -41,6 +41,33 @@ def draw(
     return torch.where(greedy[:, None], logits, perturbed).argmax(1).to(torch.int32)
 
 
+def contest(
+    logits: Tensor,  # [num_rows, width], of any part of the vocabulary
+    positions: Tensor,  # [num_rows], index of the drawn token in prompt + output
+    settings: DeviceSettings,  # by temperature alone
+    tokens: Tensor | int,  # [width], of the columns, or of the first of neighbours
+) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
+    """The best score of every row and its first column.
+
+    The best of all parts' scores is what `draw` draws where no cut is on: no score depends on the
+    other tokens.
+    """
+    num_rows, width = logits.shape
+    if not width:
+        return logits.new_full((num_rows,), -torch.inf, dtype=torch.float32), torch.zeros_like(
+            positions, dtype=torch.int32
+        )
+    if isinstance(tokens, int):
+        tokens = torch.arange(tokens, tokens + width, device=logits.device)
+    greedy = (settings.temperature < GREEDY_BELOW)[:, None]
+    logits = logits.float()
+    scaled = logits / torch.where(greedy, 1.0, settings.temperature[:, None])
+    row_keys = noise.keys(settings.seeds, positions)
+    scores = torch.where(greedy, logits, noise.gumbel(row_keys, tokens[None]) + scaled)
+    best = scores.argmax(1, keepdim=True)  # of equal ones the first
+    return scores.gather(1, best)[:, 0], best[:, 0].to(torch.int32)
+
+
 def _kept(
     scaled: Tensor,  # [num_rows, vocab], divided by the temperature
     settings: DeviceSettings,

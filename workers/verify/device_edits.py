@@ -14,6 +14,7 @@ from torch import Tensor
 
 MAX_BIASES, MAX_ENDS, MAX_TOP = 64, 16, 20
 """Logit biases, end tokens under `min_tokens` and log-probabilities of a request on the device."""
+WORD_BITS = 64  # nodes per word of ancestors
 PROMPT = 1 << 30  # in a count: the token is in the prompt; lower bits count it in the output
 
 REPETITION, FREQUENCY, PRESENCE, MIN_LEN, NUM_LOGPROBS, NUM_BIASES, NUM_ENDS = 0, 2, 4, 6, 7, 8, 9
@@ -39,7 +40,9 @@ class DeviceEdits:
     tables: EditTables
     seats: Tensor  # [num_seqs] int64
     positions: Tensor  # [num_rows] int32, of the rows' own tokens
-    ancestors: Tensor  # [num_rows] int64, bit j: node j is on the path to the row, or the row
+    # [num_rows, num_words] int64, bit j % 64 of word j // 64: node j is on the path to the row, or
+    # the row.
+    ancestors: Tensor
     nodes: Tensor  # [num_seqs, num_nodes] int32, tokens
 
     @property
@@ -83,8 +86,8 @@ def _penalise(
 ) -> None:
     num_nodes = edits.nodes.shape[1]
     if num_nodes:
-        bits = torch.arange(num_nodes, device=logits.device)
-        on_path = (edits.ancestors[:, None] >> bits & 1).to(torch.int32)
+        node = torch.arange(num_nodes, device=logits.device)
+        on_path = (edits.ancestors[:, node // WORD_BITS] >> node % WORD_BITS & 1).to(torch.int32)
         path = edits.nodes.long().repeat_interleave(edits.query_len, 0, output_size=len(logits))
         counts = counts.scatter_add(1, path, on_path)
     repetition, frequency, presence = (

@@ -10,7 +10,7 @@ import torch
 from outrider.scheduler.types import Verdict, ints, starts_of
 from outrider.tests.helpers.device_step.plans import EDITS, SIZES, open_plan
 from outrider.workers.device_step.layout import lay_out
-from outrider.workers.device_step.seats import DeviceSeats
+from outrider.workers.device_step.seats import MAX_QUERY_LEN, DeviceSeats
 from outrider.workers.device_step.shape import SeatKinds
 from outrider.workers.seats import Seats
 from outrider.workers.verify.device_edits import MAX_TOP, DeviceEdits
@@ -24,9 +24,13 @@ VOCAB = SIZES.vocab_size
 def check_edits(ops, seed: int, num_nodes: int) -> None:
     """Equal bits, with prompts, outputs and paths that repeat tokens, over several steps."""
     rng = np.random.default_rng(seed)
-    host, device = Seats(SIZES.block_size), DeviceSeats(SIZES, torch.device("cpu"))
-    kinds = SeatKinds(SIZES.num_seats, has_edits=True)
-    plan = open_plan(rng, 5, num_nodes, 0.8, vocab=20, edits=EDITS)
+    most = num_nodes if num_nodes > MAX_QUERY_LEN else 0  # a head's: others' trees are smaller
+    sizes = replace(SIZES, num_draft_nodes=most)
+    host, device = Seats(SIZES.block_size), DeviceSeats(sizes, torch.device("cpu"))
+    kinds = SeatKinds(SIZES.num_seats, most, has_edits=True)
+    vocab = max(20, num_nodes)  # siblings differ
+    num_seqs = 4 if most else 5
+    plan = open_plan(rng, num_seqs, num_nodes, 0.8, vocab=vocab, edits=EDITS)
     for _ in range(3):
         kinds.apply(plan)
         shape = kinds.shape(plan)
@@ -48,7 +52,7 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
 def _check(ops, rng, rows, sampling, device, shape) -> None:
     of_step = lay_out(device, shape)
     edits = DeviceEdits(
-        device.edits, of_step.seats, of_step.plan.positions, of_step.plan.ancestors[:, 0],
+        device.edits, of_step.seats, of_step.plan.positions, of_step.plan.ancestors,
         of_step.nodes,
     )  # fmt: skip
     logits = torch.from_numpy(rng.normal(size=(shape.num_rows, VOCAB), scale=3).astype(np.float32))

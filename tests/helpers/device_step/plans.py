@@ -33,7 +33,8 @@ def open_plan(
 ):
     """Requests in shuffled seats and blocks, of which all but one token are in the cache."""
     seats = ints(rng.permutation(SIZES.num_seats)[:num_seqs])
-    blocks = rng.permutation(SIZES.num_blocks).reshape(SIZES.num_seats, -1)
+    num_blocks = SIZES.num_blocks * (1 + num_nodes // 16)  # more than `SIZES` for long drafts
+    blocks = rng.permutation(num_blocks).reshape(SIZES.num_seats, -1)
     settings = [
         SeatSettings(
             int(rng.integers(1 << 62)),

@@ -62,7 +62,7 @@ def test_a_failed_capture_leaves_the_step_uncaptured(checkpoint, caplog):  # noq
 def test_other_shapes_run_eagerly():
     ran, staged, api = [], [], RecordedGraphs()
     captured = Captured(ran.append, Collective.single(), torch.device("cpu"))
-    known, other = StepShape(1, 1, Sampler.GREEDY), StepShape(1, 4, Sampler.GREEDY)
+    known, other = StepShape(1, 1, Sampler.PLAIN), StepShape(1, 4, Sampler.PLAIN)
     captured.capture([known], lambda: api, staged.append)
     assert (staged, ran, captured.num_captured) == ([known], [known, known], 1)
     captured.run(known)
@@ -78,7 +78,7 @@ class FailedCompilation(Exception):
 @pytest.mark.parametrize("fails", ["capture", "rehearsal", "api"])
 def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
     """Rank 1 fails at its second shape; no rank is left in a collective or with a replay."""
-    first, second = StepShape(4, 1, Sampler.GREEDY), StepShape(1, 1, Sampler.GREEDY)
+    first, second = StepShape(4, 1, Sampler.PLAIN), StepShape(1, 1, Sampler.PLAIN)
 
     def work(group: Collective):
         collective = TapedCollective(group)

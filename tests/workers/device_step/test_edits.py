@@ -35,7 +35,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("num_nodes", [0, 3, 12])
+@pytest.mark.parametrize("num_nodes", [0, 3, 12, 70])
 def test_equal_bits(num_nodes):
     with torch.inference_mode():
         for seed in range(4):

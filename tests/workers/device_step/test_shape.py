@@ -116,7 +116,7 @@ def test_the_smallest_that_fits():
 )
 def test_settings_of_the_host(settings):
     assert shape_of(plan_of([0, 1], settings=[GREEDY, settings])) is None
-    assert shape_of(plan_of([0, 1], settings=[GREEDY, GREEDY])) == StepShape(2, 1, Sampler.GREEDY)
+    assert shape_of(plan_of([0, 1], settings=[GREEDY, GREEDY])) == StepShape(2, 1, Sampler.PLAIN)
 
 
 def with_edits(plan: StepPlan) -> StepShape | None:
@@ -151,11 +151,11 @@ def test_edits_where_seats_have_tables(settings, is_served):
 def test_prompt_logprobs_until_a_token_is_emitted():
     settings = SeatSettings(1, num_prompt_logprobs=2)
     one = plan_of([0], settings=[settings])  # a prompt of one token, of six that are known
-    assert with_edits(one) == StepShape(1, 1, Sampler.GREEDY)
+    assert with_edits(one) == StepShape(1, 1, Sampler.PLAIN)
     opening = replace(one.openings[0], num_prompt=6)
     assert with_edits(replace(one, openings=(opening,))) is None
     ahead = replace(one, openings=(opening,), context_lens=ints([-1]))
-    assert with_edits(ahead) == StepShape(1, 1, Sampler.GREEDY)
+    assert with_edits(ahead) == StepShape(1, 1, Sampler.PLAIN)
 
 
 def test_steps_of_the_host():

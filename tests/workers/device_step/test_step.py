@@ -91,7 +91,8 @@ def test_dispatches(llama, num_nodes, temperature):
             return counting.as_one(super().pack(weight, bias))
 
     ops = Counted()
-    on_device = ("draw_on_device", "edit_on_device", "logprobs_on_device")
+    names = ("draw", "contest", "edit", "logprobs")
+    on_device = [f"{name}_on_device" for name in names]
     for verb in ("norm", "add_norm", "rope_store_attend", "gate", "rotation", *on_device):
         setattr(ops, verb, counting.as_one(getattr(ops, verb)))
     step = device_step(llama(ops))

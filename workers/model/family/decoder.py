@@ -16,6 +16,7 @@ from torch import Tensor
 from ...attention import KVCache, KVShape
 from ...ops import Ops, PagedStep
 from ...ops.protocol import AttentionSpec, Norm, Projection, Rotation
+from ..parallel import ShardedOutput
 from .builder import Reduce, elementwise
 from .rope import Rope
 from .spec import FamilySpec
@@ -138,6 +139,7 @@ class FamilyModel(LayerStack):
 
     embed: Callable[[Tensor], Tensor]  # [num_tokens] to [num_tokens, hidden_size]
     unembed: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] to [num_rows, vocab]
+    output: ShardedOutput | None = None  # the same, where every rank has a part of the vocabulary
 
     def forward(
         self,
@@ -159,6 +161,16 @@ class FamilyModel(LayerStack):
         capture: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         """`forward` of a step, or of a part of one (`parts.py`)."""
+        states, captured = self.states(step, rows, capture)
+        return self.logits(states), captured
+
+    def states(
+        self,
+        step: StepContext,
+        rows: Tensor | None,  # [num_rows]
+        capture: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
+        """What the output layer reads, and the inputs of layers `capture`."""
         residual = self.embed(step.plan.token_ids)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
@@ -169,11 +181,24 @@ class FamilyModel(LayerStack):
             captured.append(states.clone())
         if rows is not None:
             states = states.index_select(0, rows)
-        return self.logits(states if last else self.ops.norm(states, self.norm)), tuple(captured)
+        return states if last else self.ops.norm(states, self.norm), tuple(captured)
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         """Logits of normed states."""
         return self._finished(self.unembed(states))
+
+    @property
+    def first_token(self) -> int:
+        """Of this rank's part of the vocabulary."""
+        return 0 if self.output is None else self.output.first
+
+    def part_of_logits(
+        self, states: Tensor
+    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, width]
+        """Logits of this rank's part of the vocabulary."""
+        if self.output is None:
+            return self.logits(states)
+        return self._finished(self.output.part(states))
 
     def _finished(self, logits: Tensor) -> Tensor:  # [num_rows, vocab], alike
         if self.spec.logit_scale != 1.0:

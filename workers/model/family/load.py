@@ -22,6 +22,7 @@ from ...collective import Collective
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, Projection
 from ..facts import AttentionFacts
+from ..parallel import ShardedOutput
 from ..sharding import ShardPlan
 from .builder import Builder, halves, joined_weight
 from .decoder import AttentionBlock, FamilyModel, Layer
@@ -49,7 +50,9 @@ def build_family(
     builder = Builder(spec, ops, plan, collective)
     layers, ropes = build_layers(builder, base, prefix, facts)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    return FamilyModel(ops, spec, layers, ropes, builder.norm(base.norm), embedding, output)
+    norm, whole = builder.norm(base.norm), output.forward
+    shard = whole if isinstance(whole, ShardedOutput) else None
+    return FamilyModel(ops, spec, layers, ropes, norm, embedding, output, shard)
 
 
 def build_layers(

@@ -23,7 +23,7 @@ _COLDEST = tl.constexpr(GREEDY_BELOW)
 
 
 @triton.jit
-def _finalise(word):  # uint64, alike
+def finalise(word):  # uint64, alike
     """splitmix64's finaliser."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
@@ -31,7 +31,7 @@ def _finalise(word):  # uint64, alike
 
 
 @triton.jit
-def _hash(key, token):  # uint64, int32 -> uint32
+def hashed(key, token):  # uint64, int32 -> uint32
     """A token's 32 bits under a row's key."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
@@ -43,7 +43,7 @@ def _hash(key, token):  # uint64, int32 -> uint32
 
 
 @triton.jit
-def _gumbel(bits):  # uint32 -> float32
+def gumbel(bits):  # uint32 -> float32
     """In float64, rounded once. The constants are exact in float32 too."""
     unit = bits.to(tl.int32, bitcast=True).to(tl.float64) + 2147483648.0
     unit = (unit + 0.5) * 2.3283064365386963e-10
@@ -70,8 +70,8 @@ def _draw_kernel(
     heat = tl.load(temperature + row)
     greedy = heat < _COLDEST
     heat = tl.where(greedy, 1.0, heat)
-    key = _finalise(tl.load(seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15)
-    key = _finalise(key + tl.load(positions + row).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    key = finalise(tl.load(seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15)
+    key = finalise(key + tl.load(positions + row).to(tl.uint64) * 0x9E3779B97F4A7C15)
     floor = tl.where(greedy, float("-inf"), tl.load(floors + row))
     if CUT:
         level = tl.where(greedy, -2147483649, tl.load(levels + row))
@@ -90,7 +90,7 @@ def _draw_kernel(
         if CUT:
             ranked = rank(value)
             kept = kept & ((ranked > level) | ((ranked == level) & (token <= last)))
-        noise = tl.where(greedy, 0.0, _gumbel(_hash(key, token)))
+        noise = tl.where(greedy, 0.0, gumbel(hashed(key, token)))
         score = tl.where(kept, noise + value, float("-inf"))
         top, index = tl.max(score, axis=0, return_indices=True)
         winner = tl.where(top > highest, begin + index, winner)

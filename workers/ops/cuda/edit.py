@@ -27,6 +27,7 @@ _WORDS = tl.constexpr(NUM_WORDS)
 _BIASES = tl.constexpr(MAX_BIASES)
 _ENDS = tl.constexpr(MAX_ENDS)
 _TOP = tl.constexpr(MAX_TOP)
+_BITS = tl.constexpr(words_of.WORD_BITS)
 _PROMPT = tl.constexpr(PROMPT)
 
 
@@ -42,7 +43,7 @@ def _edit_kernel(
     logits,  # [num_rows, vocab] float32, written
     seats,  # [num_seqs] int64
     positions,  # [num_rows] int32
-    ancestors,  # [num_rows] int64
+    ancestors,  # [num_rows, WORDS] int64
     nodes,  # [num_seqs, NODES] int32
     words,  # [num_seats, _WORDS] int32
     bias_ids,  # [num_seats, _BIASES] int32
@@ -51,6 +52,7 @@ def _edit_kernel(
     counts,  # [num_seats, vocab] int32
     vocab,
     NODES: tl.constexpr,
+    WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -66,7 +68,6 @@ def _edit_kernel(
     presence = _double(own + _PRESENCE)
     penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
     if (num_biases + num_ends > 0) | penalised:
-        path = tl.load(ancestors + row)
         share = tl.cdiv(tl.cdiv(vocab, BLOCK), PARTS) * BLOCK
         first = part * share
         for begin in range(first, tl.minimum(first + share, vocab), BLOCK):
@@ -83,10 +84,12 @@ def _edit_kernel(
             if penalised:
                 held = tl.load(counts + seat * vocab + token, mask=inside, other=0)
                 count = held & (_PROMPT - 1)
-                for node in range(NODES):
-                    on_path = ((path >> node) & 1) != 0
-                    chosen = on_path & (token == tl.load(nodes + seq * NODES + node))
-                    count += chosen.to(tl.int32)
+                for word in range(WORDS if NODES else 0):
+                    path = tl.load(ancestors + row * WORDS + word)
+                    for node in range(word * _BITS, tl.minimum((word + 1) * _BITS, NODES)):
+                        on_path = ((path >> (node - word * _BITS)) & 1) != 0
+                        chosen = on_path & (token == tl.load(nodes + seq * NODES + node))
+                        count += chosen.to(tl.int32)
                 seen = (held > 0) | (count > 0)
                 factor = tl.where(seen, repetition, 1.0).to(tl.float32)
                 less = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
@@ -157,7 +160,7 @@ def edit(
     _edit_kernel[(num_rows, parts)](
         logits, edits.seats, edits.positions, edits.ancestors, edits.nodes, tables.words,
         tables.bias_ids, tables.biases.view(torch.float32), tables.ends, tables.counts,
-        vocab, edits.nodes.shape[1], parts, block,
+        vocab, edits.nodes.shape[1], edits.ancestors.shape[1], parts, block,
         enable_fp_fusion=False,  # products are rounded before they are added, as on the host
     )  # fmt: skip
 

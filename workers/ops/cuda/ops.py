@@ -21,6 +21,7 @@ from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepare, split_heads
 from . import elementwise
 from .attention import attend
+from .contest import contest
 from .draw import draw
 from .edit import edit, logprobs
 from .experts import CudaMixture
@@ -126,6 +127,11 @@ class CudaOps(ReferenceOps):
         self, logits: Tensor, tokens: Tensor, edits: DeviceEdits
     ) -> tuple[Tensor, Tensor]:
         return logprobs(logits, tokens, edits)
+
+    def contest_on_device(
+        self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        return contest(logits, positions, settings, tokens, self.num_processors)
 
     def draw_on_device(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
         return draw(

@@ -120,7 +120,21 @@ def test_draws(compiled):
     assert len(compiled) == 5, "with and without cuts"
 
 
-@pytest.mark.parametrize("num_nodes", [0, 63])
+def test_contests(compiled):
+    from outrider.workers.ops.cuda.contest import contest
+    from outrider.workers.verify.device_draw import DeviceSettings
+
+    ones = torch.ones(2)
+    seeds, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    settings = DeviceSettings(seeds, ones, positions, ones, ones)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.zeros(2, 128_000, dtype=dtype)
+        contest(logits, positions, settings, 64_000, 132)
+        contest(logits, positions, settings, torch.arange(128_000), 132)
+    assert len(compiled) == 8
+
+
+@pytest.mark.parametrize("num_nodes", [0, 63, 200])
 def test_edits(compiled, num_nodes):
     from outrider.workers.ops.cuda.edit import edit, logprobs
     from outrider.workers.verify.device_edits import (
@@ -139,9 +153,9 @@ def test_edits(compiled, num_nodes):
     )
     rows = 2 * (1 + num_nodes)
     positions = torch.zeros(rows, dtype=torch.int32)
-    edits = DeviceEdits(
-        tables, torch.zeros(2, dtype=torch.int64), positions, positions.long(), table(num_nodes)[:2]
-    )
+    words = torch.zeros(rows, max(1, -(-num_nodes // 64)), dtype=torch.int64)
+    seats = torch.zeros(2, dtype=torch.int64)
+    edits = DeviceEdits(tables, seats, positions, words, table(num_nodes)[:2])
     edit(torch.zeros(rows, 128_000), edits, 132)
     for dtype in (torch.bfloat16, torch.float32):
         logprobs(torch.zeros(rows, 128_000, dtype=dtype), positions, edits)

@@ -12,6 +12,7 @@ from outrider.workers.ops.cuda import draw as fused
 from outrider.workers.ops.cuda.cuts import cuts
 from outrider.workers.ops.cuda.draw import num_parts
 from outrider.workers.ops.cuda.ops import CudaOps
+from outrider.workers.verify.device_draw import DeviceSettings, contest
 from outrider.workers.verify.process import masses, pools
 from outrider.workers.verify.sample import draw
 from outrider.workers.verify.settings import DrawSettings
@@ -136,6 +137,31 @@ def test_ranks_order_floats():
         assert int(last) == len(values) - count
         assert int(level) == int(values[-count].view(torch.int32) if values[-count] >= 0 else
                                  values[-count].view(torch.int32) ^ 0x7FFFFFFF)  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [1, 129, 2600])
+def test_contests(vocab):
+    """Of the whole and of a part whose rows are not neighbours; greedy rows, ties, bfloat16."""
+    rng, num_rows = np.random.default_rng(vocab), 9
+    logits = torch.from_numpy(rng.normal(size=(num_rows, vocab)) * 3).round(decimals=1)
+    logits[3] = -INF
+    zeros = torch.zeros(num_rows)
+    settings = DeviceSettings(
+        torch.from_numpy(rng.integers(-(2**63), 2**63, num_rows)),
+        torch.from_numpy(rng.choice([0.0, 0.5, 1.4], num_rows).astype(np.float32)),
+        zeros.int(), zeros + 1, zeros,
+    )  # fmt: skip
+    positions = torch.from_numpy(rng.integers(0, 2**17, num_rows).astype(np.int32))
+    ids = torch.from_numpy(np.sort(rng.permutation(2 * vocab)[:vocab]))
+    for part, tokens in ((logits, 7), (logits, ids), (logits[:, : vocab // 2], 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            arguments = (part.to(dtype), positions, settings, tokens)
+            if not isinstance(tokens, int):
+                tokens = tokens[: part.shape[1]]
+            for found, wanted in zip(
+                OPS.contest_on_device(*arguments), contest(*arguments), strict=True
+            ):
+                assert torch.equal(found, wanted)
 
 
 def test_parts_follow_from_shapes():
