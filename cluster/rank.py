@@ -24,6 +24,7 @@ from ray.util.placement_group import remove_placement_group
 from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import channel, framing, heartbeat
+from .trim import keep_trimmed
 
 if TYPE_CHECKING:
     from ..workers.worker import Worker
@@ -63,6 +64,7 @@ class Rank:
         self._rank = 0
         self._worker: Worker | None = None
         self._followers: list[socket.socket] = []
+        keep_trimmed()
         threading.Thread(target=_follow_parent, name="outrider-parent", daemon=True).start()
 
     def place(self) -> RankPlace:
@@ -202,7 +204,8 @@ class Rank:
                 if keeper is self._keeper and (serving is None or not serving.is_alive()):
                     break
         try:
-            remove_placement_group(ray.util.get_current_placement_group())
+            if self._worker is not None:  # a spare's place is that of ranks that may go on
+                remove_placement_group(ray.util.get_current_placement_group())
         finally:
             os._exit(0)
 

@@ -21,7 +21,12 @@ _DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 _SPECULATION = {
     "decoding_type": "Compose",
     "members": [
-        {"decoding_type": "NGram", "max_draft_len": 4, "pool_scope": "cluster"},
+        {
+            "decoding_type": "NGram",
+            "max_draft_len": 4,
+            "pool_scope": "cluster",
+            "pool_max_patterns": 8192,  # full within the warm-up of a soak
+        },
         {
             "decoding_type": "DraftTarget",
             "speculative_model": str(_DEMO / "draft"),

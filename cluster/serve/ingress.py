@@ -15,6 +15,7 @@ from ...config.access import AccessConfig
 from ...engine.frontend import Frontend
 from ...engine.info import EngineInfo
 from ..lean import without_torch
+from ..trim import keep_trimmed
 from ..watchdog import start_watchdog
 from .access.access import Access
 from .args import ServeConfig
@@ -43,6 +44,7 @@ class Ingress:
         section: dict[str, Any],
     ) -> None:
         """`engines` are the handles by model name, `models` the settings of each."""
+        keep_trimmed()
         self._engines = engines
         self._models = [ServedModel.load(each) for each in models]
         self._section = ServeConfig(**section)

@@ -21,6 +21,7 @@ from ...scheduler.types import Delta, Request, ints
 from ...workers.transport.wire import decode
 from ..backend import backend_of
 from ..keeper import Successors
+from ..trim import keep_trimmed
 from ..watchdog import start_watchdog
 from .edge import EdgeLink, ReplyTo
 from .health import HeldCheck
@@ -45,6 +46,7 @@ class EngineReplica:
         hung_after_s: float = 0.0,
     ) -> None:
         start_watchdog(hung_after_s)
+        keep_trimmed()
         self._engine: Engine | None = None
         self._kept = TokenStore(resume_window_s, resume_max_values)
         self._links: dict[str, EdgeLink] = {}

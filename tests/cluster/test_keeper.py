@@ -74,6 +74,10 @@ def ranks_of(engine):
     return [each["process"] for each in engine.stats()["workers"] if each["state"] == "active"]
 
 
+def spares_of(engine):
+    return [each["process"] for each in engine.stats()["workers"] if each["state"] == "spare"]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny, size):
     with engine_of(tiny.target) as local:
@@ -95,13 +99,17 @@ def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny, size)
 
 def test_the_death_of_a_keeper_costs_nothing(cluster, tiny):
     """Another one owns the workers: it replaces them, hands them on, and ends them."""
-    server = Server(cluster, tiny.target, "app#keeper")
+    server = Server(cluster, tiny.target, "app#keeper", resources={"spare_workers": True})
     first, link = server.start()
+    wait_for(lambda: spares_of(first))
+    spares = spares_of(first)
     ranks, plain = ranks_of(first), complete(first, PROMPTS, **SAMPLED)[0]
     (name,) = server.keepers()
     cluster.kill(cluster.get_actor(name, namespace="outrider"))
     assert complete(first, PROMPTS, **SAMPLED)[0] == plain
     wait_for(lambda: link.is_up and name not in server.keepers())
+    wait_for(lambda: not is_any_alive(spares) and spares_of(first))  # the next keeper has others
+    assert complete(first, PROMPTS, **SAMPLED)[0] == plain
     assert ranks_of(first) == ranks
     assert first.stats()["num_restarts"] == 0
 
