@@ -201,10 +201,10 @@ class EngineConfig(Strict):
     def _deterministic_where_it_can_be(self) -> EngineConfig:
         if not self.deterministic:
             return self
+        narrow = ("float16",) if self.device == "cuda" else ()
         for key, allowed in (
             ("forward", ("auto", "family")),
-            ("device", ("auto", "cpu")),
-            ("dtype", ("auto", "bfloat16", "float32")),
+            ("dtype", ("auto", "bfloat16", "float32", *narrow)),
             ("tensor_parallel_size", (1, 2)),  # sums of more ranks depend on a message's size
         ):
             if (value := getattr(self, key)) not in allowed:

@@ -37,20 +37,26 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     Raises:
         ConfigError: there are none for `dtype` on `device`; names `deterministic`.
     """
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_triton()):
+        lack = "" if device.type != "cuda" else " without the package triton"
         raise ConfigError(
-            f"deterministic: not available on {device.type}, whose matrix products depend on the "
-            "size of the batch; allowed: device 'cpu'",
+            f"deterministic: not available on {device.type}{lack}, where matrix products depend on "
+            "the size of the batch; allowed: device 'cpu', or 'cuda' with triton",
             field="deterministic",
         )
-    if dtype not in KERNELS:
-        allowed = ", ".join(str(each).removeprefix("torch.") for each in KERNELS)
+    dtypes = tuple(KERNELS) if device.type == "cpu" else CUDA_DTYPES
+    if dtype not in dtypes:
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ConfigError(
             f"deterministic: not available in {str(dtype).removeprefix('torch.')}; allowed: dtype "
             f"{allowed}",
             field="deterministic",
         )
-    return InvariantOps(dtype)
+    if device.type == "cpu":
+        return InvariantOps(dtype)
+    from .cuda.invariant import InvariantCudaOps
+
+    return InvariantCudaOps(device)
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -268,8 +268,16 @@ def gated(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [n
     return (first * up).to(gate_up.dtype)
 
 
-def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Chosen experts and their scores, each [num_tokens, top]."""
+def route(
+    logits: Tensor,  # [num_tokens, num_experts]
+    router: Router,
+    *,
+    stable: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Chosen experts and their scores, each [num_tokens, top].
+
+    `stable` chooses the lower of two equal experts and adds scores in order, on every device.
+    """
     logits = logits.float()
     if router.scoring is Scoring.SOFTMAX:
         scores = logits.softmax(dim=-1)
@@ -279,24 +287,45 @@ def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         scores = logits
     wanted = scores if router.correction is None else scores + router.correction
     if router.num_groups > 1:
-        wanted = _within_groups(wanted, router)
-    chosen = wanted.topk(router.top, dim=-1).indices
+        wanted = _within_groups(wanted, router, stable=stable)
+    chosen = _best(wanted, router.top, stable=stable)
     best = scores.gather(1, chosen)
     if router.scoring is Scoring.SOFTMAX_OF_TOP:
         best = best.softmax(dim=-1)
     elif router.scoring is Scoring.SIGMOID_OF_TOP:
         best = best.sigmoid()
     if router.normalise:
-        best = best / (best.sum(dim=-1, keepdim=True) + 1e-20)
+        best = best / (_sum(best, stable=stable).unsqueeze(-1) + 1e-20)
     return chosen, best * router.scale
 
 
-def _within_groups(wanted: Tensor, router: Router) -> Tensor:  # [num_tokens, num_experts], alike
+def _best(scores: Tensor, count: int, *, stable: bool) -> Tensor:  # int64 [..., count]
+    if stable:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return scores.topk(count, dim=-1).indices
+
+
+def _sum(scores: Tensor, *, stable: bool) -> Tensor:  # over the last dimension
+    if not stable:
+        return scores.sum(dim=-1)
+    total = scores[..., 0]
+    for place in range(1, scores.shape[-1]):
+        total = total + scores[..., place]
+    return total
+
+
+def _within_groups(
+    wanted: Tensor,  # [num_tokens, num_experts]
+    router: Router,
+    *,
+    stable: bool,
+) -> Tensor:  # alike
     """Minus infinity outside of the best groups."""
     grouped = wanted.unflatten(1, (router.num_groups, -1))
-    merit = grouped.topk(router.group_top, dim=-1).values.sum(dim=-1)
+    best = grouped.gather(-1, _best(grouped, router.group_top, stable=stable))
+    merit = _sum(best, stable=stable)
     kept = torch.zeros_like(merit, dtype=torch.bool)
-    kept.scatter_(1, merit.topk(router.top_groups, dim=-1).indices, True)
+    kept.scatter_(1, _best(merit, router.top_groups, stable=stable), True)
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
 
 

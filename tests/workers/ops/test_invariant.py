@@ -10,7 +10,7 @@ from outrider.errors import ConfigError
 from outrider.tests.helpers.invariant.texts import LENGTH, VOCAB, Texts
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
-from outrider.workers.ops import make_invariant_ops
+from outrider.workers.ops import factory, make_invariant_ops
 from outrider.workers.ops.invariant import InvariantOps
 
 CPU = torch.device("cpu")
@@ -108,18 +108,28 @@ def test_angles_do_not_depend_on_their_neighbours():
 
 @pytest.mark.parametrize(
     "other",
-    [{"forward": "bridge"}, {"device": "cuda"}, {"dtype": "float16"}, {"tensor_parallel_size": 4}],
+    [
+        {"forward": "bridge"},
+        {"dtype": "float16"},
+        {"dtype": "float16", "device": "cpu"},
+        {"tensor_parallel_size": 4},
+    ],
 )
 def test_what_cannot_be_deterministic_is_refused_by_name(other):
     with pytest.raises(ConfigError, match=next(iter(other))) as error:
         EngineConfig.load({"model": "m", "deterministic": True, **other})
     assert error.value.field == "deterministic"
+    for dtype in ("auto", "bfloat16", "float16"):
+        keys = {"model": "m", "deterministic": True, "device": "cuda", "dtype": dtype}
+        assert EngineConfig.load(keys).deterministic
 
 
-def test_devices_types_and_models_without_it_are_refused(tmp_path):
+def test_devices_types_and_models_without_it_are_refused(tmp_path, monkeypatch):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float16)):
+    monkeypatch.setattr(factory, "has_triton", lambda: False)
+    wrong = ("cuda", torch.bfloat16), ("meta", torch.float32), ("cpu", torch.float16)
+    for device, dtype in wrong:
         with pytest.raises(ConfigError, match="deterministic: not available"):
             make_invariant_ops(torch.device(device), dtype)
     config = GPTNeoXConfig(

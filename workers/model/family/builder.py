@@ -81,8 +81,9 @@ def joined_weight(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
 
 
 def elementwise(ops: Ops, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """`function`, whose last bit may depend on an element's place in a vector register."""
-    return by_row(function, values) if ops.is_invariant else function(values)
+    """`function`, whose last bit may depend on an element's place in a CPU's vector register."""
+    on_cpu = values.device.type == "cpu"
+    return by_row(function, values) if ops.is_invariant and on_cpu else function(values)
 
 
 def as_is(update: Tensor) -> Tensor:

@@ -142,6 +142,7 @@ def _bounds(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """This split's first key, the first that not every query sees, and the end."""
@@ -152,9 +153,13 @@ def _bounds(
         begin = tl.maximum(begin, tl.min(position, axis=0) - WINDOW + 1)
     if CHUNK:
         begin = tl.maximum(begin, tl.min(position, axis=0) // CHUNK * CHUNK)
-    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
-    begin = begin + split * share
-    end = tl.minimum(begin + share, end)
+    if SHARE:  # cut at fixed keys, in tiles from fixed keys
+        begin = tl.maximum(tl.maximum(begin, 0) // BLOCK_N * BLOCK_N, split * SHARE)
+        end = tl.minimum((split + 1) * SHARE, end)
+    else:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(begin + share, end)
     free = begin
     if not WINDOW and not CHUNK:
         whole = tl.minimum(tl.min(tl.where(index < 0, FAR, index), axis=0) + 1, start)
@@ -225,11 +230,11 @@ def attend_kernel(
     block_tables,  # [num_seqs, max_blocks]
     ancestors,  # [num_rows, num_words] int64
     num_rows, num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, SHARED: tl.constexpr,
-    SPLITS: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DIM_LOW: tl.constexpr, DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr,
+    DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, NUM_KV_HEADS, SPLITS)."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -250,8 +255,9 @@ def attend_kernel(
     position = tl.load(positions + row, mask=real, other=FAR)
     start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
     begin, free, end = _bounds(
-        index, position, start, context + query_len, split, WINDOW, CHUNK, SPLITS, BLOCK_N
-    )
+        index, position, start, context + query_len, split, WINDOW, CHUNK, SPLITS, SHARE,
+        BLOCK_N,
+    )  # fmt: skip
 
     peak, total = _before(sinks, head, real, split, BLOCK_M)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)

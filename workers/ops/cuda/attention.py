@@ -16,6 +16,9 @@ from .combine import combine
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
 PROGRAMS_PER_PROCESSOR = 2
+FIXED = 0
+"""As `splits`: parts of `FIXED_KEYS` keys from the first key on, and tiles of fixed sizes."""
+FIXED_KEYS = 2048
 _MIN_TILE = 16  # the smallest side of a matrix product on tensor cores
 
 
@@ -79,7 +82,7 @@ def attend(
     plan: PagedStep,
     spec: AttentionSpec,
     num_processors: int,
-    splits: int | None = None,  # None: chosen from shapes
+    splits: int | None = None,  # None: chosen from shapes; `FIXED`
 ) -> Tensor:  # [num_rows, num_heads, value_dim]
     """Attention over keys that are in their slots."""
     num_rows = query.shape[0]
@@ -90,11 +93,15 @@ def attend(
     assert query.is_contiguous(), query.stride()
     assert keys.is_contiguous(), keys.stride()
     group = spec.num_heads // spec.num_kv_heads
-    tile = tiles(spec, plan.max_query_len, query.element_size())
+    fixed = splits == FIXED
+    tile = tiles(spec, 64 if fixed else plan.max_query_len, query.element_size())
     one_block = plan.max_query_len * group <= tile.queries
     blocks = plan.num_seqs
     if not one_block:
         blocks = num_programs(num_rows, plan.num_seqs, group, tile.queries)
+    share = FIXED_KEYS if fixed else 0
+    if fixed:
+        splits = max(1, triton.cdiv(plan.max_key_len, FIXED_KEYS))
     if splits is None:
         bounds = [bound + plan.max_query_len for bound in (spec.window, spec.chunk) if bound]
         reach = min(plan.max_key_len, *bounds) if bounds else plan.max_key_len
@@ -114,9 +121,9 @@ def attend(
         values.stride(0), values.stride(1), float(spec.scale), float(spec.softcap or 0.0),
         spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, plan.block_size,
         spec.window or 0, spec.chunk or 0, spec.softcap is not None, shares_tile,
-        splits, one_block, tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
+        splits, share, one_block, tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
-        combine(parts, sums, out)
+        combine(parts, sums, out, in_order=fixed)
     return out

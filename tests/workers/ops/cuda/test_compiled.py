@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.tests.helpers.quantised.weights import KINDS, weight_of
 from outrider.tests.helpers.steps import step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
@@ -26,7 +27,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
 # Architecture, threads of a warp, and the bytes of shared memory that a program may use.
 TARGETS = {
@@ -67,14 +68,15 @@ def compiled(request, monkeypatch):
     return found
 
 
-def launch_attention(spec, chunk, splits, dtype=torch.bfloat16):
+def launch_attention(spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False):
+    from outrider.workers.ops.cuda.invariant import InvariantCudaOps
     from outrider.workers.ops.cuda.ops import CudaOps
 
     step, num_blocks = step_of(np.random.default_rng(0), [(300, chunk)], [[-1, -1]], 16)
     stored = 0 if spec.shared_values else spec.value_dim
     shape = KVShape(spec.num_kv_heads, spec.head_dim, stored)
     cache = KVCache([shape], num_blocks, 16, dtype, CPU)
-    ops = CudaOps(CPU, splits)
+    ops = InvariantCudaOps(CPU) if invariant else CudaOps(CPU, splits)
     plan = ops.plan(step, cache)
     turned = None
     if spec.rotary_dim:
@@ -184,3 +186,31 @@ def test_norms_gates_and_experts(compiled):
         states = torch.zeros(5, 2048, dtype=torch.bfloat16)
         mixture = ops.pack_experts(experts)
         mixture(states, torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_products_and_experts(compiled, kind):
+    from outrider.workers.ops.cuda.linear import TiledProduct
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    dtype = torch.float16 if kind == "int8" else torch.bfloat16
+    weight = weight_of(kind, (256, 2048), dtype, 128)
+    for rows, fixed_rows in ((1, False), (100, True)):
+        states = torch.zeros(rows, 2048, dtype=dtype)
+        TiledProduct(weight, states[0, :256], 132, fixed_rows=fixed_rows)(states)
+    gate_up, down = (
+        weight_of(kind, (4, 512, 256), dtype, 128),
+        weight_of(kind, (4, 256, 256), dtype),
+    )
+    mixture = CudaOps(CPU).pack_experts(Experts(gate_up, down, Gate(GateKind.SILU)))
+    mixture(states[:5, :256], torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
+    assert {"_product_kernel", "_sum_kernel", "_gate_up_kernel", "_down_kernel"} <= set(compiled)
+
+
+def test_invariant_attention(compiled, monkeypatch):
+    from outrider.workers.ops.cuda import attention
+
+    monkeypatch.setattr(attention, "FIXED_KEYS", 64)
+    spec = AttentionSpec(32, 8, 128, 128, 0.09, rotary_dim=128, window=100)
+    launch_attention(spec, 1, None, invariant=True)
+    assert {"_rotation_kernel", "attend_kernel", "_combine_kernel"} <= set(compiled)

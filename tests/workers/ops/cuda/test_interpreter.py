@@ -27,7 +27,8 @@ def run(name, marker):
     "name",
     ["test_attention.py", "test_decoder.py", "test_draw.py", "test_elementwise.py",
      "test_edit.py", "test_experts.py", "test_linear.py",
-     pytest.param("test_quantised.py", marks=pytest.mark.slow)],
+     pytest.param("test_quantised.py", marks=pytest.mark.slow),
+     pytest.param("test_invariant.py", marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.timeout(600)
 def test_kernels_equal_the_reference(name):
