@@ -50,7 +50,7 @@ ENV PATH=/opt/outrider/bin:$PATH \
     HF_HUB_OFFLINE=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     PYTHONUNBUFFERED=1
-# numba compiles kernels on a node's first start, for that node's CPU (half a minute), and keeps them
+# numba compiles kernels on a node's first start, for that node's CPU (15 s), and keeps them
 # in ~/.cache: compiled here, they would be slower or not run on nodes unlike the builder.
 # By number, so that `runAsNonRoot` can be checked before the container starts.
 USER 10001

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -24,6 +26,59 @@ Function = TypeVar("Function", bound=Callable[..., object])
 logging.getLogger("numba").setLevel(logging.INFO)
 
 _SETTINGS: Any = numba.config
+
+
+class _PartLibrary(JITCodeLibrary):
+    """Code of a function that is only ever inlined: neither optimised alone nor made executable.
+
+    numba would do both for every function on its own, and so for the same instructions once at
+    every level of calls.
+    """
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> _NoEngine:
+        return _NoEngine()
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class _NoEngine:
+    """In place of the code generator, for the last that numba does with a function."""
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Does nothing: what is not executable has no environment."""
+
+
+class _PartCompiler(CompilerBase):
+    """numba's pipeline with such a library."""
+
+    def define_pipelines(self) -> list[Any]:
+        generator, name = self.state.targetctx.codegen(), self.state.func_id.func_qualname
+        self.state.library = _PartLibrary(generator, name)
+        return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
+
+
+def inlined(function: Function) -> Function:
+    """A part of other functions' code, which only they can call."""
+    njit: Any = numba.njit  # its types leave two of these options out
+    return cast(
+        Function,
+        njit(
+            forceinline=True,
+            pipeline_class=_PartCompiler,
+            no_cpython_wrapper=True,
+            no_cfunc_wrapper=True,
+        )(function),
+    )
 
 
 class Compiler:

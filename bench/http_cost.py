@@ -27,8 +27,13 @@ from .serving.processes import below
 from .suite.load import parse, send_all
 from .suite.servers import ServerContender, ServerError, ServerSpec
 
-_TARGET = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
-_COLUMNS = ("rank", "engine", "ingress", "proxy", "others", "client")
+TARGET = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
+COLUMNS = ("rank", "engine", "ingress", "proxy", "others", "client")
+# This Outrider, as a command of `ServerSpec`.
+THIS = (
+    f"this={sys.executable} -m outrider serve {{model}} --dtype {{dtype}} --port {{port}} "
+    "--address local"
+)
 _STREAM = {"stream_options": {"include_usage": True}}  # the count of tokens, once
 
 
@@ -36,7 +41,7 @@ def cpu_s(root: int) -> dict[str, float]:
     """Processor seconds of the process `root` and its descendants so far, by column."""
     found: dict[str, float] = defaultdict(float)
     for process in below(root):
-        found[process.role if process.role in _COLUMNS else "others"] += process.cpu_s
+        found[process.role if process.role in COLUMNS else "others"] += process.cpu_s
     return found
 
 
@@ -62,13 +67,13 @@ def measure(server: ServerContender, num_streams: int, num_tokens: int) -> dict[
         if answer.failure is not None:
             raise ServerError(f"{server.name}: {answer.failure}")
     total = sum(answer.trace.num_tokens for answer in answers if answer.trace is not None)
-    row = {name: (after.get(name, 0.0) - before.get(name, 0.0)) * 1e3 / total for name in _COLUMNS}
+    row = {name: (after.get(name, 0.0) - before.get(name, 0.0)) * 1e3 / total for name in COLUMNS}
     return {**row, "tokens/s": total / wall_s}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(_TARGET))
+    parser.add_argument("--model", default=str(TARGET))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=400, help="of a completion")
@@ -81,11 +86,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     values = {"model": options.model, "dtype": options.dtype}
-    this = f"this={sys.executable} -m outrider serve {{model}} --dtype {{dtype}} --port {{port}}"
     with ExitStack() as stack:
         servers: list[ServerContender] = []
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for number, text in enumerate(options.server or [this + " --address local"]):
+        for number, text in enumerate(options.server or [THIS]):
             spec = ServerSpec.parse(text, values)
             if spec.command is None:
                 raise ConfigError(f"server: {text!r} is no NAME=COMMAND", field="server")
@@ -95,7 +99,7 @@ def main() -> None:
             measure(server, 1, 20)  # warms up
             servers.append(server)
         table = Table(title="CPU milliseconds per streamed token", title_justify="left")
-        for name in ("server", "streams", *_COLUMNS, "framework / rank", "tokens/s"):
+        for name in ("server", "streams", *COLUMNS, "framework / rank", "tokens/s"):
             table.add_column(name, justify="right")
         for num_streams in options.streams:
             rounds: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
@@ -110,9 +114,9 @@ def main() -> None:
 def _cells(rows: list[dict[str, float]]) -> list[str]:
     """Means of the rounds; the ratio is of what is not the forward's or the client's."""
     mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    framework = sum(mean[key] for key in _COLUMNS if key not in ("rank", "client"))
+    framework = sum(mean[key] for key in COLUMNS if key not in ("rank", "client"))
     ratio = f"{framework / mean['rank']:.2f}" if mean["rank"] else "-"
-    cells = [f"{mean[column]:.2f}" for column in _COLUMNS]
+    cells = [f"{mean[column]:.2f}" for column in COLUMNS]
     return [*cells, ratio, f"{mean['tokens/s']:.0f}"]
 
 

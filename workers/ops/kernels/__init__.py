@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from numba import njit, types
 
 from ....compiled import Compiler
+from ....compiled import inlined as inlined
 
 VOID: Any = types.void
 INT: Any = types.int64
 FLOAT: Any = types.float64
 
 compiled = Compiler(Path(__file__).parent, nogil=True, fastmath={"contract"})
-inlined = njit(forceinline=True)
 shared = njit  # long, and called from several places: compiled once in each kernel
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from outrider.compiled import cache_folder
+from outrider.compiled import cache_folder, inlined
 from outrider.drafters.lookup import kernels as loops
 from outrider.drafters.lookup.kernels import hashing
 
@@ -98,6 +98,29 @@ def test_a_change_in_any_source_is_another_folder(tmp_path):
 
 def test_nothing_is_compiled_in_a_step():
     assert not hashing.insert._can_compile
+
+
+def test_parts_are_not_optimised_alone(monkeypatch):
+    @inlined
+    def part(number):
+        return 2 * number
+
+    def whole(number):
+        return part(number) + 1
+
+    optimised = []
+    library = numba.core.codegen.CPUCodeLibrary
+    optimise = library._optimize_final_module
+    monkeypatch.setattr(
+        library,
+        "_optimize_final_module",
+        lambda each: (optimised.append(each.name), optimise(each)),
+    )
+    monkeypatch.setattr(loops.compiled, "folder", None)
+    assert loops.compiled(loops.INT, loops.INT)(whole)(21) == 43
+    names = [name.rpartition(".")[2] for name in optimised]
+    assert "whole" in names
+    assert "part" not in names
 
 
 @pytest.mark.slow

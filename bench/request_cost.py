@@ -1,0 +1,174 @@
+"""CPU time of one request in each process behind an HTTP server, and when its first token comes.
+
+    python -m outrider.bench.request_cost [--server NAME=COMMAND]... [--whole]
+
+Starts the servers and sends each, in turn, requests one after the other over one connection. What
+an idle server spends in the same time is measured before and taken off; it is shown as well.
+Processor time is read from /proc (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ConfigError
+from .http_cost import COLUMNS, TARGET, THIS, cpu_s
+from .suite.servers import ServerContender, ServerError, ServerSpec
+
+_SERVER_COLUMNS = tuple(name for name in COLUMNS if name != "client")
+_FRAMEWORK = tuple(name for name in _SERVER_COLUMNS if name != "rank")
+
+
+class Client:
+    """Sends completions over a connection that is kept open."""
+
+    def __init__(self, server: ServerContender, num_tokens: int, *, whole: bool) -> None:
+        self._endpoint = server.endpoint
+        self._name = server.name
+        self._fields = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
+        self._whole = whole
+        self._connection = http.client.HTTPConnection(urlsplit(server.endpoint.url).netloc)
+        self._num_sent = 0
+
+    def connect(self) -> None:
+        """Opens a connection anew: a server closes those that were idle."""
+        self._connection.close()
+        self.send()
+
+    def send(self) -> tuple[float, float]:
+        """Seconds to the first token and to the end of an answer.
+
+        Raises:
+            ServerError: the request failed.
+        """
+        self._num_sent += 1
+        body: dict[str, Any] = {
+            "model": self._endpoint.model,
+            # No two begin alike: nothing comes from the prefix cache.
+            "prompt": f"# {self._num_sent}\ndef add(a, b):\n    return",
+            "stream": not self._whole,
+            **self._fields,
+        }
+        begun_s = time.perf_counter()
+        self._connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"content-type": "application/json"},
+        )
+        response = self._connection.getresponse()
+        first = response.readline() if response.status == http.client.OK else b""
+        first_s = time.perf_counter() - begun_s
+        rest = response.read()
+        if response.status != http.client.OK:
+            raise ServerError(f"{self._name}: status {response.status}: {rest[:200]!r}")
+        if not self._whole and (not first.startswith(b"data:") or b'"error"' in first):
+            raise ServerError(f"{self._name}: {first[:200]!r}")
+        return first_s, time.perf_counter() - begun_s
+
+
+def measure_idle(server: ServerContender, seconds: float) -> dict[str, float]:
+    """Processor seconds per second of each column without any request."""
+    before = cpu_s(server.pid)
+    time.sleep(seconds)
+    after = cpu_s(server.pid)
+    return {name: (after[name] - before[name]) / seconds for name in _SERVER_COLUMNS}
+
+
+def measure(
+    server: ServerContender, client: Client, num_requests: int, idle: dict[str, float]
+) -> dict[str, float]:
+    """Milliseconds per request: CPU of each column, and medians of the wall's clock.
+
+    Raises:
+        ServerError: a request failed.
+    """
+    client.connect()
+    before, own = cpu_s(server.pid), sum(os.times()[:2])
+    begun_s = time.perf_counter()
+    times = [client.send() for _ in range(num_requests)]
+    wall_s = time.perf_counter() - begun_s
+    after = cpu_s(server.pid)
+    row = {
+        name: (after[name] - before[name] - idle[name] * wall_s) * 1e3 / num_requests
+        for name in _SERVER_COLUMNS
+    }
+    row["client"] = (sum(os.times()[:2]) - own) * 1e3 / num_requests
+    row["framework"] = sum(row[name] for name in _FRAMEWORK)
+    row["first token"] = statistics.median(first for first, _ in times) * 1e3
+    row["whole"] = statistics.median(whole for _, whole in times) * 1e3
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=str(TARGET))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=50, help="per round")
+    parser.add_argument("--tokens", type=int, default=4, help="of a completion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle-s", type=float, default=5.0, help="how long idling is measured")
+    parser.add_argument("--whole", action="store_true", help="without streaming")
+    parser.add_argument(
+        "--server",
+        action="append",
+        metavar="NAME=COMMAND",
+        help="with {port}, {model} and {dtype}; default: this outrider",
+    )
+    options = parser.parse_args()
+    values = {"model": options.model, "dtype": options.dtype}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers: list[tuple[ServerContender, Client, dict[str, float]]] = []
+        for number, text in enumerate(options.server or [THIS]):
+            spec = ServerSpec.parse(text, values)
+            if spec.command is None:
+                raise ConfigError(f"server: {text!r} is no NAME=COMMAND", field="server")
+            server = ServerContender(spec, logs / f"{number}.log")
+            stack.callback(server.close)
+            server.start()
+            client = Client(server, options.tokens, whole=options.whole)
+            for _ in range(10):  # warms up
+                client.send()
+            servers.append((server, client, {}))
+        for server, _, idle in servers:
+            idle.update(measure_idle(server, options.idle_s))
+        rounds: dict[str, list[dict[str, float]]] = {each.name: [] for each, _, _ in servers}
+        for _ in range(options.rounds):
+            for server, client, idle in servers:
+                rounds[server.name].append(measure(server, client, options.requests, idle))
+        _print(rounds, {server.name: idle for server, _, idle in servers})
+
+
+def _print(rounds: dict[str, list[dict[str, float]]], idle: dict[str, dict[str, float]]) -> None:
+    names = (*_SERVER_COLUMNS, "client", "framework", "first token", "whole")
+    table = Table(title="CPU milliseconds per request, beyond idling", title_justify="left")
+    for name in ("server", *names):
+        table.add_column(name, justify="right")
+    for server, rows in rounds.items():
+        table.add_row(
+            server, *(f"{statistics.median(row[name] for row in rows):.1f}" for name in names)
+        )
+        first = [row["first token"] for row in rows]
+        whole = [row["whole"] for row in rows]
+        extremes = [f"{min(each):.1f} to {max(each):.1f}" for each in (first, whole)]
+        shares = [f"{idle[server][name] * 1e3:.0f} ms/s" for name in _SERVER_COLUMNS]
+        table.add_row("idle, range", *shares, "", "", *extremes)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
