@@ -8,10 +8,12 @@ sources of a package, and a package's kernels use nothing compiled outside of it
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -102,7 +104,9 @@ class Compiler:
                 return self._compile(function, signature)
             usual, _SETTINGS.CACHE_DIR = _SETTINGS.CACHE_DIR, str(self.folder)
             try:
-                return self._compile(function, signature, cache=True)
+                with ExitStack() as alone:
+                    _lock(self._lock_of(function.__name__), alone)
+                    return self._compile(function, signature, cache=True)
             except Exception as error:  # noqa: BLE001 - anything may be on a disk; its own fault is raised again
                 log.warning("%s: compiled kernels cannot be kept there: %r", self.folder, error)
                 return self._compile(function, signature)
@@ -111,8 +115,35 @@ class Compiler:
 
         return compile_it
 
+    def is_taken(self, name: str) -> bool:
+        """Whether a process compiles the function of this name now."""
+        if self.folder is None:
+            return False
+        with ExitStack() as lock:
+            return not _lock(self._lock_of(name), lock, wait=False)
+
+    def _lock_of(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{name}.lock"
+
     def _compile(self, function: Function, signature: Any, **options: Any) -> Function:
         return cast(Function, numba.njit(signature, **self._options, **options)(function))
+
+
+def _lock(path: Path, stack: ExitStack, *, wait: bool = True) -> bool:
+    """Takes a file's lock until the stack is closed; False: another process has it.
+
+    One process compiles a function, and those that wait for it load what was kept. Where files have
+    no locks, each compiles it.
+    """
+    try:
+        file = stack.enter_context(path.open("w"))
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.info("%s cannot be locked: %s", path, error)
+    return True
 
 
 def cache_folder(sources: Path, usual: str) -> Path | None:

@@ -199,7 +199,7 @@ class _Call:
         self._id = request.id
         self._listener = listener
         self._inbox = listener.open(request.id)
-        self._aborted = False
+        self._aborted = self._is_finished = False
         self._response = engines.generate.remote(body, listener.reply_to)
         self._task = asyncio.ensure_future(self._wait())
 
@@ -211,6 +211,7 @@ class _Call:
         """
         item = await self._inbox.get()
         if item is not None:
+            self._is_finished = item.finish_reason is not None
             return item
         error = self._task.result()
         if error is not None and not self._aborted:
@@ -232,9 +233,12 @@ class _Call:
         self._response.cancel()
 
     def close(self) -> None:
-        """Cancels what still runs and forgets the request."""
+        """Forgets the request, and cancels it unless its last delta has come.
+
+        A call returns by itself right after that delta, and cancelling it would cost more.
+        """
         self._listener.close(self._id)
-        if not self._task.done():
+        if not self._task.done() and not self._is_finished:
             self._response.cancel()
             self._task.cancel()
 

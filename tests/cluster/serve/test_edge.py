@@ -104,11 +104,13 @@ class FakeResponse:
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
+        self.is_cancelled = False
 
     def __await__(self) -> Any:
         return self._task.__await__()
 
     def cancel(self) -> None:
+        self.is_cancelled = True
         self._task.cancel()
 
 
@@ -118,11 +120,14 @@ class FakeReplicas:
     def __init__(self, make_engine: Callable[..., Any], *behaviours: Any) -> None:
         self.engine = make_engine("the cat sat on the mat. ", num_per_step=3)
         self.behaviours = list(behaviours)
+        self.responses: list[FakeResponse] = []
         self.generate = SimpleNamespace(remote=self._remote)
 
     def _remote(self, body: bytes, reply_to: ReplyTo) -> FakeResponse:
         behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
-        return FakeResponse(asyncio.ensure_future(self._serve(decode(body), reply_to, behaviour)))
+        task = asyncio.ensure_future(self._serve(decode(body), reply_to, behaviour))
+        self.responses.append(FakeResponse(task))
+        return self.responses[-1]
 
     async def _serve(self, wire: Request, reply_to: ReplyTo, behaviour: Any) -> None:
         if isinstance(behaviour, Exception):
@@ -166,7 +171,8 @@ def run(make_engine: Callable[..., Any], *behaviours: Any) -> tuple[list[Delta],
 
 
 def test_a_lost_replica_costs_no_token(make_engine: Callable[..., Any]) -> None:
-    whole, _ = run(make_engine, "fine")
+    whole, replicas = run(make_engine, "fine")
+    assert not replicas.responses[0].is_cancelled, "it ends by itself"
     expected = [token for delta in whole for token in delta.token_ids]
     assert len(expected) == 12
     for behaviours in (("dies", "fine"), ("dies", "dies", "fine"), (EngineDeadError("x"), "fine")):

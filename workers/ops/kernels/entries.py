@@ -42,6 +42,8 @@ def float32_kernels() -> Kernels:
 
 def _compile(tag: np.generic, width: int) -> Kernels:
     kind = Kind(tag, width)
+    if compiled.is_taken("product"):  # the other half, beside the process that has begun
+        _attention(kind)
     return Kernels(width, *_products(kind), *_elementwise(kind), *_attention(kind))
 
 

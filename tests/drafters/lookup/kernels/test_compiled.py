@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -47,6 +48,13 @@ def test_kept_for_the_next_process_and_loaded_only_when_wanted(tmp_path):
     assert (was_loaded, hits) == ("False", "0")
     (was_loaded, made, hits), log = start(tmp_path)
     assert (was_loaded, hits, log) == ("False", made, "")
+
+
+def test_two_processes_share_the_work(tmp_path):
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (each[0] for each in threads.map(start, (tmp_path, tmp_path)))
+    (_, made, hits), (_, _, others) = first, second
+    assert int(hits) + int(others) == int(made)
 
 
 def test_damage_on_the_disk_costs_time_and_nothing_else(tmp_path):

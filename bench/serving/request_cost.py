@@ -1,6 +1,6 @@
 """CPU time of one request in each process behind an HTTP server, and when its first token comes.
 
-    python -m outrider.bench.request_cost [--server NAME=COMMAND]... [--whole]
+    python -m outrider.bench.serving.request_cost [--server NAME=COMMAND]... [--whole]
 
 Starts the servers and sends each, in turn, requests one after the other over one connection. What
 an idle server spends in the same time is measured before and taken off; it is shown as well.
@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ConfigError
-from .http_cost import COLUMNS, TARGET, THIS, cpu_s
-from .suite.servers import ServerContender, ServerError, ServerSpec
+from ...errors import ConfigError
+from ..http_cost import COLUMNS, TARGET, THIS, cpu_s
+from ..suite.servers import ServerContender, ServerError, ServerSpec
 
 _SERVER_COLUMNS = tuple(name for name in COLUMNS if name != "client")
 _FRAMEWORK = tuple(name for name in _SERVER_COLUMNS if name != "rank")
