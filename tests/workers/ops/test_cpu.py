@@ -147,6 +147,7 @@ def test_products(dtype, bias):
     torch.manual_seed(0)
     ops = CpuOps(dtype)
     sizes = [(1, 96, 64), (5, 7, 40), (8, 133, 100), (17, 12, 31), (1, 200, 9000), (50, 70, 9001)]
+    sizes += [(7, 100, 64), (10, 32, 40), (11, 33, 31), (12, 65, 64), (19, 64, 9000)]
     for rows, columns, length in sizes:
         weight = torch.randn(columns, length).to(dtype)
         shift = torch.randn(columns).to(dtype) if bias else None

@@ -54,25 +54,31 @@ __all__ = ["GROUP", "PANEL", "STRIDE", "UNIT", "panel_tile", "transpose", "zip_r
 def panel_tile(num_rows: int, num_panels: int) -> Any:
     """A tile of `num_rows` by `num_panels` panels over `length` units.
 
-    `tile(kind, result, row, row_stride, group, group_stride, ahead, length, out, out_stride,
-    num_columns, bias, adds)`: addresses and strides in bytes; what lies `ahead` of the groups is
-    fetched meanwhile; `result` tags what is written, of which there are `num_columns` per row;
-    `bias` is the address of the columns' biases, of the tag's type, or 0; with `adds`, which takes
-    a float32 `result`, chains go on from what `out` holds.
+    `tile(kind, result, row, row_stride, count, group, group_stride, ahead, length, out,
+    out_stride, num_columns, bias, adds)`: addresses and strides in bytes; rows beyond `count` are
+    the last one again; what lies `ahead` of the groups is fetched meanwhile; `result` tags what is
+    written, of which there are `num_columns` per row; `bias` is the address of the columns' biases,
+    of the tag's type, or 0; with `adds`, which takes a float32 `result`, chains go on from what
+    `out` holds.
     """
 
     @instruction
     def tile(
-        _: Any, kind: Any, result: Any, row: Any, row_stride: Any, group: Any, group_stride: Any,
-        ahead: Any, length: Any, out: Any, out_stride: Any, num_columns: Any, bias: Any, adds: Any,
+        _: Any, kind: Any, result: Any, row: Any, row_stride: Any, count: Any, group: Any,
+        group_stride: Any, ahead: Any, length: Any, out: Any, out_stride: Any, num_columns: Any,
+        bias: Any, adds: Any,
     ) -> Any:  # fmt: skip
         half, rounds = is_half(kind), is_half(result)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, _, row, to_row, group, to_group, ahead, length, out, to, columns, bias, adds = (
-                arguments
-            )
-            rows = [emit_offset(builder, row, to_row, index) for index in range(num_rows)]
+            _, _, row, to_row, count, group, to_group, ahead, length, *more = arguments
+            out, to, columns, bias, adds = more
+            last = builder.sub(count, I64(1))
+            indices = [
+                builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
+                for index in range(num_rows)
+            ]
+            rows = [builder.add(row, builder.mul(to_row, index)) for index in indices]
             panels = [
                 builder.add(
                     emit_offset(builder, group, to_group, index // 4), I64(index % 4 * PANEL)
@@ -91,7 +97,7 @@ def panel_tile(num_rows: int, num_panels: int) -> Any:
                 builder.store(zero, total)
 
             def place_of(index: int, at: int) -> Any:
-                line = emit_offset(builder, out, to, index)
+                line = builder.add(out, builder.mul(to, indices[index]))
                 return builder.add(line, I64(at * LANES * width))
 
             if not rounds:
@@ -118,7 +124,7 @@ def panel_tile(num_rows: int, num_panels: int) -> Any:
                     emit_masked_store(builder, value, place_of(index, at), width, masks[at])
             return context.get_dummy_value()
 
-        return types.void(kind, result, *[types.int64] * 11), emit
+        return types.void(kind, result, *[types.int64] * 12), emit
 
     return tile
 

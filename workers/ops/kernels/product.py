@@ -1,52 +1,73 @@
 """Products with a weight laid out in groups of panels (`panels.py`), one group at a time.
 
-A group is read by all rows before the next, up to six rows at a time; the first of them fetch what
-lies 16 kB behind. Where a group would not stay in the second level of cache, it is read in
-sections, and sums between sections lie in `scratch`. A row's results do not depend on how many rows
-there are.
+A group is read by all rows before the next: whole, if there are up to six, else in two halves by
+up to twelve rows at a time. The first rows of either fetch what lies 16 kB behind, so that up to
+twelve rows wait for memory no more often than one. Where a group would not stay in the second level
+of cache, it is read in sections, and sums between sections lie in `scratch`. A row's results do not
+depend on how many rows there are.
 """
 
 from __future__ import annotations
 
-from . import Matrix, inlined, shared
-from .panels import GROUP, STRIDE, UNIT, panel_tile
+from . import Kind, Matrix, inlined, shared
+from .panels import GROUP, PANEL, STRIDE, UNIT, panel_tile
 from .vector import FULL, LANES, add, load, load_some, store_some
 
 ONE, TWO, THREE, FOUR, FIVE, SIX = (panel_tile(rows, 4) for rows in range(1, 7))
+EIGHT, TEN, TWELVE = (panel_tile(rows, 2) for rows in (8, 10, 12))
 ONE_WIDE = panel_tile(1, 8)
 AHEAD = 16384  # bytes
 SECTION = 2048  # units: half a megabyte of a group
+FLOATS = Kind(FULL, 4)
 SCRATCH_ROWS = 48
 SCRATCH_BYTES = SCRATCH_ROWS * GROUP * 4
+
+
+@inlined
+def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
+    """All rows with two panels of a group."""
+    tag, into, done = kind.tag, result.tag, 0
+    while done < num_rows:
+        left = num_rows - done
+        n = 12 if left > 18 else left if left <= 12 else (left + 1) // 2
+        x, to_x = rows.start + done * rows.to_row, rows.to_row
+        o, to_o = out.start + done * out.to_row, out.to_row
+        if n <= 8:
+            EIGHT(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
+        elif n <= 10:
+            TEN(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
+        else:
+            TWELVE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
+        done += n
+        ahead = 0
 
 
 @shared
 def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
     """All rows with a group of panels."""
-    tag, done = kind.tag, 0
-    while done < num_rows:
-        left = num_rows - done
-        x, to_x = rows.start + done * rows.to_row, rows.to_row
-        o, to_o = out.start + done * out.to_row, out.to_row
-        if left == 1:
-            ONE(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 1
-        elif left == 2:
-            TWO(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 2
-        elif left == 3:
-            THREE(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 3
-        elif left == 5:
-            FIVE(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 5
-        elif left == 4 or left == 7 or left == 8:
-            FOUR(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 4
-        else:
-            SIX(tag, result, x, to_x, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-            done += 6
-        ahead = 0
+    tag, into, n = kind.tag, result.tag, num_rows
+    x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
+    if n == 1:
+        ONE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif n == 2:
+        TWO(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif n == 3:
+        THREE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif n == 4:
+        FOUR(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif n == 5:
+        FIVE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif n == 6:
+        SIX(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    else:
+        for half in range(2):
+            first = half * GROUP // 2
+            if first < num_columns:
+                to = Matrix(out.start + first * result.width, out.to_row)
+                shift = bias + first * result.width if bias else 0
+                panels = group + half * 2 * PANEL
+                left = num_columns - first
+                _half_rows(kind, result, rows, n, panels, ahead, length, to, left, shift, adds)
 
 
 @inlined
@@ -62,11 +83,12 @@ def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, s
         ahead = AHEAD if group + to_group + AHEAD <= end else 0
         if num_rows == 1 and left >= 2 * GROUP and length <= SECTION:
             ONE_WIDE(
-                tag, tag, rows.start, 0, group, to_group, ahead, length, to.start, 0, left, shift, 0
-            )
+                tag, tag, rows.start, 0, 1, group, to_group, ahead, length, to.start, 0, left,
+                shift, 0,
+            )  # fmt: skip
             column += GROUP
         elif length <= SECTION:
-            group_rows(kind, tag, rows, num_rows, group, ahead, length, to, left, shift, 0)
+            group_rows(kind, kind, rows, num_rows, group, ahead, length, to, left, shift, 0)
         else:
             for first in range(0, num_rows, SCRATCH_ROWS):
                 part = Matrix(rows.start + first * rows.to_row, rows.to_row)
@@ -84,7 +106,7 @@ def _in_sections(kind, rows, num_rows, group, ahead, length, out, num_columns, b
         count = min(SECTION, length - begin)
         x = Matrix(rows.start + begin * UNIT, rows.to_row)
         section, adds = group + begin * STRIDE, 1 if begin else 0
-        group_rows(kind, FULL, x, num_rows, section, ahead, count, sums, GROUP, 0, adds)
+        group_rows(kind, FLOATS, x, num_rows, section, ahead, count, sums, GROUP, 0, adds)
     for row in range(num_rows):
         source, target = sums.start + row * sums.to_row, out.start + row * out.to_row
         for column in range(0, min(num_columns, GROUP), LANES):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from . import Matrix, inlined
 from .panels import GROUP, PANEL, STRIDE, UNIT, transpose, zip_rows
 from .prepare import item64
-from .product import group_rows
+from .product import FLOATS, group_rows
 from .vector import FULL, HALF, LANES, load, load_one, store, store_one
 from .visible import slot_of
 
@@ -98,7 +98,7 @@ def score_panels(kind, panels, queries, num_queries, num_keys, dim, scores):
     for begin in range(0, num_keys, GROUP):
         keys = panels.keys + begin // GROUP * units * STRIDE
         out = Matrix(scores.start + begin * 4, scores.to_row)
-        group_rows(kind, FULL, queries, num_queries, keys, 0, units, out, GROUP, 0, 0)
+        group_rows(kind, FLOATS, queries, num_queries, keys, 0, units, out, GROUP, 0, 0)
 
 
 @inlined
@@ -118,4 +118,4 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
     for begin in range(0, dim, GROUP):
         values = panels.values + begin // GROUP * to_group
         out = Matrix(results.start + begin * 4, results.to_row)
-        group_rows(kind, FULL, weights, num_queries, values, 0, units, out, GROUP, 0, 1)
+        group_rows(kind, FLOATS, weights, num_queries, values, 0, units, out, GROUP, 0, 1)
