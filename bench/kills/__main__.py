@@ -1,11 +1,12 @@
 """What clients notice when processes of a server are killed.
 
-    python -m outrider.bench.kills [--streams 8] [--what rank engine proxy ...]
+    python -m outrider.bench.kills [--streams 8] [--what rank engine proxy ...] [--stop]
 
 Starts a server over the demo models: a target, a draft model in a worker of its own, and a pool of
 n-grams shared by the cluster. For each kind of process, resumable streams (`outrider.client`) run,
-and SIGKILL ends all processes of that kind. The tokens are compared with those of an undisturbed
-run: half of the streams decode greedily, half sample with a seed. Runs on Linux.
+and SIGKILL ends all processes of that kind; with `--stop`, SIGSTOP halts them. The tokens are
+compared with those of an undisturbed run: half of the streams decode greedily, half sample with a
+seed. Runs on Linux.
 """
 
 from __future__ import annotations
@@ -173,10 +174,12 @@ def main() -> None:
     )
     parser.add_argument("--log", type=Path, help="file for the server's output")
     options = parser.parse_args()
-    table = Table(title="Killed processes", title_justify="left")
+    table = Table(
+        title=f"{'Stopped' if options.stop else 'Killed'} processes", title_justify="left"
+    )
     columns = ("streams", "client errors", "wrong tokens", "longest stall s", "median stall s")
-    for name in ("killed", "processes", *columns, "whole again s"):
-        table.add_column(name, justify="left" if name == "killed" else "right")
+    for name in ("kind", "processes", *columns, "whole again s"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
     begun = os.getloadavg()
     number = signal.SIGSTOP if options.stop else signal.SIGKILL
     settings = {"resources": {"spare_workers": not options.no_spares}}
