@@ -5,13 +5,15 @@
 In one process, without a scheduler: decoding one token, verifying a tree of 8 nodes, and attention
 alone beside torch's. On a CUDA device each forward is also captured in a graph and replayed. The
 share of the bandwidth compares the bytes that a step must read (weights and cache) with the rate
-of a copy that is timed in the same run. `--device cpu --size tiny` runs the same code anywhere;
-its figures mean nothing.
+of a copy that is timed in the same run. `--dry-run` with TRITON_INTERPRET=1 in the environment runs
+the same code and kernels anywhere, on a tiny model under Triton's interpreter, and `--device cpu`
+with a CPU's operations; their figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -62,6 +64,15 @@ class Machine:
     device: torch.device
     dtype: torch.dtype
     rounds: int
+    is_dry: bool = False  # no device: kernels are interpreted, graphs are plain calls
+
+    def ops(self) -> Ops:
+        """The device's operations; in a dry run those of a GPU."""
+        if not self.is_dry:
+            return make_ops(self.device, self.dtype)
+        from ..workers.ops.cuda.ops import CudaOps
+
+        return CudaOps(self.device)
 
     def random(self, *shape: int) -> Tensor:
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -86,6 +97,8 @@ class Machine:
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """`run` as a CUDA graph; None where there are none."""
+        if self.is_dry:
+            return run
         if self.device.type != "cuda":
             return None
         run()
@@ -154,7 +167,7 @@ def planned(
 @torch.inference_mode()
 def report(size: Size, machine: Machine, context_len: int) -> list[str]:
     """The lines of a report."""
-    ops = make_ops(machine.device, machine.dtype)
+    ops = machine.ops()
     model, num_read = random_model(size, machine, ops)
     rate = copy_rate(machine)
     kv_bytes = 2 * size.num_kv_heads * size.head_dim * context_len * size.num_layers
@@ -207,6 +220,20 @@ def describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def begin_dry_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Makes `options` those of a dry run."""
+    if os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported: by torch, maybe
+        parser.error("--dry-run: set TRITON_INTERPRET=1 in the environment")
+    options.device, options.size, options.dtype = "cpu", "tiny", "float32"
+    options.context, options.rounds = min(options.context, 40), 1
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """Where the options say."""
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    return Machine(device, dtype, options.rounds, options.dry_run)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.gpu")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -214,12 +241,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, interpreted")
     options = parser.parse_args(arguments)
+    if options.dry_run:
+        begin_dry_run(parser, options)
     if options.context < 1 or options.rounds < 1:
         parser.error("--context and --rounds must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device; `--device cpu --size tiny` tries the code")
-    machine = Machine(torch.device(options.device), DTYPES[options.dtype], options.rounds)
+        parser.error("--device cuda: no CUDA device; `--dry-run` tries the code")
+    machine = machine_of(options)
     for line in report(SIZES[options.size], machine, options.context):
         sys.stdout.write(line + "\n")
 

@@ -6,7 +6,8 @@ Three whole steps in one process, without a scheduler: one token a sequence; a r
 `--nodes` drafted tokens, without a head; the same with the head's rows and its draft loop. Each is
 captured in a CUDA graph on a CUDA device, as an engine does. Random weights accept nothing, so the
 last figure is the number of tokens a step has to emit for the head to pay. `--device cpu --size
-tiny` runs the same code anywhere; its figures mean nothing.
+tiny` runs the same code anywhere; `--dry-run` with TRITON_INTERPRET=1 in the environment does so
+with the GPU's kernels. Their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from ...workers.device_step.shape import MAX_NODES, SeatKinds, StepShape, smalle
 from ...workers.device_step.step import DeviceStep
 from ...workers.head import HeadRunner
 from ...workers.model.family import FamilyModel
-from ...workers.ops import Ops, PlannedOps, ReferenceOps, make_ops
+from ...workers.ops import Ops, PlannedOps, ReferenceOps
 from ..forward import BLOCK_SIZE, DTYPES
-from ..gpu import SIZES, Machine, Size, describe, random_model
+from ..gpu import SIZES, Machine, Size, begin_dry_run, describe, machine_of, random_model
 
 DRAFT_VOCAB = 32000  # of published heads
 
@@ -153,7 +154,7 @@ def report(
 ) -> list[str]:
     """The lines of a report."""
     on_device = machine.device.type == "cuda"
-    ops = make_ops(machine.device, machine.dtype) if on_device else ReferenceOps()
+    ops = machine.ops() if on_device or machine.is_dry else ReferenceOps()
     model, _ = random_model(size, machine, ops)
     lines = [
         f"device: {describe(machine.device)}, operations: {ops.name}, torch {torch.__version__}, "
@@ -192,14 +193,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=4, help="levels of the head's chain")
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, interpreted")
     options = parser.parse_args(arguments)
+    if options.dry_run:
+        begin_dry_run(parser, options)
+        options.batch = [min(2, each) for each in options.batch]
     if min(options.context, options.rounds, *options.batch) < 1:
         parser.error("--context, --rounds and --batch must be at least 1")
     if not 1 <= options.nodes <= MAX_NODES or smallest_size(options) is None:
         parser.error("--nodes: no step of the device has room for --batch times so many")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device; `--device cpu --size tiny` tries the code")
-    machine = Machine(torch.device(options.device), DTYPES[options.dtype], options.rounds)
+        parser.error("--device cuda: no CUDA device; `--dry-run` tries the code")
+    machine = machine_of(options)
     found = report(SIZES[options.size], machine, options.batch, options.context, options.nodes)
     for line in found:
         sys.stdout.write(line + "\n")

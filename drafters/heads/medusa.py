@@ -28,6 +28,7 @@ from .protocol import (
     HeadLayer,
     HeadRows,
     TargetFacts,
+    Trees,
     Verified,
     drafts_of,
     frontier,
@@ -133,8 +134,8 @@ class MedusaHead:
         hidden = step.hidden[self.capture[0]]
         return hidden, hidden
 
-    def expand(self, start: DraftStart, depth: int, host: HeadHost) -> tuple[Tensor, Tensor]:
-        return self._filled(start.read, host)
+    def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
+        return Trees(*self._filled(start.read, host))
 
     def _filled(
         self,

@@ -94,10 +94,20 @@ class HeadRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Trees:
+    """Drafts on the device, parents first."""
+
+    tokens: Tensor  # [num_drafts, num_nodes], the target's ids
+    parents: Tensor  # [num_drafts, num_nodes], within a draft; -1 is the root
+    sizes: Tensor | None = None  # [num_drafts], the first so many are nodes; None: all
+
+
+@dataclass(frozen=True, slots=True)
 class DraftStart:
     """The last committed row of every sequence that drafts, and what its draft is made with."""
 
     base: Tensor  # [num_drafts] int64, position of the row
+    emitted: Tensor  # [num_drafts] int64, the token after it, which has no row yet
     feature: Tensor  # [num_drafts, feature]
     read: Tensor  # [num_drafts, hidden_size], for the output layer
     levels: DraftLevels | None  # None: the head has no layers with attention
@@ -235,7 +245,7 @@ class Expansion(Protocol):
         start: DraftStart,
         depth: int,  # levels of a chain; trees have all of theirs
         host: HeadHost,
-    ) -> tuple[Tensor, Tensor]:  # [num_drafts, num_nodes] each: tokens, and parents within a draft
+    ) -> Trees:
         """The drafts, without a value on the host."""
         ...
 
@@ -260,6 +270,11 @@ def frontier(step: StepInput, verdict: Verdict) -> Frontier:
     rows[deep] += 1 + verdict.path[verdict.path_start[deep + 1] - 1]
     lens = step.positions[rows[seqs]] + 2  # the row itself, and the token emitted after it
     return Frontier(seqs, rows[seqs], lens.astype(np.int32))
+
+
+def last_emitted(verdict: Verdict, ends: Frontier) -> IntArray:  # [num_drafts]
+    """The token after each row of `ends`."""
+    return verdict.emitted[verdict.emitted_start[ends.seqs + 1] - 1]
 
 
 def drafts_of(

@@ -18,14 +18,28 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from ...config import ReDrafterConfig
-from ...scheduler.types import IntArray, NextDrafts, ints
+from ...scheduler.types import NextDrafts, ints
 from .load import Tensors, fail
-from .protocol import HeadHost, HeadLayer, TargetFacts, Verified, drafts_of, frontier, on
+from .protocol import (
+    DraftStart,
+    Expansion,
+    HeadHost,
+    HeadLayer,
+    HeadRows,
+    TargetFacts,
+    Trees,
+    Verified,
+    drafts_of,
+    frontier,
+    last_emitted,
+    on,
+)
 
 TOP = 50  # tokens per step with a probability
 
@@ -89,6 +103,8 @@ class ReDrafterHead:
     """The module and its beam search."""
 
     layers: tuple[HeadLayer, ...] = ()
+    target_ids: Tensor | None = None  # nothing is drawn
+    branches, room = True, 0
 
     def __init__(
         self, module: ReDrafterModule, config: ReDrafterConfig, target: TargetFacts
@@ -111,14 +127,36 @@ class ReDrafterHead:
         if not len(ends.seqs):
             return drafts_of(step, ends, ints([]).reshape(0, 0), ints([]))
         context = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]
-        emitted = verdict.emitted[verdict.emitted_start[ends.seqs + 1] - 1]
-        length, room = self._length, self._max_nodes
-        if step.max_nodes is not None:  # a path cannot have more nodes than the tree
+        emitted, room = on(last_emitted(verdict, ends), host.target.device), self._max_nodes
+        if step.max_nodes is not None:
             room = min(room, int(step.max_nodes[ends.seqs].max()))
-            length = min(length, room)
-        beams = self._search(context, on(emitted, host.target.device), length, host)
-        tokens, parents, sizes = beams.merged(room)
-        return drafts_of(step, ends, tokens, parents, sizes)
+        trees = self._grown(context, emitted, room, host)
+        assert trees.sizes is not None, "beams share prefixes"
+        parts = [trees.tokens, trees.parents, trees.sizes[:, None]]
+        rows = ints(torch.cat(parts, dim=1).cpu().numpy())
+        tokens, parents = np.split(rows[:, :-1], 2, axis=1)
+        return drafts_of(step, ends, tokens, parents, rows[:, -1])
+
+    @property
+    def drafting(self) -> Expansion:
+        return self
+
+    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
+        hidden = step.hidden[self.capture[0]]
+        return hidden, hidden
+
+    def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
+        return self._grown(start.read, start.emitted, min(depth, self._max_nodes), host)
+
+    def _grown(
+        self,
+        context: Tensor,  # [num_drafts, hidden_size]
+        emitted: Tensor,  # [num_drafts], first token of all beams
+        room: int,  # nodes of a tree
+        host: HeadHost,
+    ) -> Trees:
+        length = min(self._length, room)  # a path cannot have more nodes than the tree
+        return self._search(context, emitted, length, host).merged(room)
 
     def _search(
         self,
@@ -170,8 +208,8 @@ class Beams:
         self._scores.append(scores)
         self._above.append(above)
 
-    def merged(self, max_nodes: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Tokens and parents [num_drafts, num_nodes] of the last level's prefixes, and counts.
+    def merged(self, max_nodes: int) -> Trees:
+        """The last level's prefixes as trees.
 
         Nodes are sorted by descending score. A parent's score is never below its child's and its
         level is earlier, so a stable sort puts parents first and every prefix is a tree.
@@ -195,11 +233,8 @@ class Beams:
         above = torch.cat(parents, dim=1)
         above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
         first = order[:, :max_nodes]
-        tree = [torch.cat(self._tokens, dim=1).gather(1, first), above.gather(1, first)]
-        counts = kept.sum(1, keepdim=True).clamp(max=first.shape[1])
-        rows = ints(torch.cat([*tree, counts], dim=1).cpu().numpy())
-        num_nodes = first.shape[1]
-        return rows[:, :num_nodes], rows[:, num_nodes:-1], rows[:, -1]
+        tokens = torch.cat(self._tokens, dim=1).gather(1, first)
+        return Trees(tokens, above.gather(1, first), kept.sum(1).clamp(max=first.shape[1]))
 
 
 def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHead:

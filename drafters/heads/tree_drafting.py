@@ -21,7 +21,17 @@ from torch import Tensor
 from ...config.tree_drafting import TreeDraftingConfig
 from ...scheduler.types import NextDrafts, ints
 from .fixed_tree import FixedTree
-from .protocol import Attend, DraftStart, HeadHost, Verified, drafts_of, frontier, on
+from .protocol import (
+    Attend,
+    DraftStart,
+    HeadHost,
+    Trees,
+    Verified,
+    drafts_of,
+    frontier,
+    last_emitted,
+    on,
+)
 
 
 class Recurrence(Protocol):
@@ -101,6 +111,7 @@ class TreeDrafter:
         rows = on(ends.rows, device)
         start = DraftStart(
             on(step.positions[ends.rows], device),
+            on(last_emitted(done.verdict, ends), device),
             feature[rows],
             read[rows],
             host.draft_attention(
@@ -108,7 +119,8 @@ class TreeDrafter:
             ),
             draw,
         )
-        tokens, parents = torch.stack(self.expand(start, depth, host)).cpu().numpy()
+        trees = self.expand(start, depth, host)
+        tokens, parents = torch.stack([trees.tokens, trees.parents]).cpu().numpy()
         return drafts_of(step, ends, ints(tokens), ints(parents))
 
     def expand(
@@ -116,11 +128,13 @@ class TreeDrafter:
         start: DraftStart,
         depth: int,  # levels of a chain; trees have all of theirs
         host: HeadHost,
-    ) -> tuple[Tensor, Tensor]:  # [num_drafts, num_nodes] each: tokens, and parents within a draft
+    ) -> Trees:
         """The drafts, without a value on the host."""
         if self._tree is not None:
-            return self._fixed(self._tree, start, host)
-        return self._dynamic(start, host) if self.branches else self._chain(start, depth, host)
+            return Trees(*self._fixed(self._tree, start, host))
+        if self.branches:
+            return Trees(*self._dynamic(start, host))
+        return Trees(*self._chain(start, depth, host))
 
     def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> tuple[Tensor, Tensor]:
         state, device = _Level(start.feature[:, None], start.read[:, None]), start.base.device

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -33,4 +37,17 @@ def test_bad_options_are_named(arguments, named, capsys):
 def test_without_a_device(capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
-    assert "--device cpu --size tiny" in capsys.readouterr().err
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("module", ["bench.gpu", "bench.micro.gpu_head"])
+def test_dry_runs(module):
+    """The GPU's kernels and every line but CUDA's own, in a process that interprets them."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"outrider.{module}", "--dry-run"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "operations: triton" in done.stdout

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, TensorHead
+from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, TensorHead, Trees
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_attention import CommittedRows, PagedAttend, PagedLevels
@@ -111,9 +111,11 @@ class DeviceHead:
         known = layout.plan.context_lens + accepted.counts.to(torch.int32)
         base = known.long() - 1
         levels = self._levels(layout, known, base) if self._head.drafting.room else None
-        start = DraftStart(base, feature, read, levels, self._draw(layout, base, shape))
-        tokens, parents = self._head.drafting.expand(start, shape.num_nodes, self._service)
-        drafts = self._cut(tokens, parents, self._seats.step_room(shape))
+        emitted = accepted.emitted.gather(1, accepted.counts[:, None] - 1)[:, 0].long()
+        draw = Draw(self._service, layout, self._seats, base, shape)
+        start = DraftStart(base, emitted, feature, read, levels, draw)
+        trees = self._head.drafting.expand(start, shape.num_nodes, self._service)
+        drafts = self._cut(trees, self._seats.step_room(shape))
         self._seats.keep_drafts(layout.seats, drafts.counts, (drafts.tokens, drafts.parents))
         return drafts
 
@@ -134,17 +136,17 @@ class DeviceHead:
             self._planned, self._cache, first, rows, drafting.room, branches=drafting.branches
         )
 
-    def _draw(self, layout: DeviceLayout, base: Tensor, shape: StepShape) -> Draw:
-        return Draw(self._service, layout, self._seats, base, shape)
-
-    def _cut(self, tokens: Tensor, parents: Tensor, room: Tensor) -> DeviceDrafts:
+    def _cut(self, trees: Trees, room: Tensor) -> DeviceDrafts:
         """Drafts of the width that seats and outcome have, and of what each has room for."""
-        num_nodes, width = tokens.shape[1], self._seats.sizes.num_draft_nodes
+        num_nodes, width = trees.tokens.shape[1], self._seats.sizes.num_draft_nodes
         missing = (0, width - num_nodes)
+        counts = room.clamp(max=num_nodes)
+        if trees.sizes is not None:
+            counts = counts.minimum(trees.sizes.to(torch.int32))
         return DeviceDrafts(
-            room.clamp(max=num_nodes),
-            torch.nn.functional.pad(tokens.to(torch.int32), missing),
-            torch.nn.functional.pad(parents.to(torch.int32), missing, value=-1),
+            counts,
+            torch.nn.functional.pad(trees.tokens.to(torch.int32), missing),
+            torch.nn.functional.pad(trees.parents.to(torch.int32), missing, value=-1),
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...scheduler.plan import StepPlan
 from ...scheduler.types import Verdict, ints
@@ -104,6 +105,11 @@ class DeviceStepService:
             drafts=self._sizes.num_draft_nodes > 0,
             host_edits=self._sizes.edits_obstacle,
         )
+
+    @property
+    def outcome(self) -> Tensor:  # [num_words] int32
+        """The buffer in which steps leave their outcome."""
+        return self._step.outcome
 
     @property
     def num_captured(self) -> int:

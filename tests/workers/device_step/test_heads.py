@@ -22,6 +22,7 @@ from outrider.drafters.colocated import Colocated
 from outrider.drafters.drafting import Drafting
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step.lives import (
     BLOCK,
@@ -68,6 +69,7 @@ CASES = {
     "dynamic": (Eagle3Config, {"draft_vocab": 80}, DYNAMIC),
     "one-pass": (MedusaConfig, {}, {"medusa_choices": NODES[:5]}),
     "modules": (MTPConfig, {}, {"max_draft_len": 4}),
+    "beams": (ReDrafterConfig, {}, {"max_draft_len": 3, "redrafter_num_beams": 3}),
 }
 
 
@@ -113,6 +115,8 @@ def section_of(folders, tmp_path_factory):
             folder, target = tmp_path_factory.mktemp(case), folders[object]
             if section is MTPConfig:
                 path = str(folders[section])
+            elif section is ReDrafterConfig:
+                path = write_redrafter(folder, redrafter_tensors(str(target)))
             elif section is MedusaConfig:
                 path = write_medusa(folder, medusa_tensors(str(target), 2), "safetensors")
             else:
@@ -151,14 +155,19 @@ class DraftingTarget(InProcessTarget):
                 self.drafted[name, int(made.lens[row])] = tree
 
 
-def make(kind, model, section, head, num_blocks, *, on_device):
+def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
     options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 64}
     config = EngineConfig.load({"model": "m", "speculative_config": section, **options})
     overlaps = kind is OverlapLoop
     scheduler = Scheduler(config, num_blocks, MAX_LEN, tree_drafts=True, ranks_append=overlaps)
     drafting = Drafting(Colocated("head"), VOCAB, section=section, ranks_draft=overlaps)
     target = DraftingTarget(
-        model, num_blocks, on_device=on_device, head=head, num_draft_nodes=section.max_nodes
+        model,
+        num_blocks,
+        on_device=on_device,
+        head=head,
+        num_draft_nodes=section.max_nodes,
+        vocab=vocab,
     )
     return kind(scheduler, target, drafting)
 
@@ -183,6 +192,8 @@ def test_random_lives(model, head_of, section_of, case):
         # What the token budget leaves may differ, so one is a prefix of the other.
         for key in common:
             pair = loop.target.drafted[key], plain.target.drafted[key]
+            if case == "beams" and min(len(trees[0]) for trees in pair) < section.draft_len:
+                continue  # a shorter search, which other beams survive
             for ours, theirs in zip(*pair, strict=True):
                 assert ours[: len(theirs)] == theirs[: len(ours)]
 
@@ -201,6 +212,43 @@ def test_random_lives_on_replays(model, head_of, section_of, case):
     assert emitted(loop, requests, 0) == wanted
     assert api.num_replays == device_step.num_steps > 10
     assert loop.target.drafted == plain.target.drafted
+
+
+EDITED = (
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "logit_bias": {3: 5.0, 9: -100.0}, "logprobs": 2},
+    {"temperature": 0.0, "min_tokens": 6, "logprobs": 0},
+    {"temperature": 0.0},
+)
+
+
+def test_requests_with_edits_beside_a_head(model, head_of, section_of):
+    """Penalties, biases, `min_tokens` and log-probabilities in the batches that a head drafts."""
+    rng, section = random.Random(2), section_of("chain")
+    requests = [
+        replace(request, sampling=SamplingParams(max_tokens=12, **EDITED[index % len(EDITED)]))
+        for index, request in enumerate(requests_of(rng, VOCAB)[:6])
+    ]
+    results = []
+    for on_device in (False, True):
+        loop = make(Loop, model, section, head_of("chain"), 120, on_device=on_device, vocab=VOCAB)
+        step, scores = loop.step, {request.id: [] for request in requests}
+
+        def stepped(step=step, scores=scores):
+            deltas = step()
+            for delta in deltas:
+                scores[delta.request_id] += [each.chosen for each in delta.logprobs]
+            return deltas
+
+        loop.step = stepped
+        results.append((emitted(loop, requests, 0), scores))
+        assert loop.drafting.stats.num_acc_tokens > 2
+    assert loop.target.service.device_step.num_steps > 10
+    (wanted, host_scores), (found, scores) = results
+    assert found == wanted
+    for name, values in host_scores.items():
+        assert scores[name] == pytest.approx(values, abs=1e-4)
+    assert sum(map(len, scores.values())) > 20
 
 
 def step_of(model, head, num_draft_nodes, device=CPU) -> DeviceStep:
@@ -260,7 +308,7 @@ def test_one_tape_for_all_data_of_a_shape(model, target, section_of, case, tempe
     assert not torch.equal(before[1], eager[1])
 
 
-def test_obstacles(model, target, section_of, tmp_path):
+def test_obstacles(model, target, section_of):
     def found(section, model=model, **options):
         head = HeadService(section, model, target, **options)
         return head_obstacle(head, section.max_nodes)
@@ -272,8 +320,5 @@ def test_obstacles(model, target, section_of, tmp_path):
     assert "run as torch modules: the caller" in found(chain, fused=False)
     long = chain.model_copy(update={"max_draft_len": 256})
     assert "256 nodes is longer than a step's 255" in found(long)
-    beams = write_redrafter(tmp_path, redrafter_tensors(str(target)))
-    section = ReDrafterConfig(speculative_model=beams, max_draft_len=3)
-    assert "put together on the host" in found(section)
     host = load_model(target, device=CPU, collective=Collective.single())
     assert "'cpu' plan steps" in found(chain, host)
