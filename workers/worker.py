@@ -264,8 +264,9 @@ class Worker:
         if "target" not in self._models:
             return "there is no target"
         reason = self._target_obstacle()
-        if not reason and self._head is not None and self._spec.head is not None:
-            reason = head_obstacle(self._head, self._spec.head.max_nodes)
+        if reason or self._head is None or self._spec.head is None:
+            return reason
+        reason = head_obstacle(self._head, self._spec.head.max_nodes)  # every rank has the head
         return Agreement(self._collective, self._device).problem(reason)
 
     def _target_obstacle(self) -> str:
