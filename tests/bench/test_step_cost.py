@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench import step_cost
+from outrider.bench.micro import step_cost
 
 
 def test_rows_of_a_run(capsys):

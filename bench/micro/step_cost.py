@@ -1,6 +1,6 @@
 """What a decode step costs beside the forward: bytes to the ranks, and CPU time of engine and rank.
 
-    python -m outrider.bench.step_cost [--batch 1 8 64] [--tp 1 2] [--steps 60]
+    python -m outrider.bench.micro.step_cost [--batch 1 8 64] [--tp 1 2] [--steps 60]
 
 Before: steps planned on the host and posted after the last verdict (`device_step: off`,
 `overlap_scheduling: false`). After: steps of the device, each posted before the last verdict is
@@ -22,26 +22,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import EngineConfig
-from ..drafters.drafting import Drafting
-from ..drafters.none import NoDrafter
-from ..scheduler import tree
-from ..scheduler.loop import Loop
-from ..scheduler.overlap import OverlapLoop
-from ..scheduler.plan import Batch
-from ..scheduler.sampling import SamplingParams
-from ..scheduler.scheduler import Scheduler
-from ..scheduler.types import Draft, Request, StepInput, Verdict, ints
-from ..workers.attention import KVCache
-from ..workers.collective import Collective
-from ..workers.device_step.seats import SeatSizes
-from ..workers.model import PagedModel, load_model
-from ..workers.ops import ReferenceOps
-from ..workers.target import TargetService
-from ..workers.transport import wire
-from ..workers.verify import make_rule
+from ...config import EngineConfig
+from ...drafters.drafting import Drafting
+from ...drafters.none import NoDrafter
+from ...scheduler import tree
+from ...scheduler.loop import Loop
+from ...scheduler.overlap import OverlapLoop
+from ...scheduler.plan import Batch
+from ...scheduler.sampling import SamplingParams
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.types import Draft, Request, StepInput, Verdict, ints
+from ...workers.attention import KVCache
+from ...workers.collective import Collective
+from ...workers.device_step.seats import SeatSizes
+from ...workers.model import PagedModel, load_model
+from ...workers.ops import ReferenceOps
+from ...workers.target import TargetService
+from ...workers.transport import wire
+from ...workers.verify import make_rule
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
 BLOCK_SIZE, PROMPT_LEN, MAX_LEN = 16, 64, 512
 
 
@@ -154,7 +154,7 @@ def row(batch: int, size: int, costs: Sequence[Cost]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints a row per batch and number of ranks."""
-    parser = argparse.ArgumentParser(prog="python -m outrider.bench.step_cost")
+    parser = argparse.ArgumentParser(prog="python -m outrider.bench.micro.step_cost")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=60)
