@@ -72,7 +72,8 @@ def test_nothing_is_left_of_requests_that_have_ended(tiny, overlaps):
         tables = [each for each in gc.get_objects() if issubclass(type(each), dict)]
         left = [table for table in tables if any(name in table for name in names)]
         assert not left, [list(table)[:3] for table in left]
-        assert not [each for each in gc.get_objects() if type(each) is Request]
+        requests = [each for each in gc.get_objects() if type(each) is Request]
+        assert not [each.id for each in requests if each.id in names]
         pools = [each for each in gc.get_objects() if type(each) is SharedPools]
         assert pools
         for each in pools:  # evicted behind every step, which learns `_MAX_STORED` at most

@@ -95,8 +95,8 @@ def test_weights_are_in_memory_once(checkpoint, monkeypatch):
     alive, most = [], []
     modules = target._load_modules
 
-    def watched(*args):
-        info, model, plan = modules(*args)
+    def watched(*args, **options):
+        info, model, plan = modules(*args, **options)
         alive.extend(weakref.ref(layer.self_attn.q_proj.weight) for layer in model.model.layers)
         return info, model, plan
 

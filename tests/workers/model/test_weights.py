@@ -146,10 +146,10 @@ def test_no_safetensors(checkpoint):
 def test_a_quantised_checkpoint_is_refused(checkpoint):
     path, _ = checkpoint("llama")
     settings = json.loads((path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    settings["quantization_config"] = {"quant_method": "aqlm"}
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(
-        CheckpointError, match="quantised.*quantization_config.quant_method is 'gptq'"
+        CheckpointError, match="quantised.*quantization_config.quant_method is 'aqlm'"
     ):
         describe(path)
 

@@ -25,8 +25,9 @@ def run(name, marker):
 
 @pytest.mark.parametrize(
     "name",
-    ["test_attention.py", "test_decoder.py", "test_draw.py", "test_elementwise.py",
-     "test_edit.py", "test_experts.py", "test_linear.py",
+    ["test_attention.py", "test_draw.py", "test_elementwise.py", "test_edit.py", "test_experts.py",
+     pytest.param("test_decoder.py", marks=pytest.mark.slow),
+     pytest.param("test_linear.py", marks=pytest.mark.slow),
      pytest.param("test_quantised.py", marks=pytest.mark.slow),
      pytest.param("test_invariant.py", marks=pytest.mark.slow)],
 )  # fmt: skip
