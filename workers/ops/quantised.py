@@ -112,8 +112,10 @@ class QuantisedTensor(Tensor):
             if kept is not None:
                 return kept
         assert not func._schema.is_mutable, f"{func} of a quantised tensor"
-        args, kwargs = tree_map(_widened, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        # A view of a tensor that is none of inference mode's must not be one of them either.
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = tree_map(_widened, (tuple(args), kwargs))
+            return func(*args, **kwargs)
 
 
 def _widened(value: Any) -> Any:

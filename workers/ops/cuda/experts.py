@@ -165,6 +165,8 @@ class CudaMixture:
     def __init__(self, experts: Experts, *, fixed_rows: bool = False) -> None:
         self._experts, self._fixed_rows = experts, fixed_rows
         self._gate_up, self._down_weight = stored(experts.gate_up), stored(experts.down)
+        # Gates' and ups' codes beside the states: three stages would not fit into 64 KiB.
+        self._gate_up_stages = 3 if self._gate_up.facts[0] == PLAIN.value else 2
 
     def __call__(
         self,
@@ -189,7 +191,7 @@ class CudaMixture:
             float(experts.gate.limit), float(experts.gate.alpha), top, hidden, width,
             KINDS[experts.gate.kind], *self._gate_up.facts, aligned.block_rows, block,
             _depth(hidden),
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=self._gate_up_stages,
         )  # fmt: skip
         return self._down(inner, scores, aligned, states)
 
