@@ -8,6 +8,7 @@ take_over. A rank that outlives its engine continues with renew and allocate for
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import socket
 import struct
@@ -124,7 +125,11 @@ class Rank:
     def load(self, known: WorkerReport | None) -> WorkerReport:
         """Reads this rank's shards; `known` is its predecessor's report."""
         assert self._worker is not None
-        return self._worker.load(known)
+        report = self._worker.load(known)
+        # Modules and weights stay for good; `renew` collects garbage while streams wait.
+        gc.collect()
+        gc.freeze()
+        return report
 
     def renew(self) -> None:
         """Forgets the requests of an engine that has hung up.
