@@ -94,6 +94,8 @@ def stream_events(client: httpx.Client, url: str, body: dict[str, Any]) -> Itera
 def _asks(request: httpx.Request) -> bool:
     """Whether the request asks for a resumable stream, which then must not be compressed."""
     try:
+        if b'"resumable"' not in request.content:  # other bodies may be large
+            return False
         body = json.loads(request.content)
     except (httpx.RequestNotRead, ValueError):
         return False

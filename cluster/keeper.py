@@ -17,7 +17,6 @@ import socket
 import threading
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TypeVar
 
 import ray
 
@@ -29,10 +28,6 @@ from .rank_actors import Formed, RankActors
 
 log = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 10.0
-_STATS_TIMEOUT_S = 1.0
-_SHUTDOWN_TIMEOUT_S = 10.0
-_WARM_EVERY_S = 15.0
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _LOOKS = 8  # in the time of a silence
 
 
 def watch(parent: int, silence_s: float, source: int) -> bool:
-    """Returns at the end of `source`, with False, or of the parent's life, with True.
+    """Returns at the end of `source`, or when it was silent: whether it has killed the parent.
 
     A time in which this process did not run itself is no silence: the machine was suspended, or
     has no processor time left.
@@ -32,8 +32,9 @@ def watch(parent: int, silence_s: float, source: int) -> bool:
                 return False
             last = now
         elif now - last > silence_s:
-            if os.getppid() == parent:  # otherwise the number may be another process's by now
-                os.kill(parent, signal.SIGKILL)
+            if os.getppid() != parent:  # the number may be another process's by now
+                return False
+            os.kill(parent, signal.SIGKILL)
             return True
 
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -54,20 +55,15 @@ def silence_of_environment() -> float:
 
 def _beat(silence_s: float) -> None:
     """Sends for as long as the process lives; a child that died is replaced."""
-    pause = threading.Event()
+    command = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), str(silence_s)]
     while True:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), str(silence_s)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert child.stdin is not None
         try:
-            while True:
-                os.write(child.stdin.fileno(), b".")
-                pause.wait(PERIOD_S)
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+            ) as child:
+                while child.stdin is not None:
+                    child.stdin.write(b".")
+                    time.sleep(PERIOD_S)
         except OSError as error:
-            log.warning("the watchdog's process has ended: %s", error)
-        child.stdin.close()
-        child.wait()
-        pause.wait(PERIOD_S)
+            log.warning("the watchdog's process has ended, or does not start: %s", error)
+        time.sleep(PERIOD_S)

@@ -45,8 +45,11 @@ class FlakyServer:
         head = b""
         while b"\r\n\r\n" not in head:
             head += connection.recv(65536)
+        head, _, body = head.partition(b"\r\n\r\n")
         lines = head.decode().lower().split("\r\n")
         fields = dict(line.split(": ", 1) for line in lines if ": " in line)
+        while len(body) < int(fields["content-length"]):  # closing on unread bytes would reset
+            body += connection.recv(65536)
         self.encodings.append(fields["accept-encoding"])
         last = fields.get("last-event-id")
         self.lasts.append(last)

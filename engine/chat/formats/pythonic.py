@@ -153,10 +153,10 @@ def _possible(properties: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
     Raises:
         UnenforceableError: one of them is required.
     """
-    never = {name for name, value in properties.items() if value is False}
-    if wanted := never & set(schema.get("required", ())):
-        raise UnenforceableError(f"{min(wanted)}: required, and its schema is `false`")
-    return {name: value for name, value in properties.items() if name not in never}
+    for name, value in properties.items():
+        if value is False and name in schema.get("required", ()):
+            raise UnenforceableError(f"{name}: required, and its schema is `false`")
+    return {name: value for name, value in properties.items() if value is not False}
 
 
 def _any_of(
