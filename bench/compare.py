@@ -1,6 +1,8 @@
 """Contenders side by side: rounds in which each runs every workload and load, and what came of it.
 
-The order turns from round to round, so that warm caches and a busy neighbour hit all alike.
+The order turns and reverses from round to round, so that warm caches and a busy neighbour hit all
+alike, and before every run there is a pause: threads of the contender before may spin for a while
+after its last request (Intel's OpenMP, which vLLM loads, does so for 200 ms).
 `compare` gives the runs, `summarise` the figures that are printed and written as JSON. A contender
 that cannot start, or dies, is excluded with its reason; the others go on.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -51,6 +54,7 @@ class Plan:
     loads: Sequence[Load]
     num_rounds: int
     num_prompts: int
+    pause_s: float = 1.0  # before every run
     alone: bool = False  # each is started for its part of a round, and is then closed
 
     def prompts(self, workload: Workload, load: Load, salt: str) -> list[str]:
@@ -83,8 +87,7 @@ def compare(
             for contender in contenders:
                 _start(contender, plan, found, stack, progress)
         for number in range(plan.num_rounds):
-            first = number % len(contenders)
-            turn = [*contenders[first:], *contenders[:first]]
+            turn = _turn(contenders, number)
             if plan.alone:
                 for contender in turn:
                     with ExitStack() as own:
@@ -199,6 +202,13 @@ def _start(
         found.excluded[contender.name] = error.message
 
 
+def _turn(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    """The order of a round: each begins one of them, and follows another one in the next."""
+    first = number % len(contenders)
+    turn = [*contenders[first:], *contenders[:first]]
+    return turn if number % 2 == 0 else [turn[0], *turn[:0:-1]]
+
+
 def _round(
     number: int, turn: Iterable[Contender], plan: Plan, found: Comparison, progress: Progress
 ) -> None:
@@ -210,6 +220,7 @@ def _round(
                     continue
                 cell = Cell(contender.name, workload.name, load)
                 progress(f"round {number + 1}, {cell.contender}, {cell.workload}, load {load}")
+                time.sleep(plan.pause_s)
                 try:
                     run = contender.run(prompts, plan.sampling, load)
                 except OutriderError as error:

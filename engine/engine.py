@@ -102,6 +102,7 @@ class Engine:
         )
         if config.speculative_config.is_synthetic:
             log.warning(SYNTHETIC_WARNING, self.info.synthetic_acceptance_rate)
+        loop.take_in = partial(self._drain, block=False)
         repair = self._repair  # called from other threads, run in the loop's
         host.target_group.on_death.append(lambda reason: self._inbox.put(partial(repair, reason)))
         self._thread = threading.Thread(target=self._run, name="outrider-loop", daemon=True)

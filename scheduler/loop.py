@@ -7,7 +7,7 @@ behind two protocols.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .plan import Batch
@@ -71,6 +71,7 @@ class Loop:
         self.target = target
         self.drafting = drafting
         self.timer = StepTimer()
+        self.take_in: Callable[[], None] = lambda: None  # adds requests that arrived meanwhile
 
     @property
     def has_work(self) -> bool:

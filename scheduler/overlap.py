@@ -125,6 +125,7 @@ class OverlapLoop(Loop):
         timed("observe_ms", self.drafting.observe, batch, verdict)
         timed.count(batch, drafts, verdict)
         self._close([delta.request_id for delta in deltas if delta.finish_reason])
+        self.take_in()  # who arrived while the ranks computed is in the very next step
         return deltas
 
     def _close(self, finished: list[str]) -> None:

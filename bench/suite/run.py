@@ -86,7 +86,7 @@ def run_suite(
         settings.loads,
         settings.num_rounds,
         settings.num_prompts,
-        settings.alone,
+        alone=settings.alone,
     )
     conditions = _conditions(settings)
 

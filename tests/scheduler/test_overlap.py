@@ -62,6 +62,13 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
     watched = Unready(loop)
     outputs: dict[str, tuple[int, ...]] = {}
     requests, ended, aborted, scored = {}, {}, set(), set()
+    arrived = []
+
+    def take_in() -> None:
+        while arrived:
+            loop.add(arrived.pop())
+
+    loop.take_in = take_in
 
     def take(deltas) -> None:
         for delta in deltas:
@@ -87,13 +94,16 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
                 priority=rng.randrange(2),
                 sampling={"prompt_logprobs": rng.randrange(3)} if rng.random() < 0.3 else {},
             )
-            loop.add(request)
+            if loop.has_work and rng.random() < 0.5:
+                arrived.append(request)  # while the ranks compute
+            else:
+                loop.add(request)
             requests[name] = request
             if request.sampling.prompt_logprobs is not None:
                 scored.add(name)
         if requests and rng.random() < 0.05:
             name = rng.choice(sorted(requests))
-            if name not in ended:
+            if name not in ended and requests[name] not in arrived:
                 aborted.add(name)
                 take(loop.abort(name))
                 if loop._in_flight(name):
@@ -141,6 +151,24 @@ def test_most_plain_steps_are_posted_ahead(make_loop, request_of, drive):
         loop.add(request_of(str(index), (index, 2, 3), 40))
     assert drive(loop) == {str(i): continuation((i, 2, 3), 40) for i in range(4)}
     assert (watched.num_posted, watched.num_ahead) == (40, 39)
+
+
+@pytest.mark.parametrize("drafts", ["none", "host", "ranks"])
+def test_who_arrives_during_a_step_is_in_the_next(make_loop, request_of, drafts):
+    loop = make_loop(drafting=drafting_of(drafts, 0), kind=OverlapLoop)
+    loop.add(request_of("first", (1, 2, 3), 9))
+    plans = []
+    post = loop.target.post
+    loop.target.post = lambda batch, drafts: (plans.append(batch.request_ids), post(batch, drafts))
+    loop.step()
+    late = [request_of("late", (4, 5), 9)]
+    loop.take_in = lambda: loop.add(late.pop()) if late else None
+    while late:
+        loop.step()  # until the first collects a verdict
+    if drafts != "host":
+        loop.step()  # collects the step that was planned ahead
+    num_before = 1 if drafts == "host" else 2
+    assert plans == [("first",)] * num_before + [("first", "late")]
 
 
 def test_a_plain_plan_ahead_sends_no_tokens(make_loop, request_of):
