@@ -1,4 +1,4 @@
-"""Everything that is derived from a draft tree's `parents`: validity, depths, masks, join.
+"""Everything that is derived from a draft tree's `parents`: validity, depths, masks, selections.
 
 The only file that does so. A chain is the tree `[-1, 0, 1, ...]`; node 0 of the literature (the
 root, the last committed token) is not in the draft, and is written as parent -1.
@@ -12,21 +12,16 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import JoinedDrafts
 from .types import (
     Draft,
     DraftProbs,
     IntArray,
-    KnownTokens,
-    Masks,
-    StepInput,
     ints,
     starts_of,
 )
 
 EMPTY = Draft(tokens=ints([]), parents=ints([]))
 _FEW_NODES = 256
-_NO_ROW = np.iinfo(np.int32).max  # beyond every token of a sequence
 
 
 def chain(tokens: object, source: str, probs: DraftProbs | None = None) -> Draft:
@@ -191,82 +186,13 @@ def select(
     return left, ints(np.flatnonzero(kept))
 
 
-def gather(
-    drafts: Sequence[Draft],  # [num_seqs]
-    samples: NDArray[np.bool_],  # [num_seqs]
-) -> JoinedDrafts | None:
-    """The drafts of a step's sequences, end to end; None if there is nothing in them."""
-    masks = _join_masks(drafts, samples)
-    num_nodes = ints([len(draft.tokens) for draft in drafts])
-    if masks is None and not num_nodes.any():
-        return None
-    parents = _concat([draft.parents for draft in drafts])
-    windows = [draft.num_window for draft in drafts]
-    return JoinedDrafts(
-        tokens=_concat([draft.tokens for draft in drafts]),
-        num_nodes=num_nodes,
-        parents=None if np.array_equal(parents, _chains(num_nodes)) else parents,
-        probs=_join_probs(drafts),
-        num_window=ints(windows) if any(windows) else None,
-        masks=masks,
-    )
-
-
-def _chains(num_nodes: IntArray) -> IntArray:  # [num_seqs] -> [num_nodes], of all sequences
+def chains(num_nodes: IntArray) -> IntArray:  # [num_seqs] -> [num_nodes], of all sequences
     """Parents where every draft is a chain."""
     begin = np.repeat(starts_of(num_nodes)[:-1], num_nodes)
     return np.arange(-1, len(begin) - 1, dtype=np.int32) - begin
 
 
-def join(known: KnownTokens, drafts: JoinedDrafts | None, block_size: int) -> StepInput:
-    """`known` with the draft nodes joined on: what a rank computes.
-
-    Numpy over the flat tokens of all sequences: no Python statement runs once per sequence.
-    """
-    chunk_lens, num_known = known.chunk_lens, len(known.token_ids)
-    num_nodes = np.zeros(known.num_seqs, np.int32) if drafts is None else drafts.num_nodes
-    assert (num_nodes <= known.max_nodes).all(), (num_nodes, known.max_nodes)
-    query_start, draft_start = starts_of(chunk_lens + num_nodes), starts_of(num_nodes)
-    total = int(query_start[-1])
-    owner = np.repeat(np.arange(known.num_seqs), chunk_lens + num_nodes)
-    index = np.arange(total, dtype=np.int32) + (known.context_lens - query_start[:-1])[owner]
-    table, block = known.block_tables, index // block_size
-    slots = table[owner, block] * block_size + (index - block * block_size)
-    tokens, positions, parents = known.token_ids, index, ints([])
-    if drafts is not None and total > num_known:
-        parents = _chains(num_nodes) if drafts.parents is None else drafts.parents
-        tokens = np.empty(total, dtype=np.int32)
-        is_node = index >= known.known_lens[owner]
-        tokens[~is_node], tokens[is_node] = known.token_ids, drafts.tokens
-        if drafts.parents is not None:
-            positions, roots = index.copy(), np.repeat(known.known_lens - 1, num_nodes)
-            positions[is_node] = roots + _flat_depths(parents, draft_start, num_nodes)
-    # From the root on: the chunk's last token and the nodes.
-    from_root = index >= np.where(known.samples, known.known_lens - 1, _NO_ROW)[owner]
-    return StepInput(
-        step=known.step,
-        token_ids=tokens,
-        positions=positions,
-        slot_mapping=slots,
-        query_start=query_start,
-        context_lens=known.context_lens,
-        block_tables=table,
-        samples=known.samples,
-        draft_tokens=ints([]) if drafts is None else drafts.tokens,
-        draft_parents=parents,
-        draft_start=draft_start,
-        draft_probs=None if drafts is None else drafts.probs,
-        rows=np.flatnonzero(from_root).astype(np.int32),
-        kv_moves=known.kv_moves,
-        sampling=known.sampling,
-        num_window=None if drafts is None else drafts.num_window,
-        max_nodes=known.max_nodes,
-        next_tokens=known.next_tokens,
-        masks=None if drafts is None else drafts.masks,
-    )
-
-
-def _flat_depths(
+def flat_depths(
     parents: IntArray,  # [num_nodes], of all sequences, within the sequence
     start: IntArray,  # [num_seqs + 1]
     num_nodes: IntArray,  # [num_seqs]
@@ -290,42 +216,3 @@ def _flat_depths(
         nodes, above = nodes[inner], above[inner]
         above = parents[above] + begin[above]
     return depth
-
-
-def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | None:
-    """The masks of sampled sequences, by logit row of the step."""
-    if all(draft.masks is None for draft in drafts):
-        return None
-    parts: list[Masks] = []
-    num_rows = 0
-    for draft, sampled in zip(drafts, samples.tolist(), strict=True):
-        if sampled and draft.masks is not None:
-            parts.append(Masks(draft.masks.rows + num_rows, draft.masks.bits))
-        num_rows += (draft.num_nodes + 1) * sampled
-    if not parts:
-        return None
-    rows = np.concatenate([part.rows for part in parts])
-    return Masks(ints(rows), np.concatenate([part.bits for part in parts]))
-
-
-def _concat(parts: Sequence[IntArray]) -> IntArray:
-    return ints(np.concatenate(parts) if parts else [])
-
-
-def _join_probs(drafts: Sequence[Draft]) -> DraftProbs | None:
-    """Every draft's probabilities, padded to one width; zeros for deterministic nodes."""
-    widths = [draft.probs.ids.shape[1] for draft in drafts if draft.probs is not None]
-    width = max(widths, default=0)
-    if width == 0:
-        return None
-    total = sum(draft.num_nodes for draft in drafts)
-    ids = np.zeros((total, width), dtype=np.int32)
-    probs = np.zeros((total, width), dtype=np.float32)
-    begin = 0
-    for draft in drafts:
-        if draft.probs is not None:
-            top = draft.probs.ids.shape[1]
-            ids[begin : begin + draft.num_nodes, :top] = draft.probs.ids
-            probs[begin : begin + draft.num_nodes, :top] = draft.probs.probs
-        begin += draft.num_nodes
-    return DraftProbs(ids, probs)

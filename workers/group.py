@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..drafters.messages import Drafted, DraftStep
 from ..errors import WorkerDiedError
-from ..scheduler import tree
+from ..scheduler import joining
 from ..scheduler.plan import Batch, StepPlan
 from ..scheduler.types import Draft, Verdict
 from .restart_policy import RestartPolicy
@@ -226,7 +226,7 @@ class GroupTarget:
 
 
 def _with_drafts(batch: Batch, drafts: Sequence[Draft]) -> StepPlan:
-    return replace(batch.plan, drafts=tree.gather(drafts, batch.samples))
+    return replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
 
 
 class GroupDraftModel:

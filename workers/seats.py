@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheduler import tree
+from ..scheduler import joining, tree
 from ..scheduler.plan import JoinedDrafts, Opening, SeatSettings, StepPlan
 from ..scheduler.types import (
     Bias,
@@ -91,7 +91,7 @@ class Seats:
     def lay_out(self, plan: StepPlan) -> StepInput:
         """The step of a plan that was applied."""
         drafts = self._own_drafts(plan) if plan.own_drafts else plan.drafts
-        return tree.join(self._known(plan), drafts, self._block_size)
+        return joining.join(self._known(plan), drafts, self._block_size)
 
     def keep_drafts(self, plan: StepPlan, drafts: NextDrafts | None) -> None:
         """Replaces the drafts of the plan's seats by what a head made for the next step."""
@@ -104,7 +104,7 @@ class Seats:
     def _own_drafts(self, plan: StepPlan) -> JoinedDrafts | None:
         pairs = zip(plan.seats.tolist(), plan.max_nodes.tolist(), strict=True)
         kept = [tree.truncate(self._drafts.get(seat, tree.EMPTY), room) for seat, room in pairs]
-        return tree.gather(kept, np.ones(len(kept), dtype=np.bool_))
+        return joining.gather(kept, np.ones(len(kept), dtype=np.bool_))
 
     def append(self, plan: StepPlan, verdict: Verdict) -> None:
         """Appends what a step emitted."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from ...config import Eagle3Config
 from ...drafters.heads.protocol import TargetFacts
-from ...scheduler import tree
+from ...scheduler import joining, tree
 from ...scheduler.plan import Opening, SeatSettings, StepPlan
 from ...scheduler.types import ints
 from ...workers.attention import KVCache, KVShape, SdpaBackend
@@ -127,7 +127,7 @@ def staged(step: DeviceStep, batch: int, context_len: int, num_nodes: int, vocab
             Opening(int(s), ints(source.integers(0, vocab, context_len + 1)), 1, SeatSettings(0))
             for s in seats
         ),
-        drafts=tree.gather(drafts, np.ones(batch, dtype=np.bool_)),
+        drafts=joining.gather(drafts, np.ones(batch, dtype=np.bool_)),
     )
     kinds = SeatKinds(batch, sizes.num_draft_nodes)
     kinds.apply(plan)

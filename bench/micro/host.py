@@ -16,9 +16,10 @@ import torch
 
 from ...config import EngineConfig
 from ...scheduler.blocks import BlockPool
+from ...scheduler.joining import gather, join
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.tree import EMPTY, ancestor_mask, gather, join
+from ...scheduler.tree import EMPTY, ancestor_mask
 from ...scheduler.types import Draft, Request, Verdict, ints
 from ...workers.attention.plan import build_plan
 from ...workers.ops.plan import plan_step

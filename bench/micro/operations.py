@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from ...scheduler.joining import gather, join
 from ...scheduler.plan import StepPlan
-from ...scheduler.tree import gather, join
 from ...scheduler.types import Draft, KnownTokens, SamplingRows, StepInput, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps

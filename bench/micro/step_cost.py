@@ -25,7 +25,7 @@ from torch import Tensor
 from ...config import EngineConfig
 from ...drafters.drafting import Drafting
 from ...drafters.none import NoDrafter
-from ...scheduler import tree
+from ...scheduler import joining
 from ...scheduler.loop import Loop
 from ...scheduler.overlap import OverlapLoop
 from ...scheduler.plan import Batch
@@ -90,7 +90,7 @@ class TimedRanks:
         return self.collect()
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
-        message = wire.encode(replace(batch.plan, drafts=tree.gather(drafts, batch.samples)))
+        message = wire.encode(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
         self.cost.num_steps += 1
         self.cost.num_bytes += len(message) * len(self._services)
         start, found = time.thread_time(), []

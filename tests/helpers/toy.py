@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.plan import Batch
 from outrider.scheduler.types import (
     Draft,
@@ -66,7 +66,7 @@ class TokenCacheTarget:
         return self.verdicts.popleft()
 
     def _computed(self, batch: Batch, drafts: list[Draft]) -> Verdict:
-        step = self.seats.expand(replace(batch.plan, drafts=tree.gather(drafts, batch.samples)))
+        step = self.seats.expand(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
         self.max_tokens_seen = max(self.max_tokens_seen, len(step.token_ids))
         moved = self.slots[step.kv_moves[:, 0]].copy()
         self.slots[step.kv_moves[:, 1]] = moved

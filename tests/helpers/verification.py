@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining
 from outrider.scheduler.types import (
     Draft,
     DraftProbs,
@@ -68,7 +68,7 @@ def make_step(
         kv_moves=ints(np.zeros((0, 2))),
         sampling=sampling or sampling_rows(num_seqs),
     )
-    return tree.join(known, tree.gather(drafts, known.samples), block_size=16)
+    return joining.join(known, joining.gather(drafts, known.samples), block_size=16)
 
 
 def prefixes(prefix: Prefix, draft: Draft) -> list[Prefix]:

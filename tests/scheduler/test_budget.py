@@ -13,7 +13,7 @@ from outrider.drafters.drafting import Drafting
 from outrider.drafters.lookahead import Lookahead
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Needs
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.seats import Seats
 
@@ -84,7 +84,7 @@ def watch(loop) -> list[Seen]:
     verify, seats = loop.target.verify, Seats(loop.target.block_size)
 
     def spy(batch, drafts):
-        step = seats.expand(replace(batch.plan, drafts=tree.gather(drafts, batch.samples)))
+        step = seats.expand(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
         for row, draft in enumerate(drafts):
             if not batch.samples[row]:
                 continue

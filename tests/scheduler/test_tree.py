@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.types import (
     Draft,
     DraftProbs,
@@ -88,7 +88,7 @@ def random_batch(rng: random.Random, drafts: list[Draft]) -> KnownTokens:
 
 
 def joined_by_walks(batch: KnownTokens, drafts: list[Draft]) -> dict[str, list[int]]:
-    """The flat arrays of `tree.join`, sequence by sequence and node by node."""
+    """The flat arrays of `joining.join`, sequence by sequence and node by node."""
     flat: dict[str, list[int]] = {
         name: [] for name in ("token_ids", "positions", "slot_mapping", "rows", "masks")
     }
@@ -125,7 +125,7 @@ def test_a_joined_step_is_what_walks_over_every_sequence_give(few, monkeypatch):
             drafts = [replace(each, masks=mask) if each.num_nodes else each for each in drafts]
         batch = random_batch(rng, drafts)
         before = batch.token_ids.tolist()
-        step = tree.join(batch, tree.gather(drafts, batch.samples), 4)
+        step = joining.join(batch, joining.gather(drafts, batch.samples), 4)
         wanted = joined_by_walks(batch, drafts)
         masked = [] if step.masks is None else step.masks.rows.tolist()
         assert masked == wanted.pop("masks")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.types import (
     Draft,
     IntArray,
@@ -71,8 +71,8 @@ def build_step() -> Callable[..., StepInput]:
             kv_moves=ints(list(kv_moves)).reshape(-1, 2),
             sampling=greedy(len(parts)),
         )
-        drafts = tree.gather([part.draft for part in parts], known.samples)
-        return tree.join(known, drafts, block_size)
+        drafts = joining.gather([part.draft for part in parts], known.samples)
+        return joining.join(known, drafts, block_size)
 
     return build
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...config import HeadConfig
 from ...drafters.heads.protocol import Head
-from ...scheduler import tree
+from ...scheduler import joining, tree
 from ...scheduler.types import (
     Draft,
     FloatArray,
@@ -253,7 +253,7 @@ class Calibrator:
             sampling=_greedy(count),
             next_tokens=ints(following),
         )
-        return tree.join(known, None, BLOCK_SIZE)
+        return joining.join(known, None, BLOCK_SIZE)
 
 
 def _portions(texts: list[IntArray]) -> list[tuple[list[int], list[IntArray]]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from outrider.config import EngineConfig
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.overlap import OverlapLoop
 from outrider.scheduler.plan import Batch
 from outrider.scheduler.sampling import SamplingParams
@@ -53,7 +53,7 @@ class InProcessTarget:
         return self.collect()
 
     def post(self, batch: Batch, drafts: list[Draft]) -> None:
-        plan = replace(batch.plan, drafts=tree.gather(drafts, batch.samples))
+        plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
         verdict = self.service.verify(plan, 0)
         assert verdict is not None
         self.verdicts.append(verdict)

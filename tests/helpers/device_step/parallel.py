@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining
 from outrider.tests.helpers.device_step import lives
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.target import TargetService
@@ -51,7 +51,7 @@ class ParallelTarget:
         return self.collect()
 
     def post(self, batch, drafts) -> None:
-        plan = replace(batch.plan, drafts=tree.gather(drafts, batch.samples))
+        plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
         self.posted.append(batch.request_ids)
         self.channel.send(plan, 60.0)
 

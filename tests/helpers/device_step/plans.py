@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining
 from outrider.scheduler.plan import Opening, SeatSettings, StepPlan
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.attention import KVCache
@@ -67,7 +67,7 @@ def open_plan(
         blocks=ints([(s, i, b) for s in seats for i, b in enumerate(blocks[s])]),
         kv_moves=ints([]).reshape(0, 2),
         openings=openings,
-        drafts=tree.gather(drafts, np.ones(num_seqs, np.bool_)),
+        drafts=joining.gather(drafts, np.ones(num_seqs, np.bool_)),
         appends=True,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining
 from outrider.scheduler.types import Draft, KnownTokens, StepInput, ints
 from outrider.tests.helpers.verification import sampling_rows
 
@@ -43,7 +43,7 @@ class Texts:
             kv_moves=ints(np.zeros((0, 2))),
             sampling=sampling_rows(len(parts)),
         )
-        step = tree.join(plan, tree.gather(drafts, plan.samples), BLOCK)
+        step = joining.join(plan, joining.gather(drafts, plan.samples), BLOCK)
         names = StepInput.__dataclass_fields__
         every = {name: getattr(step, name) for name in names if name != "rows"}
         step = StepInput(**every, rows=ints(np.arange(len(step.token_ids))))

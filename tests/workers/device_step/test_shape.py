@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.scheduler import tree
+from outrider.scheduler import joining, tree
 from outrider.scheduler.plan import Opening, SeatSettings, StepPlan
 from outrider.scheduler.types import Draft, Masks, ints
 from outrider.workers.device_step.shape import (
@@ -38,7 +38,7 @@ def plan_of(seats, drafts=None, settings=(), context=5, chunk=1, opened=None) ->
         blocks=ints([]).reshape(-1, 3),
         kv_moves=ints([]).reshape(-1, 2),
         openings=openings,
-        drafts=tree.gather(drafts, np.ones(num, np.bool_)),
+        drafts=joining.gather(drafts, np.ones(num, np.bool_)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....scheduler import tree
+from ....scheduler import joining, tree
 from ....scheduler.types import Draft, KnownTokens, SamplingRows, StepInput, ints
 
 
@@ -33,7 +33,7 @@ def sample_step(
             zeros, none, ones, zeros, np.zeros(1, np.int64), none, none - np.int32(1)
         ),
     )
-    step = tree.join(known, tree.gather([draft], known.samples), block_size)
+    step = joining.join(known, joining.gather([draft], known.samples), block_size)
     return StepInput(
         **{name: getattr(step, name) for name in StepInput.__dataclass_fields__ if name != "rows"},
         rows=ints(np.arange(len(step.token_ids))),
