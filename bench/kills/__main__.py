@@ -1,10 +1,11 @@
 """What clients notice when processes of a server are killed.
 
-    python -m outrider.bench.kills [--streams 8] [--what rank engine proxy ...] [--stop]
+    python -m outrider.bench.kills [--streams 8] [--what rank ingress+rank ...] [--stop]
 
 Starts a server over the demo models: a target, a draft model in a worker of its own, and a pool of
 n-grams shared by the cluster. For each kind of process, resumable streams (`outrider.client`) run,
-and SIGKILL ends all processes of that kind; with `--stop`, SIGSTOP halts them. The tokens are
+and SIGKILL ends all processes of that kind, or the first of them with `--one`; kinds joined by `+`
+die together. With `--stop`, SIGSTOP halts them. The tokens are
 compared with those of an undisturbed run: half of the streams decode greedily, half sample with a
 seed. Runs on Linux.
 """
@@ -120,11 +121,12 @@ def kill_once(
     requests: list[dict[str, Any]],
     expected: list[list[int]],
     number: int = signal.SIGKILL,
+    most: int | None = None,
 ) -> list[str]:
-    """One row of the table."""
+    """One row of the table; at most `most` processes of each kind joined in `kind`."""
     wanted = server.counts(KINDS)
     server.wait_until_whole(wanted, _SETTLE_S)
-    victims = server.pids(kind)
+    victims = [pid for each in kind.split("+") for pid in server.pids(each)[:most]]
     if not victims:
         return [kind, "none runs", *[""] * 5]
     streams: list[Stream] = []
@@ -161,10 +163,19 @@ def kill_once(
     ]
 
 
+def _kinds(text: str) -> str:
+    """A value of `--what`."""
+    if not set(text.split("+")) <= set(KINDS):
+        raise argparse.ArgumentTypeError(f"{text!r}: any of {', '.join(KINDS)}, joined by +")
+    return text
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.kills")
-    parser.add_argument("--what", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
+    parser.add_argument("--what", nargs="+", type=_kinds, default=KINDS, metavar="KIND[+KIND]")
+    parser.add_argument("--one", action="store_true", help="of each kind, not all")
+    parser.add_argument("--ingresses", type=int, default=1, help="HTTP processes of the server")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1500, help="of each stream")
     parser.add_argument("--rounds", type=int, default=1)
@@ -182,13 +193,17 @@ def main() -> None:
         table.add_column(name, justify="left" if name == "kind" else "right")
     begun = os.getloadavg()
     number = signal.SIGSTOP if options.stop else signal.SIGKILL
-    settings = {"resources": {"spare_workers": not options.no_spares}}
+    settings = {
+        "resources": {"spare_workers": not options.no_spares},
+        "serve": {"num_ingress_replicas": options.ingresses},
+    }
+    most = 1 if options.one else None
     with demo_server(settings, log=options.log) as server:
         requests = bodies(options.streams, options.tokens)
         expected = [each.tokens for each in stream_all(server, requests, [], number)[0]]
         for _ in range(options.rounds):
             for kind in options.what:
-                row = kill_once(server, kind, requests, expected, number)
+                row = kill_once(server, kind, requests, expected, number, most)
                 sys.stderr.write(" | ".join(row) + "\n")
                 table.add_row(*row)
     Console(width=140).print(table)

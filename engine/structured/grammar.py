@@ -19,8 +19,10 @@ from ...errors import InvalidRequestError
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.structured import StructuredOutputs
 from ..chat.lark import WHITESPACE
+from .bounds import check_lark, check_pattern, check_schema_bounds, check_text
 
 _MAX_NESTING: Final = 128  # brackets within brackets of a grammar
+_STOP_REASONS: Final = {"NoExtensionBias": "no text of finite length matches it"}
 _MAX_MESSAGE: Final = 300  # characters of the library's message
 
 
@@ -39,8 +41,9 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     """The grammar in the library's own notation.
 
     Raises:
-        ValueError: it cannot be translated.
+        ValueError: it cannot be translated, or asks for too much.
     """
+    _check_bounds(wanted)
     if wanted.frame is not None:
         return _framed(wanted.frame, wanted.model_copy(update={"frame": None}))
     if wanted.is_json:
@@ -53,7 +56,9 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     assert wanted.grammar is not None, wanted
     _check_nesting(wanted.grammar)
     try:
-        return str(LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar)))
+        lark = any_to_lark(wanted.grammar)
+        check_lark(lark)
+        return str(LLMatcher.grammar_from_lark(lark))
     except GbnfToLarkError as error:
         raise ValueError(str(error)) from None
 
@@ -87,6 +92,7 @@ def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str =
 def check_schema(schema: Mapping[str, Any], field: str) -> None:
     """Raises `InvalidRequestError`, which names `field`, for a JSON schema that has no grammar."""
     try:
+        check_schema_bounds(schema)
         text = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
         problem = LLMatcher.validate_grammar(text, limits=parser_limits())
     except (ValueError, TypeError, RecursionError) as error:
@@ -97,10 +103,23 @@ def check_schema(schema: Mapping[str, Any], field: str) -> None:
 
 def invalid(field: str, problem: str) -> InvalidRequestError:
     """The library's complaint as an error that names the field."""
-    brief = " ".join(problem.split())
+    brief = " ".join(problem.replace("<non-verbose/>", "").split())
+    brief = _STOP_REASONS.get(brief, brief)
     if len(brief) > _MAX_MESSAGE:
         brief = brief[:_MAX_MESSAGE] + "..."
     return InvalidRequestError(f"{field}: {brief}", field=field)
+
+
+def _check_bounds(wanted: StructuredOutputs) -> None:
+    """Raises `ValueError` for what the library's own limits do not bound, but a grammar's."""
+    if wanted.regex is not None:
+        check_pattern(wanted.regex)
+    if wanted.whitespace_pattern is not None:
+        check_pattern(wanted.whitespace_pattern)
+    for text in wanted.choice or ():
+        check_text(text)
+    if wanted.json_schema is not None:
+        check_schema_bounds(_schema(wanted)[0])
 
 
 def _framed(frame: str, answer: StructuredOutputs) -> str:

@@ -13,13 +13,14 @@ from ....errors import InvalidRequestError
 
 _LARGE_BYTES = 256 * 2**10
 _MANY_VALUES = 100_000
+_MAX_NAME = 64  # characters of a key in a message
 
 
 def load(raw: bytes) -> dict[str, Any]:
     """The object in `raw`.
 
     Raises:
-        InvalidRequestError: it is no UTF-8, or no JSON object.
+        InvalidRequestError: it is no UTF-8, or no JSON object, or an object has a key twice.
     """
     try:
         data = _decoder(raw).decode(raw.decode("utf-8"))
@@ -41,7 +42,7 @@ def nested_too_deeply() -> InvalidRequestError:
 
 def _decoder(raw: bytes) -> json.JSONDecoder:
     """One that lets other threads run, where the usual one would not for tenths of a second."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
     # Text of any length is read in no time: it is the number of values that counts.
     if len(raw) > _LARGE_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > _MANY_VALUES:
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
@@ -50,3 +51,16 @@ def _decoder(raw: bytes) -> json.JSONDecoder:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; readers differ in which value of a repeated key they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = key[:_MAX_NAME]
+                raise InvalidRequestError(f"{name}: an object has this key twice", field=name)
+            seen.add(key)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.engine.structured.bounds import min_length
 from outrider.engine.structured.grammar import check
 from outrider.errors import InvalidRequestError
 from outrider.scheduler.sampling import SamplingParams
@@ -31,6 +32,18 @@ def refused(wanted: dict, **options) -> InvalidRequestError:
         {"regex": "(a"},
         {"regex": "(" * 30_000 + "a" + ")" * 30_000},
         {"regex": "(?=a)b"},
+        {"regex": "a{1000000}"},
+        {"regex": "(?:a{300}|b){300}"},
+        {"choice": ["a", "b" * 8193]},
+        {"json": {"items": {"allOf": [{"pattern": "^a{10000}$"}]}}},
+        {"json": {"patternProperties": {"a{10000}": {}}}},
+        {"json": {"enum": [{"a": ["b" * 8193]}]}},
+        {"json": {"type": "integer", "multipleOf": 1000003}},
+        {"json": {"type": "number", "multipleOf": 12.34567}},
+        {"json": {"allOf": [{"multipleOf": 7919}, {"type": "integer", "multipleOf": 7907}]}},
+        {"grammar": "start: /a{10000}/"},
+        {"grammar": 'start: "' + "a" * 8193 + '"'},
+        {"grammar": 'root ::= "' + "a" * 8193 + '"'},
         {"grammar": "start: nothing"},
         {"grammar": "root ::= ("},
         {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
@@ -39,6 +52,34 @@ def refused(wanted: dict, **options) -> InvalidRequestError:
 )
 def test_what_does_not_compile_is_named(wanted):
     assert refused(wanted).field == f"structured_outputs.{next(iter(wanted))}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length"),
+    [
+        (r"\d{4}-\d{2}(T\d{2}){0,3}", 10),
+        (r"a|(?:bb|c{5}){3}d*", 16),
+        (r"[]a]{3}[^]]{3}[[:alpha:]x]{5}[\]]", 12),
+        (r"\{{5}\p{L}{3}\x{61}{2}\u0061", 11),
+        (r"(?i)(?P<name>ab){3}{4}", 24),
+        ("((a{2", 3),
+        ("a{" + "9" * 5000 + "}", 10**12 - 1),
+    ],
+)
+def test_the_shortest_match_of_a_pattern(pattern, length):
+    assert min_length(pattern) == length
+
+
+def test_what_is_large_within_the_bounds_is_allowed():
+    for wanted in (
+        {"regex": ".{1,60000}"},
+        {"json": {"type": "string", "minLength": 10**6}},
+        {"json": {"properties": {"multipleOf": {"type": "number", "multipleOf": 0.01}}}},
+        {"json": {"const": {"multipleOf": 1000003, "pattern": "a{10000}"}}},
+        {"json": {"properties": {"a": {"multipleOf": 60}, "b": {"multipleOf": 1e3}}}},
+        {"grammar": 'start: /a{3}/ "b{10000}" // /a{10000}/'},
+    ):
+        check(SamplingParams(structured_outputs=wanted), (1,))
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,12 @@ def test_bad_bytes(server: Server) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), raw[:20]
 
 
+def test_a_repeated_key_is_refused_by_name(server: Server) -> None:
+    for raw in (b'{"n": 1, "n": 1}', b'{"logit_bias": {"n": 1, "m": 2, "n": 3}}'):
+        error = server.http.post("/v1/completions", content=raw).json()["error"]
+        assert (error["param"], error["message"]) == ("n", "n: an object has this key twice")
+
+
 def test_every_documented_field_is_known() -> None:
     """Whatever the official client can send is honoured, ignored on purpose, or refused by name."""
     for params, body in (

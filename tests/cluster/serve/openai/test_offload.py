@@ -52,3 +52,5 @@ def test_a_dense_body_is_read_alike() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             load(wrong)
         assert caught.value.field == "body"
+    with pytest.raises(InvalidRequestError, match="^a: .* twice"):
+        load(raw.replace(b'{"a"', b'{"a": 1, "a"', 1))
