@@ -21,7 +21,7 @@ from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, DraftProbs, Verdict, ints
 
 from ..helpers.draft_model import TokenCacheDraftModel
-from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.toy import VOCAB, continuation, next_token
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
@@ -301,14 +301,15 @@ def test_the_engine_emits_what_it_does_without(tiny, mode, placement):
     prompts = random_prompts(6, 96) + [[5, 6, 7, 8] * 6]
     model = {**MODEL, "speculative_model": tiny.draft, "placement": placement}
     speculative = {"decoding_type": "Compose", "members": [NGRAM, LOOKAHEAD, model], "mode": mode}
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}):
-        with engine_of(tiny.target) as engine:
-            plain = complete(engine, prompts, **sampling)[0]
-        with engine_of(tiny.target, speculative) as engine:
-            assert complete(engine, prompts, **sampling)[0] == plain
+    samplings = {"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}
+    plain, num_accepted = plain_outputs(tiny.target, prompts, *samplings), 0
+    with engine_of(tiny.target, speculative) as engine:
+        for sampling, wanted in zip(samplings, plain, strict=True):
+            assert complete(engine, prompts, **sampling)[0] == wanted
             drafters = engine.stats()["drafters"]
             assert list(drafters) == ["ngram", "lookahead", "draft_target"]
-            assert drafters["draft_target"]["num_acc_tokens"] > 0
+            assert drafters["draft_target"]["num_acc_tokens"] > num_accepted
+            num_accepted = drafters["draft_target"]["num_acc_tokens"]
             assert [each["faults"] for each in drafters.values()] == [0, 0, 0]
 
 
@@ -317,8 +318,7 @@ def test_greedy_output_holds_under_rejection_too(tiny):
     data = {"decoding_type": "Compose", "members": [NGRAM, model], "verification": "rejection"}
     merged = {**data, "members": [NGRAM, LOOKAHEAD], "mode": "merge"}
     prompts = random_prompts(5, 96)
-    with engine_of(tiny.target) as engine:
-        plain = complete(engine, prompts)[0]
+    (plain,) = plain_outputs(tiny.target, prompts, {})
     for speculative in (data, merged):
         with engine_of(tiny.target, speculative) as engine:
             assert complete(engine, prompts)[0] == plain
@@ -337,8 +337,7 @@ def test_several_separate_models_and_one_colocated_at_most(tiny):
     separate = {**MODEL, "speculative_model": tiny.draft, "max_draft_len": 2}
     colocated = {**separate, "placement": "colocated"}
     prompts = random_prompts(3, 96)
-    with engine_of(tiny.target) as engine:
-        plain = complete(engine, prompts)[0]
+    (plain,) = plain_outputs(tiny.target, prompts, {})
     for members in ([separate, separate], [separate, colocated]):
         data = {"decoding_type": "Compose", "members": members, "mode": "merge"}
         with engine_of(tiny.target, data) as engine:

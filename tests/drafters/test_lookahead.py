@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.types import ints
 
-from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.toy import VOCAB, continuation, next_token
 
 SHAPES = [(2, 2, 1), (4, 3, 4), (3, 5, 2), (7, 5, 7)]
@@ -107,13 +107,12 @@ def test_a_real_model_keeps_its_tokens(tiny, verification):
         "max_ngram_size": 4,
         "verification": verification,
     }
-    with engine_of(tiny.target) as engine:
-        greedy, _ = complete(engine, prompts, max_tokens=48)
-        sampled, _ = complete(engine, prompts, max_tokens=48, temperature=0.7)
+    hot = {"max_tokens": 48, "temperature": 0.7}
+    greedy, sampled = plain_outputs(tiny.target, prompts, {"max_tokens": 48}, hot)
     with engine_of(tiny.target, section) as engine:
         assert complete(engine, prompts, max_tokens=48)[0] == greedy
         if verification == "coupled":
-            assert complete(engine, prompts, max_tokens=48, temperature=0.7)[0] == sampled
+            assert complete(engine, prompts, **hot)[0] == sampled
         stats = engine.stats()["drafters"]["lookahead"]
     assert stats["faults"] == 0
     assert stats["num_acc_tokens"] > 0

@@ -19,7 +19,7 @@ from outrider.drafters.drafting import Drafting
 from outrider.drafters.user import User
 from outrider.errors import ConfigError
 
-from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.toy import VOCAB, continuation, next_token
 
 MODULE = '''
@@ -376,8 +376,7 @@ def test_the_example_in_the_docs_runs(tiny, tmp_path, monkeypatch):
     speculative = yaml.safe_load(section)["speculative_config"]
     prompts = [*random_prompts(4, 96), [3, 11, 12]]
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9}):
-        with engine_of(tiny.target) as engine:
-            plain = complete(engine, prompts, **sampling)[0]
+        (plain,) = plain_outputs(tiny.target, prompts, sampling)
         # A phrase that does come up: what the model itself writes.
         speculative["options"] = {"phrases": [list(text) for text in plain.values()]}
         with engine_of(tiny.target, speculative) as engine:

@@ -57,7 +57,7 @@ def plain(tiny):
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_drafter_emits_the_plain_tokens(tiny, plain, name, size):
     with engine_of(tiny.target, sections(tiny)[name], tensor_parallel_size=size) as engine:
-        for at_once in (1, 8):
+        for at_once in (1, 8) if size == 1 else (8,):  # batches are the scheduler's, not the ranks'
             greedy, last = complete(engine, PROMPTS, at_once=at_once)
             assert greedy == plain["greedy"]
             sampled, _ = complete(engine, PROMPTS, at_once=at_once, **SAMPLED)

@@ -37,7 +37,7 @@ def test_the_plain_tokens_on_equal_ranks(tiny, plain, monkeypatch, size, section
     monkeypatch.setattr(LocalGroup, "is_concurrent", True)
     with engine_of(tiny.target, section, tensor_parallel_size=size) as engine:
         assert type(engine._loop) is OverlapLoop
-        for at_once in (1, 8):
+        for at_once in (1, 8) if size == 1 else (8,):
             for sampling, wanted in zip(({}, SAMPLED), plain):
                 assert complete(engine, PROMPTS, at_once=at_once, **sampling)[0] == wanted
         seats = [worker._target._seats for worker in engine._host.target_group._workers]

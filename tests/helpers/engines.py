@@ -7,6 +7,7 @@ import json
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def complete(
             if waiting:
                 submit()
     return outputs, last
+
+
+def plain_outputs(
+    model: str, prompts: Sequence[Sequence[int]], *samplings: dict[str, Any]
+) -> list[Outputs]:
+    """What `complete` gives without a drafter, by sampling settings; computed once a process."""
+    return _plain_outputs(json.dumps([model, list(map(list, prompts)), samplings]))
+
+
+@cache
+def _plain_outputs(arguments: str) -> list[Outputs]:
+    model, prompts, samplings = json.loads(arguments)
+    with engine_of(model) as engine:
+        return [complete(engine, prompts, **sampling)[0] for sampling in samplings]
 
 
 def collect_all(engine: Engine, requests: list[Request]):

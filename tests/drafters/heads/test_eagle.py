@@ -12,7 +12,7 @@ from outrider.tests.helpers.eagle import LLAMA4_ONE, PROMPTS, SHAPES, Reference,
 from outrider.tests.helpers.head_files import eagle_tensors, joined_first, write_eagle
 from outrider.tests.helpers.models import write_guessable
 
-from ...helpers.engines import complete, engine_of, random_prompts
+from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
 CAPTURE = (2, 3, 3)  # of six layers; two of them alike, as small targets have it
 SPECULATORS = {
@@ -181,7 +181,7 @@ def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, 
     ("case", "shape", "tensor_parallel_size"),
     [
         *((case, shape, 1) for case in ("one", "three-d2t") for shape in SHAPES),
-        ("one", "chain", 2),
+        pytest.param("one", "chain", 2, marks=pytest.mark.slow),
         ("three-d2t", "dynamic", 2),
     ],
 )
@@ -189,15 +189,13 @@ def test_tokens_are_those_without_a_drafter(six, heads, case, shape, tensor_para
     """Greedy and sampled, alone and eight at once, preempted, with prefix hits."""
     prefix = list(range(2, 14))
     prompts = [prefix + prompt for prompt in random_prompts(9, 96, longest=16)]
-    with engine_of(six) as engine:
-        greedy, _ = complete(engine, prompts, max_tokens=40)
-        sampled, _ = complete(engine, prompts, max_tokens=40, temperature=0.8)
+    hot = {"max_tokens": 40, "temperature": 0.8}
+    greedy, sampled = plain_outputs(six, prompts, {"max_tokens": 40}, hot)
     options = {"max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 28}
     options |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": 96}
     with engine_of(six, section(heads[case][0], **SHAPES[shape]), **options) as engine:
         assert complete(engine, prompts, max_tokens=40)[0] == greedy
-        hot = complete(engine, prompts, at_once=1, max_tokens=40, temperature=0.8)[0]
-        assert hot == sampled
+        assert complete(engine, prompts, at_once=1, **hot)[0] == sampled
         stats = engine.stats()
     drafter = stats["drafters"]["eagle"]
     assert drafter["faults"] == 0
@@ -208,8 +206,7 @@ def test_tokens_are_those_without_a_drafter(six, heads, case, shape, tensor_para
 
 def test_with_rejection_greedy_stays_greedy(six, heads):
     fields = section(heads["three"][0], max_draft_len=3, verification="rejection")
-    with engine_of(six) as engine:
-        wanted, _ = complete(engine, PROMPTS)
+    (wanted,) = plain_outputs(six, PROMPTS, {})
     with engine_of(six, fields) as engine:
         assert complete(engine, PROMPTS)[0] == wanted
         complete(engine, PROMPTS, temperature=0.9)

@@ -100,8 +100,15 @@ def test_chains_follow_the_equations(four, heads, generation, monkeypatch):
         assert tokens == reference.chain(text, len(tokens))
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize(("generation", "shape"), [("one", "dynamic"), ("three", "chain")])
+@pytest.mark.parametrize(
+    ("generation", "shape", "tensor_parallel_size"),
+    [
+        ("one", "dynamic", 1),
+        ("three", "chain", 1),
+        ("one", "dynamic", 2),
+        pytest.param("three", "chain", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_without_a_drafter(
     four, heads, plain, generation, shape, tensor_parallel_size
 ):

@@ -17,7 +17,7 @@ from outrider.scheduler import tree
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
 from outrider.workers.head import HeadService
 
-from ...helpers.engines import complete, engine_of, random_prompts
+from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
 PATHS = [[0, 0, 0, 0], [0, 1, 0], [1, 0], [1, 1]]
 NODES = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 0], [1], [1, 0], [1, 1]]
@@ -114,22 +114,19 @@ def test_drafts_follow_the_equations(tiny, heads, layout, monkeypatch):
     assert len(checked) > 4
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize(("at_once", "tensor_parallel_size"), [(1, 1), (8, 1), (8, 2)])
 def test_tokens_are_those_without_a_drafter(tiny, heads, tensor_parallel_size, at_once):
     """Greedy and sampled, with chunked prefill, preemptions and prefix hits."""
     shared = list(range(2, 40))
     prompts = [shared + prompt for prompt in random_prompts(10, 96, longest=60)]
     small = {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 120}
-    with engine_of(tiny.target) as engine:
-        greedy, _ = complete(engine, prompts, max_tokens=40)
-        sampled, _ = complete(engine, prompts, max_tokens=40, temperature=0.8)
+    hot = {"max_tokens": 40, "temperature": 0.8}
+    greedy, sampled = plain_outputs(tiny.target, prompts, {"max_tokens": 40}, hot)
     speculative = section(heads[0]["safetensors"])
     small["tensor_parallel_size"] = tensor_parallel_size
     with engine_of(tiny.target, speculative, **small) as engine:
         assert complete(engine, prompts, at_once=at_once, max_tokens=40)[0] == greedy
-        hot = complete(engine, prompts, at_once=at_once, max_tokens=40, temperature=0.8)[0]
-        assert hot == sampled
+        assert complete(engine, prompts, at_once=at_once, **hot)[0] == sampled
         stats = engine.stats()
     drafter = stats["drafters"]["medusa"]
     assert drafter["faults"] == 0
@@ -195,8 +192,7 @@ def HeadOf(target: str, fields: dict) -> None:
 def test_typical_is_greedy_at_temperature_0_and_longer_above(tiny, heads):
     lossy = section(heads[0]["pt"], verification="typical", lossy=True)
     prompts = random_prompts(6, 96)
-    with engine_of(tiny.target) as engine:
-        greedy, _ = complete(engine, prompts)
+    (greedy,) = plain_outputs(tiny.target, prompts, {})
     with engine_of(tiny.target, lossy) as engine:
         assert complete(engine, prompts)[0] == greedy
         hot, _ = complete(engine, prompts, temperature=1.0)
@@ -206,8 +202,7 @@ def test_typical_is_greedy_at_temperature_0_and_longer_above(tiny, heads):
 
 def test_as_a_member_of_a_composition(tiny, heads):
     prompts = random_prompts(6, 96)
-    with engine_of(tiny.target) as engine:
-        wanted, _ = complete(engine, prompts, temperature=0.7)
+    (wanted,) = plain_outputs(tiny.target, prompts, {"temperature": 0.7})
     for mode in ("precedence", "merge"):
         members = [{"decoding_type": "NGram", "max_draft_len": 3}, section(heads[0]["pt"])]
         composed = {"decoding_type": "Compose", "members": members, "mode": mode}
@@ -236,8 +231,7 @@ def test_a_head_that_raises_costs_speed_and_nothing_else(tiny, heads, monkeypatc
 
     monkeypatch.setattr(MedusaHead, "draft", fail_often)
     prompts = random_prompts(4, 96)
-    with engine_of(tiny.target) as engine:
-        wanted, _ = complete(engine, prompts)
+    (wanted,) = plain_outputs(tiny.target, prompts, {})
     with engine_of(tiny.target, section(heads[0]["pt"])) as engine:
         assert complete(engine, prompts)[0] == wanted
         stats = engine.stats()

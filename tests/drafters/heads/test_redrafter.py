@@ -17,7 +17,7 @@ from outrider.tests.helpers.redrafter import (
     write_target,
 )
 
-from ...helpers.engines import complete, engine_of, random_prompts
+from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
 CASES = {  # layers, exit_dim, rnn, layout, num_beams, length, max_total_draft_tokens
     "sum": (1, None, False, "reference", 4, 4, None),
@@ -123,15 +123,13 @@ def test_tokens_are_those_without_a_drafter(target, heads, case, at_once, tensor
     shared = list(range(2, 40))
     prompts = [shared + prompt for prompt in random_prompts(10, 96, longest=60)]
     small = {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 120}
-    with engine_of(target) as engine:
-        greedy, _ = complete(engine, prompts, max_tokens=40)
-        sampled, _ = complete(engine, prompts, max_tokens=40, temperature=0.8)
+    hot = {"max_tokens": 40, "temperature": 0.8}
+    greedy, sampled = plain_outputs(target, prompts, {"max_tokens": 40}, hot)
     small["tensor_parallel_size"] = tensor_parallel_size
     speculative = section(heads[case][0], redrafter_num_beams=3, redrafter_draft_len_per_beam=3)
     with engine_of(target, speculative, **small) as engine:
         assert complete(engine, prompts, at_once=at_once, max_tokens=40)[0] == greedy
-        hot = complete(engine, prompts, at_once=at_once, max_tokens=40, temperature=0.8)[0]
-        assert hot == sampled
+        assert complete(engine, prompts, at_once=at_once, **hot)[0] == sampled
         stats = engine.stats()
     drafter = stats["drafters"]["redrafter"]
     assert drafter["faults"] == 0
@@ -143,8 +141,7 @@ def test_tokens_are_those_without_a_drafter(target, heads, case, at_once, tensor
 
 def test_rejection_is_greedy_at_temperature_0_and_runs_above(target, heads):
     prompts = random_prompts(6, 96)
-    with engine_of(target) as engine:
-        greedy, _ = complete(engine, prompts)
+    (greedy,) = plain_outputs(target, prompts, {})
     with engine_of(target, section(heads["sum"][0], verification="rejection")) as engine:
         assert complete(engine, prompts)[0] == greedy
         hot, _ = complete(engine, prompts, temperature=1.0)

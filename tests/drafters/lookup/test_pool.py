@@ -15,7 +15,7 @@ from outrider.drafters.lookup.pool import LocalLink, PoolStore, pack, unpack
 from outrider.errors import ConfigError, PoolSnapshotError
 from outrider.scheduler.types import ints
 
-from ...helpers.engines import complete, engine_of, random_prompts, tokenizer_at
+from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts, tokenizer_at
 from ...helpers.toy import VOCAB, continuation
 
 
@@ -280,8 +280,7 @@ def test_the_engine_emits_what_it_does_without(tiny, tmp_path, tokenizer, scope)
         "pool_snapshot": str(tmp_path / "pool.bin"),
     }
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9}):
-        with engine_of(tiny.target) as engine:
-            plain = complete(engine, prompts, **sampling)[0]
+        (plain,) = plain_outputs(tiny.target, prompts, sampling)
         for start in ("cold", "warm"):
             with engine_of(tiny.target, section, tokenizer=tokenizer) as engine:
                 assert complete(engine, prompts, at_once=2, **sampling)[0] == plain

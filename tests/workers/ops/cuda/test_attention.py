@@ -130,10 +130,21 @@ NORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("rotary", [(0, 24), (8, 12), (0, 0)], ids=str)
-def test_norms_and_rotations(name, rotary, dtype):
+PLACES = {"name": tuple(NORMS), "rotary": ((0, 24), (8, 12), (0, 0)), "dtype": AXES["dtype"]}
+
+
+@pytest.mark.parametrize("case", covering(PLACES, 2), ids=str)
+def test_norms_and_rotations(case):
+    check_norms(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", covering(PLACES, 3), ids=str)
+def test_triples_of_norms_and_rotations(case):
+    check_norms(**case)
+
+
+def check_norms(name, rotary, dtype):
     torch.manual_seed(0)
     spec = AttentionSpec(
         4, 2, 24, 24, 0.2, rotary_begin=rotary[0], rotary_dim=rotary[1], **NORMS[name]
