@@ -61,14 +61,14 @@ def byte_fallback() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_streaming_equals_one_shot_on_random_tokens(tokenizer: Any, seed: int) -> None:
-    rng = random.Random(seed)
-    vocabulary = Vocabulary(tokenizer)
-    ids = [rng.randrange(vocabulary.size) for _ in range(rng.randint(1, 150))]
-    for skip in (True, False):
-        streamed = "".join(stream(vocabulary, pieces(rng, ids), skip_special_tokens=skip))
-        assert streamed == tokenizer.decode(ids, skip_special_tokens=skip)
+def test_streaming_equals_one_shot_on_random_tokens(tokenizer: Any) -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        vocabulary = Vocabulary(tokenizer)
+        ids = [rng.randrange(vocabulary.size) for _ in range(rng.randint(1, 150))]
+        for skip in (True, False):
+            streamed = "".join(stream(vocabulary, pieces(rng, ids), skip_special_tokens=skip))
+            assert streamed == tokenizer.decode(ids, skip_special_tokens=skip), seed
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -114,23 +114,23 @@ def test_ids_beyond_the_tokenizer_are_silent(tokenizer: Any) -> None:
     assert "".join(stream(vocabulary, [[10**6], [vocabulary.size]])) == ""
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_byte_tokens_however_they_arrive(byte_fallback: Any, seed: int) -> None:
+def test_byte_tokens_however_they_arrive(byte_fallback: Any) -> None:
     """Runs of byte tokens, sound or not: the text is that of a UTF-8 decoder, in any pieces."""
-    rng = random.Random(seed)
-    vocabulary = Vocabulary(byte_fallback)
-    letters = byte_fallback.convert_tokens_to_ids(["a", "b", "é", "▁"])
-    likely = [1 + byte for byte in (0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xEF, 0xBF, 0xBD)]
-    ids = [rng.choice(likely + letters) for _ in range(rng.randint(1, 60))]
-    raw = b"".join(vocabulary.token_bytes(id) for id in ids)
-    expected = "".join(_decoded(run) for run in _runs(vocabulary, ids))
-    if raw.startswith(b" "):
-        expected = expected[1:]  # the decoder drops the space that begins a text
-    once = "".join(stream(vocabulary, [ids]))
-    assert once == expected == vocabulary.text(ids)
-    assert "".join(stream(vocabulary, [[id] for id in ids])) == once
-    for _ in range(5):
-        assert "".join(stream(vocabulary, pieces(rng, ids))) == once
+    for seed in range(60):
+        rng = random.Random(seed)
+        vocabulary = Vocabulary(byte_fallback)
+        letters = byte_fallback.convert_tokens_to_ids(["a", "b", "é", "▁"])
+        likely = [1 + byte for byte in (0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xEF, 0xBF, 0xBD)]
+        ids = [rng.choice(likely + letters) for _ in range(rng.randint(1, 60))]
+        raw = b"".join(vocabulary.token_bytes(id) for id in ids)
+        expected = "".join(_decoded(run) for run in _runs(vocabulary, ids))
+        if raw.startswith(b" "):
+            expected = expected[1:]  # the decoder drops the space that begins a text
+        once = "".join(stream(vocabulary, [ids]))
+        assert once == expected == vocabulary.text(ids), seed
+        assert "".join(stream(vocabulary, [[id] for id in ids])) == once
+        for _ in range(5):
+            assert "".join(stream(vocabulary, pieces(rng, ids))) == once
 
 
 def _runs(vocabulary: Vocabulary, ids: list[int]) -> list[bytes]:
@@ -199,25 +199,25 @@ def first_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_stops_do_not_depend_on_chunks(seed: int) -> None:
-    rng = random.Random(seed)
-    text = "".join(rng.choices("abc", k=rng.randint(0, 40)))
-    stops = ["".join(rng.choices("abc", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4))]
-    include = rng.random() < 0.5
-    matcher = StopMatcher(stops, include=include)
-    out, at = "", 0
-    while at < len(text) and matcher.matched is None:
-        end = min(len(text), at + rng.randint(1, 5))
-        out += matcher.push(text[at:end])
-        at = end
-        _, stop = first_stop(text[:at], stops, include)
-        if matcher.matched is None:
-            held = len(text[:at]) - len(out)
-            assert stop is None
-            assert held == 0 or any(other.startswith(text[at - held : at]) for other in stops)
-    out += matcher.finish()
-    assert (out, matcher.matched) == first_stop(text, stops, include)
+def test_stops_do_not_depend_on_chunks() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        text = "".join(rng.choices("abc", k=rng.randint(0, 40)))
+        stops = ["".join(rng.choices("abc", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4))]
+        include = rng.random() < 0.5
+        matcher = StopMatcher(stops, include=include)
+        out, at = "", 0
+        while at < len(text) and matcher.matched is None:
+            end = min(len(text), at + rng.randint(1, 5))
+            out += matcher.push(text[at:end])
+            at = end
+            _, stop = first_stop(text[:at], stops, include)
+            if matcher.matched is None:
+                held = len(text[:at]) - len(out)
+                assert stop is None
+                assert held == 0 or any(other.startswith(text[at - held : at]) for other in stops)
+        out += matcher.finish()
+        assert (out, matcher.matched) == first_stop(text, stops, include), seed
 
 
 def test_a_stop_string_that_begins_before_it_may() -> None:

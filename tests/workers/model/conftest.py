@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -195,21 +196,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def write(
+    folder: Path, name: str, *, max_shard_size: str = "5GB", **overrides: Any
+) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    settings = {**BASE, **VARIANTS[name], **overrides}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float().eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith(("bias", "sinks")) or parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.2)
+    model.save_pretrained(folder / name, max_shard_size=max_shard_size)
+    return folder / name, model
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """`checkpoint(name, **overrides)`: the folder, and transformers' own model as the oracle."""
+    return partial(write, tmp_path)
 
-    def make(name: str, *, max_shard_size: str = "5GB", **overrides: Any) -> tuple[Path, Any]:
-        torch.manual_seed(0)
-        settings = {**BASE, **VARIANTS[name], **overrides}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float().eval()
-        for key, parameter in model.named_parameters():
-            if key.endswith(("bias", "sinks")) or parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.2)
-        model.save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
-        return tmp_path / name, model
 
-    return make
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """`stored(name)`: the same, written once, for tests that change neither folder nor model."""
+    return cache(partial(write, tmp_path_factory.mktemp("stored")))
 
 
 @pytest.fixture(params=list(VARIANTS))

@@ -1,8 +1,8 @@
-"""Logits equal transformers' own full forward, through every kind of step, at 1, 2 and 4 ranks."""
+"""Equality with transformers' own full forward, on every architecture, at 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from outrider.workers.model import load_model, packed
 
 PARENTS = [-1, -1, 0, 1, 1, 3, 4]
 ACCEPTED = [1, 4, 6]  # a path of PARENTS, not contiguous
+TEXTS = np.random.default_rng(3).integers(3, 100, (2, 24)).tolist()
+PROMPT = [5, 17, 60, 3, 88]
+NUM_GREEDY = 24
 
 
 def every_row(step):
@@ -80,59 +83,103 @@ def script(texts, part, build_step):
     return steps
 
 
-@pytest.mark.parametrize("forward", ["family", "bridge"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_kind_of_step(checkpoint, variant, forward, size, part, build_step, run_ranks):
-    skip_other(variant, forward)
-    path, oracle = checkpoint(variant)
-    texts = np.random.default_rng(3).integers(3, 100, (2, 24)).tolist()
-    steps = script(texts, part, build_step)
+@dataclass
+class Oracle:
+    """What transformers' own model computes of one checkpoint."""
 
-    def work(collective):
-        model = load_model(path, device=CPU, collective=collective, forward=forward)
-        assert model.forward_choice.kind == forward
-        cache = model.new_cache(num_blocks=24, block_size=BLOCK)
-        return [model.forward(step, cache) for step, _ in steps]
-
-    outputs = run_ranks(size, work)
-    for index, (_, expected) in enumerate(steps):
-        wanted = torch.stack([full_logits(oracle, text)[row] for text, row in expected])
-        for logits in outputs:
-            assert logits[index].dtype == torch.float32
-            torch.testing.assert_close(logits[index], wanted, rtol=2e-4, atol=2e-4)
+    logits: list[torch.Tensor]  # of the script's steps
+    greedy: list[int]
+    prompt: torch.Tensor  # [len(PROMPT), vocab]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "tied", "phi3", "qwen3_moe"])
-def test_packed_linears(checkpoint, name, size, part, build_step, run_ranks, monkeypatch):
-    """Weights in oneDNN's layout, which these models are otherwise too small for."""
-    monkeypatch.setitem(packed.MIN_ELEMENTS, torch.float32, 0)
-    test_every_kind_of_step(checkpoint, name, "bridge", size, part, build_step, run_ranks)
+@pytest.fixture(scope="module")
+def oracle_of(stored):
+    """`oracle_of(name, steps)`, computed once for all forwards and numbers of ranks."""
+    known: dict[str, Oracle] = {}
+
+    def of(name, steps):
+        if name not in known:
+            _, model = stored(name)
+            tokens = torch.tensor([PROMPT])
+            greedy = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=NUM_GREEDY,
+                do_sample=False,
+            )
+            known[name] = Oracle(
+                [
+                    torch.stack([full_logits(model, text)[row] for text, row in expected])
+                    for _, expected in steps
+                ],
+                greedy[0].tolist(),
+                full_logits(model, PROMPT),
+            )
+        return known[name]
+
+    return of
 
 
-@pytest.mark.parametrize("forward", ["family", "bridge"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_greedy_equals_generate(checkpoint, variant, forward, size, part, build_step, run_ranks):
-    skip_other(variant, forward)
-    path, oracle = checkpoint(variant)
-    prompt = [5, 17, 60, 3, 88]
-    tokens = torch.tensor([prompt])
-    wanted = oracle.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False
-    )[0].tolist()
+@pytest.fixture
+def check(stored, oracle_of, part, build_step, run_ranks):
+    """`check(name, forward, size)`: everything that is computed of a checkpoint, loaded once."""
 
-    def work(collective):
-        model = load_model(path, device=CPU, collective=collective, forward=forward)
-        assert model.forward_choice.kind == forward
-        cache, text, known = model.new_cache(24, BLOCK), list(prompt), 0
-        for _ in range(24):
+    def greedy(model, num_tokens):
+        cache, text, known = model.new_cache(24, BLOCK), list(PROMPT), 0
+        for _ in range(num_tokens):
             step = build_step([part(text[known:], known, TABLES[0])], BLOCK)
             known = len(text)
             text.append(int(model.forward(step, cache)[-1].argmax()))
         return text
 
-    for text in run_ranks(size, work):
-        assert text == wanted
+    def captured(model):
+        """Logits of the last row, and those of all rows from their states."""
+        step = build_step([part(PROMPT, 0, TABLES[0])], BLOCK)
+        last = model.info.num_layers
+        logits, (states,) = model.forward_capturing(step, model.new_cache(24, BLOCK), (last,))
+        return logits, model.logits(states)
+
+    def check(name, forward, size):
+        path, _ = stored(name)
+        steps = script(TEXTS, part, build_step)
+
+        def work(collective):
+            model = load_model(path, device=CPU, collective=collective, forward=forward)
+            assert model.forward_choice.kind == forward
+            cache = model.new_cache(num_blocks=24, block_size=BLOCK)
+            logits = [model.forward(step, cache) for step, _ in steps]
+            return logits, greedy(model, NUM_GREEDY if size < 4 else 4), captured(model)
+
+        wanted = oracle_of(name, steps)
+        for logits, text, (last, every) in run_ranks(size, work):
+            for mine, theirs in zip(logits, wanted.logits, strict=True):
+                assert_equal(mine, theirs)
+            assert text == wanted.greedy[: len(text)]
+            assert_equal(last, wanted.prompt[-1:])
+            assert_equal(every, wanted.prompt)
+
+    return check
+
+
+def assert_equal(mine, theirs):
+    assert mine.dtype == torch.float32
+    torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("forward", ["family", "bridge"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_architecture(check, variant, forward, size):
+    """Every kind of step, a greedy text, and the logits of captured states."""
+    skip_other(variant, forward)
+    check(variant, forward, size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "tied", "phi3", "qwen3_moe"])
+def test_packed_linears(check, name, size, monkeypatch):
+    """Weights in oneDNN's layout, which these models are otherwise too small for."""
+    monkeypatch.setitem(packed.MIN_ELEMENTS, torch.float32, 0)
+    check(name, "bridge", size)
 
 
 @pytest.mark.parametrize("forward", ["family", "bridge"])
