@@ -268,7 +268,7 @@ def _head(config: EngineConfig) -> HeadConfig:
 
 def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator:
     from ..bench.prompts import load_prompts
-    from ..engine.frontend import load_tokenizer
+    from ..engine.encoder import load_tokenizer
     from ..scheduler.types import ints
     from ..training.calibration.calibrator import Calibrator
     from ..workers.worker import DTYPES, pick_device

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import EngineConfig
 from ..drafters.drafting import Drafting
@@ -32,14 +32,14 @@ from ..scheduler.loop import Loop
 from ..scheduler.overlap import OverlapLoop
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_limit import shrink_after
-from ..scheduler.types import Delta, Request
+from ..scheduler.types import Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .backend import Backend, local_backend
 from .checks import check_chains
 from .host import EngineHost
 from .info import EngineInfo
-from .messages import add_all, end
+from .messages import Sink, Sinks, add_all, end
 from .recoveries import Recoveries
 from .statistics import SYNTHETIC_WARNING, statistics, statistics_lines
 from .structured.compiler import Compiler
@@ -49,14 +49,6 @@ from .switch import SpeculationSwitch
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
 _IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
-
-
-class Sink(Protocol):
-    """Where a request's deltas go."""
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        """All of a step's deltas for this sink; must not block."""
-        ...
 
 
 class Engine:
@@ -77,7 +69,7 @@ class Engine:
         self._drafting = drafting
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Sink] = {}
+        self._sinks = Sinks()
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
@@ -165,7 +157,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it still runs; its sink gets a last delta."""
-        self._inbox.put(lambda: self._emit(end(self._loop, request_id)))
+        self._inbox.put(lambda: self._sinks.deliver(end(self._loop, request_id)))
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
@@ -218,7 +210,7 @@ class Engine:
         try:
             while not self._closed.is_set():
                 self._drain(block=not self._loop.has_work)
-                self._emit(self._loop.abort_expired())
+                self._sinks.deliver(self._loop.abort_expired())
                 if self._loop.has_work and not self._closed.is_set():
                     self._step()
                 self._log_statistics()
@@ -242,14 +234,14 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            self._emit(self._loop.step())
+            self._sinks.deliver(self._loop.step())
             for request_id, reason in self._structured.failures().items():
-                self._emit(self._loop.abort(request_id, "error", reason))
+                self._sinks.deliver(self._loop.abort(request_id, "error", reason))
             self._num_failed_in_a_row = 0
         except WorkerDiedError as error:
             for request_id in self._loop.scheduler.accuse():
                 reason = f"its steps ended the workers twice, so it is refused: {error.message}"
-                self._emit(self._loop.abort(request_id, "error", reason))
+                self._sinks.deliver(self._loop.abort(request_id, "error", reason))
             self._recover(error)
         except StepMemoryError as error:
             self._shrink(error)
@@ -263,7 +255,7 @@ class Engine:
             steps = list(self._loop.scheduler.in_flight)
             assert steps, "a step that was not planned cannot fail"
             for request_id in steps[0].request_ids:
-                self._emit(self._loop.abort(request_id, "error", message))
+                self._sinks.deliver(self._loop.abort(request_id, "error", message))
             broken = self._num_failed_in_a_row >= _BROKEN_AFTER
             if broken or self._config.tensor_parallel_size > 1:
                 self._recover(error)
@@ -278,7 +270,7 @@ class Engine:
         message = error.message.strip().splitlines()[-1]
         for request_id in shrink_after(self._loop.scheduler):
             reason = f"there is not enough memory for one token of this request: {message}"
-            self._emit(self._loop.abort(request_id, "error", reason))
+            self._sinks.deliver(self._loop.abort(request_id, "error", reason))
         if self._config.tensor_parallel_size > 1:
             self._recover(error, counts=False)
         else:
@@ -357,25 +349,9 @@ class Engine:
             if block:
                 self._loop.scheduler.check()
 
-    def _emit(self, deltas: list[Delta]) -> None:
-        by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
-        for delta in deltas:
-            sink = self._sinks.get(delta.request_id)
-            if sink is not None:
-                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
-                if delta.finish_reason:
-                    del self._sinks[delta.request_id]
-        for sink, batch in by_sink.values():
-            try:
-                sink.deliver(batch)
-            except Exception:
-                log.exception("a sink failed; what was meant for it is lost")
-
     def _fail_all(self, error: OutriderError) -> None:
         self._failure = error
-        self._emit(
-            [Delta(rid, (), finish_reason="error", error=error.message) for rid in self._sinks]
-        )
+        self._sinks.fail_all(error.message)
 
 
 __all__ = ["Engine", "EngineInfo", "OverloadedError", "Sink"]

@@ -1,4 +1,4 @@
-"""Turns text, token ids or messages into `Request`s; the only module that uses the tokenizer.
+"""Turns text, token ids or messages into `Request`s.
 
 Called by `LLM` and by the HTTP ingress. Everything that can be wrong with a request is found here,
 before anything is queued, and said with the field, the value and the limit.
@@ -14,18 +14,15 @@ from random import Random, SystemRandom
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..config.trust import reason
-from ..errors import CheckpointError, InvalidRequestError, PromptTooLongError
+from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Request, SpeculationOptions, ints
 from .chat.template import Message, read_template, render, template_of
 from .chat.text import ChatText
 from .checkpoints import resolved, sampling_defaults
+from .encoder import MAX_KEPT_TOKENS, Encoder, check_text, load_tokenizer, too_long
 from .text import Vocabulary
-from .text_bound import text_bound
 
-# A list of more tokens than this above the context is not even made.
-MAX_KEPT_TOKENS = 2**16
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
 
 
@@ -87,8 +84,7 @@ class Frontend:
             self.tokenizer,
         )
         self._trusts_templates = config.trust_request_chat_template
-        self._bound = text_bound(self.tokenizer)
-        self._backend = _plain_backend(self.tokenizer)
+        self._encoder = Encoder(self.tokenizer, self.max_model_len)
         # Of requests without a seed of their own.
         self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
 
@@ -105,20 +101,7 @@ class Frontend:
         Raises:
             PromptTooLongError: it cannot fit, which is found before it is encoded.
         """
-        if self._bound is not None:
-            at_least = self._bound.min_tokens(text)
-            if at_least >= self.max_model_len:
-                raise self._too_long(f"at least {at_least}", field)
-        _check_text(field, text)
-        if self._backend is None:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return ids
-        # Of the tokenizers' calls this one lets other threads run meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if len(encoding) > MAX_KEPT_TOKENS + self.max_model_len:
-            raise self._too_long(str(len(encoding)), field)
-        fast_ids: list[int] = encoding.ids
-        return fast_ids
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens, field=field)
 
     def text_prompt(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -138,7 +121,7 @@ class Frontend:
                 f"{field}: a list of token ids, got {token_ids!r}", field=field
             )
         if len(token_ids) > MAX_KEPT_TOKENS + self.max_model_len:
-            raise self._too_long(str(len(token_ids)), field)
+            raise too_long(str(len(token_ids)), self.max_model_len, field)
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise InvalidRequestError(f"{field}: {token_id!r} is no token id", field=field)
@@ -225,7 +208,7 @@ class Frontend:
             InvalidRequestError: empty prompt, or an id outside the vocabulary.
         """
         options = options or RequestOptions()
-        _check_text("cache_salt", options.tenant)
+        check_text("cache_salt", options.tenant)
         if sampling.structured_outputs is not None:
             from .structured.grammar import check
 
@@ -238,10 +221,10 @@ class Frontend:
             from .structured.words import spellings
 
             for word in sampling.bad_words:
-                _check_text("bad_words", word)
+                check_text("bad_words", word)
             spellings(self.tokenizer, sampling.bad_words, self.vocab_size)
         for stop in sampling.stop:
-            _check_text("stop", stop)
+            check_text("stop", stop)
         if "" in sampling.stop:
             raise InvalidRequestError("stop: an empty string stops everything", field="stop")
         if sampling.min_tokens > max_tokens:
@@ -282,7 +265,7 @@ class Frontend:
         if num_prompt == 0:
             raise InvalidRequestError(f"{field}: it is empty; at least one token", field=field)
         if num_prompt >= self.max_model_len:
-            raise self._too_long(str(num_prompt), field)
+            raise too_long(str(num_prompt), self.max_model_len, field)
         room = self.max_model_len - num_prompt
         if max_tokens is None:
             return room
@@ -295,13 +278,6 @@ class Frontend:
             )
         return max_tokens
 
-    def _too_long(self, how_many: str, field: str) -> PromptTooLongError:
-        return PromptTooLongError(
-            f"{field}: This model's maximum context length is {self.max_model_len} tokens. "
-            f"However, your prompt has {how_many} tokens, which leaves no room for output.",
-            field=field,
-        )
-
     def _check_ids(self, field: str, token_ids: Sequence[int] | dict[int, float]) -> None:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
@@ -312,55 +288,9 @@ class Frontend:
                 )
 
 
-def _plain_backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` below, where transformers adds nothing to its encoding."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.split_special_tokens:
-        return None
-    for name in ("encode", "_encode_plus"):
-        if getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name):
-            return None
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _check_text(field: str, text: str) -> None:
-    """Refuses a lone surrogate (JSON allows "\ud800"), which no tokenizer and no codec takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{field}: character {error.start} is half of a surrogate pair, which is not text",
-            field=field,
-        ) from None
-
-
 def derive_seed(seed: int, index: int) -> int:
     """The seed of a prompt's completion `index`: the first has the prompt's own."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def load_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer of a configuration.
-
-    Raises:
-        CheckpointError: it cannot be loaded from local files.
-    """
-    from transformers import AutoTokenizer
-
-    path = config.tokenizer or config.model
-    try:
-        return AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = reason(error, path).splitlines()[0]
-        raise CheckpointError(
-            f"tokenizer: none can be loaded from {path!r}: {why}", field="tokenizer"
-        ) from None

@@ -1,4 +1,4 @@
-"""What the engine's loop does for a message: adding requests, ending one.
+"""What the engine's loop does for a message (adding requests, ending one), and where deltas go.
 
 Called by `Engine` in the loop's thread, between two steps. An unexpected exception costs the
 message's own requests, with an `InternalError`, and no other.
@@ -7,21 +7,62 @@ message's own requests, with an `InternalError`, and no other.
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from ..errors import InternalError, OutriderError
 from ..scheduler.loop import Loop
 from ..scheduler.types import Delta, Request
 
-if TYPE_CHECKING:
-    from .engine import Sink
-
 log = logging.getLogger(__name__)
 
 
+class Sink(Protocol):
+    """Where a request's deltas go."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """All of a step's deltas for this sink; must not block."""
+        ...
+
+
+class Sinks:
+    """The sinks of requests that have not ended."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Sink] = {}
+
+    def add(self, request_id: str, sink: Sink) -> None:
+        """Deltas of this request go to `sink`."""
+        self._by_request[request_id] = sink
+
+    def remove(self, request_id: str) -> None:
+        """The request was not added."""
+        self._by_request.pop(request_id, None)
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """One call per sink; a request's last delta ends its entry."""
+        by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
+        for delta in deltas:
+            sink = self._by_request.get(delta.request_id)
+            if sink is not None:
+                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                if delta.finish_reason:
+                    del self._by_request[delta.request_id]
+        for sink, batch in by_sink.values():
+            try:
+                sink.deliver(batch)
+            except Exception:
+                log.exception("a sink failed; what was meant for it is lost")
+
+    def fail_all(self, message: str) -> None:
+        """Every request ends with an error."""
+        self.deliver(
+            [Delta(each, (), finish_reason="error", error=message) for each in self._by_request]
+        )
+
+
 def add_all(
-    loop: Loop, sinks: MutableMapping[str, Sink], requests: Sequence[Request], sink: Sink
+    loop: Loop, sinks: Sinks, requests: Sequence[Request], sink: Sink
 ) -> OutriderError | None:
     """Queues all requests, or none of them; what is wrong, if anything is."""
     for index, request in enumerate(requests):
@@ -34,7 +75,7 @@ def add_all(
             log.exception("request %s was not added", request.id, extra={"request_id": request.id})
             _take_back(loop, sinks, requests[: index + 1])  # it may be there in part
             return _fault(error)
-        sinks[request.id] = sink
+        sinks.add(request.id, sink)
     return None
 
 
@@ -47,10 +88,10 @@ def end(loop: Loop, request_id: str) -> list[Delta]:
         return [Delta(request_id, (), finish_reason="error", error=_fault(error).message)]
 
 
-def _take_back(loop: Loop, sinks: MutableMapping[str, Sink], requests: Sequence[Request]) -> None:
+def _take_back(loop: Loop, sinks: Sinks, requests: Sequence[Request]) -> None:
     for request in requests:
         end(loop, request.id)
-        sinks.pop(request.id, None)
+        sinks.remove(request.id)
 
 
 def _fault(error: Exception) -> InternalError:

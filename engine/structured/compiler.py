@@ -18,7 +18,7 @@ from ...config import EngineConfig
 from ...errors import CheckpointError, InvalidRequestError
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.types import IntArray, Request
-from ..frontend import load_tokenizer
+from ..encoder import load_tokenizer
 from .constraint import Constraint, ConstraintError, DeadEndError
 from .grammar import grammar_of, invalid, parser_limits
 from .words import Both, Spellings, TokenConstraint, spellings
