@@ -88,7 +88,7 @@ def guard() -> list[Middleware]:
     import ray
     from starlette.middleware import Middleware
 
-    from .relay import ProxyRelay
+    from .relay.proxy import ProxyRelay
 
     install(ConnectionLimits.from_environment())
     silence_s = silence_of_environment()

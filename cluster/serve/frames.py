@@ -1,6 +1,6 @@
 """Framed connections in an event loop: listening sockets, and a protocol that cuts out frames.
 
-Called by `edge.py` (engine to ingress) and `relay.py` (ingress to proxy). Listening and handshakes
+Called by `edge.py` (engine to ingress) and `relay/` (ingress to proxy). Listening and handshakes
 take a thread; what arrives afterwards is read by the event loop itself, so that a message wakes one
 thread and not two. The frames are those of `workers/transport/framing.py`.
 """

@@ -28,7 +28,7 @@ from .metrics import EdgeMetrics
 from .models import ServedModel
 from .openai.resuming import ResumePolicy
 from .openai.routes import Edge, build_http
-from .relay import IngressRelay
+from .relay.ingress import IngressRelay
 from .tracing import Tracing
 
 INGRESS = "Ingress"

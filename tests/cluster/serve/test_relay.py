@@ -11,8 +11,9 @@ import pytest
 import uvloop
 from starlette.types import Message, Receive, Scope, Send
 
-from outrider.cluster.serve import relay
-from outrider.cluster.serve.relay import IngressRelay, ProxyRelay
+from outrider.cluster.serve.relay import ingress, proxy
+from outrider.cluster.serve.relay.ingress import IngressRelay
+from outrider.cluster.serve.relay.proxy import ProxyRelay
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
 RUNNERS = [asyncio.run, uvloop.run]
@@ -141,13 +142,13 @@ def test_a_proxy_that_cannot_be_reached_gets_the_streams_through_serve(
         await send(part(b"", more=False))
 
     way, tries = Way(stream), []
-    connect = relay._connect
+    connect = ingress._connect
 
     async def counted(*given: Any) -> Any:
         tries.append(given)
         return await connect(*given)
 
-    monkeypatch.setattr(relay, "_connect", counted)
+    monkeypatch.setattr(ingress, "_connect", counted)
     asyncio.run(main())
     assert way.body == b"data: 1\n\n" * 2
     assert len(way.through_serve) == 6
@@ -176,7 +177,7 @@ def test_a_lost_connection_breaks_the_answer_off(run: Callable[..., None]) -> No
 def test_a_client_that_reads_too_slowly_is_cut_off_and_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
     reads, received = asyncio.Event(), bytearray()
 
     async def slow(message: Message) -> None:
@@ -202,7 +203,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off_and_holds_up_nobody(
 
 
 def test_a_stream_that_is_cut_off_ends_for_serve_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
     received: list[Message] = []
 
     class Serve(Way):
@@ -226,7 +227,7 @@ def test_a_stream_that_is_cut_off_ends_for_serve_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_part_of_any_size_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
 
     async def stream(send: Send) -> None:
         await send(start())
