@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from outrider.drafters.messages import Drafted, DraftStep
 from outrider.errors import WorkerDiedError
+from outrider.scheduler.loop import Loop
 from outrider.scheduler.types import ints
 from outrider.tests.helpers.toy import VOCAB, next_token
 from outrider.workers.seats import Seats
@@ -79,3 +81,26 @@ class TokenCacheDraftModel:
     def _slots(self, table: np.ndarray, begin: int, end: int) -> np.ndarray:
         index = np.arange(begin, end)
         return table[index // self.block_size] * self.block_size + index % self.block_size
+
+
+def text_despite_failures(loop: Loop, paused: int | None = None) -> tuple[int, ...]:
+    """What the loop's request emits where every third step of the target fails.
+
+    Args:
+        paused: of every four steps, the one in which nothing is drafted; None: in all it is.
+    """
+    text: tuple[int, ...] = ()
+    verify = loop.target.verify
+    for step in range(100):
+        if step % 3 == 1:
+            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            with pytest.raises(WorkerDiedError):
+                loop.step()
+            loop.scheduler.requeue_all()
+            loop.target.verify = verify
+        loop.scheduler.budget.enabled = step % 4 != paused
+        for delta in loop.step():
+            text += delta.token_ids
+        if not loop.scheduler.has_work:
+            break
+    return text
