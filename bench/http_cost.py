@@ -11,38 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import tempfile
-from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ConfigError
 from .measure import Load
-from .serving.processes import below
+from .serving.costs import COLUMNS, add_server_options, cpu_s, servers_of
 from .suite.load import parse, send_all
-from .suite.servers import ServerContender, ServerError, ServerSpec
+from .suite.servers import ServerContender, ServerError
 
-TARGET = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
-COLUMNS = ("rank", "engine", "ingress", "proxy", "others", "client")
-# This Outrider, as a command of `ServerSpec`.
-THIS = (
-    f"this={sys.executable} -m outrider serve {{model}} --dtype {{dtype}} --port {{port}} "
-    "--address local"
-)
 _STREAM = {"stream_options": {"include_usage": True}}  # the count of tokens, once
-
-
-def cpu_s(root: int) -> dict[str, float]:
-    """Processor seconds of the process `root` and its descendants so far, by column."""
-    found: dict[str, float] = defaultdict(float)
-    for process in below(root):
-        found[process.role if process.role in COLUMNS else "others"] += process.cpu_s
-    return found
 
 
 def measure(server: ServerContender, num_streams: int, num_tokens: int) -> dict[str, float]:
@@ -73,31 +52,14 @@ def measure(server: ServerContender, num_streams: int, num_tokens: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(TARGET))
-    parser.add_argument("--dtype", default="bfloat16")
+    add_server_options(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=400, help="of a completion")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--server",
-        action="append",
-        metavar="NAME=COMMAND",
-        help="with {port}, {model} and {dtype}; default: this outrider",
-    )
     options = parser.parse_args()
-    values = {"model": options.model, "dtype": options.dtype}
-    with ExitStack() as stack:
-        servers: list[ServerContender] = []
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for number, text in enumerate(options.server or [THIS]):
-            spec = ServerSpec.parse(text, values)
-            if spec.command is None:
-                raise ConfigError(f"server: {text!r} is no NAME=COMMAND", field="server")
-            server = ServerContender(spec, logs / f"{number}.log")
-            stack.callback(server.close)
-            server.start()
+    with servers_of(options) as servers:
+        for server in servers:
             measure(server, 1, 20)  # warms up
-            servers.append(server)
         table = Table(title="CPU milliseconds per streamed token", title_justify="left")
         for name in ("server", "streams", *COLUMNS, "framework / rank", "tokens/s"):
             table.add_column(name, justify="right")

@@ -14,19 +14,15 @@ import http.client
 import json
 import os
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
-from ...errors import ConfigError
-from ..http_cost import COLUMNS, TARGET, THIS, cpu_s
-from ..suite.servers import ServerContender, ServerError, ServerSpec
+from ..suite.servers import ServerContender, ServerError
+from .costs import COLUMNS, add_server_options, cpu_s, servers_of
 
 _SERVER_COLUMNS = tuple(name for name in COLUMNS if name != "client")
 _FRAMEWORK = tuple(name for name in _SERVER_COLUMNS if name != "rank")
@@ -115,31 +111,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(TARGET))
-    parser.add_argument("--dtype", default="bfloat16")
+    add_server_options(parser)
     parser.add_argument("--requests", type=int, default=50, help="per round")
     parser.add_argument("--tokens", type=int, default=4, help="of a completion")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle-s", type=float, default=5.0, help="how long idling is measured")
     parser.add_argument("--whole", action="store_true", help="without streaming")
-    parser.add_argument(
-        "--server",
-        action="append",
-        metavar="NAME=COMMAND",
-        help="with {port}, {model} and {dtype}; default: this outrider",
-    )
     options = parser.parse_args()
-    values = {"model": options.model, "dtype": options.dtype}
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with servers_of(options) as started:
         servers: list[tuple[ServerContender, Client, dict[str, float]]] = []
-        for number, text in enumerate(options.server or [THIS]):
-            spec = ServerSpec.parse(text, values)
-            if spec.command is None:
-                raise ConfigError(f"server: {text!r} is no NAME=COMMAND", field="server")
-            server = ServerContender(spec, logs / f"{number}.log")
-            stack.callback(server.close)
-            server.start()
+        for server in started:
             client = Client(server, options.tokens, whole=options.whole)
             for _ in range(10):  # warms up
                 client.send()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outrider.bench.http_cost import cpu_s
+from outrider.bench.serving.costs import cpu_s
 
 _SPIN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
