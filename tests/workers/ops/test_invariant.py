@@ -7,7 +7,8 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
-from outrider.tests.helpers.invariant.texts import LENGTH, VOCAB, Texts
+from outrider.tests.helpers.invariant.models import check_angles, write_random
+from outrider.tests.helpers.invariant.texts import LENGTH, Texts
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
 from outrider.workers.ops import factory, make_invariant_ops
@@ -27,22 +28,9 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        request.param,
-        vocab_size=VOCAB,
-        hidden_size=88,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        **KINDS[request.param],
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp(request.param)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    sizes = {"hidden_size": 88, "intermediate_size": 112, "num_hidden_layers": 2}
+    keys = {**sizes, "num_attention_heads": 4, **KINDS[request.param]}
+    folder = write_random(tmp_path_factory.mktemp(request.param), request.param, **keys)
     return load_model(
         folder,
         dtype=torch.bfloat16,
@@ -94,16 +82,7 @@ def test_rows_after_a_prefix_hit_beside_others(model, alone):
 
 
 def test_angles_do_not_depend_on_their_neighbours():
-    ops = InvariantOps(torch.float32)
-    frequencies = torch.rand(37)
-    whole = ops.rotation(torch.arange(50), frequencies, 1.3)
-    part = InvariantOps(torch.float32).rotation(torch.tensor([49, 3]), frequencies, 1.3)
-    sets = ops.rotation(torch.arange(50), frequencies.expand(50, -1), 1.3)
-    for every, some, own in zip(whole, part, sets):
-        assert torch.equal(every[[49, 3]], some)
-        assert torch.equal(every, own)
-        wanted = (torch.arange(50)[:, None] * frequencies).double()
-    assert torch.allclose(whole[0].double(), wanted.cos() * 1.3, atol=1e-6)
+    check_angles(InvariantOps(torch.float32), InvariantOps(torch.float32), atol=1e-6)
 
 
 @pytest.mark.parametrize(

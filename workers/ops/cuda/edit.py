@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...verify import device_edits as words_of
 from ...verify.device_edits import MAX_BIASES, MAX_ENDS, MAX_TOP, NUM_WORDS, PROMPT, DeviceEdits
-from .draw import num_parts
+from .winners import num_parts
 
 _BLOCK = 1024
 _REPETITION = tl.constexpr(words_of.REPETITION)

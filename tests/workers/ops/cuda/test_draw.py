@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outrider.workers.ops.cuda import draw as fused
+from outrider.workers.ops.cuda import winners
 from outrider.workers.ops.cuda.cuts import cuts
-from outrider.workers.ops.cuda.draw import num_parts
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.verify.device_draw import DeviceSettings, contest
 from outrider.workers.verify.process import masses, pools
@@ -165,7 +165,7 @@ def test_contests(vocab):
 
 
 def test_parts_follow_from_shapes():
-    assert num_parts(1, 125, 132) == 64
-    assert num_parts(64, 125, 132) == 8
-    assert num_parts(1000, 125, 132) == 1
-    assert num_parts(1, 1, 132) == 1
+    assert winners.num_parts(1, 125, 132) == 64
+    assert winners.num_parts(64, 125, 132) == 8
+    assert winners.num_parts(1000, 125, 132) == 1
+    assert winners.num_parts(1, 1, 132) == 1

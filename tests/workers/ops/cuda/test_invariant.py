@@ -3,10 +3,10 @@ drafts, chunks of any size, cold and after a prefix hit."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
+from outrider.tests.helpers.invariant.models import check_angles, write_random
 from outrider.tests.helpers.invariant.texts import Texts
 from outrider.tests.helpers.quantised.weights import weight_of
 from outrider.workers.collective import Collective
@@ -16,7 +16,7 @@ from outrider.workers.ops.cuda.invariant import InvariantCudaOps
 from outrider.workers.ops.cuda.linear import TiledProduct
 
 CPU = torch.device("cpu")
-VOCAB, LENGTH = 101, 20
+LENGTH = 20
 LATENT = {
     "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
@@ -30,22 +30,9 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        request.param,
-        vocab_size=VOCAB,
-        hidden_size=40,
-        intermediate_size=56,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        **KINDS[request.param],
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp(request.param)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    sizes = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 1}
+    keys = {**sizes, "num_attention_heads": 2, **KINDS[request.param]}
+    folder = write_random(tmp_path_factory.mktemp(request.param), request.param, **keys)
     return load_model(
         folder,
         dtype=torch.bfloat16,
@@ -101,16 +88,4 @@ def test_rows_of_a_product(kind):
 
 
 def test_angles_are_those_of_the_position_alone():
-    ops, frequencies = InvariantCudaOps(CPU), torch.rand(37)
-    positions = torch.arange(50, dtype=torch.int32)
-    whole = ops.rotation(positions, frequencies, 1.3)
-    part = ops.rotation(positions[[49, 3]], frequencies, 1.3)
-    sets = ops.rotation(positions, frequencies.expand(50, -1).contiguous(), 1.3)
-    wanted = (positions[:, None] * frequencies).double()
-    for every, some, own, exact in zip(
-        whole, part, sets, (wanted.cos(), wanted.sin()), strict=True
-    ):
-        assert torch.equal(every[[49, 3]], some)
-        assert torch.equal(every, own)
-        assert torch.allclose(every.double(), exact * 1.3, atol=1e-5)
-    assert np.prod(ops.rotation(positions[:0], frequencies, 1.0)[0].shape) == 0
+    check_angles(InvariantCudaOps(CPU), InvariantCudaOps(CPU), atol=1e-5)
