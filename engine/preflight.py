@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigError, OutriderError
 
 if TYPE_CHECKING:
+    import torch
+
     from ..config import DraftModelConfig, EngineConfig
     from ..workers.model import ModelInfo
     from .frontend import Frontend
@@ -33,7 +35,8 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
 
     from ..drafters.heads.protocol import TargetFacts
     from ..drafters.registry import check_head
-    from ..workers.model.fit import check_weights
+    from ..workers.model.fit import Serving, check_weights
+    from ..workers.worker import DTYPES
     from .checkpoints import resolved
     from .checks import check_length, check_thinking_tokens, check_vocabulary
     from .frontend import Frontend
@@ -42,9 +45,16 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
     config = resolved(config)
     size = config.tensor_parallel_size
     trust = _trust(config)
-    target, kv_bytes = check_weights(Path(config.model), size, **trust)
+    device = _device(config, is_local=_is_local(config, is_local))
+    serving = Serving(
+        device or torch.device("cpu"),
+        DTYPES.get(config.dtype),
+        config.forward,
+        config.deterministic,
+    )
+    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust)
     check_length(config, target.max_model_len)
-    _check_cache(config, kv_bytes, is_local=_is_local(config, is_local))
+    _check_cache(config, kv_bytes, device)
     check_thinking_tokens(config, target.vocab_size)
     frontend = Frontend(config, target)  # tokenizer and chat template
     if config.chat_template is not None:
@@ -59,6 +69,8 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
+    if device is not None and kv_bytes is not None:
+        facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
     for field, section in draft_sections(config):
         ranks = draft_size(config, section)
         check_vocabulary(
@@ -127,12 +139,22 @@ def _check_draft(
         raise CheckpointError(f"{field}: {error.message}{hint}", field=field) from None
 
 
-def _check_cache(config: EngineConfig, kv_bytes: int | None, *, is_local: bool) -> None:
-    """Raises `ConfigError` where the device is missing, or the KV cache too small or too large."""
+def _device(config: EngineConfig, *, is_local: bool) -> torch.device | None:
+    """The workers' device; None: they run on other machines.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
+    from ..workers.worker import pick_device
+
+    return pick_device(config.device) if is_local else None
+
+
+def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
+    """Raises `ConfigError` where the KV cache is too small, or too large for `device`."""
     import torch
 
     from ..workers.model.fit import check_blocks
-    from ..workers.worker import pick_device
 
     blocks, block_size = config.num_kv_blocks, config.block_size
     least = config.max_model_len or 0
@@ -142,13 +164,11 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, *, is_local: bool) 
             f"max_model_len ({least})",
             field="num_kv_blocks",
         )
-    if not is_local:
+    if device is None or blocks is None or kv_bytes is None:
         return
-    device = pick_device(config.device)
-    if blocks is not None and kv_bytes is not None:
-        ranks = config.tensor_parallel_size
-        share = ranks if device.type == "cpu" else -(-ranks // torch.cuda.device_count())
-        check_blocks(blocks, block_size, kv_bytes, device, share)
+    ranks = config.tensor_parallel_size
+    share = ranks if device.type == "cpu" else -(-ranks // torch.cuda.device_count())
+    check_blocks(blocks, block_size, kv_bytes, device, share)
 
 
 def check_template(frontend: Frontend) -> None:

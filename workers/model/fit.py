@@ -8,24 +8,44 @@ size of the KV cache is known. Called by `engine/preflight.py`, before anything 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
+from ..ops import max_latent_heads
 from .bridge import build_meta, fuse_norms
 from .bridged import BridgeRunner
+from .family import read_spec
 from .info import ModelInfo, describe
 from .settings import read_config
+from .target import Wish
 from .tensors import fitting_sources
 from .weights import Checkpoint
 
+CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a model is going to be loaded, as far as the size of its KV cache depends on it."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype | None = None  # the checkpoint's
+    forward: Wish = "auto"
+    deterministic: bool = False
+
+
 def check_weights(
-    path: Path, size: int = 1, *, trust_remote_code: bool = False, allow_pickle: bool = False
+    path: Path,
+    size: int = 1,
+    serving: Serving = Serving(),
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> tuple[ModelInfo, int | None]:
     """What a rank would load, and the bytes of its KV cache per token (None: not known).
 
@@ -34,21 +54,20 @@ def check_weights(
             another shape than config.json says; names it.
         ConfigError: `size` ranks cannot share the model.
     """
-    info = describe(path, size, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    info = describe(path, size, serving.dtype, **trust)
     config = read_config(path, trust_remote_code=trust_remote_code)
     model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     fitting_sources(model, {name: checkpoint.outline(name) for name in checkpoint.names}, path)
-    return info, _kv_bytes_per_token(model, info, size)
+    return info, _kv_bytes_per_token(model, info, size, serving)
 
 
-def _kv_bytes_per_token(model: Any, info: ModelInfo, size: int) -> int | None:
+def _kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving) -> int | None:
     """Of one rank; None for models that look at values, which the meta device does not have."""
-    config = model.config
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent is not None:  # kept compressed, by every rank, where our own forward serves
-        per_layer = latent + (getattr(config, "qk_rope_head_dim", None) or 0)
-        return int(info.num_layers * per_layer * info.dtype.itemsize)
+    latent = _latent_elements(model.config, info, serving)
+    if latent is not None:
+        return int(info.num_layers * latent * info.dtype.itemsize)
     fuse_norms(model)
     try:
         shapes = BridgeRunner(model, info).kv_shapes
@@ -58,6 +77,22 @@ def _kv_bytes_per_token(model: Any, info: ModelInfo, size: int) -> int | None:
     held = -(-total_heads // size)
     elements = sum(shape.num_elements for shape in shapes)
     return elements * info.dtype.itemsize * held // total_heads
+
+
+def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | None:
+    """What a rank keeps of a token in a layer of latent attention; None: it is of another kind.
+
+    Every rank keeps latents as they are; of expanded heads each keeps its own.
+    """
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    latent, rotated, plain, value = (getattr(config, name, None) for name in names)
+    if not latent or not rotated or not plain or not value:
+        return None
+    most = max_latent_heads(serving.device, info.dtype, deterministic=serving.deterministic)
+    is_kept = serving.forward != "bridge" and not isinstance(read_spec(config), str)
+    if is_kept and info.num_heads <= most:
+        return int(latent + rotated)
+    return int(info.num_heads * (plain + rotated + value))
 
 
 def machine_bytes(device: torch.device) -> int:

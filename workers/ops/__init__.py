@@ -1,7 +1,7 @@
 """The operations that a decoder is made of: one protocol, one implementation per kind of device."""
 
 from .attention import PlannedOps
-from .factory import make_invariant_ops, make_ops, missing_kernels
+from .factory import make_invariant_ops, make_ops, max_latent_heads, missing_kernels
 from .plan import PagedStep, plan_step
 from .protocol import Ops
 from .reference import ReferenceOps
@@ -13,6 +13,7 @@ __all__ = [
     "ReferenceOps",
     "make_invariant_ops",
     "make_ops",
+    "max_latent_heads",
     "missing_kernels",
     "plan_step",
 ]

@@ -59,6 +59,18 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     return InvariantCudaOps(device)
 
 
+def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> int:
+    """`Ops.max_latent_heads` of what would be made, without making it."""
+    if missing_kernels(device, dtype):
+        return GroupedOps.max_latent_heads
+    if device.type == "cpu":
+        return (InvariantOps if deterministic else CpuOps).max_latent_heads
+    from .cuda.invariant import InvariantCudaOps
+    from .cuda.ops import CudaOps
+
+    return (InvariantCudaOps if deterministic else CudaOps).max_latent_heads
+
+
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest implementation for `dtype` on `device`."""
     if missing_kernels(device, dtype):

@@ -9,7 +9,7 @@ import torch
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
-from outrider.workers.model.fit import check_weights
+from outrider.workers.model.fit import Serving, check_weights
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.ops.cpu import CpuOps
 
@@ -66,4 +66,27 @@ def test_more_heads_than_the_kernel_takes_are_expanded(checkpoint, monkeypatch):
     monkeypatch.setattr(CpuOps, "max_latent_heads", 3)
     model = load_model(path, device=CPU, collective=Collective.single())
     assert model.forward_choice.kind == "family"
-    assert model.kv_bytes_per_token() == 2 * 4 * (16 + 12) * 4
+    assert model.kv_bytes_per_token() == 2 * 4 * (16 + 12) * 4 == check_weights(path)[1]
+    assert check_weights(path, 2)[1] == 2 * (16 + 8) * 4  # two heads a rank
+
+
+@pytest.mark.parametrize(
+    ("serving", "is_kept"),
+    [
+        (Serving(), True),
+        (Serving(dtype=torch.bfloat16), True),
+        (Serving(forward="bridge"), False),
+        (Serving(deterministic=True), False),
+        (Serving(dtype=torch.float16), False),  # no kernels on a CPU
+    ],
+)
+def test_the_check_has_the_size_of_the_cache_in_both_forms(checkpoint, run_ranks, serving, is_kept):
+    path, _ = checkpoint("deepseek_v3")
+    options = {name: getattr(serving, name) for name in ("dtype", "forward", "deterministic")}
+    for size in (1, 2):
+        for model in run_ranks(
+            size, lambda group: load_model(path, device=CPU, collective=group, **options)
+        ):
+            cache = model.new_cache(3, 4)
+            assert (model.kv_shapes[0].num_kv_heads == 1) == is_kept
+            assert cache.num_bytes == 12 * check_weights(path, size, serving)[1]
