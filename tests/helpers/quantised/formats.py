@@ -4,6 +4,8 @@ stands for: as compressed-tensors reads it, or for GPTQ by its formula."""
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -44,8 +46,14 @@ def codes_of(weight, bits, group, *, symmetric):
     return values.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8)
 
 
+def group_of(weight) -> int:
+    """`GROUP`, or a smaller size that divides the columns."""
+    return math.gcd(GROUP, weight.shape[1])
+
+
 def awq(weight):
-    codes, scales, zeros = codes_of(weight, 4, GROUP, symmetric=False)
+    group = group_of(weight)
+    codes, scales, zeros = codes_of(weight, 4, group, symmetric=False)
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     stored = {
         "qweight": words(codes.t(), 4, order),
@@ -53,8 +61,8 @@ def awq(weight):
         "scales": scales.t().half().contiguous(),
     }
     tensors = {f"x.{name}": tensor.clone() for name, tensor in stored.items()}
-    made = AutoAWQConverter.from_autoawq_config(AWQ).process(tensors)
-    wide = unpacked(made["x.weight_packed"], 4, GROUP, made, symmetric=False)
+    made = AutoAWQConverter.from_autoawq_config({**AWQ, "group_size": group}).process(tensors)
+    wide = unpacked(made["x.weight_packed"], 4, group, made, symmetric=False)
     return stored, wide
 
 
@@ -72,8 +80,9 @@ def unpacked(packed, bits, group, tensors, *, symmetric):
 
 def gptq(weight, bits=4, *, order=False, adds_one=True, symmetric=False):
     """As AutoGPTQ writes it; decoded here by its formula, element by element."""
-    codes, scales, zeros = codes_of(weight, bits, GROUP, symmetric=symmetric)
-    index = torch.arange(weight.shape[1]) // GROUP
+    group = group_of(weight)
+    codes, scales, zeros = codes_of(weight, bits, group, symmetric=symmetric)
+    index = torch.arange(weight.shape[1]) // group
     if order:  # columns belong to any group
         index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(3))]
     mask = (1 << bits) - 1
@@ -92,6 +101,7 @@ def gptq(weight, bits=4, *, order=False, adds_one=True, symmetric=False):
 
 
 def packed(weight, bits=4, group=GROUP, *, symmetric=True):
+    group = group and group_of(weight)
     size = group or weight.shape[1]
     codes, scales, zeros = codes_of(weight, bits, size, symmetric=symmetric)
     stored = {
@@ -147,20 +157,25 @@ def write_pair(kind: str, folder: Path) -> tuple[Path, Path]:
         )
     )  # fmt: skip
     folders = folder / "plain", folder / "packed"
-    for each in folders:
-        model.save_pretrained(each)
-    tensors = load_file(folders[0] / "model.safetensors")
+    model.save_pretrained(folders[0])
+    write_coded(folders[0], folders[1], settings, quantise)
+    return folders
+
+
+def write_coded(plain: Path, coded: Path, settings, quantise) -> None:
+    """Quantises the projections of `plain` into the folder `coded`; `plain` gets their values."""
+    shutil.copytree(plain, coded)
+    tensors = load_file(plain / "model.safetensors")
     stored = {}
     for name, tensor in list(tensors.items()):
-        if "_proj.weight" not in name:
+        if "_proj.weight" not in name or "eh_proj" in name:
             stored[name] = tensor
             continue
         parts, tensors[name] = quantise(tensor)
         stem = name.removesuffix(".weight")
         stored |= {f"{stem}.{leaf}": part.contiguous() for leaf, part in parts.items()}
-    save_file(tensors, folders[0] / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, folders[1] / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folders[1] / "config.json").read_text())
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, coded / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((coded / "config.json").read_text())
     config["quantization_config"] = settings
-    (folders[1] / "config.json").write_text(json.dumps(config))
-    return folders
+    (coded / "config.json").write_text(json.dumps(config))
