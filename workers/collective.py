@@ -7,9 +7,10 @@ by the code that starts the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,7 +23,22 @@ from ..errors import ConfigError, WorkerError
 from .symmetric_memory import RankPlace, SymmetricSums, TorchSharedMemory, open_sums
 
 Backend = Literal["gloo", "nccl"]
+Verb = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 _MAX_REASON_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation of a `Collective` on a tensor of some shape."""
+
+    verb: Verb
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def operand(self) -> Tensor:
+        """A tensor to call it with."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Collective:
@@ -35,7 +51,7 @@ class Collective:
         self.size = size
         self._group = group
         self._sums: SymmetricSums | None = None
-        self._rehearses = False
+        self._rehearsed: list[Call] | None = None  # None: calls are executed
         self.all_reduce_by = ""  # what sums, for the log and `/stats`; empty: a group of one
 
     def all_reduce(
@@ -43,7 +59,7 @@ class Collective:
         tensor: Tensor,  # any shape, contiguous; the same on every rank
     ) -> Tensor:
         """Sum over the ranks, in place; returns `tensor`."""
-        if self.size > 1 and not self._rehearses:
+        if self.size > 1 and not self._rehearses("all_reduce", tensor):
             group = self._live()
             if self._sums is None or not self._sums.add(tensor):
                 group.allreduce(tensor).wait()
@@ -57,12 +73,26 @@ class Collective:
         """Every rank's tensor, joined along `dim` in rank order."""
         if self.size == 1:
             return tensor
-        if self._rehearses:
+        if self._rehearses("all_gather", tensor):
             return torch.cat([tensor] * self.size, dim=dim)
         flat = tensor.contiguous().view(-1)
         parts = flat.new_empty(self.size * len(flat))  # NCCL writes there, without a copy
         self._live()._allgather_base(parts, flat).wait()
         return torch.cat(parts.view(self.size, *tensor.shape).unbind(), dim=dim)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,  # [num_rows, ...], the same on every rank; its rows are shared out evenly
+    ) -> Tensor:
+        """Sends part i of the rows to rank i; returns what all ranks sent here, in rank order."""
+        if self.size == 1:
+            return tensor
+        assert len(tensor) % self.size == 0, (tensor.shape, self.size)
+        if self._rehearses("all_to_all", tensor):
+            return tensor.clone()
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._live().alltoall_base(received, tensor.contiguous(), [], []).wait()
+        return received
 
     def broadcast(
         self,
@@ -70,7 +100,7 @@ class Collective:
         root: int = 0,
     ) -> Tensor:
         """`root`'s values, in place; returns `tensor`."""
-        if self.size > 1 and not self._rehearses:
+        if self.size > 1 and not self._rehearses("broadcast", tensor):
             self._live().broadcast(tensor, root).wait()
         return tensor
 
@@ -84,13 +114,38 @@ class Collective:
         return tensor
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Within it no rank waits for another: results have their shapes, and any values."""
-        self._rehearses = True
+    def rehearsal(self) -> Iterator[list[Call]]:
+        """Within it no rank waits for another: results have their shapes, and any values.
+
+        Returns what is called, for `exercise`.
+        """
+        calls: list[Call] = []
+        self._rehearsed = calls
         try:
-            yield
+            yield calls
         finally:
-            self._rehearses = False
+            self._rehearsed = None
+
+    def _rehearses(self, verb: Verb, tensor: Tensor) -> bool:
+        if self._rehearsed is None:
+            return False
+        self._rehearsed.append(Call(verb, tuple(tensor.shape), tensor.dtype, tensor.device))
+        return True
+
+    def exercise(
+        self,
+        calls: Sequence[Call],  # the same on every rank
+        operands: Sequence[Tensor],  # of the calls; overwritten
+    ) -> None:
+        """Executes `calls`, so that their connections are open and their kernels compiled."""
+        verbs: dict[Verb, Callable[[Tensor], Tensor]] = {
+            "all_reduce": self.all_reduce,
+            "all_gather": self.all_gather,
+            "all_to_all": self.all_to_all,
+            "broadcast": self.broadcast,
+        }
+        for call, operand in zip(calls, operands, strict=True):
+            verbs[call.verb](operand)
 
     def abort(self) -> None:
         """Leaves the group without waiting. Blocked gloo peers wait until their timeout."""

@@ -177,9 +177,13 @@ def open_sums(
             memory.close()
         return None, reason or "symmetric memory failed on another rank"
     sums = SymmetricSums(memory, len(places))
-    if not all_true(sums.is_right(rank, len(places), device)):
+    try:
+        right = sums.is_right(rank, len(places), device)
+    except RuntimeError as error:  # a kernel that cannot be launched
+        right, reason = False, f"symmetric memory failed: {' '.join(str(error).split())[:200]}"
+    if not all_true(right):
         memory.close()
-        return None, "sums over symmetric memory are wrong"
+        return None, reason or "sums over symmetric memory are wrong"
     return sums, ""
 
 

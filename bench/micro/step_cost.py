@@ -48,6 +48,9 @@ BLOCK_SIZE, PROMPT_LEN, MAX_LEN = 16, 64, 512
 class NoGraphs:
     """In place of CUDA's: a replay computes nothing."""
 
+    def warm_up(self, work: object) -> None:
+        pass
+
     def capture(self, work: object) -> object:
         return lambda: None
 

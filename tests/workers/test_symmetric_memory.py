@@ -181,6 +181,31 @@ def test_wrong_sums_are_not_used(run_ranks):
     assert sorted(memory.closed) == [0, 1]
 
 
+def test_a_kernel_that_cannot_be_launched_closes_all(run_ranks):
+    """On one rank, behind its last sum, so that the other is not in one."""
+    memory = ThreadMemory(2)
+
+    def share(rank):
+        own = memory.of(rank)
+        if rank == 1:
+            two_shot, own.left = own.two_shot, 2
+
+            def fail(part):
+                two_shot(part)
+                own.left -= 1
+                if not own.left:
+                    raise RuntimeError("CUDA error:\n  no kernel image")
+
+            own.two_shot = fail
+        return own
+
+    (first, _), (second, reason) = opened(run_ranks, share)
+    assert first is None
+    assert second is None
+    assert reason == "symmetric memory failed: CUDA error: no kernel image"
+    assert sorted(memory.closed) == [0, 1]
+
+
 def test_an_obstacle_opens_nothing(run_ranks):
     def share(rank):
         raise AssertionError(rank)

@@ -4,9 +4,11 @@ A graph launches all kernels of a step at once. Graphs share one pool of memory,
 at the same time; the largest is captured first. Shapes that are not captured run eagerly.
 
 Several ranks capture the same shapes or none: a rank that failed would otherwise be in another
-collective than the others. Each shape runs once without collectives, which is where kernels are
-compiled and memory is allocated, and the ranks agree before they begin one that waits for the
-others, and once more when it is recorded.
+collective than the others. So no step waits for another rank before its graph exists: a shape is
+warmed up without collectives, which is where kernels are compiled and memory is allocated; then its
+collectives are executed on their own, so that connections are open; then it is recorded, which
+executes none. After each of these the ranks agree to go on. Of what can fail, only the collectives
+themselves end the start, as nothing could be served without them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from ..collective import Agreement, Collective
+from ..collective import Agreement, Call, Collective
 from .shape import StepShape
 
 log = logging.getLogger(__name__)
@@ -30,11 +33,12 @@ Result = TypeVar("Result")
 class GraphApi(Protocol):
     """What records work on a device for replay."""
 
-    def capture(self, work: Work) -> Work:
-        """Runs `work` to compile its kernels, records it, and returns what replays it.
+    def warm_up(self, work: Work) -> None:
+        """Runs `work` where it is going to be recorded, to compile its kernels."""
+        ...
 
-        The recording waits for no other rank: collectives in it are not executed.
-        """
+    def capture(self, work: Work) -> Work:
+        """Records `work` and returns what replays it; its collectives are not executed."""
         ...
 
 
@@ -46,11 +50,13 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Work) -> Work:
+    def warm_up(self, work: Work) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def capture(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's looks at the events of earlier collectives.
         with torch.cuda.graph(
@@ -82,6 +88,7 @@ class Captured:
         self._collective = collective
         self._agreement = Agreement(collective, device)
         self._replays: dict[StepShape, Work] = {}
+        self._exercised: set[Call] = set()
 
     @property
     def num_captured(self) -> int:
@@ -119,13 +126,20 @@ class Captured:
         def work() -> None:
             self._run(shape)
 
-        def rehearse() -> None:
+        def warm_up() -> list[tuple[Call, Tensor]]:
             stage(shape)
-            if self._collective.size > 1:
-                with self._collective.rehearsal():
-                    work()
+            if self._collective.size == 1:
+                api.warm_up(work)
+                return []
+            with self._collective.rehearsal() as called:
+                api.warm_up(work)
+            new = [call for call in dict.fromkeys(called) if call not in self._exercised]
+            return [(call, call.operand()) for call in new]
 
-        self._together(rehearse)
+        pairs = self._together(warm_up)
+        calls, operands = [call for call, _ in pairs], [operand for _, operand in pairs]
+        self._together(lambda: self._collective.exercise(calls, operands))
+        self._exercised.update(calls)
         return self._together(lambda: api.capture(work))
 
     def _together(self, verb: Callable[[], Result]) -> Result:

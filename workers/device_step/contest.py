@@ -1,11 +1,18 @@
-"""Draws over a vocabulary that is divided among ranks: two numbers a row cross between them.
+"""Draws over a vocabulary that is divided among ranks.
 
 Greedily, or by temperature alone, the token drawn has the highest score, and no score depends on
-the other tokens; so each rank draws from its own part. Ties go to the lower token, as they do over
-the whole vocabulary. Top-k, top-p and min-p need all logits.
+the other tokens; so each rank draws from its own part, and two numbers a row cross between them.
+Ties go to the lower token, as they do over the whole vocabulary.
+
+Top-k, top-p, min-p, penalties and log-probabilities need all logits of a row. For them the ranks
+divide the sequences: each gets whole rows of its share from the others, draws them, and sends the
+tokens round. That is exact whatever the settings are, and moves and computes a part of what a
+gathering of all rows on every rank would.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +20,37 @@ from torch import Tensor
 from ..collective import Collective
 from ..ops import Ops
 from ..verify.device_draw import DeviceSettings
+from .shape import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The sequences whose whole rows this rank draws; the same number on every rank."""
+
+    seqs: slice
+    rows: slice
+    is_part: bool  # False: all of them, on every rank
+
+    @staticmethod
+    def of(shape: StepShape, collective: Collective) -> Share:
+        """All sequences where they cannot be divided evenly."""
+        is_part = collective.size > 1 and shape.num_seqs % collective.size == 0
+        count = shape.num_seqs // collective.size if is_part else shape.num_seqs
+        begin = collective.rank * count if is_part else 0
+        rows = slice(begin * shape.query_len, (begin + count) * shape.query_len)
+        return Share(slice(begin, begin + count), rows, is_part)
+
+    def settings(self, settings: DeviceSettings) -> DeviceSettings:
+        """Those of its rows."""
+        rows = self.rows
+        return DeviceSettings(
+            settings.seeds[rows],
+            settings.temperature[rows],
+            settings.top_k[rows],
+            settings.top_p[rows],
+            settings.min_p[rows],
+        )
+
 
 Part = tuple[Tensor, Tensor]
 """Each row's best score of one rank, float32, and its token, int32; each [num_rows]."""

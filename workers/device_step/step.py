@@ -16,9 +16,10 @@ from ...scheduler.types import IntArray, NextDrafts, Verdict, ints, starts_of
 from ..attention import KVCache
 from ..collective import Collective
 from ..model.family.decoder import FamilyModel
+from ..verify.device_draw import DeviceSettings
 from ..verify.device_edits import DeviceEdits
 from .accept import Accepted, accept, compact, update
-from .contest import best_of_ranks, draw_part
+from .contest import Share, best_of_ranks, draw_part
 from .draft import DeviceDrafts, DeviceHead
 from .edits import LOGPROB_WORDS
 from .layout import DeviceLayout, lay_out, row_settings
@@ -73,23 +74,48 @@ class DeviceStep:
         layout: DeviceLayout,
         shape: StepShape,
     ) -> Tensor:  # [num_rows] int32
+        model, ops = self.model, self.model.ops
+        positions, settings = layout.plan.positions + 1, row_settings(self.seats, layout, shape)
+        if shape.sampler is not Sampler.PLAIN:
+            share = Share.of(shape, self._collective)
+            return self._draw_whole(states, layout, positions, settings, share)
+        part = draw_part(ops, model.part_of_logits(states), positions, settings, model.first_token)
+        return best_of_ranks(part, self._collective)
+
+    def _draw_whole(
+        self,
+        states: Tensor,  # [num_rows, hidden_size]
+        layout: DeviceLayout,
+        positions: Tensor,  # [num_rows], of the drawn tokens
+        settings: DeviceSettings,  # of the rows
+        share: Share,
+    ) -> Tensor:  # [num_rows] int32
+        """From all logits of a row, which are on every rank or on one."""
         model, ops, tables = self.model, self.model.ops, self.seats.edits
-        positions, settings = layout.plan.positions, row_settings(self.seats, layout, shape)
-        if shape.sampler is Sampler.PLAIN:
-            part = model.part_of_logits(states)
-            drawn = draw_part(ops, part, positions + 1, settings, model.first_token)
-            return best_of_ranks(drawn, self._collective)
-        logits = model.logits(states)
+        logits = model.logits_of_own_rows(states) if share.is_part else model.logits(states)
+        positions, settings = positions[share.rows], share.settings(settings)
         if tables is None:
-            return ops.draw_on_device(logits.float(), positions + 1, settings)
-        words = layout.plan.ancestors
-        edits = DeviceEdits(tables, layout.seats, positions, words, layout.nodes)
+            chosen = ops.draw_on_device(logits.float(), positions, settings)
+            return self._collective.all_gather(chosen, dim=0) if share.is_part else chosen
+        edits = DeviceEdits(
+            tables,
+            layout.seats[share.seqs],
+            layout.plan.positions[share.rows],
+            layout.plan.ancestors[share.rows],
+            layout.nodes[share.seqs],
+        )
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
-        chosen = ops.draw_on_device(edited, positions + 1, settings)
+        chosen = ops.draw_on_device(edited, positions, settings)
         values, ids = ops.logprobs_on_device(logits, chosen, edits)
-        parts = [values.view(torch.int32).view(-1), ids.view(-1)]
-        torch.cat(parts, out=self.logprobs[: shape.num_rows * LOGPROB_WORDS])
+        values = values.view(torch.int32)
+        if share.is_part:
+            sent = torch.cat([chosen[:, None], values, ids], dim=1)
+            every = self._collective.all_gather(sent, dim=0)
+            chosen, values, ids = every.split([1, values.shape[1], ids.shape[1]], dim=1)
+            chosen = chosen[:, 0].contiguous()
+        parts = [values.reshape(-1), ids.reshape(-1)]
+        torch.cat(parts, out=self.logprobs[: len(layout.plan.positions) * LOGPROB_WORDS])
         return chosen
 
     def _report(self, accepted: Accepted, drafts: DeviceDrafts | None, shape: StepShape) -> None:

@@ -79,3 +79,9 @@ class ShardedOutput:
         """The logits of this rank's tokens."""
         logits: Tensor = self._forward(states)
         return torch.narrow(logits, -1, 0, self.length)
+
+    def own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
+        """All logits of this rank's even share of the rows, [num_rows / size, vocab]."""
+        parts = self.collective.all_to_all(self._forward(states))
+        joined = parts.unflatten(0, (self.collective.size, -1)).transpose(0, 1).flatten(1)
+        return torch.narrow(joined, 1, 0, self._vocab_size)

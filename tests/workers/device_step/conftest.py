@@ -134,11 +134,13 @@ class RecordedGraphs:
         self.num_replays = 0
         self._collective = collective or Collective.single()
 
-    def capture(self, work):
+    def warm_up(self, work):
         with torch.inference_mode():
             work()
-            with self._collective.rehearsal(), Tape() as tape:
-                work()
+
+    def capture(self, work):
+        with torch.inference_mode(), self._collective.rehearsal(), Tape() as tape:
+            work()
 
         def replay():
             self.num_replays += 1
@@ -165,6 +167,9 @@ class TapedCollective(Collective):
         if tensor.is_meta:
             return torch.cat([tensor] * self.size, dim=dim)
         return self._entry(lambda part: gather(part, dim), tensor, "all_gather")
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self._entry(super().all_to_all, tensor, "all_to_all")
 
     def _entry(
         self, work: Callable[[Tensor], Tensor], tensor: Tensor, name: str = "all_reduce"

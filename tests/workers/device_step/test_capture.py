@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from outrider.scheduler.loop import Loop
+from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.lives import (
     GuessingDrafting,
     emitted,
     make,
     requests_of,
 )
+from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
@@ -75,19 +78,30 @@ class FailedCompilation(Exception):
     """What Triton raises is no RuntimeError."""
 
 
-@pytest.mark.parametrize("fails", ["capture", "rehearsal", "api"])
+STAGES = {
+    "api": "RuntimeError: no stream",
+    "warm-up": "FailedCompilation: no ptxas",
+    "recording": "FailedCompilation: no ptxas",
+    "capture": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+}
+
+
+@pytest.mark.parametrize("fails", STAGES)
 def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
-    """Rank 1 fails at its second shape; no rank is left in a collective or with a replay."""
+    """Rank 1 fails at its second shape, between two collectives of it or behind the last; no rank
+    is left in a collective or with a replay."""
     first, second = StepShape(4, 1, Sampler.PLAIN), StepShape(1, 1, Sampler.PLAIN)
 
     def work(group: Collective):
         collective = TapedCollective(group)
-        values, is_failing = torch.ones(1), collective.rank == 1
-        failing = {"api": 0, "rehearsal": 9}.get(fails, 1)
-        api = FailingGraphs(failing if is_failing else 9, collective)
+        values, is_failing, runs = torch.ones(1), collective.rank == 1, []
+        api = FailingGraphs(1 if is_failing and fails == "capture" else 9, collective)
 
         def run(shape):
-            if is_failing and fails == "rehearsal" and shape == second:
+            runs.append(shape)
+            collective.all_reduce(values)
+            fail_at = {"warm-up": 1, "recording": 2}.get(fails)
+            if is_failing and runs.count(second) == fail_at:
                 raise FailedCompilation("no ptxas")
             collective.all_reduce(values)
 
@@ -101,14 +115,84 @@ def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
             captured.capture([first, second], make_api, lambda shape: None)
         assert captured.num_captured == 0
         values.fill_(1)
-        if fails != "rehearsal":
-            captured.run(second)  # eagerly, and in step with the other rank
-            assert float(values) == collective.size
+        runs.clear()
+        captured.run(first)  # eagerly, and in step with the other rank
+        assert float(values) == collective.size**2
+        assert api.num_replays == 0
         return str(raised.value)
 
-    reason = {
-        "capture": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "rehearsal": "FailedCompilation: no ptxas",
-        "api": "RuntimeError: no stream",
-    }[fails]
-    assert run_ranks(2, work) == [f"rank 1: {reason}"] * 2
+    assert run_ranks(2, work) == [f"rank 1: {STAGES[fails]}"] * 2
+
+
+def test_collectives_are_executed_once_before_a_recording(run_ranks):
+    """Each of every size, whichever shapes have it."""
+    shapes = [StepShape(size, 1, Sampler.PLAIN) for size in (4, 2, 1)]
+
+    def work(group: Collective):
+        executed, rows = [], {4: 8, 2: 8, 1: 3}
+
+        class Counted(TapedCollective):
+            def _entry(self, work, tensor, name="all_reduce"):
+                if self._rehearsed is None:
+                    executed.append((name, len(tensor)))
+                return super()._entry(work, tensor, name)
+
+        collective = Counted(group)
+
+        def run(shape):
+            values = torch.ones(rows[shape.num_seqs])
+            collective.all_reduce(values)
+            collective.all_gather(values)
+
+        captured = Captured(run, collective, torch.device("cpu"))
+        captured.capture(shapes, lambda: RecordedGraphs(collective), lambda shape: None)
+        sizes = [entry for entry in executed if entry != ("all_reduce", collective.size)]
+        return captured.num_captured, sizes
+
+    wanted = [(verb, size) for size in (8, 3) for verb in ("all_reduce", "all_gather")]
+    assert run_ranks(2, work) == [(3, wanted)] * 2
+
+
+def test_ranks_that_cannot_capture_serve_uncaptured(checkpoint, run_ranks, caplog):  # noqa: F811
+    """Rank 1 fails in the middle of a model's step, between the sums of its layers."""
+    folder = checkpoint("llama")[0]
+    models = run_ranks(
+        RANKS,
+        lambda group: load_model(
+            folder, device=lives.CPU, collective=TapedCollective(group), ops=ReferenceOps()
+        ),
+    )
+    requests = requests_of(random.Random(5))[:2]
+    wanted = emitted(loop_of(models, on_device=False), requests, 0)
+    loop = loop_of(models, on_device=True)
+    services = [service.device_step for service in loop.target.services]
+    broken, left = models[1].collective, [7]
+    healthy = broken.all_reduce
+
+    def fail(tensor):
+        left[0] -= broken._rehearsed is not None
+        if left[0] < 0 and broken._rehearsed is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return healthy(tensor)
+
+    broken.all_reduce = fail
+    apis = [RecordedGraphs(model.collective) for model in models]
+    with caplog.at_level("WARNING"), ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(lambda service, api: service.capture(api), services, apis))
+    broken.all_reduce = healthy
+    reason = "rank 1: OutOfMemoryError: CUDA out of memory"
+    for service in services:
+        assert service.report.on
+        assert (service.report.num_captured, service.report.capture_error) == (0, reason)
+        service._step.outcome.zero_()  # rehearsals leave values that no collective made equal
+        service._step.logprobs.zero_()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"device step: not captured, it runs uncaptured: {reason}"] * RANKS
+    assert emitted(loop, requests, 0) == wanted
+    assert services[0].num_steps > 3
+
+
+def loop_of(models, *, on_device):
+    loop = make(Loop, models[0], GuessingDrafting({}, 0), 120, on_device=False)
+    loop.target = ParallelTarget(models, 120, on_device=on_device)
+    return loop

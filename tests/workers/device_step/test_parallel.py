@@ -124,5 +124,6 @@ def test_one_tape_for_all_data_of_a_shape(load, run_ranks, num_nodes, temperatur
     first, second = run_ranks(RANKS, tapes)
     layers = models[0].info.num_layers
     assert first.count("all_reduce") == 2 * layers + 1  # of the embedding, too
-    assert first.count("all_gather") == 1  # of the logits
+    assert first.count("all_gather") == 1  # of what was drawn
+    assert first.count("all_to_all") == (temperature > 0)  # of the logits
     assert first == second

@@ -200,6 +200,12 @@ class FamilyModel(LayerStack):
             return self.logits(states)
         return self._finished(self.output.part(states))
 
+    def logits_of_own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
+        """Logits of this rank's even share of the rows, [num_rows / size, vocab]."""
+        if self.output is None:
+            return self.logits(states)
+        return self._finished(self.output.own_rows(states))
+
     def _finished(self, logits: Tensor) -> Tensor:  # [num_rows, vocab], alike
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
