@@ -3,7 +3,8 @@
 `drafters/heads/block.py` wraps transformers' layer: training differentiates it, and loading
 converts the checkpoint's names with it. Here the family's layer takes over its weights, after both
 were compared on a short text and a tree; no weight is in memory twice. Where the architecture is
-not of the family, transformers' layer serves. Called by `head_loading.py`.
+not of the family, transformers' layer serves. With several ranks its weights are divided as those
+of the target's layers are, where that pays. Called by `head_loading.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from torch import Tensor, nn
 
 from ..drafters.heads.block import BlockModule
 from ..drafters.heads.protocol import Attend, HeadLayer
+from ..errors import ConfigError
 from ..scheduler.types import StepInput
 from .attention import KVCache, KVShape, SdpaBackend
 from .collective import Collective
 from .head_attention import PagedAttend
 from .head_layers import SAMPLE_TABLE, sample_steps
+from .model.bridge import tp_hints
 from .model.facts import AttentionFacts
 from .model.family import FamilySpec, LayerStack, build_layers, read_spec
 from .model.family.builder import Builder
 from .model.family.compare import BLOCK_SIZE, mismatch
-from .model.sharding import ShardPlan
+from .model.head_shards import WHOLE, HeadShards
+from .model.sharding import ShardPlan, plan_shards
 from .ops import Ops, PlannedOps
 from .ops.protocol import Norm, Projection
 
-_ALONE = Collective(0, 1, None)  # heads are not sharded
 _Runs = Callable[[StepInput, Tensor, Tensor], Tensor]
 """A module on a step's rows, given embeddings and features, each [num_tokens, hidden_size]."""
 
@@ -68,21 +71,26 @@ def family_of(modules: Sequence[BlockModule]) -> FamilySpec | str:
 
 
 def take_over(
-    modules: Sequence[BlockModule], spec: FamilySpec, planned: PlannedOps, dtype: torch.dtype
+    modules: Sequence[BlockModule],
+    spec: FamilySpec,
+    planned: PlannedOps,
+    dtype: torch.dtype,
+    shards: HeadShards = WHOLE,
 ) -> str:
     """Replaces the modules' forwards by the family's; returns why one differs, or nothing.
 
-    In that case the weights of some modules are gone.
+    In that case the weights of some modules are gone. Collective if `shards` are several.
     """
     for module in modules:
         sample = _Sample(module, planned, dtype)
         wanted = sample.of_module()
         try:
-            found = _family_module(module, spec, planned.ops, sample.facts)
-            difference = mismatch(sample.of_family(found), wanted, dtype, _ALONE)
+            cut = _cut(module, sample.facts, shards)
+            found = _family_module(module, spec, planned.ops, cut)
+            found_rows = sample.of_family(found)
         except (AttributeError, ValueError) as error:
             return f"layer {module.layer} is not of the family: {error}"
-        if difference:
+        if difference := mismatch(found_rows, wanted, dtype, shards.collective):
             return f"layer {module.layer} differs from its module: {difference}"
         object.__setattr__(module, "forward", found)
         for name, _ in list(module.named_children()):
@@ -104,12 +112,44 @@ def kept_by(module: BlockModule, layer: HeadLayer) -> HeadLayer:
     )
 
 
-def _family_module(
-    module: BlockModule, spec: FamilySpec, ops: Ops, facts: AttentionFacts
-) -> FamilyModule:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a rank has of a module's layer."""
+
+    facts: AttentionFacts
+    plan: ShardPlan
+    collective: Collective
+
+
+def _cut(module: BlockModule, facts: AttentionFacts, shards: HeadShards) -> _Cut:
+    """Drops the other ranks' parts of the layer's weights, if two sums cost less than they save."""
+    whole = module.block.whole
+    num_bytes = sum(each.numel() * each.element_size() for each in module.block.parameters())
+    uncut = _Cut(facts, ShardPlan(), Collective.single())
+    if not shards.pays(num_bytes, 2):
+        return uncut
+    heads = shards.heads(facts.num_heads, facts.num_kv_heads)
+    try:
+        plan = plan_shards(whole, heads, tp_hints(whole))
+    except ConfigError:  # the ranks do not divide its sizes
+        return uncut
+    for name, parameter in whole.named_parameters():
+        if (shard := plan.shards.get(name)) is not None:
+            parts = [parameter.data.narrow(shard.dim, a, b - a) for a, b in shard.ranges]
+            parameter.data = torch.cat(parts, dim=shard.dim)
+        if name in plan.rank0_only and shards.rank:
+            parameter.data = torch.zeros_like(parameter.data)
+    if plan.attentions:
+        begin, end = heads.kv_range
+        facts = replace(facts, num_heads=heads.local, num_kv_heads=end - begin)
+    return _Cut(facts, plan, shards.collective)
+
+
+def _family_module(module: BlockModule, spec: FamilySpec, ops: Ops, cut: _Cut) -> FamilyModule:
     """Of the module's weights; its layer is gone afterwards."""
-    builder = Builder(spec, ops, ShardPlan(), _ALONE)
-    layers, ropes = build_layers(builder, module.block.base, "model", [facts])
+    builder = Builder(spec, ops, cut.plan, cut.collective)
+    prefix = module.block.whole.base_model_prefix
+    layers, ropes = build_layers(builder, module.block.base, prefix, [cut.facts])
     return FamilyModule(
         LayerStack(ops, spec, layers, ropes, builder.norm(module.norm)),
         builder.norm(module.enorm),

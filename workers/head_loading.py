@@ -30,7 +30,7 @@ class LoadedHead:
 
     head: Head
     module_reason: str  # why its layers are torch modules; "": they are not
-    is_cut: bool = False  # whether this rank has a part of its layers' weights and keys
+    is_cut: bool = False  # whether this rank keeps a part of the keys that `head.layers` names
 
 
 def load_head(
@@ -83,8 +83,9 @@ def _load(
     spec = family_of(modules)
     if isinstance(spec, str):
         return LoadedHead(head, spec)
-    if reason := take_over(modules, spec, planned, target.dtype):
+    if reason := take_over(modules, spec, planned, target.dtype, shards):
         return LoadedHead(build_head(config, target), reason)
     own = len(modules)  # the head's first layers
+    # What `kept_by` returns is this rank's part.
     head.layers = (*map(kept_by, modules, head.layers), *head.layers[own:])
     return LoadedHead(head, "")

@@ -15,8 +15,9 @@ from outrider.tests.helpers.mtp import GROUPED, MOE, TARGETS, Made, target_confi
 from outrider.workers import head_loading
 from outrider.workers.attention import KVCache, KVShape, SdpaBackend
 from outrider.workers.head_attention import PagedAttend
-from outrider.workers.head_family import FamilyModule, family_of, take_over
+from outrider.workers.head_family import FamilyModule, family_of, kept_by, take_over
 from outrider.workers.model.family import spec
+from outrider.workers.model.head_shards import HeadShards
 from outrider.workers.ops import PlannedOps, make_ops
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
@@ -133,6 +134,45 @@ def test_the_familys_layer_is_transformers(kind, pre_norm, steps):
     assert not list(module.parameters())  # no second copy
     for got, want in zip(outputs(module, kept, steps, planned), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+CUT = ("llama", "olmo2", "mixtral", "glm", "qwen3_next", "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_ranks_divide_a_layer(kind, steps, run_ranks):
+    """As those of the target are: weights and keys are halved, and outputs are the whole's."""
+    modules = [random_module(KINDS[kind]) for _ in range(3)]
+    kept = modules[0].kept()
+    wanted = outputs(modules[0], kept, steps)
+    described = family_of(modules[:1])
+
+    def on_rank(group):
+        module, planned = modules[1 + group.rank], PlannedOps(make_ops(CPU, FLOAT))
+        assert take_over([module], described, planned, FLOAT, HeadShards(group, 0)) == ""
+        own = kept_by(module, kept)
+        return own, outputs(module, own, steps, planned)
+
+    for own, found in run_ranks(2, on_rank):
+        if "deepseek" in kind:
+            assert own.num_kv_heads == 1  # latents are every rank's
+        else:
+            assert own.num_kv_heads == kept.num_kv_heads // (1 if kind == "olmo2" else 2)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_that_ranks_cannot_divide_stays_whole(steps, run_ranks):
+    keys = {**KINDS["llama"], "intermediate_size": 47}
+    module = random_module(keys)
+    kept, described = module.kept(), family_of([module])
+
+    def on_rank(group):
+        own, planned = random_module(keys), PlannedOps(make_ops(CPU, FLOAT))
+        assert take_over([own], described, planned, FLOAT, HeadShards(group, 0)) == ""
+        return kept_by(own, kept)
+
+    assert run_ranks(2, on_rank) == [kept, kept]
 
 
 @pytest.mark.parametrize("case", ["differs", "unknown"])
