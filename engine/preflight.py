@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..config import DraftModelConfig, EngineConfig
     from ..workers.model import ModelInfo
+    from ..workers.model.fit import Serving
     from .frontend import Frontend
 
 
@@ -35,8 +36,7 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
 
     from ..drafters.heads.protocol import TargetFacts
     from ..drafters.registry import check_head
-    from ..workers.model.fit import Serving, check_weights
-    from ..workers.worker import DTYPES
+    from ..workers.model.fit import check_weights
     from .checkpoints import resolved
     from .checks import check_length, check_thinking_tokens, check_vocabulary
     from .frontend import Frontend
@@ -46,13 +46,7 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
     size = config.tensor_parallel_size
     trust = _trust(config)
     device = _device(config, is_local=_is_local(config, is_local))
-    serving = Serving(
-        device or torch.device("cpu"),
-        DTYPES.get(config.dtype),
-        config.forward,
-        config.deterministic,
-    )
-    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust)
+    target, kv_bytes = check_weights(Path(config.model), size, _serving(config, device), **trust)
     check_length(config, target.max_model_len)
     _check_cache(config, kv_bytes, device)
     check_thinking_tokens(config, target.vocab_size)
@@ -148,6 +142,14 @@ def _device(config: EngineConfig, *, is_local: bool) -> torch.device | None:
     from ..workers.worker import pick_device
 
     return pick_device(config.device) if is_local else None
+
+
+def _serving(config: EngineConfig, device: torch.device | None) -> Serving:
+    """How the workers will load the target."""
+    from ..workers.model.fit import CPU, Serving
+    from ..workers.worker import DTYPES
+
+    return Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
 
 
 def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
