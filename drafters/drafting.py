@@ -158,9 +158,9 @@ class Drafting:
         return self._drafted
 
     def _count_drafted(self) -> None:
-        for draft in self._drafted:
-            self.stats.num_gen_drafts += draft.num_guesses > 0
-            self.stats.num_gen_tokens += draft.num_guesses
+        counts = [draft.num_guesses for draft in self._drafted if draft is not tree.EMPTY]
+        self.stats.num_gen_drafts += sum([count > 0 for count in counts])
+        self.stats.num_gen_tokens += sum(counts)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         start = time.perf_counter()

@@ -18,25 +18,36 @@ MAX_SUM_ERROR = 1e-4  # of a distribution: far above float32's error, far below 
 
 
 def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
-    """Whether all drafts are valid chains; one vectorised check for the whole batch."""
-    rows = [row for row, draft in enumerate(drafts) if draft is not tree.EMPTY]
-    if not rows:
+    """Whether all drafts are valid chains; the tokens of the whole batch are checked at once."""
+    tokens: list[IntArray] = []
+    drawn: list[Draft] = []
+    for draft, budget in zip(drafts, budgets.tolist(), strict=True):
+        if draft is tree.EMPTY:
+            continue
+        if type(draft) is not Draft or type(draft.source) is not str or draft.num_window != 0:
+            return False
+        ids, parents = draft.tokens, draft.parents
+        if type(ids) is not np.ndarray or ids.ndim != 1 or len(ids) > budget:
+            return False
+        if parents is not tree.chain_parents(len(ids)) and not _is_chain(parents, len(ids)):
+            return False
+        tokens.append(ids)
+        if draft.probs is not None:
+            drawn.append(draft)
+    if not tokens:
         return True
-    drafts, budgets = [drafts[row] for row in rows], budgets[rows]
-    if any(type(draft) is not Draft or type(draft.source) is not str for draft in drafts):
+    flat = np.concatenate(tokens)
+    if flat.dtype != np.int32:
         return False
-    tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-    if any(type(part) is not np.ndarray or part.ndim != 1 for part in (*tokens, *parents)):
-        return False
-    counts = np.array([len(part) for part in tokens])
-    if (counts > budgets).any() or any(draft.num_window != 0 for draft in drafts):
-        return False
-    flat, above = np.concatenate(tokens), np.concatenate(parents)
-    if flat.dtype != np.int32 or above.dtype != np.int32 or len(flat) != len(above):
-        return False
-    order = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    known = (flat >= 0) & (flat < vocab_size)
-    return bool(known.all() and (above == order - 1).all()) and _all_drawn(drafts, vocab_size)
+    # Without a sign, a negative token is beyond every vocabulary.
+    known = int(flat.view(np.uint32).max(initial=0)) < vocab_size
+    return known and (not drawn or _all_drawn(drawn, vocab_size))
+
+
+def _is_chain(parents: Any, count: int) -> bool:
+    """Whether `parents` (any object) are those of a chain of `count` nodes."""
+    is_array = _is_array(parents, 1, "i") and parents.dtype == np.int32
+    return is_array and len(parents) == count and tree.is_chain(parents)
 
 
 def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
@@ -57,11 +68,8 @@ def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
     )
 
 
-def _all_drawn(drafts: list[Draft], vocab_size: int) -> bool:
-    """Whether the distributions of well-formed chains are valid."""
-    drawn = [draft for draft in drafts if draft.probs is not None]
-    if not drawn:
-        return True
+def _all_drawn(drawn: list[Draft], vocab_size: int) -> bool:
+    """Whether the distributions of well-formed chains, all drawn, are valid."""
     if any(_misshapen(draft) for draft in drawn):
         return False
     every = [draft.probs for draft in drawn if draft.probs is not None]

@@ -42,7 +42,7 @@ def nodes_ahead(
         return {}
     nodes = {each: 0 for each in running if each.num_tokens + 1 < each.limit}
     if budget is not None:
-        wishes = {each: budget.nodes(each, len(running)) for each in nodes}
+        wishes = budget.wishes(nodes, len(running))
         nodes |= share_nodes(wishes, max_tokens - len(nodes), step)
     flying = nodes_of(last)
     for each, count in nodes.items():

@@ -1,7 +1,7 @@
 """How many nodes a request may draft in this step.
 
-`DraftBudget.nodes` is called once per sampling request and step, and may return zero. The number of
-tokens left to emit limits the useful *depth* of a draft (`Batch.max_depth`). For a chain that is
+`DraftBudget.wishes` is called once per step, and may grant nothing. The number of tokens left to
+emit limits the useful *depth* of a draft (`Batch.max_depth`). For a chain that is
 its length; a tree or a lookahead window has many nodes to a level, and is bounded by the
 configuration and by the model's positions. `share_nodes` then divides the rest of the token budget
 among these requests.
@@ -10,6 +10,7 @@ among these requests.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from ..config import SpeculationBase
 from .sequence import Sequence
@@ -40,16 +41,24 @@ class DraftBudget:
         """Changes the length for the steps to come."""
         self._max_draft_len = max_draft_len
 
-    def nodes(self, sequence: Sequence, num_running: int) -> int:
-        """Nodes that `sequence` may draft; none if none could be emitted."""
-        wish, depth = sequence.request.speculation, sequence.max_depth
-        if not (self.enabled and wish.enabled) or depth <= 0:
-            return 0
-        nodes = self._nodes_at(num_running)
-        if wish.max_draft_len is not None:
-            nodes = min(nodes, wish.max_draft_len)
-        room = self._max_model_len - sequence.num_tokens if self._tree_drafts else depth
-        return max(0, nodes if nodes < room else room)
+    def wishes(self, sequences: Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
+        """Nodes that each of `sequences` may draft; those are left out that may have none."""
+        wishes: dict[Sequence, int] = {}
+        most = self._nodes_at(num_running) if self.enabled else 0
+        if most <= 0:
+            return wishes
+        for sequence in sequences:
+            wish, num_tokens = sequence.request.speculation, sequence.tokens.size
+            depth = sequence.limit - num_tokens - 1  # `max_depth`
+            if depth <= 0 or not wish.enabled:  # nothing that is drafted could be emitted
+                continue
+            room = self._max_model_len - num_tokens if self._tree_drafts else depth
+            nodes = most if most < room else room
+            if wish.max_draft_len is not None:
+                nodes = min(nodes, wish.max_draft_len)
+            if nodes > 0:
+                wishes[sequence] = nodes
+        return wishes
 
     def _nodes_at(self, num_running: int) -> int:
         """The configured length under this load; the same for all requests of a step."""
@@ -70,15 +79,15 @@ def share_nodes(wishes: dict[Sequence, int], left: int, step: int) -> dict[Seque
     the order in which rows are served.
     """
     classes: dict[int, list[Sequence]] = defaultdict(list)
-    for sequence, wish in wishes.items():
-        if wish > 0:
-            classes[sequence.request.priority].append(sequence)
+    for sequence in wishes:
+        classes[sequence.request.priority].append(sequence)
     granted: dict[Sequence, int] = {}
     for _, rows in sorted(classes.items()):
         first = step // _STEPS_PER_TURN % len(rows)
         # The smallest wish first: what it leaves of an even share goes to those after it.
         queue = sorted(rows[first:] + rows[:first], key=wishes.__getitem__)
         for num_before, sequence in enumerate(queue):
-            granted[sequence] = min(wishes[sequence], left // (len(queue) - num_before))
-            left -= granted[sequence]
+            share, wish = left // (len(queue) - num_before), wishes[sequence]
+            granted[sequence] = share = share if share < wish else wish
+            left -= share
     return granted

@@ -11,7 +11,7 @@ from .types import Delta, Draft, SpeculationUsage, StepTrace, TokenLogprobs, Ver
 
 def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:
     """`emitted` cut at the first end token or at the limit, and why it ended, if it did."""
-    room = sequence.limit - sequence.num_tokens
+    room = sequence.limit - sequence.tokens.size
     ends = sequence.ends
     if ends and not ends.isdisjoint(emitted):
         owed = sequence.request.sampling.min_tokens - sequence.num_output
@@ -54,10 +54,11 @@ def delta_of(
 
 def count_step(usage: SpeculationUsage, draft: Draft, num_accepted: int) -> SpeculationUsage:
     """`usage` with one more step of the request."""
-    num_guesses = draft.num_guesses
+    num_nodes = len(draft.tokens)
+    num_guesses = num_nodes - draft.num_window
     # Built and not replaced: `dataclasses.replace` takes three times as long.
     return SpeculationUsage(
-        drafter=draft.source if draft.num_nodes or usage.drafter == "none" else usage.drafter,
+        drafter=draft.source if num_nodes or usage.drafter == "none" else usage.drafter,
         num_steps=usage.num_steps + 1,
         num_drafts=usage.num_drafts + (num_guesses > 0),
         num_draft_tokens=usage.num_draft_tokens + num_guesses,

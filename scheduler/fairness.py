@@ -51,9 +51,9 @@ class Shares:
         Within a priority, a running request that needs a single token goes before every prompt, so
         that a long prompt delays no stream; prompts go by their tenants' service, then by arrival.
         """
-        priority, arrival = sequence.rank
+        request = sequence.request
         is_prompt = sequence.num_uncomputed > 1 or not sequence.blocks
-        return (priority, is_prompt, self.served(sequence.request.tenant), arrival)
+        return (request.priority, is_prompt, self._served[request.tenant], sequence.arrival)
 
 
 @dataclass(slots=True)

@@ -23,15 +23,15 @@ def gather(
 ) -> JoinedDrafts | None:
     """The drafts of a step's sequences, end to end; None if there is nothing in them."""
     masks = _join_masks(drafts, samples)
-    num_nodes = ints([len(draft.tokens) for draft in drafts])
-    if masks is None and not num_nodes.any():
+    counts = [len(draft.tokens) for draft in drafts]
+    if masks is None and not any(counts):
         return None
-    parents = _concat([draft.parents for draft in drafts])
+    branching = [draft for draft in drafts if not tree.is_chain(draft.parents)]
     windows = [draft.num_window for draft in drafts]
     return JoinedDrafts(
         tokens=_concat([draft.tokens for draft in drafts]),
-        num_nodes=num_nodes,
-        parents=None if np.array_equal(parents, tree.chains(num_nodes)) else parents,
+        num_nodes=ints(counts),
+        parents=_concat([draft.parents for draft in drafts]) if branching else None,
         probs=_join_probs(drafts),
         num_window=ints(windows) if any(windows) else None,
         masks=masks,
@@ -43,26 +43,32 @@ def join(known: KnownTokens, drafts: JoinedDrafts | None, block_size: int) -> St
 
     Numpy over the flat tokens of all sequences: no Python statement runs once per sequence.
     """
-    chunk_lens, num_known = known.chunk_lens, len(known.token_ids)
-    num_nodes = np.zeros(known.num_seqs, np.int32) if drafts is None else drafts.num_nodes
-    assert (num_nodes <= known.max_nodes).all(), (num_nodes, known.max_nodes)
-    query_start, draft_start = starts_of(chunk_lens + num_nodes), starts_of(num_nodes)
+    num_seqs, query_lens = known.num_seqs, known.chunk_lens
+    known_lens = known.context_lens + query_lens
+    query_start, draft_start = known.query_start, np.zeros(num_seqs + 1, dtype=np.int32)
+    if drafts is not None:
+        num_nodes = drafts.num_nodes
+        assert (num_nodes <= known.max_nodes).all(), (num_nodes, known.max_nodes)
+        query_lens = query_lens + num_nodes
+        query_start, draft_start = starts_of(query_lens), starts_of(num_nodes)
     total = int(query_start[-1])
-    owner = np.repeat(np.arange(known.num_seqs), chunk_lens + num_nodes)
-    index = np.arange(total, dtype=np.int32) + (known.context_lens - query_start[:-1])[owner]
+    owner, index = np.arange(num_seqs), known.context_lens
+    if total != num_seqs:  # not a token each
+        owner = owner.repeat(query_lens)
+        index = np.arange(total, dtype=np.int32) + (known.context_lens - query_start[:-1])[owner]
     table, block = known.block_tables, index // block_size
     slots = table[owner, block] * block_size + (index - block * block_size)
     tokens, positions, parents = known.token_ids, index, ints([])
-    if drafts is not None and total > num_known:
+    if drafts is not None and total > len(tokens):
         parents = tree.chains(num_nodes) if drafts.parents is None else drafts.parents
         tokens = np.empty(total, dtype=np.int32)
-        is_node = index >= known.known_lens[owner]
+        is_node = index >= known_lens[owner]
         tokens[~is_node], tokens[is_node] = known.token_ids, drafts.tokens
         if drafts.parents is not None:
-            positions, roots = index.copy(), np.repeat(known.known_lens - 1, num_nodes)
+            positions, roots = index.copy(), (known_lens - 1).repeat(num_nodes)
             positions[is_node] = roots + tree.flat_depths(parents, draft_start, num_nodes)
     # From the root on: the chunk's last token and the nodes.
-    from_root = index >= np.where(known.samples, known.known_lens - 1, _NO_ROW)[owner]
+    from_root = index >= np.where(known.samples, known_lens - 1, _NO_ROW)[owner]
     return StepInput(
         step=known.step,
         token_ids=tokens,
@@ -76,7 +82,7 @@ def join(known: KnownTokens, drafts: JoinedDrafts | None, block_size: int) -> St
         draft_parents=parents,
         draft_start=draft_start,
         draft_probs=None if drafts is None else drafts.probs,
-        rows=np.flatnonzero(from_root).astype(np.int32),
+        rows=from_root.nonzero()[0].astype(np.int32),
         kv_moves=known.kv_moves,
         sampling=known.sampling,
         num_window=None if drafts is None else drafts.num_window,
@@ -88,7 +94,7 @@ def join(known: KnownTokens, drafts: JoinedDrafts | None, block_size: int) -> St
 
 def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | None:
     """The masks of sampled sequences, by logit row of the step."""
-    if all(draft.masks is None for draft in drafts):
+    if not [draft for draft in drafts if draft.masks is not None]:
         return None
     parts: list[Masks] = []
     num_rows = 0

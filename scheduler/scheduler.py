@@ -195,13 +195,14 @@ class Scheduler:
                 sequence.cache_blocks(self.pool)
                 continue
             path = all_paths[path_ends[row] : path_ends[row + 1]]
-            self._queue_moves(sequence, [] if verdict.compacted else path)
-            num_computed = sequence.num_tokens + len(path)
+            if path and not verdict.compacted:
+                self._queue_moves(sequence, path)
+            num_computed = sequence.tokens.size + len(path)
             emitted, reason = until_end(sequence, all_emitted[ends[row] : ends[row + 1]])
             sequence.tokens.extend(emitted)
             sequence.follow(emitted)
             self._seating.emitted(sequence)
-            sequence.num_computed = min(num_computed, sequence.num_tokens)
+            sequence.num_computed = min(num_computed, sequence.tokens.size)
             num_accepted = min(len(path), len(emitted))
             sequence.usage = count_step(sequence.usage, drafts[row], num_accepted)
             sequence.cache_blocks(self.pool)
@@ -220,13 +221,14 @@ class Scheduler:
         thinking = None
         if self._thinking_tokens is not None:
             thinking = np.array([each.thinking for each in sequences], dtype=np.bool_)
-        pairs = zip(rows, sequences, strict=True)
-        scored = [row.num_chunk - row.samples if each.scores else 0 for row, each in pairs]
+        samples = [row.samples for row in rows]
+        parts = zip(rows, samples, sequences, strict=True)
+        scored = [row.num_chunk - last if each.scores else 0 for row, last, each in parts]
         batch = Batch(
             request_ids=tuple([each.request.id for each in sequences]),
             plan=self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own),
-            samples=np.array([row.samples for row in rows], dtype=np.bool_),
-            max_depth=ints([max(0, each.max_depth) for each in sequences]),
+            samples=np.array(samples, dtype=np.bool_),
+            max_depth=np.maximum(ints([each.max_depth for each in sequences]), 0),
             num_scored=ints(scored) if any(scored) else None,
         )
         if rows:  # an empty step is never run: moves wait for the next
@@ -269,7 +271,7 @@ class Scheduler:
         turn = self._shares.turn
         queue = sorted(self.running, key=turn, reverse=True)
         plan = self._plan(queue)
-        admitting = True
+        admitting = len(self._waiting) > 0
         while plan.left > 0:
             waiting = self._waiting.head() if admitting else None
             if waiting is not None and not (queue and turn(queue[-1]) < turn(waiting)):
@@ -352,18 +354,15 @@ class Scheduler:
 
     def _plan_nodes(self, plan: KnownPlan) -> dict[Sequence, int]:
         """Draft nodes for rows that reach their root, from tokens and blocks that are left."""
-        num_running = len(self.running)
-        wishes = {
-            sequence: self.budget.nodes(sequence, num_running)
-            for sequence, num_chunk in plan.chunks.items()
-            if num_chunk == sequence.num_uncomputed
-        }
+        at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
+        wishes = self.budget.wishes(at_root, len(self.running))
         granted = share_nodes(wishes, plan.left, self._step)
-        for sequence, wish in granted.items():
-            slots = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
-            granted[sequence] = min(wish, slots - sequence.num_tokens)
-            held = sequence.allocate(self.pool, sequence.num_tokens + granted[sequence])
-            assert held, (granted[sequence], slots, "no more than there is room for")
+        for sequence, share in granted.items():
+            if not sequence.allocate(self.pool, sequence.num_tokens + share):
+                slots = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
+                granted[sequence] = slots - sequence.num_tokens
+                held = sequence.allocate(self.pool, slots)
+                assert held, (share, slots, "no more than there is room for")
         return granted
 
     def _preempt(self, sequence: Sequence, plan: KnownPlan | None = None) -> None:

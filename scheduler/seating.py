@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import abc
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ from .types import IntArray, ints
 _NO_MOVES = np.zeros((0, 2), dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part in a step: `num_chunk` known tokens, room for `max_nodes` nodes."""
 
     sequence: PagedTokens
@@ -62,19 +61,20 @@ class Seating:
         tokens: list[IntArray] = []
         blocks: list[tuple[int, int, int]] = []
         table: list[tuple[int, int, int, int]] = []
-        for row in rows:
-            sequence = row.sequence
+        for sequence, num_chunk, max_nodes, is_ahead in rows:
             if sequence.seat < 0:
                 openings.append(self._open(sequence))
-            begin, seat = -1 if row.is_ahead else sequence.num_computed, sequence.seat
-            end = begin + row.num_chunk
-            if end > sequence.num_sent_tokens:
-                tokens.append(sequence.tokens.view[sequence.num_sent_tokens : end])
+            begin, seat = -1 if is_ahead else sequence.num_computed, sequence.seat
+            end, num_sent = begin + num_chunk, sequence.num_sent_tokens
+            if end > num_sent:
+                tokens.append(sequence.tokens.part(num_sent, end))
                 sequence.num_sent_tokens = end
-            for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
-                blocks.append((seat, index, sequence.blocks[index]))
-            sequence.num_sent_blocks = len(sequence.blocks)
-            table.append((seat, begin, row.num_chunk, row.max_nodes))
+            num_blocks = len(sequence.blocks)
+            if num_blocks != sequence.num_sent_blocks:
+                for index in range(sequence.num_sent_blocks, num_blocks):
+                    blocks.append((seat, index, sequence.blocks[index]))
+                sequence.num_sent_blocks = num_blocks
+            table.append((seat, begin, num_chunk, max_nodes))
         columns = ints(table).reshape(-1, 4).T.copy()
         opened = {opening.seat for opening in openings}
         closings = [seat for seat in self._closings if seat not in opened]

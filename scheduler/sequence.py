@@ -16,6 +16,8 @@ from .plan import SeatSettings
 from .prompt_scores import PromptScores
 from .types import IntArray, Request, RequestTimes, SpeculationUsage
 
+_MANY = 8  # a slice costs as much as this many tokens one by one
+
 
 class TokenBuffer:
     """An int32 array that grows by doubling; `view` is what is filled."""
@@ -31,15 +33,20 @@ class TokenBuffer:
     def view(self) -> IntArray:
         return self._data[: self.size]
 
+    def part(self, begin: int, end: int) -> IntArray:
+        """The tokens of [begin, end), not copied."""
+        return self._data[begin:end]
+
     def extend(self, tokens: IntArray | list[int]) -> None:
-        end = self.size + len(tokens)
+        begin, count = self.size, len(tokens)
+        self.size = end = begin + count
         if end > len(self._data):
             self._data = np.concatenate([self._data, np.empty(end, dtype=np.int32)])
-        if len(tokens) == 1:  # a slice costs ten times as much
-            self._data[self.size] = tokens[0]
-        else:
-            self._data[self.size : end] = tokens
-        self.size = end
+        if count > _MANY:
+            self._data[begin:end] = tokens
+            return
+        for index in range(count):
+            self._data[begin + index] = tokens[index]
 
 
 class PagedTokens:
@@ -72,7 +79,7 @@ class PagedTokens:
     @property
     def num_uncomputed(self) -> int:
         """Known tokens that are not in the KV cache yet."""
-        return self.num_tokens - self.num_computed
+        return self.tokens.size - self.num_computed
 
     def allocate(self, pool: BlockPool, num_slots: int) -> bool:
         """Holds blocks for `num_slots` tokens; False (and no change) if too few are free."""
@@ -192,7 +199,7 @@ class Sequence(PagedTokens):
     @property
     def max_depth(self) -> int:
         """Draft tokens that may yet be emitted: the bonus token comes on top of them."""
-        return self.limit - self.num_tokens - 1
+        return self.limit - self.tokens.size - 1
 
     @property
     def rank(self) -> tuple[int, int]:

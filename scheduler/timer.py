@@ -89,7 +89,7 @@ class StepTimer:
 
     def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> None:
         """Counts a step that was committed."""
-        times, num_nodes = self.times, sum(draft.num_nodes for draft in drafts)
+        times, num_nodes = self.times, sum([len(draft.tokens) for draft in drafts])
         times.num_steps += 1
         times.num_tokens += batch.num_tokens + num_nodes
         times.num_sequences += batch.num_seqs

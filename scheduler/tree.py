@@ -20,14 +20,32 @@ from .types import (
     starts_of,
 )
 
-EMPTY = Draft(tokens=ints([]), parents=ints([]))
 _FEW_NODES = 256
+
+
+def _shared_chains(longest: int) -> tuple[IntArray, ...]:
+    parents = np.arange(-1, longest - 1, dtype=np.int32)
+    parents.flags.writeable = False
+    return tuple([parents[:count] for count in range(longest + 1)])
+
+
+_CHAINS = _shared_chains(128)  # by length
+
+
+def chain_parents(count: int) -> IntArray:  # [count], read-only
+    """Parents of a chain; the same array for all short ones, so that an identity test tells it."""
+    if count < len(_CHAINS):
+        return _CHAINS[count]
+    return np.arange(-1, count - 1, dtype=np.int32)
+
+
+EMPTY = Draft(tokens=ints([]), parents=chain_parents(0))
 
 
 def chain(tokens: object, source: str, probs: DraftProbs | None = None) -> Draft:
     """A draft in which every token follows the one before."""
     ids = ints(tokens)
-    return Draft(ids, np.arange(-1, len(ids) - 1, dtype=np.int32), probs, source)
+    return Draft(ids, chain_parents(len(ids)), probs, source)
 
 
 def problem(draft: Draft, vocab_size: int) -> str | None:
@@ -55,7 +73,8 @@ def problem(draft: Draft, vocab_size: int) -> str | None:
 
 def is_chain(parents: IntArray) -> bool:
     """Whether every node follows the one before it."""
-    return bool(np.array_equal(parents, np.arange(-1, len(parents) - 1)))
+    expected = chain_parents(len(parents))
+    return parents is expected or bool(np.array_equal(parents, expected))
 
 
 def depths(parents: IntArray) -> IntArray:
@@ -188,7 +207,7 @@ def select(
 
 def chains(num_nodes: IntArray) -> IntArray:  # [num_seqs] -> [num_nodes], of all sequences
     """Parents where every draft is a chain."""
-    begin = np.repeat(starts_of(num_nodes)[:-1], num_nodes)
+    begin = starts_of(num_nodes)[:-1].repeat(num_nodes)
     return np.arange(-1, len(begin) - 1, dtype=np.int32) - begin
 
 

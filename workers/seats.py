@@ -164,10 +164,14 @@ class Seats:
     ) -> None:
         old, starts = self._num_tokens[seats], starts_of(counts)
         assert starts[-1] == len(tokens), (counts, len(tokens))
-        self._tokens = _room_for(self._tokens, 0, int((old + counts).max()))
-        index = np.arange(len(tokens)) + np.repeat(old - starts[:-1], counts)
-        self._tokens[np.repeat(seats, counts), index] = tokens
-        self._num_tokens[seats] = old + counts
+        ends = old + counts
+        self._tokens = _room_for(self._tokens, 0, int(ends.max()))
+        rows, index = seats, old
+        if not len(tokens) == np.count_nonzero(counts) == len(seats):  # not a token each
+            rows = seats.repeat(counts)
+            index = np.arange(len(tokens), dtype=np.int32) + (old - starts[:-1]).repeat(counts)
+        self._tokens[rows, index] = tokens
+        self._num_tokens[seats] = ends
         if self._histories:
             for row, seat in enumerate(seats.tolist()):
                 if seat in self._histories:
@@ -176,19 +180,18 @@ class Seats:
     def _known(self, plan: StepPlan) -> KnownTokens:
         seats, context_lens, chunk_lens = plan.seats, plan.context_lens, plan.chunk_lens
         ahead = context_lens < 0
-        if ahead.any():
+        if np.count_nonzero(ahead):
             context_lens = np.where(ahead, self._num_tokens[seats] - 1, context_lens)
         ends, query_start = context_lens + chunk_lens, starts_of(chunk_lens)
         if query_start[-1] == len(seats):  # a token each
             tokens = self._tokens[seats, context_lens]
         else:
-            index = np.arange(query_start[-1]) + np.repeat(
-                context_lens - query_start[:-1], chunk_lens
-            )
-            tokens = self._tokens[np.repeat(seats, chunk_lens), index]
+            begins = (context_lens - query_start[:-1]).repeat(chunk_lens)
+            index = np.arange(query_start[-1]) + begins
+            tokens = self._tokens[seats.repeat(chunk_lens), index]
         samples = ends == self._num_tokens[seats]
         following = np.full(len(seats), -1, dtype=np.int32)
-        if not samples.all():
+        if np.count_nonzero(samples) < len(seats):
             partial = ~samples
             following[partial] = self._tokens[seats[partial], ends[partial]]
         longest = int((ends + plan.max_nodes).max(initial=0))
@@ -248,9 +251,9 @@ class Seats:
 
 def _room_for(array: NDArray, num_rows: int, num_columns: int = 0) -> NDArray:  # type: ignore[type-arg]
     """`array`, or a copy with at least twice the rows or columns if it has too few."""
-    wanted = [num_rows, num_columns][: array.ndim]
-    if all(size <= held for size, held in zip(wanted, array.shape, strict=True)):
+    if num_rows <= array.shape[0] and (array.ndim == 1 or num_columns <= array.shape[1]):
         return array
+    wanted = [num_rows, num_columns][: array.ndim]
     shape = [
         held if size <= held else max(size, 2 * held)
         for size, held in zip(wanted, array.shape, strict=True)

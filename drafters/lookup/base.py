@@ -24,7 +24,7 @@ from ..protocol import Needs
 from .allowance import Allowance
 
 INT32 = "i"
-_CHAIN = np.arange(-1, 4095, dtype=np.int32)  # parents of every chain; never written to
+_INT32 = np.dtype(np.int32)
 
 
 def tokens_of(*parts: IntArray) -> array[int]:
@@ -37,12 +37,12 @@ def tokens_of(*parts: IntArray) -> array[int]:
 
 def chain(tokens: array[int], source: str) -> Draft:
     """`tree.chain` without its copies."""
-    return chain_of(np.frombuffer(tokens, dtype=np.int32), source)
+    return chain_of(np.frombuffer(tokens, _INT32), source)
 
 
 def chain_of(ids: IntArray, source: str) -> Draft:
     """`tree.chain` of tokens that are nobody else's."""
-    return Draft(ids, _CHAIN[: len(ids)], None, source)
+    return Draft(ids, tree.chain_parents(len(ids)), None, source)
 
 
 def num_agreeing(drafted: Sequence[int], emitted: Sequence[int]) -> int:

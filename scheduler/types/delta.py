@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .record import record
 from .verdict import Logprobs
 
 
@@ -15,7 +16,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SpeculationUsage:
     """How speculation went for one request so far."""
 
@@ -50,7 +51,7 @@ class RequestTimes:
     prefill_s: float  # from the seat to the first token
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Delta:
     """What one step gave one request. `finish_reason` is None while it runs."""
 

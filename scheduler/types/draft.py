@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .arrays import FloatArray, IntArray
+from .record import record
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class DraftProbs:
     probs: FloatArray  # [num_nodes, top]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Draft:
     """A tree of guessed tokens. Node i's parent comes before it; -1 is the root.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import FloatArray, IntArray
+from .arrays import FloatArray, IntArray, lens_of
 from .draft import DraftProbs, Masks
 
 
@@ -76,7 +76,7 @@ class KnownTokens:
 
     @property
     def chunk_lens(self) -> IntArray:  # [num_seqs]
-        return np.diff(self.query_start)
+        return lens_of(self.query_start)
 
     @property
     def known_lens(self) -> IntArray:  # [num_seqs]
@@ -121,12 +121,12 @@ class StepInput:
     @property
     def num_nodes(self) -> IntArray:  # [num_seqs]
         """Draft nodes of every sequence."""
-        return np.diff(self.draft_start)
+        return lens_of(self.draft_start)
 
     @property
     def query_lens(self) -> IntArray:  # [num_seqs]
         """Tokens of every sequence, chunk and nodes."""
-        return np.diff(self.query_start)
+        return lens_of(self.query_start)
 
     @property
     def root_rows(self) -> IntArray:  # [num_seqs]

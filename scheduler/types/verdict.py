@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import FloatArray, IntArray, ints
+from .arrays import FloatArray, IntArray, ints, lens_of
 from .step import StepInput
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class Verdict:
 
     @property
     def num_accepted(self) -> IntArray:  # [num_seqs]
-        return np.diff(self.path_start)
+        return lens_of(self.path_start)
 
     @property
     def num_emitted(self) -> IntArray:  # [num_seqs]
-        return np.diff(self.emitted_start)
+        return lens_of(self.emitted_start)
 
     def accepted_rows(self, step: StepInput) -> IntArray:  # [num_accepted], of all sequences
         """Flat rows of the accepted nodes."""

@@ -46,7 +46,7 @@ def draw_rows(
     logits: Tensor,  # [num_rows, vocab]
 ) -> IntArray:  # [num_rows]
     """The target's own token at every row, copied to the CPU at once."""
-    if (sampling.temperature < GREEDY_BELOW).all():
+    if not np.count_nonzero(sampling.temperature >= GREEDY_BELOW):
         return argmax(logits).cpu().numpy().astype(np.int32)
     drawn = draw(logits, rows.positions, DrawSettings.of(sampling, rows.seq))
     return drawn.cpu().numpy()

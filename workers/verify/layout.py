@@ -52,17 +52,19 @@ class Choice:
 
 def layout(step: StepInput) -> Layout:
     """Builds the layout of `step`."""
-    seqs = np.flatnonzero(step.samples)
-    num_rows = step.num_nodes[seqs] + 1
-    starts = np.cumsum(num_rows) - num_rows
-    seq, root = np.repeat(seqs, num_rows), np.repeat(starts, num_rows)
-    rows = np.arange(len(seq))
-    assert len(rows) == len(step.rows), (len(rows), len(step.rows))
-    drafted = rows != root
-    nodes = np.where(drafted, step.draft_start[seq] + rows - root - 1, -1)
-    parent, tokens = rows.copy(), np.full(len(rows), -1, dtype=np.int32)
-    tokens[drafted] = step.draft_tokens[nodes[drafted]]
-    parent[drafted] = root[drafted] + 1 + step.draft_parents[nodes[drafted]]
+    seq, rows = step.samples.nonzero()[0], np.arange(len(step.rows))
+    root = parent = rows
+    nodes, tokens = np.full(len(rows), -1), np.full(len(rows), -1, dtype=np.int32)
+    if len(step.draft_tokens):
+        num_rows = step.num_nodes[seq] + 1
+        root = (num_rows.cumsum() - num_rows).repeat(num_rows)
+        seq, parent = seq.repeat(num_rows), rows.copy()
+        drafted = (rows != root).nonzero()[0]
+        above = root[drafted] + 1
+        own = step.draft_start[seq[drafted]] + drafted - above
+        nodes[drafted], tokens[drafted] = own, step.draft_tokens[own]
+        parent[drafted] = above + step.draft_parents[own]
+    assert len(seq) == len(rows), (len(seq), len(rows))
     positions = step.positions[step.rows]
     return Layout(
         seq=seq,
@@ -109,7 +111,7 @@ def walk(rows: Layout, choice: Choice) -> NDArray[np.int64]:  # [num_emitted]
     passed = choice.taken
     for _ in range(int(rows.depth.max(initial=0))):
         passed = choice.taken & passed[rows.parent]
-    return np.flatnonzero(passed)
+    return passed.nonzero()[0]
 
 
 def longest(
@@ -138,16 +140,20 @@ def longest(
 
 def verdict(step: int, rows: Layout, choice: Choice, passed: NDArray[np.int64]) -> Verdict:
     """The walk as a `Verdict`: accepted tokens, then the token emitted at the end."""
-    seq, is_root = rows.seq[passed], rows.root[passed] == passed
+    seq = rows.seq[passed]
     emitted = choice.tokens[passed].astype(np.int32, copy=False)
-    follows = np.flatnonzero(~is_root)  # a row before one of these emits that node's token
+    emitted_start = starts_of(np.bincount(seq, minlength=rows.num_seqs))
+    # A row before one of these emits that node's token.
+    follows = (rows.root[passed] != passed).nonzero()[0]
+    if not len(follows):
+        nowhere = np.zeros(rows.num_seqs + 1, dtype=np.int32)
+        return Verdict(step, emitted, emitted_start, ints([]), nowhere)
     accepted = passed[follows]
-    if len(follows):
-        emitted[follows - 1] = rows.tokens[accepted]
+    emitted[follows - 1] = rows.tokens[accepted]
     return Verdict(
         step=step,
         emitted=emitted,
-        emitted_start=starts_of(np.bincount(seq, minlength=rows.num_seqs)),
+        emitted_start=emitted_start,
         path=ints(accepted - rows.root[accepted] - 1),
         path_start=starts_of(np.bincount(seq[follows], minlength=rows.num_seqs)),
     )

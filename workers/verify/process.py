@@ -58,6 +58,8 @@ def edit(
     logits: Tensor,  # [num_rows, vocab] float32
 ) -> Tensor:  # [num_rows, vocab]; `logits` itself when there is nothing to edit
     """`logits` with penalties, biases and forbidden ends applied; the input is not modified."""
+    if not (sampling.penalties or sampling.biases or sampling.ends):
+        return logits
     vocab = logits.shape[1]
     scaled = [_penalised(rows, penalties, vocab) for penalties in sampling.penalties]
     shifted = []

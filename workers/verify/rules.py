@@ -99,7 +99,7 @@ def verify(
         window, starts = _window(step.num_window, rows, edited)
         result = replace(result, window=window, window_start=starts)
     asked = step.sampling.num_logprobs[rows.seq[passed]]
-    if (asked < 0).all():
+    if not np.count_nonzero(asked >= 0):
         return result
     return replace(result, logprobs=_logprobs(logits, passed, result, asked >= 0, asked.max()))
 
