@@ -53,11 +53,12 @@ class Choice:
 def layout(step: StepInput) -> Layout:
     """Builds the layout of `step`."""
     seq, rows = step.samples.nonzero()[0], np.arange(len(step.rows))
-    root = parent = rows
+    root: NDArray[np.int64] = rows
+    parent: NDArray[np.int64] = rows
     nodes, tokens = np.full(len(rows), -1), np.full(len(rows), -1, dtype=np.int32)
     if len(step.draft_tokens):
         num_rows = step.num_nodes[seq] + 1
-        root = (num_rows.cumsum() - num_rows).repeat(num_rows)
+        root = (num_rows.cumsum(dtype=np.int64) - num_rows).repeat(num_rows)
         seq, parent = seq.repeat(num_rows), rows.copy()
         drafted = (rows != root).nonzero()[0]
         above = root[drafted] + 1
