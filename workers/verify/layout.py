@@ -58,7 +58,8 @@ def layout(step: StepInput) -> Layout:
     nodes, tokens = np.full(len(rows), -1), np.full(len(rows), -1, dtype=np.int32)
     if len(step.draft_tokens):
         num_rows = step.num_nodes[seq] + 1
-        root = (num_rows.cumsum(dtype=np.int64) - num_rows).repeat(num_rows)
+        first = np.concatenate([[0], num_rows[:-1].cumsum(dtype=np.int64)])
+        root = first.repeat(num_rows)
         seq, parent = seq.repeat(num_rows), rows.copy()
         drafted = (rows != root).nonzero()[0]
         above = root[drafted] + 1
