@@ -72,7 +72,7 @@ def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application
         )
     ingress = serve.deployment(
         name=INGRESS,
-        num_replicas=section.num_ingress_replicas,
+        num_replicas=section.num_ingresses,
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
         graceful_shutdown_timeout_s=section.graceful_shutdown_timeout_s,
         health_check_period_s=section.health_check_period_s,

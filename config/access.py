@@ -84,3 +84,10 @@ class AccessConfig(KeysFile):
     def has_keys(self) -> bool:
         """Whether requests need a key."""
         return bool(self.keys or self.admin_keys or self.keys_file)
+
+    @property
+    def may_limit(self) -> bool:
+        """Whether a key has a limit over time, or a file that changes may give it one."""
+        limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
+        given = (getattr(key, name) for key in self.keys for name in limits)
+        return self.keys_file is not None or any(each is not None for each in given)

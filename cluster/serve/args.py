@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
+from ...config.strict import at_key
 from ...config.yaml_text import read_yaml
 from ...errors import ConfigError
 from .autoscaling import check_autoscaling
@@ -58,7 +59,8 @@ class DeploymentConfig(Strict):
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> DeploymentConfig:
         if isinstance(self.num_replicas, int) and self.num_replicas < 1:
-            raise ValueError(f"num_replicas ({self.num_replicas}) must be at least 1")
+            message = f"num_replicas ({self.num_replicas}) must be at least 1"
+            raise at_key("num_replicas", message)
         if self.autoscaling_config is not None:
             if self.num_replicas not in (1, "auto"):
                 raise ValueError("give either num_replicas or autoscaling_config, not both")
@@ -71,7 +73,9 @@ class ServeConfig(DeploymentConfig):
 
     name: str = Field("outrider", description="Name of the Serve application.")
     route_prefix: str = Field("/", pattern=r"^/", description="Path before /v1.")
-    num_ingress_replicas: int = Field(1, ge=1, description="Processes that speak HTTP.")
+    num_ingress_replicas: int | Literal["auto"] = Field(
+        "auto", description="Processes that speak HTTP; auto: 2, or 1 if keys can have limits."
+    )
     request_timeout_s: float | None = Field(
         None, gt=0, description="Seconds after which a request gets 504; default: none."
     )
@@ -95,6 +99,24 @@ class ServeConfig(DeploymentConfig):
         None, pattern=r"^https?://", description="URL that OpenTelemetry spans are sent to."
     )
     access: AccessConfig = Field(AccessConfig(), description="API keys, their limits, and CORS.")
+
+    @model_validator(mode="after")
+    def _some_ingress(self) -> ServeConfig:
+        count = self.num_ingress_replicas
+        if isinstance(count, int) and count < 1:
+            raise at_key(
+                "num_ingress_replicas", f"num_ingress_replicas ({count}) must be at least 1"
+            )
+        return self
+
+    @property
+    def num_ingresses(self) -> int:
+        """How many ingresses there are: a second one takes over the streams of one that died.
+
+        Ingresses count a key's requests on their own, and a part of a limit each is not the limit.
+        """
+        count = self.num_ingress_replicas
+        return count if isinstance(count, int) else 1 if self.access.may_limit else 2
 
     @property
     def connection_limits(self) -> ConnectionLimits:

@@ -50,7 +50,7 @@ class Ingress:
         self._section = ServeConfig(**section)
         start_watchdog(self._section.hung_after_s)
         install(self._section.connection_limits)  # where Serve has replicas listen themselves
-        self._access = Access(self._section.access, self._section.num_ingress_replicas)
+        self._access = Access(self._section.access, self._section.num_ingresses)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._metrics = {each.name: EdgeMetrics(each.name, self._name) for each in self._models}
         configure_logging(self._models[0].config.log_format)

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
@@ -33,7 +34,7 @@ def url() -> Iterator[str]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app({**ARGS, "serve": {"num_ingress_replicas": 2}}), name="test")
+        serve.run(build_app(ARGS), name="test")
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -152,7 +153,9 @@ def test_serving(url: str) -> None:
         ({}, "model"),
         ({"model": "m", "num_replicas": 2}, "num_replicas"),
         ({"model": "m", "serve": {"num_replica": 2}}, "serve.num_replica"),
-        ({"model": "m", "serve": {"num_replicas": 0}}, "serve.ServeConfig"),
+        ({"model": "m", "serve": {"num_replicas": 0}}, "serve.num_replicas"),
+        ({"model": "m", "serve": {"num_ingress_replicas": 0}}, "serve.num_ingress_replicas"),
+        ({"model": "m", "serve": {"num_ingress_replicas": "two"}}, "serve.num_ingress_replicas"),
         ({"model": "m", "serve": 3}, "serve"),
         ({"model": "m", "server": {}}, "server"),
         ({"model": "m", "speculative_config": {"decoding_type": "X"}}, "speculative_config"),
@@ -162,6 +165,24 @@ def test_wrong_arguments(args: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_args(args)
     assert str(caught.value.field).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("access", "count"),
+    [
+        ({}, 2),
+        ({"keys": [{"hash": hash_of("a"), "max_request_tokens": 9}]}, 2),
+        ({"keys": [{"hash": hash_of("a"), "tokens_per_minute": 9}]}, 1),
+        ({"keys_file": "keys.yaml"}, 1),
+    ],
+)
+def test_a_second_ingress_where_limits_need_not_be_shared(
+    access: dict[str, Any], count: int
+) -> None:
+    section = read_args({"model": "m", "serve": {"access": access}})[1]
+    assert (section.num_ingress_replicas, section.num_ingresses) == ("auto", count)
+    both = {"access": access, "num_ingress_replicas": 3}
+    assert read_args({"model": "m", "serve": both})[1].num_ingresses == 3
 
 
 def test_arguments_of_a_command_line_are_text() -> None:
