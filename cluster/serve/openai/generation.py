@@ -82,6 +82,7 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._prompts: list[Prompt] = []
+        self._structured_field = ""  # the client's name for what the engine compiles
         self._call: Call = current()
         self.stream: ResumableStream | None = None
         self._timeout_s = timeout_s  # the server's
@@ -114,6 +115,7 @@ class Generation:
         identity, num_prompt = self._call.identity, len(prompt.token_ids)
         sampling = identity.sampling(sampling, num_prompt, self.frontend.max_model_len)
         options = identity.options(options)
+        self._structured_field = options.structured_field
         if self.stream is not None and sampling.seed is None:
             seed = self.stream.seed(len(self.jobs))
             sampling = sampling.model_copy(update={"seed": seed})
@@ -307,16 +309,27 @@ class Generation:
                 yield Part(delta)
 
     async def _next(self, deltas: AsyncGenerator[Any, None]) -> Any:
-        if self._deadline_s is None:
-            return await anext(deltas)
         try:
+            if self._deadline_s is None:
+                return await anext(deltas)
             return await asyncio.wait_for(anext(deltas), self._remaining())
         except asyncio.TimeoutError:
+            if self._deadline_s is None:
+                raise
             raise self._too_late() from None
         except WorkerError:
-            if time.monotonic() < self._deadline_s:
+            if self._deadline_s is None or time.monotonic() < self._deadline_s:
                 raise
             raise self._too_late() from None  # the engine's clock was quicker
+        except InvalidRequestError as error:
+            raise self._named(error) from None
+
+    def _named(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The engine's complaint about a grammar, under the client's name for that."""
+        field, mine = error.field or "", self._structured_field
+        if not (mine and field.startswith("structured_outputs.")):
+            return error
+        return InvalidRequestError(error.message.replace(field, mine), field=mine)
 
     def _remaining(self) -> float | None:
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()

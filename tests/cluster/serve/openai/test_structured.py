@@ -122,6 +122,9 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
         ),
         ({"guided_regex": "(a"}, "guided_regex"),
         ({"guided_regex": "a" * 2**17}, "guided_regex"),
+        ({"guided_regex": "a{10000}"}, "guided_regex"),
+        ({"guided_grammar": "start: start"}, "guided_grammar"),  # only the engine finds it
+        ({"guided_json": {"$ref": "#"}}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar"),
