@@ -16,12 +16,13 @@ from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.connections import ConnectionLimits
 
 from ...helpers.ports import connect, dribble, free_port, wait_for
-from .test_resume_kills import BODY, kill_all
+from ...helpers.serving.kills import kill_all
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 KEY, ADMIN = "or-key", "or-admin"
 LIMITS = ConnectionLimits(header_timeout_s=2.0, write_timeout_s=1.0, send_buffer_bytes=16384)
 NUM_PORTS = 12
+BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 480, "ignore_eos": True}
 ARGS: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",

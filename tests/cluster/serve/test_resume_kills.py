@@ -18,6 +18,7 @@ import pytest
 from outrider.client import ResumingTransport, stream_events
 
 from ...helpers.ports import free_port
+from ...helpers.serving.kills import below, kill_all
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 ARGS: dict[str, Any] = {
@@ -48,30 +49,6 @@ def url() -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def below(name: str) -> list[int]:
-    """Descendants of this process whose command line contains `name`."""
-    parents, lines = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            lines[int(folder.name)] = (folder / "cmdline").read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        parents[int(folder.name)] = int(fields[1])
-    mine = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return [pid for pid in mine if name in lines.get(pid, "")]
-
-
-def kill_all(name: str) -> None:
-    """Kills every process of that name below this one; there is one at least."""
-    victims = below(name)
-    assert victims, name
-    for victim in victims:
-        os.kill(victim, signal.SIGKILL)
 
 
 class CountingTransport(httpx.HTTPTransport):
