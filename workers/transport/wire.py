@@ -1,5 +1,8 @@
 """The wire format: msgpack, with numpy arrays and frozen dataclasses as marked lists.
 
+A record's int32 arrays travel as one array of bytes, and are views of one copy of it at the other
+end: a step's plan and verdict have a dozen, and each costs several calls of Python on its own.
+
 Used by the step channel (scheduler to ranks) and by the edge (engine to HTTP ingress). Only the
 dataclasses listed here are encoded; decoding never executes code (no pickle).
 """
@@ -7,8 +10,9 @@ dataclasses listed here are encoded; decoding never executes code (no pickle).
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +25,10 @@ from ...scheduler import plan, timer, types
 from ...scheduler.sampling import SamplingParams
 from . import links
 
-_ARRAY, _RECORD, _SAMPLING, _TUPLE = 1, 2, 3, 4
+_ARRAY, _RECORD, _SAMPLING, _TUPLE, _PACKED = 1, 2, 3, 4, 5
+_INT32 = np.dtype(np.int32)
+_PLACE = 3  # integers that place an array: field, length, columns (0: it is a list)
+_TABLE = 2  # dimensions
 
 # A record is identified by its position: both ends run the same version.
 _RECORDS: tuple[type[Any], ...] = (
@@ -91,6 +98,25 @@ def _array(dtype: str, body: bytes, *shape: int) -> np.ndarray[Any, Any]:
     return array.copy()
 
 
+def _unpacked(record: type[Any], packed: bytes, *fields: Any) -> Any:
+    """The record whose int32 arrays are in `packed`: their number, their places, their values."""
+    flat, values = np.frombuffer(bytearray(packed), _INT32), list(fields)
+    begin = 1 + _PLACE * int(flat[0]) if len(flat) else 0
+    if begin < 1:
+        raise ValueError(f"{record.__name__} without places of its arrays")
+    places = flat[1:begin].tolist()
+    for index in range(0, len(places), _PLACE):
+        field, length, columns = places[index : index + _PLACE]
+        end = begin + length * (columns or 1)
+        if min(field, length, columns) < 0 or field >= len(values):
+            raise ValueError(f"{record.__name__} with arrays at {places}")
+        values[field] = flat[begin:end].reshape(length, columns) if columns else flat[begin:end]
+        begin = end
+    if begin != len(flat):
+        raise ValueError(f"{record.__name__}: {len(flat)} integers for {begin}")
+    return record(*values)
+
+
 @lru_cache(maxsize=64)
 def _dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
@@ -104,10 +130,15 @@ _MARKS = [
     _Mark(_TUPLE, b"", lambda *items: items),
     _Mark(_SAMPLING, b"", lambda settings: SamplingParams(**settings)),
     *(_Mark(_RECORD, bytes([index]), record) for index, record in enumerate(_RECORDS)),
+    *(
+        _Mark(_PACKED, bytes([index]), partial(_unpacked, record))
+        for index, record in enumerate(_RECORDS)
+    ),
 ]
 _FOUND = {(mark.code, mark.data): mark for mark in _MARKS}
 _ARRAY_MARK, _TUPLE_MARK, _SAMPLING_MARK, *_rest = [mark.encoded() for mark in _MARKS]
-_RECORD_MARKS = dict(zip(_RECORDS, _rest, strict=True))
+_RECORD_MARKS = dict(zip(_RECORDS, _rest[: len(_RECORDS)], strict=True))
+_PACKED_MARKS = dict(zip(_RECORDS, _rest[len(_RECORDS) :], strict=True))
 
 
 def encode(message: Any) -> bytes:
@@ -135,9 +166,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 def _default(value: Any) -> Any:
     kind = type(value)
-    mark = _RECORD_MARKS.get(kind)
-    if mark is not None:
-        return [mark, *_FIELDS[kind](value)]
+    if kind in _RECORD_MARKS:
+        return _encoded(kind, _FIELDS[kind](value))
     if isinstance(value, np.ndarray):
         return [_ARRAY_MARK, value.dtype.str, value.tobytes(), *value.shape]
     if isinstance(value, tuple):
@@ -147,6 +177,26 @@ def _default(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{kind.__name__} cannot be sent between processes")
+
+
+def _encoded(record: type[Any], fields: tuple[Any, ...]) -> list[Any]:
+    """The marked list of a record."""
+    rest, places, parts = list(fields), [0], [b""]
+    for index, field in enumerate(fields):
+        if type(field) is np.ndarray and field.dtype == _INT32 and _is_packed(field.shape):
+            places += [index, field.shape[0], field.shape[1] if field.ndim > 1 else 0]
+            parts.append(field.tobytes())
+            rest[index] = None
+    if len(parts) == 1:
+        return [_RECORD_MARKS[record], *fields]
+    places[0] = len(parts) - 1
+    parts[0] = array("i", places).tobytes()
+    return [_PACKED_MARKS[record], b"".join(parts), *rest]
+
+
+def _is_packed(shape: tuple[int, ...]) -> bool:
+    """Whether an int32 array of this shape is packed: a list, or a table with columns."""
+    return len(shape) == 1 or (len(shape) == _TABLE and shape[1] > 0)
 
 
 def _ext_hook(code: int, data: bytes) -> _Mark:

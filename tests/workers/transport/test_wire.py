@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from outrider.errors import WorkerError
+from outrider.scheduler.plan import JoinedDrafts, StepPlan
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import (
     Bias,
     Delta,
     Draft,
+    Masks,
     Request,
     SamplingRows,
     SpeculationOptions,
@@ -92,3 +94,58 @@ def test_an_array_that_does_not_fit_its_bytes_is_refused():
 def test_lists_are_never_taken_for_what_marks_begin():
     message = [[1, "<i4", b"abcd", 1], [4, 5], [[], [b"\x01"], {"list": [2, [3]]}], ("a", [1])]
     assert wire.decode(wire.encode(message)) == message
+
+
+PLAN = StepPlan(
+    step=7,
+    seats=ints([0, 2]),
+    context_lens=ints([5, -1]),
+    chunk_lens=ints([1, 1]),
+    max_nodes=ints([2, 0]),
+    tokens=ints([4]),
+    blocks=ints([[0, 3, 9], [2, 0, 4]]),
+    kv_moves=np.zeros((0, 2), np.int32),
+    drafts=JoinedDrafts(
+        ints([8, 9]), ints([2, 0]), masks=Masks(ints([0]), np.zeros((1, 0), np.int32))
+    ),
+    thinking=np.array([True, False]),
+)
+
+
+def test_a_plan_survives_and_its_arrays_may_be_written():
+    found = wire.decode(wire.encode(PLAN))
+    assert same(found, PLAN)
+    found.seats[0] = found.blocks[1, 2] = 77
+    assert found.seats.tolist() == [77, 2]
+    assert found.blocks.tolist() == [[0, 3, 9], [2, 0, 77]]
+    assert found.drafts.tokens.tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    "integers",
+    [
+        [],
+        [-1],
+        [1],  # without its place
+        [1, 0, 1],
+        [1, 0, 1, 0],  # without its value
+        [1, 0, 1, 0, 5, 6],  # with one too many
+        [1, 9, 1, 0, 5],  # no such field
+        [1, -1, 1, 0, 5],
+        [1, 0, -1, 0, 5],
+        [1, 0, 1, 2, 5],
+        [2, 0, 1, 0, 5],
+    ],
+)
+def test_arrays_that_are_not_where_a_record_has_them_are_refused(integers):
+    index = bytes([wire._RECORDS.index(Bias)])
+    good = wire.decode(_packed(index, [1, 1, 2, 0, 5, 6]))
+    assert same(good, Bias(3, ints([5, 6]), 2.5))
+    with pytest.raises(WorkerError, match="malformed"):
+        wire.decode(_packed(index, integers))
+    with pytest.raises(WorkerError, match="malformed"):
+        wire.decode(_packed(index, integers, b"x"))
+
+
+def _packed(index, integers, more=b""):
+    return msgpack.packb([msgpack.ExtType(5, index), ints(integers).tobytes() + more, 3, None, 2.5])
