@@ -97,7 +97,7 @@ def measure(batch_size: int, num_nodes: int, num_steps: int) -> tuple[Cost, Cost
     far.close()
     here = _Rank(verdict)
     apart, inline = SocketChannel([near]), ThreadChannel([here.handle])
-    ask = StepPlan(-1, *[ints([])] * 5, ints([]).reshape(0, 3), ints([]).reshape(0, 2))
+    ask = replace(plan, step=-1)
     walls_s: tuple[list[float], list[float]] = ([], [])
     cpus_s = [-apart.call(ask, _TIMEOUT_S), 0.0]
     try:
