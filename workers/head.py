@@ -165,6 +165,15 @@ class HeadRunner:
         logits: Tensor = self._draft_output(states)
         return logits
 
+    def logits_of_own_rows(
+        self, states: Tensor
+    ) -> Tensor | None:  # [num_rows, hidden_size] -> [num_rows / size, draft_vocab]
+        """Those logits for this rank's even share of the rows; None: every rank has all rows'."""
+        output = self._draft_output.forward
+        if isinstance(output, ShardedOutput) and len(states) % output.collective.size == 0:
+            return output.own_rows(states)
+        return None
+
     @property
     def _draft_output(self) -> nn.Module:
         return next(iter(self.head.outputs), self._output)

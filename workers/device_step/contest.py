@@ -40,16 +40,16 @@ class Share:
         rows = slice(begin * shape.query_len, (begin + count) * shape.query_len)
         return Share(slice(begin, begin + count), rows, is_part)
 
-    def settings(self, settings: DeviceSettings) -> DeviceSettings:
-        """Those of its rows."""
-        rows = self.rows
-        return DeviceSettings(
-            settings.seeds[rows],
-            settings.temperature[rows],
-            settings.top_k[rows],
-            settings.top_p[rows],
-            settings.min_p[rows],
-        )
+
+def rows_of(settings: DeviceSettings, rows: slice) -> DeviceSettings:
+    """Those of some rows."""
+    return DeviceSettings(
+        settings.seeds[rows],
+        settings.temperature[rows],
+        settings.top_k[rows],
+        settings.top_p[rows],
+        settings.min_p[rows],
+    )
 
 
 Part = tuple[Tensor, Tensor]

@@ -18,8 +18,9 @@ from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_attention import CommittedRows, PagedAttend, PagedLevels
 from ..ops import PlannedOps
+from ..verify.device_draw import DeviceSettings
 from .accept import Accepted
-from .contest import best_of_ranks, draw_part
+from .contest import best_of_ranks, draw_part, rows_of
 from .layout import DeviceLayout, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
@@ -180,6 +181,15 @@ class Draw:
                 first if ids is None else ids[first : first + logits.shape[1]],
             )
             return best_of_ranks(part, self._service.collective).long()
-        logits = self._service.draft_logits(read).float()
-        whole = self._service.over_vocabulary(logits, ids)
-        return self._ops.draw_on_device(whole, positions, self._settings).long()
+        logits = self._service.logits_of_own_rows(read)
+        if logits is None:
+            return self._drawn(self._service.draft_logits(read), positions, self._settings)
+        collective = self._service.collective
+        begin = collective.rank * len(logits)
+        rows = slice(begin, begin + len(logits))
+        own = self._drawn(logits, positions[rows], rows_of(self._settings, rows))
+        return collective.all_gather(own, dim=0)
+
+    def _drawn(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
+        whole = self._service.over_vocabulary(logits.float(), self._head.target_ids)
+        return self._ops.draw_on_device(whole, positions, settings).long()

@@ -19,7 +19,7 @@ from ..model.family.decoder import FamilyModel
 from ..verify.device_draw import DeviceSettings
 from ..verify.device_edits import DeviceEdits
 from .accept import Accepted, accept, compact, update
-from .contest import Share, best_of_ranks, draw_part
+from .contest import Share, best_of_ranks, draw_part, rows_of
 from .draft import DeviceDrafts, DeviceHead
 from .edits import LOGPROB_WORDS
 from .layout import DeviceLayout, lay_out, row_settings
@@ -93,7 +93,7 @@ class DeviceStep:
         """From all logits of a row, which are on every rank or on one."""
         model, ops, tables = self.model, self.model.ops, self.seats.edits
         logits = model.logits_of_own_rows(states) if share.is_part else model.logits(states)
-        positions, settings = positions[share.rows], share.settings(settings)
+        positions, settings = positions[share.rows], rows_of(settings, share.rows)
         if tables is None:
             chosen = ops.draw_on_device(logits.float(), positions, settings)
             return self._collective.all_gather(chosen, dim=0) if share.is_part else chosen
