@@ -188,7 +188,7 @@ class Rank:
             daemon=True,
         ).start()
         with ends[framing.STEPS], ends[framing.BEATS]:
-            channel.serve(ends[framing.STEPS], self._rank, self._worker.handle, self._followers)
+            channel.serve(ends[framing.STEPS], self._rank, self._worker.begin, self._followers)
             stopped.set()
         for follower in self._followers:
             follower.close()

@@ -9,6 +9,7 @@ Hidden states that heads read are passed to the head in this process and sent to
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,38 @@ from .head import HeadService
 from .model import PagedModel
 from .prompt_rows import PromptRows
 from .seats import Seats
+from .transport.later import Later, finished
 from .transport.links import OpenFeatures
 from .verify import Rule, verify
+
+
+class PostedVerdict(Later):
+    """The verdict on a step that the device computes; None on ranks other than 0."""
+
+    def __init__(self, service: DeviceStepService, collect: Callable[[], Verdict | None]) -> None:
+        super().__init__()
+        self._service, self._collect = service, collect
+
+    @property
+    def is_ready(self) -> bool:
+        try:
+            return self._is_settled or self._service.is_ready
+        except RuntimeError:  # of the device: `result` raises it
+            return True
+
+    def _finish(self) -> Verdict | None:
+        with torch.inference_mode():
+            return self._collect()
+
+
+def follows(plan: StepPlan) -> bool:
+    """Whether a step can be given to the device before the verdict on the last one is known.
+
+    Everything that it changes on the host must be independent of that verdict: no seat changes its
+    owner, and no tokens or moves are sent.
+    """
+    moves = len(plan.tokens) or len(plan.kv_moves) or len(plan.closings)
+    return not plan.openings and not moves
 
 
 class TargetService:
@@ -52,19 +83,27 @@ class TargetService:
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
+        self._posted: PostedVerdict | None = None  # the last step that the device was given
+        self._free_at = 0.0  # when the device had finished the step before, at the latest
         if head is not None:
             head.attach(self._cache)
 
     def verify(self, plan: StepPlan, rank: int) -> Verdict | None:
         """The verdict on a step; None on ranks other than 0."""
+        verdict: Verdict | None = finished(self.post(plan, rank))
+        return verdict
+
+    def post(self, plan: StepPlan, rank: int) -> Verdict | PostedVerdict | None:
+        """The verdict, or one that the device computes; results are taken in order."""
         start = time.perf_counter()
+        if self._posted is not None and not follows(plan):
+            self._posted.settle()
         self._seats.apply(plan)
         shape = self.device_step.shape_of(plan) if self.device_step else None
         if shape is not None:
-            verdict = self._on_device(plan, shape)
-            if rank != 0:
-                return None
-            return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
+            return self._post(plan, shape, rank, start)
+        if self._posted is not None:
+            self._posted.settle()
         step = self._seats.lay_out(plan)
         with torch.inference_mode():
             scored, last = PromptRows.of(step), self._model.info.num_layers
@@ -102,16 +141,27 @@ class TargetService:
             self.device_step.append(plan, verdict)
         return replace(verdict, compacted=True)
 
-    def _on_device(self, plan: StepPlan, shape: StepShape) -> Verdict:
-        """The verdict of the device step; the host's seats follow it."""
+    def _post(self, plan: StepPlan, shape: StepShape, rank: int, start: float) -> PostedVerdict:
+        """Gives the device a step; the host's seats follow it when its verdict is taken."""
         assert self.device_step is not None
+        before, service = self._posted, self.device_step
         with torch.inference_mode():
             self._cache.apply_moves(plan.kv_moves)  # of a step that took the host path
-            verdict = self.device_step.verify(plan, shape)
-        if plan.appends:
-            self._seats.append(plan, verdict)
-            self._seats.keep_drafts(plan, verdict.next_drafts)
-        return verdict
+            posted = service.post(plan, shape)
+        if before is not None:
+            before.settle()  # while the device computes this one
+
+        def collect() -> Verdict | None:
+            verdict = service.collect(posted)
+            if plan.appends:
+                self._seats.append(plan, verdict)
+                self._seats.keep_drafts(plan, verdict.next_drafts)
+            begin, self._free_at = max(start, self._free_at), time.perf_counter()
+            spent_ms = (self._free_at - begin) * 1e3
+            return replace(verdict, forward_ms=spent_ms) if rank == 0 else None
+
+        self._posted = PostedVerdict(service, collect)
+        return self._posted
 
     def open_feed(self, message: OpenFeatures) -> None:
         """Sends the features of all later steps to a separate head, without waiting for it."""

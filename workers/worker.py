@@ -40,6 +40,7 @@ from .spec import (
 )
 from .target import TargetService
 from .threads import Threads
+from .transport.later import Later, finished
 from .transport.links import LinkOffer, ListenFeatures, OpenFeatures
 from .verify import make_rule
 
@@ -202,6 +203,11 @@ class Worker:
 
     def handle(self, message: Message) -> Reply:
         """Handles `message`; returns None on ranks whose answer is not used."""
+        reply: Reply = finished(self.begin(message))
+        return reply
+
+    def begin(self, message: Message) -> Reply | Later:
+        """`handle`, without waiting for a step that a device computes."""
         if isinstance(message, HeadAsk | ListenFeatures | OpenFeatures):
             return self._handle_head(message)
         if isinstance(message, StepPlan):
@@ -210,10 +216,12 @@ class Worker:
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
 
-    def _verify(self, plan: StepPlan) -> Verdict | None:
+    def _verify(self, plan: StepPlan) -> Verdict | Later | None:
         assert self._target is not None, "no target was allocated"
         with self._threads.step(plan.num_tokens):
-            verdict = self._target.verify(plan, self._collective.rank)
+            verdict = self._target.post(plan, self._collective.rank)
+        if isinstance(verdict, Later):
+            return verdict
         news = self._threads.news()
         if verdict is None or news is None:
             return verdict

@@ -181,13 +181,13 @@ class Draw:
                 first if ids is None else ids[first : first + logits.shape[1]],
             )
             return best_of_ranks(part, self._service.collective).long()
-        logits = self._service.logits_of_own_rows(read)
-        if logits is None:
+        own_logits = self._service.logits_of_own_rows(read)
+        if own_logits is None:
             return self._drawn(self._service.draft_logits(read), positions, self._settings)
         collective = self._service.collective
-        begin = collective.rank * len(logits)
-        rows = slice(begin, begin + len(logits))
-        own = self._drawn(logits, positions[rows], rows_of(self._settings, rows))
+        begin = collective.rank * len(own_logits)
+        rows = slice(begin, begin + len(own_logits))
+        own = self._drawn(own_logits, positions[rows], rows_of(self._settings, rows))
         return collective.all_gather(own, dim=0)
 
     def _drawn(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:

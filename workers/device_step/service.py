@@ -7,14 +7,13 @@ current; a step without a shape is the host path's, and what it emitted goes thr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...scheduler.plan import StepPlan
-from ...scheduler.types import Verdict, ints
+from ...scheduler.types import IntArray, Verdict, ints
 from ..attention import KVCache
 from ..head import HeadService
 from ..model import PagedModel
@@ -46,6 +45,15 @@ def obstacle(model: PagedModel, rule: str) -> str:
     if any(rope.long_frequencies is not None for rope in runner.model.ropes):
         return "the rotary frequencies depend on the length of a draft"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class PostedStep:
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    shape: StepShape
+    asked: IntArray | None  # [num_seqs], log-probabilities of each sequence; None: of no one
 
 
 class DeviceStepService:
@@ -116,6 +124,10 @@ class DeviceStepService:
         return self._captured.num_captured
 
     @property
+    def _draft_width(self) -> int:
+        return self._sizes.num_draft_nodes
+
+    @property
     def _shapes(self) -> list[StepShape]:
         return all_shapes(self._sizes.num_seats, self._sizes.num_draft_nodes)
 
@@ -128,36 +140,44 @@ class DeviceStepService:
             self._seats.flush()
         return shape
 
-    def verify(
-        self, plan: StepPlan, shape: StepShape, meanwhile: Callable[[], None] | None = None
-    ) -> Verdict:
-        """The verdict on a step; `meanwhile` runs on the host while the device computes."""
+    def verify(self, plan: StepPlan, shape: StepShape) -> Verdict:
+        """The verdict on a step; waits for it."""
+        return self.collect(self.post(plan, shape))
+
+    def post(self, plan: StepPlan, shape: StepShape) -> PostedStep:
+        """Gives the device a step, behind the one before; `collect` takes them in order."""
         self._seats.stage(plan, shape)
         self._seats.flush()
         self._captured.run(shape)
-        width = self._sizes.num_draft_nodes
-        num_words = outcome_words(shape.num_seqs, shape.query_len, width)
-        self._reader.post(num_words)
+        self._reader.post(outcome_words(shape.num_seqs, shape.query_len, self._draft_width))
         asked = self._kinds.num_logprobs(plan)
-        num_scores = shape.num_rows * LOGPROB_WORDS if (asked >= 0).any() else 0
-        if num_scores:
-            self._logprobs.post(num_scores)
-        if meanwhile is not None:
-            meanwhile()
-        words = self._reader.collect(num_words)
+        has_scores = bool((asked >= 0).any())
+        if has_scores:
+            self._logprobs.post(shape.num_rows * LOGPROB_WORDS)
+        self.num_steps += 1
+        return PostedStep(plan, shape, asked if has_scores else None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self._reader.is_ready
+
+    def collect(self, posted: PostedStep) -> Verdict:
+        """The verdict on the oldest posted step; waits for it."""
+        plan, shape, asked = posted.plan, posted.shape, posted.asked
+        words = self._reader.collect()
         verdict = read_outcome(plan.step, len(plan.seats), shape, words)
-        if num_scores:
-            scores = self._logprobs.collect(num_scores)
+        if asked is not None:
+            scores = self._logprobs.collect()
             logprobs = read_logprobs(verdict, asked, shape, self._sizes.vocab_size, scores)
             verdict = replace(verdict, logprobs=logprobs)
         if plan.appends:
             self._seats.append(plan, verdict, on_device=True)
-        self.num_steps += 1
-        if width and shape.num_nodes:
+        if self._draft_width and shape.num_nodes:
             lens = ints(plan.context_lens + 1 + verdict.num_emitted)
             if plan.appends:  # the plan need not have the contexts
                 lens = self._seats.known_lens(plan)
-            drafts = read_drafts(lens, shape, words, width)
+            drafts = read_drafts(lens, shape, words, self._draft_width)
             verdict = replace(verdict, next_drafts=drafts)
         return verdict
 

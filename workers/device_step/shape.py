@@ -30,7 +30,12 @@ SIZES = (
     *((num_seqs, 16) for num_seqs in (1, 8)),
     *((num_seqs, 64) for num_seqs in (1, 4)),
 )
-"""(num_seqs, query_len), the root and its nodes."""
+"""(num_seqs, query_len), the root and its nodes.
+
+With two samplers each, 64 sequences have 38 shapes and 256 have all 40, so there is no room for
+larger trees of look-ups. They take the host path, which gathers the logits of all their rows:
+verifying so many rows costs arithmetic, and no longer only the reading of weights.
+"""
 
 MAX_NODES = 255  # of a head's drafts; of others, what `SIZES` has room for
 _MOST_DRAFTED_ROWS = 512  # of a step with a head's drafts

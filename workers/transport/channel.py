@@ -20,12 +20,14 @@ from typing import Any, Protocol
 
 from ...errors import StepMemoryError, WorkerDiedError, WorkerError
 from . import framing, wire
+from .later import Later
 from .leader import RankEnd
 
 Handler = Callable[[Any], Any]
 Raised = tuple[bool, str]  # whether memory was lacking, and the traceback
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _JOIN_S = 1.0
+_LOOK_S = 5e-5  # between two looks for the next message and at the device
 
 
 class NoAnswerError(Exception):
@@ -240,20 +242,38 @@ def serve(
     handler: Handler,
     followers: Sequence[socket.socket] = (),  # of a leader
 ) -> None:
-    """A rank's end: answers messages until the engine closes the connection."""
-    with RankEnd(connection, followers) as end:
+    """A rank's end: answers messages in order until the engine closes the connection.
+
+    While a device computes a reply (`Later`), the next message is taken in, if it arrives by then.
+    """
+    with RankEnd(connection, followers) as end, contextlib.suppress(OSError, WorkerDiedError):
+        pending: Later | None = None
         while True:
-            try:
-                body = end.receive()
-            except (OSError, WorkerDiedError):
-                return
-            reply, error = _guarded(handler, wire.decode(body))
-            if rank == 0 or error is not None:
-                answer = (error is None, rank, reply if error is None else error)
-                try:
-                    end.answer(wire.encode(answer))
-                except OSError:
-                    return
+            if pending is not None and not _arrives_before(end, pending):
+                pending = _answer(end, rank, *_guarded(Later.result, pending))
+                continue
+            reply, error = _guarded(handler, wire.decode(end.receive()))
+            if pending is not None:
+                _answer(end, rank, *_guarded(Later.result, pending))
+            pending = _answer(end, rank, reply, error)
+
+
+def _arrives_before(end: RankEnd, pending: Later) -> bool:
+    """Whether a message is there before the reply."""
+    while not pending.is_ready:
+        if end.has_message():
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
+def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> Later | None:
+    """Sends a reply or an error; a reply in the making is returned instead."""
+    if isinstance(reply, Later):
+        return reply
+    if rank == 0 or error is not None:
+        end.answer(wire.encode((error is None, rank, reply if error is None else error)))
+    return None
 
 
 def _guarded(handler: Handler, message: Any) -> tuple[Any, Raised | None]:

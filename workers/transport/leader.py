@@ -12,6 +12,7 @@ on; every rank sends its own.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ class RankEnd:
     def __init__(self, connection: socket.socket, followers: Sequence[socket.socket] = ()) -> None:
         self._connection = connection
         self._followers = list(followers)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._writes = threading.Lock()  # of answers: the rank's own and its followers'
 
     def __enter__(self) -> RankEnd:
@@ -65,6 +68,10 @@ class RankEnd:
         for follower in self._followers:
             framing.send(follower, body)
         return body
+
+    def has_message(self) -> bool:
+        """Whether a message has begun to arrive, or the connection has ended."""
+        return bool(self._poll.poll(0))
 
     def answer(self, body: bytes) -> None:
         """Sends an answer (raises OSError)."""

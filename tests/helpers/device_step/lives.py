@@ -15,7 +15,8 @@ from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.types import Draft, Request, Verdict, ints
 from outrider.workers.device_step.seats import SeatSizes
-from outrider.workers.target import TargetService
+from outrider.workers.target import TargetService, follows
+from outrider.workers.transport.later import Later, finished
 from outrider.workers.verify import make_rule
 
 CPU = torch.device("cpu")
@@ -45,7 +46,8 @@ class InProcessTarget:
         sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab)
         rule, sizes = make_rule("coupled"), sizes if on_device else None
         self.service = TargetService(model, num_blocks, BLOCK, rule, head, sizes)
-        self.verdicts: list[Verdict] = []
+        self.posted: list[Verdict | Later | None] = []
+        self.num_behind = 0  # steps that were posted before the verdict on the one before
         self.num_compacted = 0  # steps with accepted nodes that were moved on the device
 
     def verify(self, batch: Batch, drafts: list[Draft]) -> Verdict:
@@ -54,15 +56,17 @@ class InProcessTarget:
 
     def post(self, batch: Batch, drafts: list[Draft]) -> None:
         plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
-        verdict = self.service.verify(plan, 0)
-        assert verdict is not None
-        self.verdicts.append(verdict)
-        for row in range(batch.num_seqs if verdict.compacted else 0):
-            nodes = verdict.nodes(row).tolist()
-            self.num_compacted += nodes != list(range(len(nodes)))
+        is_behind = bool(self.posted) and isinstance(self.posted[-1], Later)
+        self.num_behind += is_behind and follows(plan)
+        self.posted.append(self.service.post(plan, 0))
 
     def collect(self) -> Verdict:
-        return self.verdicts.pop(0)
+        verdict = finished(self.posted.pop(0))
+        assert verdict is not None
+        for row in range(len(verdict.num_emitted) if verdict.compacted else 0):
+            nodes = verdict.nodes(row).tolist()
+            self.num_compacted += nodes != list(range(len(nodes)))
+        return verdict
 
 
 class GuessingDrafting:

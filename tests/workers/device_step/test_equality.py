@@ -41,6 +41,8 @@ def test_random_lives(checkpoint, name, kind):  # noqa: F811
             assert emitted(loop, requests, seed) == wanted
             assert loop.target.service.device_step.num_steps > 20
             assert loop.target.num_compacted > 5 or not truth
+            # Plain steps are given to the device before the verdict on the one before is taken.
+            assert (loop.target.num_behind > 20) == (kind is OverlapLoop and not truth)
             loop.scheduler.check()
 
 

@@ -140,19 +140,23 @@ class DraftingTarget(InProcessTarget):
         super().__init__(model, num_blocks, **options)
         self.drafted: dict[tuple[str, int], tuple] = {}
         self.num_ahead = 0  # steps planned with drafts that only the ranks had
+        self.names: list[tuple[str, ...]] = []  # of posted steps
 
     def post(self, batch, drafts) -> None:
         super().post(batch, drafts)
         self.num_ahead += bool(batch.plan.own_drafts and batch.max_nodes.any())
-        made = self.verdicts[-1].next_drafts
-        if made is None:
-            return
-        assert not made.error
-        for row, name in enumerate(batch.request_ids):
+        self.names.append(batch.request_ids)
+
+    def collect(self):
+        verdict, names = super().collect(), self.names.pop(0)
+        made = verdict.next_drafts
+        assert made is None or not made.error
+        for row, name in enumerate(names if made is not None else ()):
             span = slice(made.start[row], made.start[row + 1])
             if made.lens[row]:
                 tree = made.tokens[span].tolist(), made.parents[span].tolist()
                 self.drafted[name, int(made.lens[row])] = tree
+        return verdict
 
 
 def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
@@ -186,6 +190,7 @@ def test_random_lives(model, head_of, section_of, case):
         assert loop.target.service.device_step.num_steps > 20
         assert loop.drafting.stats.num_acc_tokens > 2
         assert (loop.target.num_ahead > 10) == (kind is OverlapLoop)
+        assert (loop.target.num_behind > 10) == (kind is OverlapLoop)
         assert loop.drafting.stats.faults == 0
         common = loop.target.drafted.keys() & plain.target.drafted.keys()
         assert len(common) > 30

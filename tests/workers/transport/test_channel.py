@@ -11,7 +11,15 @@ import pytest
 
 from outrider.errors import WorkerDiedError, WorkerError
 from outrider.workers.transport import framing
-from outrider.workers.transport.channel import Channel, Handler, SocketChannel, ThreadChannel, serve
+from outrider.workers.transport.channel import (
+    Channel,
+    Handler,
+    NoAnswerError,
+    SocketChannel,
+    ThreadChannel,
+    serve,
+)
+from outrider.workers.transport.later import Later
 
 SECRET = b"s" * 32
 
@@ -259,3 +267,60 @@ def test_closing_wakes_a_pending_call(make):
         channel.call("go", 5.0)
     assert time.monotonic() - begin < 4
     stuck.set()
+
+
+class Computing(Later):
+    """A reply that a device gives when it is told to."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value, self.done = value, threading.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.done.is_set()
+
+    def _finish(self) -> object:
+        assert self.done.wait(10)
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def test_the_next_message_is_handled_while_a_reply_is_computed():
+    """Answers keep their order, also where the later one is ready first, and so do errors."""
+    begun = {name: Computing(name) for name in ("a", "b", "c")}
+    begun["b"].value = ValueError("lost device")
+    seen = {name: threading.Event() for name in (*begun, "plain")}
+
+    def handler(message):
+        seen[message].set()
+        return begun.get(message, message)
+
+    channel = over_sockets(None)([handler])
+    for message in ("a", "b"):
+        channel.send(message, 10.0)
+    assert seen["b"].wait(10)  # `a` is not answered
+    begun["b"].done.set()
+    with pytest.raises(NoAnswerError):
+        channel.receive(0.05)
+    begun["a"].done.set()
+    assert channel.receive(10.0) == "a"
+    with pytest.raises(WorkerError, match="lost device"):
+        channel.receive(10.0)
+    channel.send("c", 10.0)
+    channel.send("plain", 10.0)
+    assert seen["plain"].wait(10)
+    begun["c"].done.set()
+    assert [channel.receive(10.0) for _ in range(2)] == ["c", "plain"]
+    channel.close()
+
+
+def test_a_reply_in_the_making_is_sent_when_it_is_ready():
+    """Without another message."""
+    reply = Computing(7)
+    channel = over_sockets(None)([lambda message: reply])
+    channel.send("ask", 10.0)
+    reply.done.set()
+    assert channel.receive(10.0) == 7
+    channel.close()
