@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,17 @@ from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
 
-from ..helpers.ports import free_port
-
 MODEL = Path(__file__).parents[2] / "demo" / "models" / "target"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    import ray
+def url(serve_port: int) -> str:
     from ray import serve
 
     from outrider.cluster.app import build_app
 
-    port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app(ARGS), name="test")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    serve.run(build_app(ARGS), name="test")
+    return f"http://127.0.0.1:{serve_port}"
 
 
 ARGS: dict[str, Any] = {

@@ -18,15 +18,6 @@ PROMPTS = random_prompts(4, 96)
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 40}
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray of four CPUs, whatever the machine has."""
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 def wait_for(condition, timeout_s=400.0):
     deadline = time.monotonic() + timeout_s
     while not condition():

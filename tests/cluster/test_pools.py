@@ -16,7 +16,7 @@ from outrider.drafters.vocabulary import fingerprint as fingerprint_of
 from outrider.errors import ConfigError, PoolSnapshotError
 from outrider.scheduler.types import ints
 
-from ..helpers.engines import complete, engine_of, random_prompts, tokenizer_at
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts, tokenizer_at
 from ..helpers.toy import VOCAB, continuation
 
 pytestmark = pytest.mark.ray
@@ -26,18 +26,8 @@ SECTION = {"decoding_type": "NGram", "pool_scope": "cluster", "max_draft_len": 4
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """A Ray of four CPUs, whatever the machine has."""
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def plain(tiny):
-    with engine_of(tiny.target) as engine:
-        return complete(engine, PROMPTS, **SAMPLED)[0]
+    return plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from outrider.tests.helpers.head_files import (
 )
 from outrider.workers.transport.leader import routes
 
-from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 
 pytestmark = pytest.mark.ray
 PROMPTS = random_prompts(4, 96)
@@ -27,18 +27,8 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 40}
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """A Ray of four CPUs, whatever the machine has."""
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def plain(tiny):
-    with engine_of(tiny.target) as engine:
-        return complete(engine, PROMPTS, **SAMPLED)[0]
+    return plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
 
 
 def draft_section(tiny) -> dict:

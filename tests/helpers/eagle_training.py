@@ -96,3 +96,22 @@ def slow_losses(reference: Reference, text, weights, options, known=None):
         total += options.pass_decay**index * lost / counted
         scale += options.pass_decay**index
     return total / scale, agreed, judged
+
+
+def check_learning(method, fresh, target: LoadedTarget, num_passes: int) -> None:
+    """A few steps of two passes lower the loss; `fresh` judges `num_passes` where not told."""
+    optimizer = torch.optim.AdamW(method.module.parameters(), lr=5e-3)
+    tokens = torch.randint(2, 96, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for _ in range(50):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(losses_of(method, target, tokens, [[1.0] * 20] * 2))
+        optimizer.zero_grad()
+        found[-1].loss.backward()
+        optimizer.step()
+    assert found[-1].loss < 0.7 * found[0].loss
+    assert found[-1].num_agreed[0] > found[0].num_agreed[0] + 10
+    assert len(found[0].num_judged) == 2
+    with torch.no_grad():
+        judged = losses_of(fresh, target, tokens, [[1.0] * 20] * 2)
+    assert len(judged.num_judged) == num_passes

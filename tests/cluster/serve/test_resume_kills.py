@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from outrider.client import ResumingTransport, stream_events
 
-from ...helpers.ports import free_port
 from ...helpers.serving.kills import below, kill_all
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
@@ -34,21 +32,13 @@ BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 480, "ignore_eos": 
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    import ray
+def url(serve_port: int) -> str:
     from ray import serve
 
     from outrider.cluster.app import build_app
 
-    port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app(ARGS), name="test")
-        yield f"http://127.0.0.1:{port}/v1/completions"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    serve.run(build_app(ARGS), name="test")
+    return f"http://127.0.0.1:{serve_port}/v1/completions"
 
 
 class CountingTransport(httpx.HTTPTransport):

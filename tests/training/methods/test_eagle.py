@@ -15,6 +15,7 @@ from outrider.drafters.heads.eagle_load import read_eagle
 from outrider.errors import ConfigError
 from outrider.tests.helpers.eagle_training import (
     WEIGHTS,
+    check_learning,
     check_serving,
     loaded,
     losses_of,
@@ -83,21 +84,7 @@ def _distance(reference, options) -> float:
 def test_a_few_steps_lower_the_loss(tiny):
     target = loaded(tiny.target)
     method = method_of(tiny.target, feature_noise=0.1, num_passes=2)
-    optimizer = torch.optim.AdamW(method.module.parameters(), lr=5e-3)
-    tokens = torch.randint(2, 96, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()
-    found = []
-    for _ in range(50):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(losses_of(method, target, tokens, [[1.0] * 20] * 2))
-        optimizer.zero_grad()
-        found[-1].loss.backward()
-        optimizer.step()
-    assert found[-1].loss < 0.7 * found[0].loss
-    assert found[-1].num_agreed[0] > found[0].num_agreed[0] + 10
-    assert len(found[0].num_judged) == 2
-    with torch.no_grad():
-        judged = losses_of(method_of(tiny.target), target, tokens, [[1.0] * 20] * 2)
-    assert len(judged.num_judged) == 5
+    check_learning(method, method_of(tiny.target), target, 5)
 
 
 def test_files_hold_what_was_trained(tiny, tmp_path):

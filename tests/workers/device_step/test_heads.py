@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from outrider.config import (
-    Eagle3Config,
-    EagleConfig,
     EngineConfig,
-    MedusaConfig,
     MTPConfig,
-    ReDrafterConfig,
 )
 from outrider.drafters.colocated import Colocated
 from outrider.drafters.drafting import Drafting
@@ -33,15 +29,10 @@ from outrider.tests.helpers.device_step.lives import (
     requests_of,
 )
 from outrider.tests.helpers.device_step.plans import SIZES, open_plan, stage
-from outrider.tests.helpers.head_files import (
-    eagle_tensors,
-    medusa_tensors,
-    write_eagle,
-    write_medusa,
-)
+from outrider.tests.helpers.heads import cases
+from outrider.tests.helpers.heads.cases import CASES
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
-from outrider.tests.helpers.redrafter import redrafter_tensors, write_redrafter
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, Tape, WeightsOnMeta
 from outrider.workers.attention import KVCache
 from outrider.workers.collective import Collective
@@ -55,22 +46,6 @@ from outrider.workers.ops import ReferenceOps
 
 CPU = torch.device("cpu")
 VOCAB = 96
-NODES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-DYNAMIC = {
-    "use_dynamic_tree": True,
-    "dynamic_tree_max_topK": 5,
-    "max_draft_len": 3,
-    "max_total_draft_tokens": 9,
-}
-# By case: section, options of its files, keys of the section.
-CASES = {
-    "chain": (Eagle3Config, {"draft_vocab": 80}, {"max_draft_len": 4}),
-    "fixed": (EagleConfig, {"num_layers": 2}, {"eagle_choices": NODES}),
-    "dynamic": (Eagle3Config, {"draft_vocab": 80}, DYNAMIC),
-    "one-pass": (MedusaConfig, {}, {"medusa_choices": NODES[:5]}),
-    "modules": (MTPConfig, {}, {"max_draft_len": 4}),
-    "beams": (ReDrafterConfig, {}, {"max_draft_len": 3, "redrafter_num_beams": 3}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +86,8 @@ def section_of(folders, tmp_path_factory):
 
     def make(case):
         if case not in made:
-            section, options, keys = CASES[case]
-            folder, target = tmp_path_factory.mktemp(case), folders[object]
-            if section is MTPConfig:
-                path = str(folders[section])
-            elif section is ReDrafterConfig:
-                path = write_redrafter(folder, redrafter_tensors(str(target)))
-            elif section is MedusaConfig:
-                path = write_medusa(folder, medusa_tensors(str(target), 2), "safetensors")
-            else:
-                version = 3 if section is Eagle3Config else 1
-                path = write_eagle(folder, *eagle_tensors(str(target), version, **options))
-            made[case] = section(speculative_model=path, **keys)
+            target = folders.get(CASES[case][0], folders[object])
+            made[case] = cases.section_of(CASES[case], target, tmp_path_factory.mktemp(case))
         return made[case]
 
     return make

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.config import Eagle3Config, EagleConfig, EngineConfig, MedusaConfig, MTPConfig
+from outrider.config import EagleConfig, EngineConfig
 from outrider.drafters.colocated import Colocated
 from outrider.drafters.drafting import Drafting
 from outrider.scheduler.loop import Loop
@@ -17,12 +17,7 @@ from outrider.scheduler.overlap import OverlapLoop
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
-from outrider.tests.helpers.head_files import (
-    eagle_tensors,
-    medusa_tensors,
-    write_eagle,
-    write_medusa,
-)
+from outrider.tests.helpers.heads import cases
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
@@ -32,20 +27,8 @@ from outrider.workers.model import load_model
 from outrider.workers.ops import ReferenceOps
 
 VOCAB = 96
-NODES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-DYNAMIC = {
-    "use_dynamic_tree": True,
-    "dynamic_tree_max_topK": 5,
-    "max_draft_len": 3,
-    "max_total_draft_tokens": 9,
-}
-CASES = {
-    "chain": (Eagle3Config, {"draft_vocab": 80}, {"max_draft_len": 4}),
+CASES = {name: case for name, case in cases.CASES.items() if name != "beams"} | {
     "targets-output": (EagleConfig, {"num_layers": 2}, {"max_draft_len": 3}),
-    "fixed": (EagleConfig, {"num_layers": 2}, {"eagle_choices": NODES}),
-    "dynamic": (Eagle3Config, {"draft_vocab": 80}, DYNAMIC),
-    "one-pass": (MedusaConfig, {}, {"medusa_choices": NODES[:5]}),
-    "modules": (MTPConfig, {}, {"max_draft_len": 4}),
 }
 
 
@@ -53,20 +36,11 @@ class Setup:
     """A target on two ranks, and a head's section."""
 
     def __init__(self, case: str, tmp_path: Path, run_ranks) -> None:
-        section, options, keys = CASES[case]
-        if section is MTPConfig:
-            head = str(Made(tmp_path, "llama", 3).folder)
-            self.target = Path(head)
+        if case == "modules":
+            self.target = Path(Made(tmp_path, "llama", 3).folder)
         else:
             self.target = Path(write_guessable(tmp_path / "target"))
-            if section is MedusaConfig:
-                tensors = medusa_tensors(str(self.target), 2)
-                head = write_medusa(tmp_path / "head", tensors, "safetensors")
-            else:
-                version = 3 if section is Eagle3Config else 1
-                tensors = eagle_tensors(str(self.target), version, **options)
-                head = write_eagle(tmp_path / "head", *tensors)
-        self.section = section(speculative_model=head, **keys)
+        self.section = cases.section_of(CASES[case], self.target, tmp_path / "head")
         self._run_ranks = run_ranks
         self.models = run_ranks(RANKS, self._load)
 

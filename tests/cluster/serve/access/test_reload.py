@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import httpx
 import pytest
 
 from outrider.cluster.serve.access.keys import hash_of
-
-from ....helpers.ports import free_port
 
 MODEL = Path(__file__).parents[4] / "demo" / "models" / "target"
 ARGS: dict[str, Any] = {
@@ -29,21 +26,6 @@ ARGS: dict[str, Any] = {
 BODY = {"model": "demo", "prompt": "def main(", "temperature": 0, "ignore_eos": True}
 NUM_STREAMS = 8  # per key
 REVOKED, KEPT, NEW, ADMIN = "revoked-key", "kept-key", "new-key", "admin-key"
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    import ray
-    from ray import serve
-
-    port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield port
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def apply(port: int, *keys: str) -> None:
@@ -112,10 +94,10 @@ def read(url: str, key: str) -> tuple[str, str]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_keys_change_while_streams_run(port: int) -> None:
+def test_keys_change_while_streams_run(serve_port: int) -> None:
     """A stream that a revoked key began goes on to its end, as does every other."""
-    url = f"http://127.0.0.1:{port}"
-    apply(port, REVOKED, KEPT)
+    url = f"http://127.0.0.1:{serve_port}"
+    apply(serve_port, REVOKED, KEPT)
     keys = (REVOKED, KEPT) * NUM_STREAMS
     admin = {"Authorization": f"Bearer {ADMIN}"}
     with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(len(keys)) as threads:
@@ -131,7 +113,7 @@ def test_keys_change_while_streams_run(port: int) -> None:
             return int(stats["running"]) + int(stats["waiting"]) + over >= len(keys)
 
         until(all_are_accepted)
-        apply(port, KEPT, NEW)
+        apply(serve_port, KEPT, NEW)
         until(lambda: status(http, NEW) == 200)
         assert [status(http, key) for key in (REVOKED, KEPT)] == [401, 200]
         found = [stream.result(timeout=300) for stream in streams]
