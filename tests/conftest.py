@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,10 +25,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Among several processes, a file's tests stay together, and so do all that start Ray."""
     from xdist.scheduler import LoadFileScheduling
 
+    @cache
+    def starts_ray(file: str) -> bool:
+        return "pytest.mark.ray" in (config.rootpath / file).read_text()
+
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ray" if "pytest.mark.ray" in (config.rootpath / file).read_text() else file
+            return "ray" if starts_ray(file) else file
 
     return ByFile(config, log)
 
