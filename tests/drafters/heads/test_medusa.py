@@ -15,6 +15,7 @@ from outrider.drafters.heads.medusa import MedusaHead
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler import tree
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
+from outrider.tests.helpers.heads.tokens import check_plain_tokens
 from outrider.workers.head import HeadService
 
 from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
@@ -117,23 +118,12 @@ def test_drafts_follow_the_equations(tiny, heads, layout, monkeypatch):
 @pytest.mark.parametrize(("at_once", "tensor_parallel_size"), [(1, 1), (8, 1), (8, 2)])
 def test_tokens_are_those_without_a_drafter(tiny, heads, tensor_parallel_size, at_once):
     """Greedy and sampled, with chunked prefill, preemptions and prefix hits."""
-    shared = list(range(2, 40))
-    prompts = [shared + prompt for prompt in random_prompts(10, 96, longest=60)]
-    small = {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 120}
-    hot = {"max_tokens": 40, "temperature": 0.8}
-    greedy, sampled = plain_outputs(tiny.target, prompts, {"max_tokens": 40}, hot)
-    speculative = section(heads[0]["safetensors"])
-    small["tensor_parallel_size"] = tensor_parallel_size
-    with engine_of(tiny.target, speculative, **small) as engine:
-        assert complete(engine, prompts, at_once=at_once, max_tokens=40)[0] == greedy
-        assert complete(engine, prompts, at_once=at_once, **hot)[0] == sampled
-        stats = engine.stats()
-    drafter = stats["drafters"]["medusa"]
-    assert drafter["faults"] == 0
-    assert drafter["num_acc_tokens"] > 0
-    assert stats["requests"]["num_hit_tokens"] > 0
-    if at_once == 8:
-        assert stats["requests"]["num_preemptions"] > 0
+    check_plain_tokens(
+        tiny.target,
+        section(heads[0]["safetensors"]),
+        at_once=at_once,
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 def test_who_opts_out_is_not_drafted_for(tiny, heads, monkeypatch):

@@ -10,6 +10,7 @@ from outrider.drafters import colocated
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft
+from outrider.tests.helpers.heads.tokens import check_plain_tokens
 from outrider.tests.helpers.redrafter import (
     Reference,
     redrafter_tensors,
@@ -120,23 +121,12 @@ def paths_of(draft: Draft) -> list[tuple[int, ...]]:
 )
 def test_tokens_are_those_without_a_drafter(target, heads, case, at_once, tensor_parallel_size):
     """Greedy and sampled, with chunked prefill, preemptions and prefix hits."""
-    shared = list(range(2, 40))
-    prompts = [shared + prompt for prompt in random_prompts(10, 96, longest=60)]
-    small = {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 120}
-    hot = {"max_tokens": 40, "temperature": 0.8}
-    greedy, sampled = plain_outputs(target, prompts, {"max_tokens": 40}, hot)
-    small["tensor_parallel_size"] = tensor_parallel_size
-    speculative = section(heads[case][0], redrafter_num_beams=3, redrafter_draft_len_per_beam=3)
-    with engine_of(target, speculative, **small) as engine:
-        assert complete(engine, prompts, at_once=at_once, max_tokens=40)[0] == greedy
-        assert complete(engine, prompts, at_once=at_once, **hot)[0] == sampled
-        stats = engine.stats()
-    drafter = stats["drafters"]["redrafter"]
-    assert drafter["faults"] == 0
-    assert drafter["num_acc_tokens"] > 0
-    assert stats["requests"]["num_hit_tokens"] > 0
-    if at_once == 8:
-        assert stats["requests"]["num_preemptions"] > 0
+    check_plain_tokens(
+        target,
+        section(heads[case][0], redrafter_num_beams=3, redrafter_draft_len_per_beam=3),
+        at_once=at_once,
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 def test_rejection_is_greedy_at_temperature_0_and_runs_above(target, heads):
