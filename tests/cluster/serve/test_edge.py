@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 
 from outrider.cluster.serve import edge
 from outrider.cluster.serve.client import ServeClient
+from outrider.cluster.serve.deltas import encode_deltas
 from outrider.cluster.serve.edge import EdgeLink, EdgeListener, EdgeLostError, ReplyTo
 from outrider.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from outrider.scheduler.sampling import SamplingParams
@@ -133,17 +135,35 @@ class FakeReplicas:
         if isinstance(behaviour, Exception):
             raise behaviour
         link = await asyncio.to_thread(EdgeLink, reply_to, "node")
-        sink = link if behaviour == "fine" else DyingSink(link, 2)
+        sinks = {"fine": lambda: link, "dies": lambda: DyingSink(link, 2)}
+        sink = sinks.get(behaviour, lambda: CutSink(link, behaviour))()
         last = link.expect(wire.id)
         self.engine.submit(wire, sink)
         try:
-            if behaviour == "fine":
+            if behaviour != "dies":
                 await asyncio.wrap_future(last)
             else:
                 await asyncio.to_thread(sink.dead.wait)  # type: ignore[attr-defined]
                 raise EdgeLostError("the replica died")
         finally:
             self.engine.abort(wire.id)
+
+
+class CutSink:
+    """The second message breaks off in the middle, or is none; the connection's end is noticed."""
+
+    def __init__(self, link: EdgeLink, how: str) -> None:
+        self.link, self.how, self.num_messages = link, how, 0
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        self.num_messages += 1
+        if self.num_messages != 2:
+            self.link.deliver(deltas)
+            return
+        frame = framing.frame(b"no deltas" if self.how == "garbled" else encode_deltas(deltas))
+        self.link._socket.sendall(frame if self.how == "garbled" else frame[: len(frame) // 2])
+        if self.how == "cut":
+            self.link._socket.shutdown(socket.SHUT_RDWR)
 
 
 class DyingSink:
@@ -175,7 +195,13 @@ def test_a_lost_replica_costs_no_token(make_engine: Callable[..., Any]) -> None:
     assert not replicas.responses[0].is_cancelled, "it ends by itself"
     expected = [token for delta in whole for token in delta.token_ids]
     assert len(expected) == 12
-    for behaviours in (("dies", "fine"), ("dies", "dies", "fine"), (EngineDeadError("x"), "fine")):
+    for behaviours in (
+        ("dies", "fine"),
+        ("dies", "dies", "fine"),
+        (EngineDeadError("x"), "fine"),
+        ("cut", "fine"),
+        ("garbled", "cut", "dies", "fine"),
+    ):
         deltas, replicas = run(make_engine, *behaviours)
         assert [token for delta in deltas for token in delta.token_ids] == expected
         assert {delta.request_id for delta in deltas} == {"r"}
