@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
 
+from outrider.scheduler.loop import Loop
+from outrider.scheduler.overlap import OverlapLoop
+
+from ..helpers.device_step import lives
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.head_files import eagle_tensors, write_eagle
 from ..helpers.models import write_guessable
@@ -77,3 +84,21 @@ def test_shapes_are_captured(tiny):
     assert worker._target is not None
     assert worker._target.device_step is not None
     assert worker._target.device_step.num_captured == len(all_shapes(8))
+
+
+def test_steps_queue_behind_one_another(tiny):
+    """The device gets a step before the outcome of the last one is read: the same tokens."""
+    from outrider.workers.collective import Collective
+    from outrider.workers.model import load_model
+
+    device = torch.device("cuda", 0)
+    collective = Collective.single()
+    model = load_model(Path(tiny.target), device=device, collective=collective)
+    requests = lives.requests_of(random.Random(1), 96)
+    drafting = lives.GuessingDrafting({}, 1)
+    plain = lives.make(Loop, model, drafting, 120, on_device=False)
+    wanted = lives.emitted(plain, requests, 1)
+    loop = lives.make(OverlapLoop, model, drafting, 120, on_device=True)
+    loop.target.service.device_step.capture()
+    assert lives.emitted(loop, requests, 1) == wanted
+    assert loop.target.num_behind > 20
