@@ -78,6 +78,11 @@ class SpeculationBase(Strict):
         min_length=1,
         description="Most draft nodes by the number of running requests; above the last, none.",
     )
+    adaptive_draft_len: bool = Field(
+        False,
+        description="Drafts fewer nodes, or none, where that gives more tokens per second, by "
+        "measured acceptance and step times.",
+    )
     acceptance_window: int = Field(
         0, ge=0, description="Finished requests over which acceptance is averaged; 0: off."
     )

@@ -217,6 +217,7 @@ MemberConfig = Annotated[
 _OF_ALL = (  # limits by the number of running requests hold for all members together
     "max_concurrency",
     "draft_len_schedule",
+    "adaptive_draft_len",
     "acceptance_window",
     "acceptance_length_threshold",
 )

@@ -52,6 +52,7 @@ def statistics(info: EngineInfo, loop: Loop, drafting: Drafting) -> dict[str, An
             "enabled": budget.enabled,
             "max_draft_len": budget.max_draft_len,
             "synthetic_acceptance_rate": info.synthetic_acceptance_rate,
+            "adaptive": budget.stats(),
         },
         "drafters": {
             name: {**stats.as_dict(), "health": health.get(name)}

@@ -1,19 +1,22 @@
 """How many nodes a request may draft in this step.
 
-`DraftBudget.wishes` is called once per step, and may grant nothing. The number of tokens left to
-emit limits the useful *depth* of a draft (`Batch.max_depth`). For a chain that is
-its length; a tree or a lookahead window has many nodes to a level, and is bounded by the
-configuration and by the model's positions. `share_nodes` then divides the rest of the token budget
-among these requests.
+`DraftBudget.wishes` is called once per step, and may grant nothing; with `adaptive_draft_len`,
+lengths follow what was measured (`lengths/`). The number of tokens left to emit limits the
+useful *depth* of a draft (`Batch.max_depth`). For a chain that is its length; a tree or a lookahead
+window has many nodes to a level, and is bounded by the configuration and by the model's positions.
+`share_nodes` then divides the rest of the token budget among these requests.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import abc, defaultdict
+from typing import Any
 
 from ..config import SpeculationBase
+from .lengths.adaptive import DraftLengths
+from .plan import Batch
 from .sequence import Sequence
+from .types import Draft, Verdict
 
 
 class DraftBudget:
@@ -31,6 +34,9 @@ class DraftBudget:
         self._tree_drafts = tree_drafts
         self._last: tuple[tuple[int, int], int] = ((-1, -1), 0)  # arguments and `nodes_at`
         self.enabled = True
+        self._lengths: DraftLengths | None = None
+        if config.adaptive_draft_len and config.max_nodes:
+            self._lengths = DraftLengths(config.max_nodes, tree_drafts=tree_drafts)
 
     @property
     def max_draft_len(self) -> int:
@@ -41,9 +47,13 @@ class DraftBudget:
         """Changes the length for the steps to come."""
         self._max_draft_len = max_draft_len
 
-    def wishes(self, sequences: Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
+    def wishes(self, sequences: abc.Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
         """Nodes that each of `sequences` may draft; those are left out that may have none."""
         wishes: dict[Sequence, int] = {}
+        lengths = self._lengths
+        if lengths is not None:
+            sequences = list(sequences)
+            lengths.plan([each.request.id for each in sequences])
         most = self._nodes_at(num_running) if self.enabled else 0
         if most <= 0:
             return wishes
@@ -56,9 +66,22 @@ class DraftBudget:
             nodes = most if most < room else room
             if wish.max_draft_len is not None:
                 nodes = min(nodes, wish.max_draft_len)
+            if lengths is not None:
+                nodes = min(nodes, lengths.most(sequence.request.id))
             if nodes > 0:
                 wishes[sequence] = nodes
         return wishes
+
+    def end_step(
+        self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
+    ) -> None:
+        """A step was committed, and took so long with all that the engine did for it."""
+        if self._lengths is not None:
+            self._lengths.count(batch, drafts, verdict, elapsed_ms)
+
+    def stats(self) -> dict[str, Any] | None:
+        """What measured lengths are based on; None where they are not measured."""
+        return None if self._lengths is None else self._lengths.stats()
 
     def _nodes_at(self, num_running: int) -> int:
         """The configured length under this load; the same for all requests of a step."""

@@ -113,7 +113,8 @@ class Loop:
         verdict = timed("verify_ms", self.target.verify, batch, drafts)
         deltas = timed("commit_ms", self.scheduler.commit, batch, drafts, verdict)
         timed("observe_ms", self.drafting.observe, batch, verdict)
-        self.timer.count(batch, drafts, verdict)
+        elapsed_ms = self.timer.count(batch, drafts, verdict)
+        self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
         finished = [delta.request_id for delta in deltas if delta.finish_reason]
         if finished:
             self.drafting.close(finished)

@@ -123,7 +123,8 @@ class OverlapLoop(Loop):
         self._posted.popleft()
         deltas = timed("commit_ms", self.scheduler.commit, batch, drafts, verdict)
         timed("observe_ms", self.drafting.observe, batch, verdict)
-        timed.count(batch, drafts, verdict)
+        elapsed_ms = timed.count(batch, drafts, verdict)
+        self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
         self._close([delta.request_id for delta in deltas if delta.finish_reason])
         self.take_in()  # who arrived while the ranks computed is in the very next step
         return deltas

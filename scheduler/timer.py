@@ -87,8 +87,8 @@ class StepTimer:
         setattr(self.times, verb, getattr(self.times, verb) + elapsed_ms)
         return result
 
-    def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> None:
-        """Counts a step that was committed."""
+    def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> float:
+        """Counts a step that was committed; milliseconds since the one before was counted."""
         times, num_nodes = self.times, sum([len(draft.tokens) for draft in drafts])
         times.num_steps += 1
         times.num_tokens += batch.num_tokens + num_nodes
@@ -109,7 +109,9 @@ class StepTimer:
             self._histograms, totals_ms, self._seen_ms, strict=True
         ):
             histogram.observe((total_ms - seen_ms) / 1e3)
+        elapsed_ms = sum(totals_ms) - sum(self._seen_ms)
         self._seen_ms = totals_ms
+        return elapsed_ms
 
     def histograms(self) -> dict[str, dict[str, Any]]:
         """Seconds per step, by phase."""

@@ -42,7 +42,7 @@ def _breadth(value: Any) -> Keys:
 
 _LOSSLESS = Only((1.0, 1), "below 1 the rule is lossy", "verification: typical")
 _ELSEWHERE = Refused("the device decides what a draft is computed with")
-_ADAPTIVE = "the length does not adapt to acceptance"
+_ADAPTIVE = "adapts by a rule of our own"
 _SEPARATE = Refused("drafters outside the target's workers are configured here", "placement")
 _CORPUS = Refused("texts are counted beforehand", "NGramCache, lookup_cache_static")
 
@@ -80,8 +80,8 @@ KEYS: dict[str, Entry] = {
     "speculative_token_map": Refused(
         "a draft vocabulary is read from the head's checkpoint", "its tensor d2t"
     ),
-    "speculative_adaptive": Only((False,), _ADAPTIVE, "draft_len_schedule"),
-    "speculative_adaptive_config": Only((None,), _ADAPTIVE, "draft_len_schedule"),
+    "speculative_adaptive": Only((False,), _ADAPTIVE, "adaptive_draft_len"),
+    "speculative_adaptive_config": Only((None,), _ADAPTIVE, "adaptive_draft_len"),
     "speculative_draft_model_revision": Refused(
         "it is written behind the id", "speculative_draft_model_path: org/name@revision"
     ),

@@ -98,9 +98,11 @@ KEYS: dict[str, Entry] = {
     ),
     "parallel_drafting": Only((False, None), "drafts are made token by token"),
     "use_heterogeneous_vocab": Only((False,), "a draft model must share the target's vocabulary"),
-    "enable_adaptive_k": Only((False, None), "not implemented", "draft_len_schedule"),
-    "adaptive_verification": Only((False, None), "not implemented", "draft_len_schedule"),
-    "enable_adaptive_verification": Only((False, None), "not implemented", "draft_len_schedule"),
+    "enable_adaptive_k": Only(
+        (False, None), "lengths adapt by a rule of our own", "adaptive_draft_len"
+    ),
+    "adaptive_verification": Only((False, None), "not implemented", "adaptive_draft_len"),
+    "enable_adaptive_verification": Only((False, None), "not implemented", "adaptive_draft_len"),
     "quantization": Only((None,), "draft models are run in the target's type"),
     "max_model_len": Refused("a draft model reads as far as the target", "max_model_len"),
     "revision": Refused("it is written behind the id", "model: org/name@revision"),

@@ -1,0 +1,1 @@
+"""How many nodes a draft should have, by measurement."""

@@ -1,0 +1,60 @@
+"""`adaptive_draft_len` on whole engines: the plain tokens, whatever lengths are chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.scheduler.lengths.adaptive import DraftLengths
+from outrider.workers.group import LocalGroup
+
+from ..helpers.engines import complete, engine_of, random_prompts
+
+PROMPTS = random_prompts(6, 96)
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+SECTIONS = {
+    "chain": {"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 1},
+    "tree": {"decoding_type": "Suffix", "shape": "tree", "max_draft_len": 12},
+    "both": {
+        "decoding_type": "Compose",
+        "mode": "merge",
+        "members": [{"decoding_type": "NGram", "max_draft_len": 3}, {"decoding_type": "Suffix"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    with engine_of(tiny.target) as engine:
+        return [complete(engine, PROMPTS, at_once=1, **each)[0] for each in ({}, SAMPLED)]
+
+
+@pytest.mark.parametrize("name", [*SECTIONS, "draft model"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps):
+    monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
+    granted = []
+    choose = DraftLengths._choose
+
+    def choose_and_note(self) -> None:
+        choose(self)
+        # Other lengths than any machine would choose, so that every run meets many.
+        for index, request_id in enumerate(self._granted):
+            self._granted[request_id] = (0, 1, 2, self._most)[(self._num_plans + index) % 4]
+        granted.append(dict(self._granted))
+
+    monkeypatch.setattr(DraftLengths, "_choose", choose_and_note)
+    draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 3}
+    section = {**SECTIONS.get(name, draft), "adaptive_draft_len": True}
+    with engine_of(tiny.target, section) as engine:
+        for sampling, wanted in zip(({}, SAMPLED), plain):
+            assert complete(engine, PROMPTS, at_once=6, **sampling)[0] == wanted
+        stats = engine.stats()["speculation"]["adaptive"]
+    lengths = {each for plan in granted for each in plan.values()}
+    assert {0, 1, 2} <= lengths
+    assert stats["step_ms"]["plain"]
+    assert stats["step_ms"]["drafted"]
+
+
+def test_off_unless_asked_for(tiny):
+    with engine_of(tiny.target, SECTIONS["chain"]) as engine:
+        assert engine.stats()["speculation"]["adaptive"] is None
