@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +57,8 @@ def main() -> int:
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0"}
     server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
+        import httpx  # while the server starts: it takes longer than all other imports here
+
         url = f"http://127.0.0.1:{port}"
         wait_until_announced(server)
         console.rule("a completion, streamed")
@@ -115,6 +116,8 @@ def wait_until_announced(server: subprocess.Popen[str]) -> None:
 
 def _stream(url: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Pieces of text as they come, and the usage block with the last."""
+    import httpx
+
     body = {
         "model": "target", "prompt": PROMPT, "max_tokens": 160, "temperature": 0,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
