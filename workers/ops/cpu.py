@@ -26,10 +26,10 @@ from ..attention import KVCache
 from .kernels import elementwise
 from .kernels.attend import MAX_QUERIES
 from .kernels.entries import Kernels, bfloat16_kernels, float32_kernels
-from .kernels.panels import GROUP, UNIT
+from .kernels.panels import GROUP, QUAD, UNIT
 from .kernels.prepare import NUM_INTEGERS, Layer, Step
 from .kernels.product import SCRATCH_BYTES, SECTION
-from .kernels.prompt import TILE, panel_bytes
+from .kernels.tiles import TILE, panel_bytes
 from .plan import PagedStep, plan_step
 from .protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
 from .reference import ReferenceOps
@@ -74,8 +74,6 @@ class CpuOps(ReferenceOps):
     reads_device_only = False
     takes_parts = True
     max_latent_heads = MAX_QUERIES
-    prompt_rows = 32
-    """Of a sequence: from here on its attention is laid out as products (`kernels/prompt.py`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -97,7 +95,7 @@ class CpuOps(ReferenceOps):
             plan.block_tables.shape[1],
             plan.ancestors.shape[1],
             plan.block_size,
-            *[*map(_address, arrays), self.tile_alignment(plan.block_size), self.prompt_rows],
+            *[*map(_address, arrays), self.tile_alignment(plan.block_size)],
         )
         row = np.array(read, dtype=np.int64)
         return CpuStep(
@@ -165,7 +163,7 @@ class CpuOps(ReferenceOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        if spec.num_heads // spec.num_kv_heads > MAX_QUERIES:
+        if not self._has_attention_kernel(spec):
             return super().rope_store_attend(
                 joined, rotation, temperature, plan, cache, layer, spec
             )
@@ -192,6 +190,12 @@ class CpuOps(ReferenceOps):
         scratch = self._own.scratch_of(found.scratch_bytes)
         kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats)
         return out
+
+    def _has_attention_kernel(self, spec: AttentionSpec) -> bool:
+        """A key is whole units, at least one quad of them; its query heads fit into one tile."""
+        units, rest = divmod(spec.head_dim * self._kernels.width, UNIT)
+        group = spec.num_heads // spec.num_kv_heads
+        return rest == 0 and units >= QUAD and group <= MAX_QUERIES
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         if not self.has_gate_kernel(gate):

@@ -24,8 +24,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..attention import KVCache
 from .cpu import KERNELS, CpuOps, PanelProjection
-from .kernels.attend import MAX_QUERIES
-from .kernels.prompt import TILE
+from .kernels.tiles import TILE
 from .plan import PagedStep
 from .protocol import AttentionSpec, Experts, Gate, Mixture, Projection, Rotation, Router
 
@@ -36,7 +35,6 @@ class InvariantOps(CpuOps):
     name = "cpu, batch-invariant"
     is_invariant = True
     max_latent_heads = 0  # products per head are torch's
-    prompt_rows = 1 << 62  # a prompt's rows like any others
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -70,8 +68,8 @@ class InvariantOps(CpuOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        if spec.shared_values or spec.num_heads // spec.num_kv_heads > MAX_QUERIES:
-            raise refused("its attention (shared latents, or very many heads per key) varies")
+        if spec.shared_values or not self._has_attention_kernel(spec):
+            raise refused("its attention (latents, tiny or odd heads, very many per key) varies")
         return super().rope_store_attend(joined, rotation, temperature, plan, cache, layer, spec)
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:

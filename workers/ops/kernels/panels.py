@@ -1,10 +1,11 @@
-"""Rows times panels: the tile of products and of attention over prompts; laying panels out.
+"""Rows times panels: the tile of products and of attention; laying panels out.
 
 A panel holds 16 columns of a matrix for one vector of results: `[units, 16]`, where a unit is what
 one lane multiplies at once, 32 bits: a pair of bfloat16 of neighbouring rows, or one float32. Four
 panels are a group and lie side by side, `[units, 4, 16]`, so that a tile reads memory in its order.
 Every result is one chain of additions over the units, whatever the tile: it does not depend on what
-is computed beside it.
+is computed beside it. bfloat16 pairs are multiplied and added by one instruction where the CPU has
+it (AVX512_BF16), and as two products in float32 elsewhere.
 
 Tiles are outer products, as in Goto and van de Geijn 2008, doi:10.1145/1356052.1356053.
 """
@@ -17,15 +18,16 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from .tiles import emit_pair_dot
 from .vector import (
     F32,
+    HAS_PAIR_DOT,
     I16,
     I32,
     I64,
     LANES,
     VECTOR,
     WORDS,
+    BFloat,
     constant,
     emit_call,
     emit_fma,
@@ -46,9 +48,20 @@ UNIT = 4  # bytes
 PANEL = 64  # bytes of a panel's row
 STRIDE = 4 * PANEL  # from one unit of a group to the next
 GROUP = 4 * LANES  # columns
+QUAD = 4  # units that are transposed at once
 _SECOND_CACHE = I32(2)  # LLVM's name of the place for prefetched lines
 
-__all__ = ["GROUP", "PANEL", "STRIDE", "UNIT", "panel_tile", "transpose", "zip_rows"]
+__all__ = [
+    "GROUP",
+    "PANEL",
+    "QUAD",
+    "STRIDE",
+    "UNIT",
+    "fetch",
+    "panel_tile",
+    "transpose_quad",
+    "zip_rows",
+]
 
 
 def panel_tile(num_rows: int, num_panels: int) -> Any:
@@ -129,6 +142,21 @@ def panel_tile(num_rows: int, num_panels: int) -> Any:
     return tile
 
 
+def _emit_pair_dot(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """total + left * right of bfloat16 pairs, lane by lane."""
+    if HAS_PAIR_DOT:
+        kind = ir.VectorType(BFloat(), 2 * LANES)
+        pairs = (builder.bitcast(side, kind) for side in (left, right))
+        return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
+    words = [builder.bitcast(side, WORDS) for side in (left, right)]
+    low = [builder.shl(side, constant(WORDS, 16)) for side in words]
+    high = [builder.and_(side, constant(WORDS, 0xFFFF0000)) for side in words]
+    for one, other in (low, high):
+        one, other = builder.bitcast(one, VECTOR), builder.bitcast(other, VECTOR)
+        total = emit_fma(builder, one, other, total)
+    return total
+
+
 def _emit_products(
     builder: Any,
     half: bool,
@@ -153,7 +181,7 @@ def _emit_products(
             for place, values in zip(line, right, strict=True):
                 total = builder.load(place)
                 if half:
-                    total = emit_pair_dot(builder, total, left, values)
+                    total = _emit_pair_dot(builder, total, left, values)
                 else:
                     total = emit_fma(builder, left, values, total)
                 builder.store(total, place)
@@ -166,55 +194,68 @@ def _emit_fetch(builder: Any, address: Any) -> None:
 
 
 @instruction
-def transpose(
-    _: Any, source: Any, to_row: Any, num_rows: Any, num_units: Any, out: Any
-) -> Any:  # fmt: skip
-    """16 units of 16 rows become 16 rows of a group's panel; zeros where the source has fewer.
+def fetch(_: Any, address: Any) -> Any:
+    """Begins to read a line of memory."""
 
-    `transpose(source, to_row, num_rows, num_units, out)`: `num_units` rows are written.
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit_fetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@instruction
+def transpose_quad(_: Any, source: Any, to_row: Any, slots: Any, out: Any) -> Any:
+    """4 units of 16 rows become 4 rows of a group's panel.
+
+    `transpose_quad(source, to_row, slots, out)`: `slots` is the address of the rows' numbers,
+    int64, by which they lie behind `source`.
     """
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, to_row, num_rows, num_units, out = arguments
+        source, to_row, slots, out = arguments
+        four, eight = ir.VectorType(F32, 4), ir.VectorType(F32, 8)
+
+        def row(index: int) -> Any:
+            slot = emit_load(builder, builder.add(slots, I64(index * 8)), I64, 8)
+            return emit_load(builder, builder.add(source, builder.mul(slot, to_row)), four, 2)
+
+        def mixed(left: Any, right: Any, lanes: Sequence[int]) -> Any:
+            order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+            return builder.shuffle_vector(left, right, order)
+
+        # Row i beside rows i + 4, i + 8 and i + 12, so that units change places within quarters.
         lines = []
-        for index in range(LANES):
-            exists = builder.icmp_signed("<", I64(index), num_rows)
-            mask = emit_mask(builder, builder.select(exists, num_units, I64(0)), LANES)
-            place = emit_offset(builder, source, to_row, index)
-            lines.append(builder.bitcast(emit_masked_load(builder, place, VECTOR, 2, mask), WORDS))
-        distance = LANES // 2
-        while distance:
-            lines = _exchange(builder, lines, distance)
-            distance //= 2
-        for index, line in enumerate(lines):
-            with builder.if_then(builder.icmp_signed("<", I64(index), num_units)):
-                emit_store(builder, line, builder.add(out, I64(index * STRIDE)), 4)
+        for index in range(4):
+            halves = [mixed(row(first), row(first + 4), range(8)) for first in (index, index + 8)]
+            assert halves[0].type == eight, halves[0].type
+            lines.append(mixed(*halves, range(16)))
+        low, high = (_quarters(first, first + 1) for first in (0, 2))
+        pairs = [mixed(lines[one], lines[one + 1], part) for one in (0, 2) for part in (low, high)]
+        low, high = (
+            [4 * part + at for part in range(4) for at in order]
+            for order in ((0, 1, LANES, LANES + 1), (2, 3, LANES + 2, LANES + 3))
+        )
+        units = [mixed(pairs[at], pairs[at + 2], part) for at in (0, 1) for part in (low, high)]
+        for index, unit in enumerate(units):
+            emit_store(builder, unit, builder.add(out, I64(index * STRIDE)), 4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), emit
+    return types.void(*[types.int64] * 4), emit
 
 
-def _exchange(builder: Any, lines: list[Any], distance: int) -> list[Any]:
-    """One stage of a transposition: blocks off the diagonal change places."""
-    lanes = range(LANES)
-    kept = [lane if not lane & distance else lane - distance + LANES for lane in lanes]
-    moved = [lane + distance if not lane & distance else lane + LANES for lane in lanes]
-    order = [ir.Constant(ir.VectorType(I32, LANES), part) for part in (kept, moved)]
-    out = list(lines)
-    for index in range(LANES):
-        if not index & distance:
-            pair = lines[index], lines[index + distance]
-            out[index], out[index + distance] = (
-                builder.shuffle_vector(*pair, part) for part in order
-            )
-    return out
+def _quarters(first: int, second: int) -> list[int]:
+    """Of every quarter of two vectors, their elements `first` and `second`, in turns."""
+    return [
+        4 * part + at + side for part in range(4) for at in (first, second) for side in (0, LANES)
+    ]
 
 
 @instruction
 def zip_rows(_: Any, kind: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
     """A row of a panel from up to 16 columns of a row, with those of the next for bfloat16.
 
-    `zip_rows(kind, first, second, count, out)`: a `second` of 0 is zeros.
+    `zip_rows(kind, first, second, count, out)`: of float32 the first row alone is read.
     """
     half = is_half(kind)
 
@@ -225,10 +266,10 @@ def zip_rows(_: Any, kind: Any, first: Any, second: Any, count: Any, out: Any) -
             emit_store(builder, emit_masked_load(builder, first, VECTOR, 4, mask), out, 4)
             return context.get_dummy_value()
         halves = ir.VectorType(I16, LANES)
-        exists = builder.icmp_signed("!=", second, I64(0))
-        other = emit_mask(builder, builder.select(exists, count, I64(0)), LANES)
-        low = builder.zext(emit_masked_load(builder, first, halves, 2, mask), WORDS)
-        high = builder.zext(emit_masked_load(builder, second, halves, 2, other), WORDS)
+        low, high = (
+            builder.zext(emit_masked_load(builder, each, halves, 2, mask), WORDS)
+            for each in (first, second)
+        )
         joined = builder.or_(low, builder.shl(high, constant(WORDS, 16)))
         emit_store(builder, joined, out, 4)
         return context.get_dummy_value()

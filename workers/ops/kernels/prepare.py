@@ -34,7 +34,6 @@ class Step(NamedTuple):
     block_tables: int
     ancestors: int
     alignment: int  # tiles of keys begin at multiples of it
-    prompt_rows: int  # rows of a sequence from which on its tiles are laid out in panels
 
 
 class Layer(NamedTuple):
@@ -100,7 +99,7 @@ def read_step(row):
     return Step(
         item64(row, 0), item64(row, 1), item64(row, 2), item64(row, 3), item64(row, 4),
         item64(row, 5), item64(row, 6), item64(row, 7), item64(row, 8), item64(row, 9),
-        item64(row, 10), item64(row, 11), item64(row, 12), item64(row, 13), item64(row, 14),
+        item64(row, 10), item64(row, 11), item64(row, 12), item64(row, 13),
     )  # fmt: skip
 
 

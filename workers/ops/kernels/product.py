@@ -16,6 +16,7 @@ from .vector import FULL, LANES, add, load, load_some, store_some
 ONE, TWO, THREE, FOUR, FIVE, SIX = (panel_tile(rows, 4) for rows in range(1, 7))
 EIGHT, TEN, TWELVE = (panel_tile(rows, 2) for rows in (8, 10, 12))
 ONE_WIDE = panel_tile(1, 8)
+TWELVE_NARROW = panel_tile(12, 1)
 AHEAD = 16384  # bytes
 SECTION = 2048  # units: half a megabyte of a group
 FLOATS = Kind(FULL, 4)
@@ -25,14 +26,18 @@ SCRATCH_BYTES = SCRATCH_ROWS * GROUP * 4
 
 @inlined
 def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
-    """All rows with two panels of a group."""
+    """All rows with two panels of a group, or with one if it is the last."""
     tag, into, done = kind.tag, result.tag, 0
     while done < num_rows:
         left = num_rows - done
         n = 12 if left > 18 else left if left <= 12 else (left + 1) // 2
         x, to_x = rows.start + done * rows.to_row, rows.to_row
         o, to_o = out.start + done * out.to_row, out.to_row
-        if n <= 8:
+        if columns <= LANES:
+            TWELVE_NARROW(
+                tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds
+            )
+        elif n <= 8:
             EIGHT(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
         elif n <= 10:
             TEN(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
