@@ -16,7 +16,7 @@ from .vector import FULL, LANES, add, load, load_some, store_some
 ONE, TWO, THREE, FOUR, FIVE, SIX = (panel_tile(rows, 4) for rows in range(1, 7))
 EIGHT, TEN, TWELVE = (panel_tile(rows, 2) for rows in (8, 10, 12))
 ONE_WIDE = panel_tile(1, 8)
-TWELVE_NARROW = panel_tile(12, 1)
+EIGHT_BY_THREE = panel_tile(8, 3)
 AHEAD = 16384  # bytes
 SECTION = 2048  # units: half a megabyte of a group
 FLOATS = Kind(FULL, 4)
@@ -26,23 +26,34 @@ SCRATCH_BYTES = SCRATCH_ROWS * GROUP * 4
 
 @inlined
 def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
-    """All rows with two panels of a group, or with one if it is the last."""
+    """All rows with two panels of a group."""
     tag, into, done = kind.tag, result.tag, 0
     while done < num_rows:
         left = num_rows - done
         n = 12 if left > 18 else left if left <= 12 else (left + 1) // 2
         x, to_x = rows.start + done * rows.to_row, rows.to_row
         o, to_o = out.start + done * out.to_row, out.to_row
-        if columns <= LANES:
-            TWELVE_NARROW(
-                tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds
-            )
-        elif n <= 8:
+        if n <= 8:
             EIGHT(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
         elif n <= 10:
             TEN(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
         else:
             TWELVE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, columns, bias, adds)
+        done += n
+        ahead = 0
+
+
+@inlined
+def _three_panels(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
+    """All rows with the first three panels of a group."""
+    done = 0
+    while done < num_rows:
+        x, o = rows.start + done * rows.to_row, out.start + done * out.to_row
+        n = min(num_rows - done, 8)
+        EIGHT_BY_THREE(
+            kind.tag, result.tag, x, rows.to_row, n, group, 0, ahead, length, o, out.to_row,
+            columns, bias, adds,
+        )  # fmt: skip
         done += n
         ahead = 0
 
@@ -64,6 +75,8 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
         FIVE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 6:
         SIX(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif 2 * LANES < num_columns <= 3 * LANES:  # heads of 40 or 48 dimensions
+        _three_panels(kind, result, rows, n, group, ahead, length, out, num_columns, bias, adds)
     else:
         for half in range(2):
             first = half * GROUP // 2
