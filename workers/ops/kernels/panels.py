@@ -229,7 +229,7 @@ def transpose_quad(_: Any, source: Any, to_row: Any, slots: Any, out: Any) -> An
         for index in range(4):
             halves = [mixed(row(first), row(first + 4), range(8)) for first in (index, index + 8)]
             assert halves[0].type == eight, halves[0].type
-            lines.append(mixed(*halves, range(16)))
+            lines.append(mixed(halves[0], halves[1], range(16)))
         low, high = (_quarters(first, first + 1) for first in (0, 2))
         pairs = [mixed(lines[one], lines[one + 1], part) for one in (0, 2) for part in (low, high)]
         low, high = (
