@@ -53,6 +53,8 @@ LAYERS = {
     "partial rotation": AttentionSpec(6, 3, 24, 24, 0.2, rotary_begin=8, rotary_dim=12),
     "no rotation": AttentionSpec(4, 4, 32, 32, 0.2),
     "narrow values": AttentionSpec(4, 4, 48, 20, 0.2, rotary_begin=32, rotary_dim=16),
+    "no whole quads": AttentionSpec(4, 2, 12, 36, 0.3, rotary_dim=12),
+    "no kernel in bfloat16": AttentionSpec(4, 2, 7, 9, 0.3, rotary_dim=6),
     "wide": AttentionSpec(8, 1, 128, 128, 0.1, rotary_dim=128),
     "wider": AttentionSpec(2, 2, 256, 256, 0.06, rotary_dim=256),
     "window": AttentionSpec(4, 2, 16, 16, 0.25, rotary_dim=16, window=7),
