@@ -6,6 +6,7 @@ works where Ray is not installed.
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 # `spare_workers: auto` leaves this much memory beside the spares, which take about this much each.
 _FREE_BYTES, _SPARE_BYTES = 4 * 2**30, 2**30
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (  # a container's limit and use: version 2, version 1
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 class RayBackend:
@@ -107,10 +113,15 @@ def free_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit.isdigit():
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            free = min(free, int(limit) - used)
     except (OSError, StopIteration, ValueError):
         return 0
-    return free
+    return min([free, *(_left_of(*files) for files in _CGROUP_FILES)])
+
+
+def _left_of(limit_file: str, used_file: str) -> int:
+    """What a container may still take; a cgroup's root and bare machines have no such files."""
+    try:
+        limit, used = ((_CGROUPS / each).read_text() for each in (limit_file, used_file))
+        return int(limit) - int(used)
+    except (OSError, ValueError):  # no limit: there is no file, or it says "max"
+        return sys.maxsize

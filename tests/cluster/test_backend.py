@@ -1,4 +1,4 @@
-"""Which backend an executor names, and that `local` needs no Ray."""
+"""Which backend an executor names, that `local` needs no Ray, and memory for spare workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.cluster import backend
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 
 DEMO = Path(outrider.__file__).parent / "demo" / "models" / "target"
+GIB = 2**30
+V2 = ("memory.max", "memory.current")
+V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
 NO_RAY = """
 import sys
 sys.modules["ray"] = None  # importing it raises, as where it is not installed
@@ -32,3 +36,24 @@ def test_the_local_executor_runs_where_ray_is_not_installed():
 def test_an_engine_without_a_backend_runs_locally_only():
     with pytest.raises(ConfigError, match="^executor: 'ray' needs a backend"):
         Engine.start(EngineConfig.load({"model": str(DEMO), "executor": "ray"}))
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),  # a bare machine
+        ({V2[0]: "max\n", V2[1]: f"{GIB}\n"}, None),
+        ({V2[0]: f"{3 * GIB}\n", V2[1]: f"{3 * GIB - 4096}\n"}, 4096),
+        ({V1[0]: f"{2 * GIB}\n", V1[1]: f"{2 * GIB - 512}\n"}, 512),
+        ({V1[0]: "9223372036854771712\n", V1[1]: f"{GIB}\n"}, None),
+    ],
+)
+def test_free_memory_of_a_node_or_its_container(tmp_path, monkeypatch, files, left):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(backend, "_CGROUPS", tmp_path)
+    if left is not None:
+        assert backend.free_bytes() == left
+    else:
+        assert backend.free_bytes() > GIB // 4, "what the kernel says is available"
