@@ -20,10 +20,10 @@ from .step_costs import Floats, StepCosts
 
 _STEPS_PER_PLAN = 8
 _STEPS_PER_TRIAL = 4  # of steps without drafts, and of the first full drafts
-_REST_STEPS = 256  # without a draft, after which a request drafts once in full
+_REST_STEPS = (16, 256)  # without drafts, after which a request drafts once in full: first, longest
 _MAX_GROUPS = 16
 _DECAY = 0.9  # of a request's counts, with each of its drafts
-_DECAY_OF_ALL = 0.995
+_DECAY_OF_ALL = 0.98
 _PRIOR_NODES = 2.0  # weight of all requests' acceptance in that of one
 _FIRST_GUESS = 0.8  # of a node's acceptance before anything is known
 _VARIATIONS = (*[1.0] * 7, 0.7, *[1.0] * 7, 1.4)  # of the best number of nodes, so that others
@@ -94,7 +94,7 @@ class DraftLengths:
                 num_nodes += draft.num_nodes
                 known = self._requests.get(request_id)
                 if known is not None:
-                    known.count(draft.num_nodes, ends[row + 1] - ends[row], self._step)
+                    known.count(draft.num_nodes, ends[row + 1] - ends[row])
         if num_granted:
             self._hits += _HIT_SHARE * (num_nodes / num_granted - self._hits)
         if batch.num_tokens == batch.num_seqs == sum(batch.samples.tolist()):
@@ -136,10 +136,13 @@ class DraftLengths:
         np.add.at(totals, chosen // worth.shape[1], sizes.ravel()[chosen])
         self._granted = dict(zip(self._requests, totals.tolist(), strict=True))
         for request_id, each in self._requests.items():
-            if not self._granted[request_id] and self._step - each.drafted_at >= _REST_STEPS:
-                each.forget(self._step)
+            if self._granted[request_id]:
+                each.rest(self._step, _REST_STEPS[0])
+            elif self._step >= each.rested_at:
+                each.forget()  # what is known is of long ago
+                each.rest(self._step, min(2 * each.num_rest_steps, _REST_STEPS[1]))
                 self._granted[request_id] = self._most
-                self._steps_left = 1
+                self._steps_left = 0
 
 
 class _Acceptance:
@@ -148,19 +151,22 @@ class _Acceptance:
     def __init__(self, num_groups: int, decay: float, step: int = 0) -> None:
         self.reached: Floats = np.zeros(num_groups)
         self.accepted: Floats = np.zeros(num_groups)
-        self.drafted_at = step
+        self.num_rest_steps = self.rested_at = 0
+        self.rest(step, _REST_STEPS[0])
         self._decay = decay
         self._new: list[tuple[int, int]] = []  # drafts since the last `fold`
 
-    def count(self, num_nodes: int, num_accepted: int, step: int) -> None:
+    def count(self, num_nodes: int, num_accepted: int) -> None:
         """Another draft."""
         self._new.append((num_nodes, num_accepted))
-        self.drafted_at = step
 
-    def forget(self, step: int) -> None:
-        """What is known is of long ago."""
+    def rest(self, step: int, num_steps: int) -> None:
+        """The next trial, should nothing be granted, is so many steps away."""
+        self.num_rest_steps, self.rested_at = num_steps, step + num_steps
+
+    def forget(self) -> None:
+        """Back to what is known of all."""
         self.reached[:] = self.accepted[:] = 0.0
-        self.drafted_at = step
 
     def fold(
         self, starts: NDArray[np.int64], sizes: NDArray[np.int64], overall: _Acceptance

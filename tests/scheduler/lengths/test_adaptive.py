@@ -106,6 +106,17 @@ def test_drafts_that_are_rarely_there_cost_rarely():
     assert np.mean([machine.step()[2] for _ in range(300)]) > 4
 
 
+def test_short_requests_are_tried_too():
+    """Poor ones first; the good ones after them end before a long rest would."""
+    machine = Machine([0.0], 5, between)
+    machine.speed(400)
+    tokens = 0
+    for turn in range(20):
+        machine.rates = {turn: 0.95}
+        tokens += sum(machine.step()[0] for _ in range(64))
+    assert tokens > 20 * 64 * 2
+
+
 def test_requests_come_and_go():
     machine = Machine([0.8] * 3, 4, between)
     for turn in range(300):
