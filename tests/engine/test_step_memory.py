@@ -15,14 +15,14 @@ ROOM = 9  # tokens of a step
 
 
 def short_of_memory(patch: pytest.MonkeyPatch, room: int, error: Exception) -> None:
-    verify = TargetService.verify
+    post = TargetService.post
 
     def raising(self: Any, plan: StepPlan, rank: int) -> Any:
         if plan.num_tokens > room:
             raise error
-        return verify(self, plan, rank)
+        return post(self, plan, rank)
 
-    patch.setattr(TargetService, "verify", raising)
+    patch.setattr(TargetService, "post", raising)
 
 
 @pytest.mark.parametrize(
