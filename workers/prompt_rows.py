@@ -17,6 +17,9 @@ from .model import PagedModel
 from .verify.logprobs import token_logprobs
 
 _MAX_LOGITS = 2**24  # numbers at a time: 64 MiB in float32
+# Products take so many rows, or a multiple: oneDNN keeps some 100 KB for every number of rows that
+# it ever met, for good.
+_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,15 @@ class PromptRows:
         states: Tensor,  # [num_tokens, hidden_size], behind the final norm
     ) -> Logprobs:
         """Their log-probabilities; collective."""
-        size = max(1, _MAX_LOGITS // model.info.vocab_size)
+        size = max(1, _MAX_LOGITS // model.info.vocab_size // _ROWS) * _ROWS
         parts = []
         for begin in range(0, len(self.rows), size):
-            rows = torch.from_numpy(self.rows[begin : begin + size]).to(states.device, torch.int64)
-            logits = model.logits(states.index_select(0, rows))
-            parts.append(token_logprobs(logits, self.next_tokens[begin : begin + size], self.top))
+            tokens = self.next_tokens[begin : begin + size]
+            rows = self.rows[begin : begin + size]
+            padded = np.resize(rows, -(-len(rows) // _ROWS) * _ROWS)
+            chosen = torch.from_numpy(padded).to(states.device, torch.int64)
+            logits = model.logits(states.index_select(0, chosen))
+            parts.append(token_logprobs(logits[: len(rows)], tokens, self.top))
         return Logprobs(
             np.concatenate([part.chosen for part in parts]),
             np.concatenate([part.top_ids for part in parts]),

@@ -76,6 +76,7 @@ def run(engine, *, prefix: str = "", emitted=(), **sampling):
 def test_every_drafter_and_size(tiny, oracle, name, size, monkeypatch):
     """Twice, so that the prefix cache has the prompts; a few rows of logits at a time."""
     monkeypatch.setattr(prompt_rows, "_MAX_LOGITS", 96 * 5)
+    monkeypatch.setattr(prompt_rows, "_ROWS", 4)
     section = DRAFTERS[name] and {**DRAFTERS[name]}
     if name == "draft":
         section["speculative_model"] = tiny.draft
