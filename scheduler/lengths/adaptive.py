@@ -20,6 +20,7 @@ from .step_costs import Floats, StepCosts
 
 _STEPS_PER_PLAN = 8
 _STEPS_PER_TRIAL = 4  # of steps without drafts, and of the first full drafts
+_STEPS_BETWEEN_TRIALS = 64  # without drafts: they tell nothing while prompts are in every step
 _REST_STEPS = (16, 256)  # without drafts, after which a request drafts once in full: first, longest
 _MAX_GROUPS = 16
 _DECAY = 0.9  # of a request's counts, with each of its drafts
@@ -55,6 +56,7 @@ class DraftLengths:
         self._costs = StepCosts()
         self._hits = 1.0
         self._step = self._num_plans = 0
+        self._tried_at = -_STEPS_BETWEEN_TRIALS  # steps without drafts
         self._steps_left = 0  # of the plan
 
     def plan(self, request_ids: Sequence[str]) -> None:
@@ -64,16 +66,21 @@ class DraftLengths:
             return
         if not request_ids:
             return
+        for known in self._requests.values():  # before those that have ended are forgotten
+            known.fold(self._starts, self._sizes, self._all)
         self._requests = {
             each: self._requests.get(each) or _Acceptance(len(self._sizes), _DECAY, self._step)
             for each in request_ids
         }
         self._steps_left = _STEPS_PER_PLAN - 1
-        num_requests = len(request_ids)
+        tried_lately = self._step - self._tried_at < _STEPS_BETWEEN_TRIALS
         if not self._costs.knows_drafted:
             self._grant_all(self._most)
-        elif not self._costs.knows_plain(num_requests):
+        elif not self._costs.knows_plain(len(request_ids)) and not tried_lately:
+            self._tried_at = self._step
             self._grant_all(0)
+        elif not self._costs.knows_any_plain:  # every step has had prompts in it so far
+            self._grant_all(self._most)
         else:
             self._choose()
 
@@ -116,8 +123,6 @@ class DraftLengths:
         self._steps_left = _STEPS_PER_TRIAL - 1
 
     def _choose(self) -> None:
-        for each in self._requests.values():
-            each.fold(self._starts, self._sizes, self._all)
         known = list(self._requests.values())
         rates = np.stack([each.rates(self._all) for each in known])
         worth = np.minimum.accumulate(rates, axis=1)  # a node is accepted after its ancestors

@@ -33,6 +33,11 @@ class StepCosts:
         curve = self._plain if is_plain else self._drafted
         curve.count(num_requests + num_nodes, elapsed_ms, self._step)
 
+    @property
+    def knows_any_plain(self) -> bool:
+        """Whether steps without drafts have been measured, of any size."""
+        return bool(self._plain.points())
+
     def knows_plain(self, num_requests: int) -> bool:
         """Whether such a step without drafts, or one near it, has been measured lately."""
         return self._plain.knows(num_requests, self._step)

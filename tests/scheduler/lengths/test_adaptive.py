@@ -21,6 +21,7 @@ class Machine:
         self.lengths = DraftLengths(most, tree_drafts=tree_drafts)
         self.step_ms, self.most, self.hits = step_ms, most, hits
         self.rng = np.random.default_rng(seed)
+        self.num_prompt_tokens = 0  # in every step
 
     def step(self, fixed=None):
         """Tokens, milliseconds and nodes of one step."""
@@ -36,7 +37,7 @@ class Machine:
         batch = SimpleNamespace(
             request_ids=names,
             max_nodes=np.array(granted),
-            num_tokens=len(names),
+            num_tokens=len(names) + self.num_prompt_tokens,
             num_seqs=len(names),
             samples=np.ones(len(names), dtype=bool),
         )
@@ -115,6 +116,19 @@ def test_short_requests_are_tried_too():
         machine.rates = {turn: 0.95}
         tokens += sum(machine.step()[0] for _ in range(64))
     assert tokens > 20 * 64 * 2
+
+
+def test_prompts_in_every_step_do_not_end_drafting():
+    """No step without drafts can be measured then, and trials must not go on for ever."""
+    machine = Machine([0.9] * 4, 5, between)
+    for _ in range(20):
+        machine.step()
+    machine.num_prompt_tokens = 30
+    machine.rates = dict.fromkeys(range(4, 24), 0.9)  # a number without a measurement
+    assert np.mean([machine.step()[2] for _ in range(300)]) > 1
+    fresh = Machine([0.9] * 4, 5, between)
+    fresh.num_prompt_tokens = 30
+    assert np.mean([fresh.step()[2] for _ in range(300)]) > 4
 
 
 def test_requests_come_and_go():
