@@ -14,6 +14,7 @@ between them: what a forward would cost that did nothing else.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -165,8 +166,10 @@ def main() -> None:
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     torch.set_num_threads(options.threads)
     head = "dtype | context | tokens | bridge | family | products | family / bridge | / products"
-    console.print(f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n| {head} |")
-    console.print("|" + "---|" * 8)
+    console.print(
+        f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n| {head} | / one token |"
+    )
+    console.print("|" + "---|" * 9)
     for dtype in options.dtype:
         models = {
             kind: load_model(
@@ -179,13 +182,17 @@ def main() -> None:
             for kind in ("bridge", "family")
         }
         products = bare_products(options.model, DTYPES[dtype])
+        alone: dict[int, float] = {}  # by context: the family's time of one token
         for context_len, num_tokens, make_step in cases(options):
             timed = contenders(models, products, make_step)
             found = measure(timed, options.rounds, clock)
             best = found.quickest
             cells = [f"{best[name]:.2f} ({found.median[name]:.2f})" for name in timed]
-            ratios = (best["family"] / best["bridge"], best["family"] / best["products"])
-            row = [dtype, context_len, num_tokens, *cells, *(f"{each:.2f}" for each in ratios)]
+            if num_tokens == 1:
+                alone[context_len] = best["family"]
+            others = best["bridge"], best["products"], alone.get(context_len, math.nan)
+            ratios = (f"{best['family'] / each:.2f}" for each in others)
+            row = [dtype, context_len, num_tokens, *cells, *ratios]
             console.print("| " + " | ".join(map(str, row)) + " |")
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from .host import host
-from .operations import attention, operations
+from .operations import attention, operations, preparation
 from .timing import timed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,7 +37,8 @@ def main() -> None:
     console = Console(width=140)
     console.print("| part | case | ours, us | reference, us | ratio |\n|---|---|---|---|---|")
     dtypes = [DTYPES[name] for name in options.dtype]
-    kernels = chain.from_iterable(chain(operations(dtype), attention(dtype)) for dtype in dtypes)
+    parts = (operations, preparation, attention)
+    kernels = (pair for dtype in dtypes for part in parts for pair in part(dtype))
     for pair in chain(host(), kernels):
         if options.only and not any(name in pair.part for name in options.only):
             continue

@@ -87,8 +87,18 @@ def operations(dtype: torch.dtype) -> Iterator[Pair]:
         update, inner = torch.randn_like(states), torch.randn(num_rows, 5632).to(dtype)
         ours, reference = (_add_norm(ops, states.clone(), update, norm) for ops in both)
         yield Pair("add and norm", case, ours, reference)
+        ours, reference = (_norm(ops, states, norm) for ops in both)
+        yield Pair("norm", case, ours, reference)
         ours, reference = (_gate(ops, inner, gate) for ops in both)
         yield Pair("gated unit", case, ours, reference)
+
+
+def preparation(dtype: torch.dtype) -> Iterator[Pair]:
+    """Rotation and KV write: sequences that begin, so that attention has one key for each."""
+    name = str(dtype).removeprefix("torch.")
+    for batch_size in (1, 8, 32):
+        case = f"{name}, {batch_size} rows"
+        yield _attention_pair("rotation and KV write", case, dtype, batch_size, 0, 0)
 
 
 def attention(dtype: torch.dtype) -> Iterator[Pair]:
@@ -99,18 +109,23 @@ def attention(dtype: torch.dtype) -> Iterator[Pair]:
             for num_nodes in (0, 7, 63):
                 if batch_size * context_len * (num_nodes + 1) > 1 << 21:
                     continue  # seconds a call
-                step = decode_step(batch_size, context_len, num_nodes)
-                cache = KVCache(
-                    [KVShape(2, 64, 64)], step.block_tables.size, BLOCK_SIZE, dtype, CPU
-                )
-                for pages in (*cache.keys, *cache.values):
-                    pages.normal_()
-                joined = torch.randn(len(step.token_ids), SPEC.joined_width).to(dtype)
                 case = f"{name}, batch {batch_size}, context {context_len}, {num_nodes} nodes"
-                ours, reference = (
-                    _attention(ops, step, cache, joined) for ops in (CpuOps(dtype), GroupedOps())
-                )
-                yield Pair("attention", case, ours, reference)
+                yield _attention_pair("attention", case, dtype, batch_size, context_len, num_nodes)
+
+
+def _attention_pair(
+    part: str, case: str, dtype: torch.dtype, batch_size: int, context_len: int, num_nodes: int
+) -> Pair:
+    """A layer's attention with all that comes before it."""
+    step = decode_step(batch_size, context_len, num_nodes)
+    cache = KVCache([KVShape(2, 64, 64)], step.block_tables.size, BLOCK_SIZE, dtype, CPU)
+    for pages in (*cache.keys, *cache.values):
+        pages.normal_()
+    joined = torch.randn(len(step.token_ids), SPEC.joined_width).to(dtype)
+    ours, reference = (
+        _attention(ops, step, cache, joined) for ops in (CpuOps(dtype), GroupedOps())
+    )
+    return Pair(part, case, ours, reference)
 
 
 def _product(project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> Run:
@@ -121,6 +136,10 @@ def _add_norm(
     ops: GroupedOps | CpuOps, residual: torch.Tensor, update: torch.Tensor, norm: Norm
 ) -> Run:
     return lambda: ops.add_norm(residual, update, None, 0.0, norm)
+
+
+def _norm(ops: GroupedOps | CpuOps, states: torch.Tensor, norm: Norm) -> Run:
+    return lambda: ops.norm(states, norm)
 
 
 def _gate(ops: GroupedOps | CpuOps, inner: torch.Tensor, gate: Gate) -> Run:

@@ -64,15 +64,15 @@ __all__ = [
 ]
 
 
-def panel_tile(num_rows: int, num_panels: int) -> Any:
+def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
     """A tile of `num_rows` by `num_panels` panels over `length` units.
 
     `tile(kind, result, row, row_stride, count, group, group_stride, ahead, length, out,
     out_stride, num_columns, bias, adds)`: addresses and strides in bytes; rows beyond `count` are
-    the last one again; what lies `ahead` of the groups is fetched meanwhile; `result` tags what is
-    written, of which there are `num_columns` per row; `bias` is the address of the columns' biases,
-    of the tag's type, or 0; with `adds`, which takes a float32 `result`, chains go on from what
-    `out` holds.
+    the last one again; what lies `ahead` of the groups is fetched meanwhile, if the tile `fetches`
+    at all; `result` tags what is written, of which there are `num_columns` per row; `bias` is the
+    address of the columns' biases, of the tag's type, or 0; with `adds`, which takes a float32
+    `result`, chains go on from what `out` holds.
     """
 
     @instruction
@@ -121,7 +121,7 @@ def panel_tile(num_rows: int, num_panels: int) -> Any:
                             builder.store(
                                 emit_masked_load(builder, place, VECTOR, 4, masks[at]), total
                             )
-            _emit_products(builder, half, rows, panels, ahead, length, totals)
+            _emit_products(builder, half, rows, panels, ahead if fetches else None, length, totals)
             shifts = [cgutils.alloca_once_value(builder, zero) for _ in panels]
             for shift in shifts:
                 builder.store(zero, shift)
@@ -162,7 +162,7 @@ def _emit_products(
     half: bool,
     rows: Sequence[Any],  # addresses
     panels: Sequence[Any],  # addresses
-    ahead: Any,
+    ahead: Any | None,
     length: Any,
     totals: Sequence[Sequence[Any]],  # places, by row and panel
 ) -> None:
@@ -172,7 +172,7 @@ def _emit_products(
         offset = builder.mul(loop.index, I64(STRIDE))
         places = [builder.add(each, offset) for each in panels]
         right = [emit_load(builder, place, kept, 4) for place in places]
-        for place in places:
+        for place in places if ahead is not None else ():
             _emit_fetch(builder, builder.add(place, ahead))
         step = builder.mul(loop.index, I64(UNIT))
         for address, line in zip(rows, totals, strict=True):

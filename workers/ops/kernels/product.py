@@ -16,7 +16,7 @@ from .vector import FULL, LANES, add, load, load_some, store_some
 ONE, TWO, THREE, FOUR, FIVE, SIX = (panel_tile(rows, 4) for rows in range(1, 7))
 EIGHT, TEN, TWELVE = (panel_tile(rows, 2) for rows in (8, 10, 12))
 ONE_WIDE = panel_tile(1, 8)
-EIGHT_BY_THREE = panel_tile(8, 3)
+FOUR_BY_THREE, EIGHT_BY_THREE = (panel_tile(rows, 3, fetches=False) for rows in (4, 8))
 AHEAD = 16384  # bytes
 SECTION = 2048  # units: half a megabyte of a group
 FLOATS = Kind(FULL, 4)
@@ -44,29 +44,32 @@ def _half_rows(kind, result, rows, num_rows, group, ahead, length, out, columns,
 
 
 @inlined
-def _three_panels(kind, result, rows, num_rows, group, ahead, length, out, columns, bias, adds):
-    """All rows with the first three panels of a group."""
-    done = 0
+def _three_panels(kind, result, rows, num_rows, group, length, out, columns, bias, adds):
+    """All rows with the first three panels of a last group, behind which nothing is fetched."""
+    tag, into, done = kind.tag, result.tag, 0
     while done < num_rows:
-        x, o = rows.start + done * rows.to_row, out.start + done * out.to_row
+        x, to_x = rows.start + done * rows.to_row, rows.to_row
+        o, to_o = out.start + done * out.to_row, out.to_row
         n = min(num_rows - done, 8)
-        EIGHT_BY_THREE(
-            kind.tag, result.tag, x, rows.to_row, n, group, 0, ahead, length, o, out.to_row,
-            columns, bias, adds,
-        )  # fmt: skip
+        if n <= 4:
+            FOUR_BY_THREE(tag, into, x, to_x, n, group, 0, 0, length, o, to_o, columns, bias, adds)
+        else:
+            EIGHT_BY_THREE(tag, into, x, to_x, n, group, 0, 0, length, o, to_o, columns, bias, adds)
         done += n
-        ahead = 0
 
 
 @shared
 def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
     """All rows with a group of panels."""
     tag, into, n = kind.tag, result.tag, num_rows
+    three = 2 * LANES < num_columns <= 3 * LANES  # heads of 40 or 48 dimensions
     x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
     if n == 1:
         ONE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 2:
         TWO(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
+    elif three and n > 2:
+        _three_panels(kind, result, rows, n, group, length, out, num_columns, bias, adds)
     elif n == 3:
         THREE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 4:
@@ -75,8 +78,6 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
         FIVE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 6:
         SIX(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-    elif 2 * LANES < num_columns <= 3 * LANES:  # heads of 40 or 48 dimensions
-        _three_panels(kind, result, rows, n, group, ahead, length, out, num_columns, bias, adds)
     else:
         for half in range(2):
             first = half * GROUP // 2
