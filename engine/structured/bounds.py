@@ -20,6 +20,11 @@ _MAX_MULTIPLES: Final = 20_000  # of all of a schema together
 _ENDLESS: Final = 10**12
 _LITERAL_KEYS = ("const", "enum")  # what is below them is no schema
 _PATTERN_KEYS = ("pattern", "whitespace_pattern")
+# What applies several schemas to one value; without it each multiple is an automaton of its own.
+_JOINING_KEYS: Final = {
+    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"),
+    *("patternProperties", "contains", "$ref", "$dynamicRef", "$recursiveRef"),
+}
 _COUNT = re.compile(r"\{(\d+)(?:,\d*)?\}")
 _ESCAPE = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x..|u....|U........|.)", re.DOTALL)
 _LARK_TOKEN = re.compile(
@@ -55,7 +60,9 @@ def check_lark(grammar: str) -> None:
 def check_schema_bounds(schema: Any) -> None:
     """The patterns, texts and multiples of a JSON schema (raises `ValueError`)."""
     multiples: list[int] = []
+    joins = False
     for key, value in _keywords(schema):
+        joins = joins or key in _JOINING_KEYS
         if key in _PATTERN_KEYS and isinstance(value, str):
             check_pattern(value)
         elif key == "patternProperties" and isinstance(value, dict):
@@ -67,10 +74,12 @@ def check_schema_bounds(schema: Any) -> None:
         elif key == "multipleOf" and isinstance(value, (int, float)):
             multiples.append(_states(value))
     # Those of one value are joined to their least common multiple, also across references.
-    if math.lcm(*multiples) > MAX_MULTIPLE or sum(multiples) > _MAX_MULTIPLES:
+    states = math.lcm(*multiples) if joins else max(multiples, default=1)
+    if states > MAX_MULTIPLE or sum(multiples) > _MAX_MULTIPLES:
         raise ValueError(
-            "multipleOf: the least common multiple of all in a schema is at most "
-            f"{MAX_MULTIPLE}, and their sum at most {_MAX_MULTIPLES}, without decimal points"
+            f"multipleOf: each in a schema is at most {MAX_MULTIPLE}, with allOf, $ref and the "
+            "like the least common multiple of all; and their sum at most "
+            f"{_MAX_MULTIPLES}, without decimal points"
         )
 
 

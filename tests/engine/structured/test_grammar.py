@@ -41,6 +41,12 @@ def refused(wanted: dict, **options) -> InvalidRequestError:
         {"json": {"type": "integer", "multipleOf": 1000003}},
         {"json": {"type": "number", "multipleOf": 12.34567}},
         {"json": {"allOf": [{"multipleOf": 7919}, {"type": "integer", "multipleOf": 7907}]}},
+        {
+            "json": {
+                "properties": {"a": {"multipleOf": 997}},
+                "patternProperties": {"a": {"multipleOf": 991}},
+            }
+        },
         {"grammar": "start: /a{10000}/"},
         {"grammar": 'start: "' + "a" * 8193 + '"'},
         {"grammar": 'root ::= "' + "a" * 8193 + '"'},
@@ -77,6 +83,8 @@ def test_what_is_large_within_the_bounds_is_allowed():
         {"json": {"properties": {"multipleOf": {"type": "number", "multipleOf": 0.01}}}},
         {"json": {"const": {"multipleOf": 1000003, "pattern": "a{10000}"}}},
         {"json": {"properties": {"a": {"multipleOf": 60}, "b": {"multipleOf": 1e3}}}},
+        {"json": {"properties": {"a": {"multipleOf": 997}, "b": {"multipleOf": 0.25}}}},
+        {"json": {"properties": {"a": {"multipleOf": 997}, "b": {"multipleOf": 991}}}},
         {"grammar": 'start: /a{3}/ "b{10000}" // /a{10000}/'},
     ):
         check(SamplingParams(structured_outputs=wanted), (1,))
