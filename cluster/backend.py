@@ -41,6 +41,7 @@ class RayBackend:
     """
 
     shares_pools = True
+    starts_apart = True
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_users: ClassVar[int] = 0
     _is_own: ClassVar[bool] = False  # Ray was started here

@@ -50,7 +50,8 @@ class KeeperLink:
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> KeptRanks:
         """The ranks of a specification; a second group of the same one has others."""
         digest = sha256(repr((spec, resources)).encode()).hexdigest()
-        number = self._num_groups[digest] = self._num_groups.get(digest, 0) + 1
+        with self._lock:  # groups start at once
+            number = self._num_groups[digest] = self._num_groups.get(digest, 0) + 1
         return KeptRanks(self, f"{digest}-{number}", spec, resources)
 
     def recall(self) -> int | None:

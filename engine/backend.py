@@ -19,6 +19,7 @@ class Backend(Protocol):
     """Makes worker groups and the links between engines."""
 
     shares_pools: bool  # whether other engines may use `shared_pool` too
+    starts_apart: bool  # whether groups are processes of their own, with devices of their own
 
     def start(self, config: EngineConfig) -> None:
         """Makes the resources of one engine available (raises `ConfigError`)."""
@@ -51,6 +52,7 @@ class LocalBackend:
     """Ranks as threads of this process."""
 
     shares_pools = False
+    starts_apart = False
 
     def start(self, config: EngineConfig) -> None:
         pass

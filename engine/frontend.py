@@ -59,19 +59,22 @@ class RequestOptions:
 class Frontend:
     """Tokenizer, chat template and limits of one model.
 
+    Args:
+        tokenizer: what `load_tokenizer` returned for `config`; None: it is loaded here.
+
     Raises:
         CheckpointError: the tokenizer cannot be loaded from local files.
         ConfigError: the chat template does not compile.
     """
 
-    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, tokenizer: Any = None) -> None:
         self.model_name = config.model_name
         config = resolved(config)
         self._sampling_defaults = sampling_defaults(config)
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
         self._eos_token_ids = tuple(limits.eos_token_ids)
-        self.tokenizer = load_tokenizer(config)
+        self.tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
         own = getattr(self.tokenizer, "eos_token_id", None)
         known = own in self._eos_token_ids

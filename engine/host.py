@@ -7,6 +7,8 @@ does not match or a size that does not divide is reported within a second.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
+from ..errors import OutriderError
 from ..workers.group import GroupDraftModel, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
 from ..workers.spec import ModelSpec, WorkerSpec
@@ -41,29 +44,13 @@ class EngineHost:
         known = backend.recall()
         self.vocab_size = check_models(config) if known is None else known
         backend.note(self.vocab_size)
-        colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
         own_head = head_section(config)
-        self.target_group = self._group(
-            "target",
-            WorkerSpec(
-                size=config.tensor_parallel_size,
-                device=config.device,
-                threads=config.resources.threads_per_worker,
-                timeout_s=config.step_timeout_s,
-                heartbeat_timeout_s=config.heartbeat_timeout_s,
-                rule=config.speculative_config.verification,
-                rule_parameters=config.speculative_config.rule_parameters,
-                device_step=config.device_step,
-                symmetric_memory=config.symmetric_memory,
-                target=replace(
-                    self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
-                    deterministic=config.deterministic,
-                ),
-                draft=self._draft_spec(colocated[0]) if colocated else None,
-                head=_at_its_place(own_head, config.model),
-                feeds_heads=any(each.placement == "separate" for each in head_sections(config)),
-            ),
-        )
+        self._early = self._start_drafts()
+        try:
+            self.target_group = self._group("target", self._target_worker(own_head))
+        except BaseException:
+            self._end_early()
+            raise
         self._note_head(own_head, self.target_group)
 
     def draft_model(self, config: Any) -> GroupDraftModel:
@@ -73,18 +60,9 @@ class EngineHost:
         owned = config.placement == "separate"
         group = self.target_group
         if owned:
-            group = self._group(
-                "draft",
-                WorkerSpec(
-                    size=draft_size(self._config, config),
-                    device=self._config.device,
-                    threads=self._config.resources.threads_per_worker,
-                    timeout_s=self._config.step_timeout_s,
-                    heartbeat_timeout_s=self._config.heartbeat_timeout_s,
-                    symmetric_memory=self._config.symmetric_memory,
-                    draft=self._draft_spec(config),
-                ),
-            )
+            early = self._early.pop(id(config), None)
+            group = early.result() if early is not None else self._start(self._draft_worker(config))
+            self._groups.append(("draft", group))
         return GroupDraftModel(
             group,
             self._config.max_num_batched_tokens,
@@ -134,7 +112,8 @@ class EngineHost:
         return LocalLink(store, snapshot)
 
     def shutdown(self) -> None:
-        """Ends the target's workers; drafters end their own."""
+        """Ends the target's workers, and those that no drafter took; drafters end their own."""
+        self._end_early()
         group = getattr(self, "target_group", None)
         if group is not None:
             group.shutdown()
@@ -156,10 +135,64 @@ class EngineHost:
             found += [{"role": role, "state": state, **asdict(at)} for state, at in every]
         return found
 
+    def _start_drafts(self) -> dict[int, Future[WorkerGroup]]:
+        """Draft models in workers of their own, which load beside the target; by their sections."""
+        found = [s for _, s in draft_sections(self._config) if s.placement == "separate"]
+        if not found or not self._backend.starts_apart:
+            return {}
+        threads = ThreadPoolExecutor(len(found), "outrider-drafts")
+        started = {id(s): threads.submit(self._start, self._draft_worker(s)) for s in found}
+        threads.shutdown(wait=False)
+        return started
+
+    def _end_early(self) -> None:
+        """Ends the workers that no drafter has taken."""
+        while self._early:
+            _, early = self._early.popitem()
+            with suppress(OutriderError):
+                early.result().shutdown()
+
     def _group(self, role: str, spec: WorkerSpec) -> WorkerGroup:
-        group = self._backend.group(spec, self._config.resources)
+        group = self._start(spec)
         self._groups.append((role, group))
         return group
+
+    def _start(self, spec: WorkerSpec) -> WorkerGroup:
+        return self._backend.group(spec, self._config.resources)
+
+    def _target_worker(self, own_head: HeadConfig | None) -> WorkerSpec:
+        config = self._config
+        colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
+        return WorkerSpec(
+            size=config.tensor_parallel_size,
+            device=config.device,
+            threads=config.resources.threads_per_worker,
+            timeout_s=config.step_timeout_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            rule=config.speculative_config.verification,
+            rule_parameters=config.speculative_config.rule_parameters,
+            device_step=config.device_step,
+            symmetric_memory=config.symmetric_memory,
+            target=replace(
+                self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
+                deterministic=config.deterministic,
+            ),
+            draft=self._draft_spec(colocated[0]) if colocated else None,
+            head=_at_its_place(own_head, config.model),
+            feeds_heads=any(each.placement == "separate" for each in head_sections(config)),
+        )
+
+    def _draft_worker(self, section: DraftModelConfig) -> WorkerSpec:
+        config = self._config
+        return WorkerSpec(
+            size=draft_size(config, section),
+            device=config.device,
+            threads=config.resources.threads_per_worker,
+            timeout_s=config.step_timeout_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            symmetric_memory=config.symmetric_memory,
+            draft=self._draft_spec(section),
+        )
 
     def _draft_spec(self, section: DraftModelConfig) -> ModelSpec:
         return self._model_spec(section.speculative_model, section.num_kv_blocks)

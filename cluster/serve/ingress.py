@@ -12,6 +12,8 @@ from ray.serve.handle import DeploymentHandle
 
 from ...config import parse
 from ...config.access import AccessConfig
+from ...engine.checkpoints import resolved
+from ...engine.encoder import load_tokenizer
 from ...engine.frontend import Frontend
 from ...engine.info import EngineInfo
 from ..lean import without_torch
@@ -64,7 +66,9 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, in the replica's event loop; it waits for all engines to be up."""
         handles = [self._engines[each.name] for each in self._models]
+        loading = asyncio.create_task(self._tokenizers())
         infos: list[EngineInfo] = await asyncio.gather(*(each.info.remote() for each in handles))
+        tokenizers = await loading
         self._listener = EdgeListener(
             self._name,
             ray.get_runtime_context().get_node_id(),
@@ -72,20 +76,26 @@ class Ingress:
             asyncio.get_running_loop(),
         )
         siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
-        own_code = any(each.config.trust_remote_code for each in self._models)
-        with without_torch(unless=own_code):
-            edges = [
-                await self._edge(model, info, siblings, self._listener)
-                for model, info in zip(self._models, infos, strict=True)
-            ]
+        edges = [
+            await self._edge(*each, siblings, self._listener)
+            for each in zip(self._models, infos, tokenizers, strict=True)
+        ]
         app = build_http(*edges)
         app.add_middleware(IngressRelay, node=ray.get_runtime_context().get_node_id())
         return app
+
+    async def _tokenizers(self) -> list[Any]:
+        """Of the models, loaded while the engines start."""
+        own_code = any(each.config.trust_remote_code for each in self._models)
+        configs = [resolved(each.config) for each in self._models]
+        with without_torch(unless=own_code):
+            return [await asyncio.to_thread(load_tokenizer, each) for each in configs]
 
     async def _edge(
         self,
         model: ServedModel,
         info: EngineInfo,
+        tokenizer: Any,
         siblings: DeploymentHandle[Any],
         listener: EdgeListener,
     ) -> Edge:
@@ -94,7 +104,7 @@ class Ingress:
             client=ServeClient(
                 self._engines[model.name], siblings, listener, self._metrics[model.name].replayed
             ),
-            frontend=await asyncio.to_thread(Frontend, model.config, info),
+            frontend=await asyncio.to_thread(Frontend, model.config, info, tokenizer),
             metrics=self._metrics[model.name],
             max_body_bytes=self._section.max_body_bytes,
             request_timeout_s=self._section.request_timeout_s,

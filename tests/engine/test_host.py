@@ -1,8 +1,9 @@
-"""What the host checks before anything runs: whether vocabularies agree, and are known."""
+"""What the host checks before anything runs, and in which order it starts workers."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import pytest
 
 from outrider.cluster.backend import backend_of
 from outrider.config import EngineConfig
+from outrider.engine.backend import LocalBackend
 from outrider.engine.checks import check_vocabulary
 from outrider.engine.host import EngineHost
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 
 from ..helpers.engines import tokenizer_at
 
@@ -100,3 +102,50 @@ def test_a_pool_that_is_shared_or_kept_needs_a_tokenizer(
     with pytest.raises(ConfigError, match=f"{needed_by} needs one") as caught:
         EngineHost.pool_link(host, config.speculative_config)
     assert caught.value.field == "tokenizer"
+
+
+class _Apart(LocalBackend):
+    """Groups in processes of their own would start at once: each waits until the other starts."""
+
+    starts_apart = True
+
+    def __init__(self, failing: str = "") -> None:
+        self.both, self.failing, self.ended = threading.Barrier(2), failing, []
+
+    def group(self, spec, resources):
+        role = "draft" if spec.target is None else "target"
+        self.both.wait(10.0)
+        if role == self.failing:
+            raise CheckpointError(f"{role} cannot be read")
+        report = SimpleNamespace(head=None)
+        return SimpleNamespace(
+            role=role, reports=[report], shutdown=lambda: self.ended.append(role)
+        )
+
+
+@pytest.mark.parametrize(("failing", "ended"), [("", ["target"]), ("target", ["draft"])])
+def test_a_separate_draft_model_loads_beside_the_target(tiny, monkeypatch, failing, ended):
+    taken = lambda group, *_, owned, **__: (group.role, owned)  # noqa: E731
+    monkeypatch.setattr("outrider.engine.host.GroupDraftModel", taken)
+    section = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft}
+    config = EngineConfig.load({"model": tiny.target, "speculative_config": section})
+    backend = _Apart(failing)
+    if failing:
+        with pytest.raises(CheckpointError, match="target cannot be read"):
+            EngineHost(config, backend)
+    else:
+        host = EngineHost(config, backend)
+        assert host.draft_model(host.speculative_config) == ("draft", True)
+        host.shutdown()
+    assert backend.ended == ended
+
+
+def test_a_draft_model_that_does_not_load_takes_the_target_along(tiny):
+    section = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft}
+    config = EngineConfig.load({"model": tiny.target, "speculative_config": section})
+    backend = _Apart("draft")
+    host = EngineHost(config, backend)
+    with pytest.raises(CheckpointError, match="draft cannot be read"):
+        host.draft_model(host.speculative_config)
+    host.shutdown()
+    assert backend.ended == ["target"]
