@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from outrider.bench.micro.host import host
-from outrider.bench.micro.operations import operations
+from outrider.bench.micro.operations import operations, preparation
 from outrider.bench.micro.timing import Pair, timed
 
 
 @pytest.mark.slow
 def test_operations_agree_with_what_they_are_compared_with():
     pairs = [pair for pair in operations(torch.float32) if "64 rows" not in pair.case]
-    assert {pair.part.split()[0] for pair in pairs} == {"product", "add", "gated"}
+    assert {pair.part.split()[0] for pair in pairs} == {"product", "add", "norm", "gated"}
+    pairs += preparation(torch.float32)
     for pair in pairs:
         found, expected = pair.ours(), pair.reference()
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
