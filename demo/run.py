@@ -50,8 +50,8 @@ def main() -> int:
     port = _free_port()
     command = [
         sys.executable, "-m", "outrider", "serve", str(HERE / "models" / "target"),
-        "--speculative-config", json.dumps(SPECULATION), "--port", str(port),
-        "--stats-interval-s", "0",
+        "--config", str(HERE / "serve.yaml"), "--speculative-config", json.dumps(SPECULATION),
+        "--port", str(port), "--stats-interval-s", "0",
     ]  # fmt: skip
     console.rule("outrider serve demo/models/target")
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0"}
