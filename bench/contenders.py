@@ -129,7 +129,12 @@ class _Flight:
         self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
         self._submitted_s = [0.0] * len(prompts)
         self._arrivals: list[list[Arrival]] = [[] for _ in prompts]
-        self.num_emitting_steps = 0
+        self._num_steps = [0] * len(prompts)
+
+    @property
+    def num_emitting_steps(self) -> int:
+        """Target steps that emitted, summed over requests."""
+        return sum(self._num_steps)
 
     def deliver(self, deltas: list[Delta]) -> None:
         """The engine's loop thread calls this."""
@@ -182,8 +187,8 @@ class _Flight:
             self._arrivals[index].append(Arrival(time.perf_counter(), len(chunk.token_ids)))
         if delta.finish_reason == "error":
             raise WorkerError(delta.error or "the step of this request failed")
-        if delta.usage is not None:
-            self.num_emitting_steps += delta.usage.num_steps
+        if delta.usage is not None:  # of the request so far
+            self._num_steps[index] = delta.usage.num_steps
         return delta.finish_reason is not None
 
     def _next(self) -> list[Delta]:

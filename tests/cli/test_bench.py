@@ -35,6 +35,8 @@ def test_bench_compares_in_one_run(outrider_cli, model, tmp_path):
     assert rows["plain", 1]["acceptance"] is None
     drafts = rows["NGram", 1]["acceptance"]
     assert 0 <= drafts["num_accepted"] <= drafts["num_draft_tokens"]
+    # At one stream a step emits what is accepted and one more; a prompt's last may be cut off.
+    assert drafts["num_steps"] <= 72 <= drafts["num_steps"] + drafts["num_accepted"]
     assert drafts["num_accepted"] == sum(drafts["accepted_per_pos"])
     assert [row["num_differing"] for row in report["equality"]] == [0] * 7
 
