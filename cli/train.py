@@ -107,7 +107,7 @@ def _folder(given: dict[str, Any]) -> Path:
 
     if not is_hub_id(str(target)):
         return target
-    from ..workers.model.hub import local_folder
+    from ..workers.model.checkpoint.hub import local_folder
 
     return Path(
         local_folder(

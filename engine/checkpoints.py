@@ -22,7 +22,7 @@ def resolved(config: EngineConfig) -> EngineConfig:
     Raises:
         CheckpointError: one is neither here nor on the Hub; names the field.
     """
-    from ..workers.model.hub import local_folder
+    from ..workers.model.checkpoint.hub import local_folder
 
     trusted = config.trust_remote_code
 

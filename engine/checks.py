@@ -21,14 +21,14 @@ def check_models(config: EngineConfig) -> int:
     """Checks what the checkpoints' files show; the target's vocabulary size.
 
     An engine that follows one with the same configuration skips this: reading the files imports
-    what describes a model, which takes seconds.
+    transformers, which takes a second.
 
     Raises:
         ConfigError, CheckpointError: what does not fit, by field.
     """
-    from ..workers.model import describe
+    from ..workers.model.outline import outline
 
-    target = describe(
+    target = outline(
         Path(config.model),
         tensor_parallel_size=config.tensor_parallel_size,
         trust_remote_code=config.trust_remote_code,
@@ -67,7 +67,7 @@ def check_quantization(config: EngineConfig) -> None:
         ConfigError: the target is not quantised as `quantization` requires.
         CheckpointError: it is quantised in a format that is not read.
     """
-    from ..workers.model.quantised import find_format
+    from ..workers.model.checkpoint.quantised.formats import find_format
 
     found = find_format(Path(config.model))
     method, wanted = ("none" if found is None else found.method), config.quantization
@@ -139,15 +139,15 @@ def check_vocabulary(
     Raises:
         ConfigError, CheckpointError: the two differ, or the draft model is not there.
     """
-    from ..workers.model import describe
+    from ..workers.model.outline import outline
 
     trust: Any = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     try:
-        draft_info = describe(Path(draft), tensor_parallel_size=draft_size, **trust)
+        draft_info = outline(Path(draft), tensor_parallel_size=draft_size, **trust)
         theirs = _vocabulary(Path(draft))
     except ConfigError as error:
         raise type(error)(f"{field}: {error.message}", field=field) from None
-    target_info = describe(Path(target), tensor_parallel_size=1, **trust)
+    target_info = outline(Path(target), tensor_parallel_size=1, **trust)
     if draft_info.vocab_size != target_info.vocab_size:
         raise ConfigError(
             f"{field}: {draft} has a vocabulary of {draft_info.vocab_size} tokens, the target "

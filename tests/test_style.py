@@ -15,10 +15,11 @@ from outrider.tests.helpers.files import ROOT, SOURCES, TESTS, relative
 LAYERS = {
     "errors.py": set(),
     "compiled.py": set(),
+    "cores.py": set(),
     "config": {"config", "errors"},
     "scheduler": {"config", "errors", "scheduler"},
     "drafters": {"compiled", "config", "errors", "scheduler", "drafters"},
-    "workers": {"compiled", "config", "errors", "scheduler", "drafters", "workers"},
+    "workers": {"compiled", "config", "cores", "errors", "scheduler", "drafters", "workers"},
     "training": {"config", "errors", "scheduler", "drafters", "workers", "training"},
     "engine": {"config", "errors", "scheduler", "drafters", "workers", "engine"},
     "cluster": {"config", "errors", "scheduler", "drafters", "workers", "engine", "cluster"},

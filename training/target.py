@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ..config.trust import reason
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import CheckpointError
-from ..workers.model.weights import require_checkpoint
+from ..workers.model.checkpoint.folder import require_checkpoint
 from .protocol import TargetStates
 
 

@@ -9,18 +9,16 @@ one takes the other number, whose time is compared with those of the steps befor
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 
 import torch
 
+from ..cores import num_cores
 from ..scheduler.timer import ThreadChoice
 
 MANY_TOKENS = 16  # from this size on, all threads are the first guess: rows can be shared out
@@ -32,17 +30,6 @@ _MAX_PAUSE = 512  # steps
 _DRIFT = 1.5  # by so much other times than at the last comparison ask for another one
 _CREDIT = 10.0  # usual steps
 _CREDIT_PER_STEP = 0.03
-
-
-def num_cores() -> int:
-    """Cores that this process may use: its affinity, or the container's quota if lower."""
-    cores = len(os.sched_getaffinity(0))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, _, period = quota.read_text().strip().partition(" ")
-        if limit.isdigit() and period.isdigit():
-            cores = min(cores, math.ceil(int(limit) / int(period)))
-    return max(1, cores)
 
 
 class SizeChoice:

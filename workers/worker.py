@@ -26,8 +26,8 @@ from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
 from .model import PagedModel, load_model
+from .model.checkpoint.hub import local_folder
 from .model.fit import check_blocks
-from .model.hub import local_folder
 from .model.paged import ForwardChoice
 from .remote_head import RemoteHeadWorker
 from .spec import (

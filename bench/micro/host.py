@@ -24,7 +24,7 @@ from ...scheduler.types import Draft, Request, Verdict, ints
 from ...workers.attention.plan import build_plan
 from ...workers.ops.plan import plan_step
 from ...workers.transport import wire
-from ...workers.transport.channel import SocketChannel, serve
+from ...workers.transport.socket_channel import SocketChannel, serve
 from ...workers.verify import DrawSettings, draw, make_rule, noise, verify
 from .operations import BLOCK_SIZE, CPU, decode_batch, decode_plan, decode_step, random_parents
 from .timing import Pair

@@ -12,7 +12,7 @@ import yaml
 from outrider.config import EngineConfig
 from outrider.engine.checkpoints import resolved, sampling_defaults
 from outrider.errors import CheckpointError, ConfigError
-from outrider.workers.model.hub import local_folder
+from outrider.workers.model.checkpoint.hub import local_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -38,7 +38,7 @@ from ...config.trust import reason
 from ...errors import CheckpointError
 from ..attention import StepAttention
 from . import llama4
-from .weights import Joined, Stacked, TensorSource, Whole, whole_box
+from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
 
 _BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"

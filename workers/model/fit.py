@@ -18,12 +18,12 @@ from ...errors import ConfigError
 from ..ops import max_latent_heads
 from .bridge import build_meta, fuse_norms
 from .bridged import BridgeRunner
+from .checkpoint.weights import Checkpoint
 from .family import read_spec
 from .info import ModelInfo, describe
 from .settings import read_config
 from .target import Wish
 from .tensors import fitting_sources
-from .weights import Checkpoint
 
 CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

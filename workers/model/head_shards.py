@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..collective import Collective
+from .heads import Heads
 from .parallel import ShardedOutput
-from .sharding import Heads
 
 MIN_SAVED_BYTES = 32 << 20
 """Bytes less to read for one collective: about 10 us at 3 TB/s, which is what a small one takes."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from ...config.trust import reason
 from ...errors import CheckpointError
-from .quantised import find_format
+from .checkpoint.quantised.formats import find_format
 
 NEEDED = (
     "num_hidden_layers",

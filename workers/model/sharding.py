@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ...errors import ConfigError
+from .heads import Heads, Range, split
 
-Range = tuple[int, int]
-
-FIELD = "tensor_parallel_size"
 COLUMN = ("gate_proj", "up_proj")
 QUERY = ("q_proj", "q_b_proj", "kv_b_proj")
 KEY_VALUE = ("k_proj", "v_proj")
@@ -36,33 +33,6 @@ class Shard:
     @property
     def length(self) -> int:
         return max(self.padded_len, sum(end - begin for begin, end in self.ranges))
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Attention heads of the whole model and how they are divided."""
-
-    num_heads: int
-    num_kv_heads: int
-    rank: int
-    size: int
-
-    def check(self) -> None:
-        """Raise when `size` ranks cannot share these heads."""
-        if self.num_heads % self.size:
-            raise _indivisible("num_attention_heads", self.num_heads, self.size)
-        if self.num_kv_heads % self.size and self.size % self.num_kv_heads:
-            raise _indivisible("num_key_value_heads", self.num_kv_heads, self.size)
-
-    @property
-    def local(self) -> int:
-        return self.num_heads // self.size
-
-    @property
-    def kv_range(self) -> Range:
-        """This rank's key heads; where there are fewer than ranks, neighbours share one."""
-        begin = self.rank * self.num_kv_heads // self.size
-        return begin, begin + max(1, self.num_kv_heads // self.size)
 
 
 @dataclass(slots=True)
@@ -111,17 +81,6 @@ def plan_vocabulary(
         for key, _ in module.named_parameters(recurse=False):
             plan.shards[f"{names[id(module)]}.{key}"] = Shard(0, (span,), length)
     plan.embedding, plan.head = names[id(embedding)], names[id(head)]
-
-
-def split(total: int, rank: int, size: int, what: str) -> Range:
-    """`rank`'s even share of `[0, total)`."""
-    if total % size:
-        raise _indivisible(what, total, size)
-    return rank * total // size, (rank + 1) * total // size
-
-
-def _indivisible(what: str, total: int, size: int) -> ConfigError:
-    return ConfigError(f"{FIELD}={size} does not divide {what}={total} of this model", field=FIELD)
 
 
 def _shards_heads(children: Mapping[str, nn.Module], heads: Heads) -> bool:

@@ -25,15 +25,16 @@ from .bridge import (
     tp_hints,
 )
 from .bridged import BridgeRunner
+from .checkpoint.weights import Checkpoint
 from .family import FamilyRunner, FamilySpec, build_family, compare, read_spec
-from .info import ModelInfo, describe, model_heads
+from .info import ModelInfo, describe
+from .outline import model_heads
 from .packed import pack_linears
 from .paged import ForwardChoice, PagedModel
 from .parallel import connect
 from .settings import read_config
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
 from .tensors import load_weights
-from .weights import Checkpoint
 
 Wish = Literal["auto", "family", "bridge"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from .bridge import map_checkpoint, tied_names
+from .checkpoint.weights import Checkpoint, TensorSource
 from .sharding import Shard, ShardPlan
-from .weights import Checkpoint, TensorSource
 
 
 def fitting_sources(

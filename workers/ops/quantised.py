@@ -4,7 +4,7 @@ A weight is its codes, minus zeros or a fixed offset, times the scale of its gro
 neighbouring columns of one row. Rows can be cut, selected and joined without widening anything,
 which is what sharding and the family decoder do to weights before they pack them; every other torch
 operation sees the wide tensor, made for that call. `cuda/quantised.py` multiplies by such a weight.
-Made by `workers/model/quantised/`.
+Made by `workers/model/checkpoint/quantised/`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from outrider.scheduler import joining
 from outrider.tests.helpers.device_step import lives
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.target import TargetService
-from outrider.workers.transport.channel import ThreadChannel
+from outrider.workers.transport.thread_channel import ThreadChannel
 from outrider.workers.verify import make_rule
 
 RANKS = 2

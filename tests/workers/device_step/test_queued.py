@@ -17,7 +17,7 @@ from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.model import load_model
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.target import PostedVerdict, TargetService
-from outrider.workers.transport.channel import SocketChannel, serve
+from outrider.workers.transport.socket_channel import SocketChannel, serve
 from outrider.workers.verify import make_rule
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...config.hub_id import is_hub_id
-from ...errors import CheckpointError
+from ....config.hub_id import is_hub_id
+from ....errors import CheckpointError
 
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]

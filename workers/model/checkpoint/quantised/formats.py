@@ -5,7 +5,7 @@
   the scale of its block) and `pack-quantized` (`compressed_tensors/compressors/pack_quantized`).
 - AWQ as AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
 
-Called by `settings.py` and `engine/checks.py`; `sources.py` reads the tensors.
+Called by `workers/model/settings.py` and `engine/checks.py`; `sources.py` reads the tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from ....errors import CheckpointError
+from .....errors import CheckpointError
 
 _SCALED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"

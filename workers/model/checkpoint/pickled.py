@@ -10,21 +10,14 @@ import pickle
 from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ....errors import CheckpointError
 
-FILE: Final = "pytorch_model.bin"
-INDEX: Final = "pytorch_model.bin.index.json"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-
-
-def has_pickles(path: Path) -> bool:
-    """Whether the folder has weights in transformers' pickled layout."""
-    return (path / INDEX).is_file() or (path / FILE).is_file()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from outrider.errors import CheckpointError
 from outrider.training.target import LoadedTarget
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
-from outrider.workers.model.weights import Checkpoint
+from outrider.workers.model.checkpoint.weights import Checkpoint
 
-from ...helpers.models import write_models
+from ....helpers.models import write_models
 
 CPU = torch.device("cpu")
 

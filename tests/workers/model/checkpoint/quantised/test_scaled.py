@@ -16,8 +16,8 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.workers.collective import Collective
 from outrider.workers.model import describe, load_model
+from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.fit import check_weights
-from outrider.workers.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
 

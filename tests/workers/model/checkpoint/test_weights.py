@@ -14,9 +14,9 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 from outrider.errors import CheckpointError, ConfigError
 from outrider.workers.collective import Collective
 from outrider.workers.model import describe, load_model, target
-from outrider.workers.model.weights import Checkpoint, Joined, Stacked, Whole
+from outrider.workers.model.checkpoint.weights import Checkpoint, Joined, Stacked, Whole
 
-from .conftest import BASE, VARIANTS
+from ..conftest import BASE, VARIANTS
 
 CPU = torch.device("cpu")
 

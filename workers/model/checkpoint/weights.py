@@ -2,7 +2,7 @@
 
 A `TensorSource` is a tensor that has not been read. Sources join and stack without reading, so that
 a rank's shard of a tensor which the checkpoint stores in pieces (for example one per expert) is
-read piece by piece. Called by `target.py` and `bridge.py`.
+read piece by piece. Called by `workers/model/target.py` and `bridge.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...errors import CheckpointError
-from . import pickled
+from ....errors import CheckpointError
+from .folder import INDEX_NAME, PICKLED, PICKLED_INDEX, has_safetensors, require_checkpoint
 from .pickled import PickledFile
-from .quantised import find_format, make_source
+from .quantised.formats import find_format
+from .quantised.sources import make_source
 
 Box = tuple[tuple[int, int], ...]
 """Per dimension, where to begin and where to end."""
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 class TensorSource(Protocol):
@@ -105,7 +104,7 @@ class Checkpoint:
         self, path: Path, *, allow_pickle: bool = False, keeps_quantised: bool = False
     ) -> None:
         self.path = require_checkpoint(path, allow_pickle=allow_pickle)
-        self._is_pickled = not _has_safetensors(path)
+        self._is_pickled = not has_safetensors(path)
         self.num_elements_read = 0
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
@@ -169,7 +168,7 @@ class Checkpoint:
         return stored
 
     def _read_index(self) -> dict[str, str]:
-        index = self.path / (pickled.INDEX if self._is_pickled else INDEX_NAME)
+        index = self.path / (PICKLED_INDEX if self._is_pickled else INDEX_NAME)
         if index.is_file():
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -183,7 +182,7 @@ class Checkpoint:
             return weight_map
         found = sorted(file.name for file in self.path.glob("*.safetensors"))
         if self._is_pickled:
-            found = [pickled.FILE]
+            found = [PICKLED]
         if len(found) > 1 and "model.safetensors" in found:
             found = ["model.safetensors"]
         return {tensor: file for file in found for tensor in self._open(file).keys()}  # noqa: SIM118
@@ -219,40 +218,6 @@ class _Stored:
         tensor: Tensor = self.piece[tuple(slice(begin, end) for begin, end in box)]
         self.checkpoint.num_elements_read += tensor.numel()
         return tensor
-
-
-def require_checkpoint(path: Path, *, allow_pickle: bool = False) -> Path:
-    """Returns `path`, if it is a folder with a configuration and weights that may be read.
-
-    Hub names are not resolved here: download first, then serve the folder.
-    """
-    if not path.exists():
-        raise CheckpointError(f"model path {str(path)!r} does not exist", field="model")
-    if not path.is_dir():
-        raise CheckpointError(
-            f"model path {str(path)!r} is a file; a checkpoint is a folder", field="model"
-        )
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{str(path)!r} has no config.json", field="model")
-    if _has_safetensors(path) or (allow_pickle and pickled.has_pickles(path)):
-        return path
-    if pickled.has_pickles(path):
-        raise CheckpointError(
-            f"{str(path)!r} holds only pickled weights; set allow_pickle: true to read them with "
-            "torch's restricted unpickler, or convert them to safetensors (save_pretrained does)",
-            field="model",
-        )
-    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
-        raise CheckpointError(
-            f"{str(path)!r} holds only pickled weights, and no {pickled.FILE}; convert them to "
-            "safetensors (save_pretrained does)",
-            field="model",
-        )
-    raise CheckpointError(f"{str(path)!r} has no *.safetensors file", field="model")
-
-
-def _has_safetensors(path: Path) -> bool:
-    return (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....errors import CheckpointError
-from ...ops.quantised import Codes, QuantisedTensor
+from .....errors import CheckpointError
+from ....ops.quantised import Codes, QuantisedTensor
 from .formats import Layout, WeightFormat
 
 Box = tuple[tuple[int, int], ...]

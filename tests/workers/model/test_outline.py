@@ -1,0 +1,41 @@
+"""Every architecture's configuration is read without torch as with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+from transformers import AutoConfig
+
+from outrider.workers.model import describe
+
+from .conftest import BASE, VARIANTS
+
+_CODE = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from outrider.cluster.lean import without_torch
+with without_torch():
+    import transformers
+from outrider.workers.model.outline import outline
+print(json.dumps({folder: asdict(outline(Path(folder), 2)) for folder in sys.argv[1:]}))
+assert "torch" not in sys.modules
+"""
+
+
+def test_outlines_without_torch(tmp_path) -> None:
+    wanted = {}
+    for name, changes in VARIANTS.items():
+        folder = tmp_path / name
+        AutoConfig.for_model(**{**BASE, **changes}, dtype="float32").save_pretrained(folder)
+        (folder / "model.safetensors").touch()
+        wanted[str(folder)] = asdict(describe(folder, 2))
+        del wanted[str(folder)]["dtype"]
+    found = subprocess.run(
+        [sys.executable, "-c", _CODE, *wanted], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == json.loads(json.dumps(wanted))

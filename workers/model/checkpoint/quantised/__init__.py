@@ -1,0 +1,1 @@
+"""Quantised checkpoints: which formats are read, and their weights as tensors."""
