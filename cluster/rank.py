@@ -24,7 +24,8 @@ from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
-from ..workers.transport import channel, framing, heartbeat
+from ..workers.transport import framing, heartbeat
+from ..workers.transport.socket_channel import serve
 from .trim import keep_trimmed
 
 if TYPE_CHECKING:
@@ -188,7 +189,13 @@ class Rank:
             daemon=True,
         ).start()
         with ends[framing.STEPS], ends[framing.BEATS]:
-            channel.serve(ends[framing.STEPS], self._rank, self._worker.begin, self._followers)
+            serve(
+                ends[framing.STEPS],
+                self._rank,
+                self._worker.begin,
+                self._followers,
+                self._spec.spin_s,
+            )
             stopped.set()
         for follower in self._followers:
             follower.close()

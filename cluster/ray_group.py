@@ -21,9 +21,9 @@ from ..errors import WorkerDiedError
 from ..workers.group import OverChannel
 from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing
-from ..workers.transport.channel import SocketChannel
 from ..workers.transport.heartbeat import Monitor
 from ..workers.transport.leader import routes
+from ..workers.transport.socket_channel import SocketChannel
 from .rank_actors import LOAD_TIMEOUT_S, Formed, RankSource
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -128,7 +128,7 @@ class RayGroup(OverChannel):
                 (framing.BEATS, range(len(addresses))),
             )
         )
-        channel = SocketChannel(steps, len(addresses))
+        channel = SocketChannel(steps, len(addresses), self._spec.spin_s)
         self._channel = channel
 
         def lost(reason: str) -> None:

@@ -35,6 +35,13 @@ class ResourcesConfig(Strict):
     threads_per_worker: int | None = Field(
         None, ge=1, description="Threads of a worker; default: cores / workers of the node."
     )
+    spin_s: float = Field(
+        0.002,
+        ge=0,
+        le=0.1,
+        description="Seconds for which an engine and its workers look for each other's messages "
+        "before they sleep; 0: not at all. It takes processor time that is idle otherwise.",
+    )
     placement_timeout_s: float = Field(
         60.0, gt=0, description="Seconds that the engine waits for room in the cluster."
     )

@@ -45,9 +45,10 @@ class EngineHost:
         self.vocab_size = check_models(config) if known is None else known
         backend.note(self.vocab_size)
         own_head = head_section(config)
-        self._early = self._start_drafts()
+        target = self._target_worker(own_head)
+        self._early = self._start_drafts(target)
         try:
-            self.target_group = self._group("target", self._target_worker(own_head))
+            self.target_group = self._group("target", target)
         except BaseException:
             self._end_early()
             raise
@@ -79,6 +80,7 @@ class EngineHost:
                 size=1,
                 device=self._config.device,
                 threads=self._config.resources.threads_per_worker,
+                spin_s=self._config.resources.spin_s,
                 timeout_s=self._config.step_timeout_s,
                 heartbeat_timeout_s=self._config.heartbeat_timeout_s,
                 head=_at_its_place(config, self._config.model),
@@ -135,15 +137,17 @@ class EngineHost:
             found += [{"role": role, "state": state, **asdict(at)} for state, at in every]
         return found
 
-    def _start_drafts(self) -> dict[int, Future[WorkerGroup]]:
+    def _start_drafts(self, target: WorkerSpec) -> dict[int, Future[WorkerGroup]]:
         """Draft models in workers of their own, which load beside the target; by their sections."""
-        found = [s for _, s in draft_sections(self._config) if s.placement == "separate"]
-        if not found or not self._backend.starts_apart:
+        apart = [s for _, s in draft_sections(self._config) if s.placement == "separate"]
+        specs = [self._draft_worker(section) for section in apart]
+        resources = self._config.resources
+        if not specs or not self._backend.can_start_at_once([target, *specs], resources):
             return {}
-        threads = ThreadPoolExecutor(len(found), "outrider-drafts")
-        started = {id(s): threads.submit(self._start, self._draft_worker(s)) for s in found}
+        threads = ThreadPoolExecutor(len(specs), "outrider-drafts")
+        started = [threads.submit(self._start, spec) for spec in specs]
         threads.shutdown(wait=False)
-        return started
+        return {id(section): each for section, each in zip(apart, started, strict=True)}
 
     def _end_early(self) -> None:
         """Ends the workers that no drafter has taken."""
@@ -167,6 +171,7 @@ class EngineHost:
             size=config.tensor_parallel_size,
             device=config.device,
             threads=config.resources.threads_per_worker,
+            spin_s=config.resources.spin_s,
             timeout_s=config.step_timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             rule=config.speculative_config.verification,
@@ -188,6 +193,7 @@ class EngineHost:
             size=draft_size(config, section),
             device=config.device,
             threads=config.resources.threads_per_worker,
+            spin_s=config.resources.spin_s,
             timeout_s=config.step_timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             symmetric_memory=config.symmetric_memory,

@@ -21,7 +21,8 @@ from ..scheduler.plan import Batch, StepPlan
 from ..scheduler.types import Draft, Verdict
 from .restart_policy import RestartPolicy
 from .spec import DeviceStepReport, ModelReport, RankLocation, WorkerReport, WorkerSpec
-from .transport.channel import Channel, NoAnswerError, ThreadChannel
+from .transport.channel import Channel, NoAnswerError
+from .transport.thread_channel import ThreadChannel
 
 if TYPE_CHECKING:
     from .worker import Worker

@@ -38,6 +38,7 @@ class WorkerSpec:
     heartbeat_timeout_s: float = 5.0  # a rank without heartbeats for longer is lost
     rule: str = "coupled"  # verification rule of the target
     rule_parameters: tuple[tuple[str, float], ...] = ()  # (name, value)
+    spin_s: float = 0.0  # how long both ends of the step channel look before they sleep
     device_step: Literal["auto", "off"] = "auto"  # off: every step is planned on the host
     symmetric_memory: Literal["auto", "off"] = "auto"  # off: NCCL sums small messages too
     target: ModelSpec | None = None

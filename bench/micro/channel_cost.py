@@ -24,7 +24,9 @@ import numpy as np
 
 from ...scheduler.plan import StepPlan
 from ...scheduler.types import Verdict, ints, starts_of
-from ...workers.transport.channel import Channel, SocketChannel, ThreadChannel, serve
+from ...workers.transport.channel import Channel
+from ...workers.transport.socket_channel import SocketChannel, serve
+from ...workers.transport.thread_channel import ThreadChannel
 from .operations import decode_plan
 
 _ROUND = 50  # steps before the other takes its turn

@@ -107,13 +107,16 @@ def test_a_pool_that_is_shared_or_kept_needs_a_tokenizer(
 class _Apart(LocalBackend):
     """Groups in processes of their own would start at once: each waits until the other starts."""
 
-    starts_apart = True
-
     def __init__(self, failing: str = "") -> None:
         self.both, self.failing, self.ended = threading.Barrier(2), failing, []
+        self.spins_s = {}
+
+    def can_start_at_once(self, specs, resources):
+        return [spec.target is not None for spec in specs] == [True, False]
 
     def group(self, spec, resources):
         role = "draft" if spec.target is None else "target"
+        self.spins_s[role] = spec.spin_s
         self.both.wait(10.0)
         if role == self.failing:
             raise CheckpointError(f"{role} cannot be read")
@@ -128,7 +131,10 @@ def test_a_separate_draft_model_loads_beside_the_target(tiny, monkeypatch, faili
     taken = lambda group, *_, owned, **__: (group.role, owned)  # noqa: E731
     monkeypatch.setattr("outrider.engine.host.GroupDraftModel", taken)
     section = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft}
-    config = EngineConfig.load({"model": tiny.target, "speculative_config": section})
+    resources = {"spin_s": 0.03}
+    config = EngineConfig.load(
+        {"model": tiny.target, "speculative_config": section, "resources": resources}
+    )
     backend = _Apart(failing)
     if failing:
         with pytest.raises(CheckpointError, match="target cannot be read"):
@@ -138,6 +144,7 @@ def test_a_separate_draft_model_loads_beside_the_target(tiny, monkeypatch, faili
         assert host.draft_model(host.speculative_config) == ("draft", True)
         host.shutdown()
     assert backend.ended == ended
+    assert backend.spins_s == {"target": 0.03, "draft": 0.03}
 
 
 def test_a_draft_model_that_does_not_load_takes_the_target_along(tiny):

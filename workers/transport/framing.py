@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...errors import WorkerDiedError
 
-_HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q")
 MAX_FRAME_BYTES = 2**31
 STEPS, BEATS = b"steps", b"beats"  # what a connection to a rank is for: its first frame
 MAX_HANDSHAKES = 64  # pending at once; beyond that the oldest is dropped
@@ -72,7 +72,7 @@ class Acceptor:
     def __init__(self, server: socket.socket, secret: bytes) -> None:
         server.setblocking(False)
         self._server = server
-        self._expected = _HEADER.pack(len(secret)) + secret
+        self._expected = HEADER.pack(len(secret)) + secret
         self._handshakes: dict[socket.socket, tuple[bytearray, float]] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -188,7 +188,7 @@ def connect_for(purpose: bytes, address: Address, secret: bytes, timeout_s: floa
 
 def frame(body: bytes) -> bytes:
     """A frame as it is written."""
-    return _HEADER.pack(len(body)) + body
+    return HEADER.pack(len(body)) + body
 
 
 def send(connection: socket.socket, body: bytes) -> None:
@@ -202,7 +202,7 @@ def receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> byte
     Raises:
         WorkerDiedError: the peer closed the connection, or the frame exceeds `max_bytes`.
     """
-    (size,) = _HEADER.unpack(_read(connection, _HEADER.size))
+    (size,) = HEADER.unpack(_read(connection, HEADER.size))
     if size > max_bytes:
         raise WorkerDiedError(f"a frame of {size} bytes exceeds {max_bytes}")
     return bytes(_read(connection, size))

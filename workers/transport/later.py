@@ -1,7 +1,7 @@
 """A reply that a device still computes: the next message can be handled behind it.
 
-A handler that returns one has given the device its work. `channel.serve` takes the next message in
-meanwhile, so that the device finds its next step waiting, and answers in order.
+A handler that returns one has given the device its work. `socket_channel.serve` takes the next
+message in meanwhile, so that the device finds its next step waiting, and answers in order.
 """
 
 from __future__ import annotations

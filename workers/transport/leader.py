@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 from ...errors import WorkerDiedError
 from . import framing
+from .reader import FrameReader
+from .waiting import Lookout
 
 
 def routes(
@@ -40,13 +42,21 @@ class RankEnd:
     Args:
         connection: to the engine, or to the leader.
         followers: they are closed at the end; the connection is not.
+        spin_s: how long to look for a message before sleeping.
     """
 
-    def __init__(self, connection: socket.socket, followers: Sequence[socket.socket] = ()) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        followers: Sequence[socket.socket] = (),
+        spin_s: float = 0.0,
+    ) -> None:
         self._connection = connection
         self._followers = list(followers)
+        self._reader = FrameReader(connection)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._lookout = Lookout(self._poll, spin_s)
         self._writes = threading.Lock()  # of answers: the rank's own and its followers'
 
     def __enter__(self) -> RankEnd:
@@ -64,14 +74,16 @@ class RankEnd:
 
     def receive(self) -> bytes:
         """The next message, handed on (raises `WorkerDiedError`, OSError)."""
-        body = framing.receive(self._connection)
+        if not self._reader.has_data:
+            self._lookout.look(self._lookout.spin_s)
+        body = self._reader.receive()
         for follower in self._followers:
             framing.send(follower, body)
         return body
 
     def has_message(self) -> bool:
         """Whether a message has begun to arrive, or the connection has ended."""
-        return bool(self._poll.poll(0))
+        return self._reader.has_data or bool(self._poll.poll(0))
 
     def answer(self, body: bytes) -> None:
         """Sends an answer (raises OSError)."""

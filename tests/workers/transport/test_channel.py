@@ -11,15 +11,10 @@ import pytest
 
 from outrider.errors import WorkerDiedError, WorkerError
 from outrider.workers.transport import framing
-from outrider.workers.transport.channel import (
-    Channel,
-    Handler,
-    NoAnswerError,
-    SocketChannel,
-    ThreadChannel,
-    serve,
-)
+from outrider.workers.transport.channel import Channel, Handler, NoAnswerError
 from outrider.workers.transport.later import Later
+from outrider.workers.transport.socket_channel import SocketChannel, serve
+from outrider.workers.transport.thread_channel import ThreadChannel
 
 SECRET = b"s" * 32
 

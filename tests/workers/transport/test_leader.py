@@ -10,8 +10,8 @@ import pytest
 
 from outrider.errors import StepMemoryError, WorkerDiedError, WorkerError
 from outrider.workers.transport import framing
-from outrider.workers.transport.channel import SocketChannel, serve
 from outrider.workers.transport.leader import routes
+from outrider.workers.transport.socket_channel import SocketChannel, serve
 
 
 @pytest.mark.parametrize(
