@@ -110,17 +110,19 @@ def test_temperature_of_queries(dtype):
     assert_close(mine, theirs)
 
 
-def test_a_row_does_not_depend_on_what_is_beside_it():
-    """Verification of a chain gives the bits that decoding gives, in bfloat16 too."""
-    rng, spec, dtype = np.random.default_rng(3), LAYERS["demo"], torch.bfloat16
-    ops, shape = CpuOps(dtype), KVShape(2, 40, 40)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["demo", "narrow values", "partial rotation"])
+def test_a_row_does_not_depend_on_what_is_beside_it(name, dtype):
+    """Verification of a chain gives the bits that decoding gives: panels, and none for one row."""
+    rng, spec = np.random.default_rng(3), LAYERS[name]
+    ops, shape = CpuOps(dtype), KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
     step, num_blocks = step_of(rng, [(150, 1)], [[-1, 0, 1, 2]], 16)
     joined = torch.randn(5, spec.joined_width).to(dtype)
     device = torch.device("cpu")
 
     def run(part, cache, rows):
         plan = ops.plan(part, cache)
-        turned = ops.rotation(plan.positions, torch.ones(20), 1.0)
+        turned = ops.rotation(plan.positions, torch.ones(spec.rotary_dim // 2), 1.0)
         return ops.rope_store_attend(rows.clone(), turned, None, plan, cache, 0, spec).clone()
 
     caches = [KVCache([shape], num_blocks, 16, dtype, device) for _ in range(2)]

@@ -1,10 +1,10 @@
 """Attention over paged keys and values: no gather, online softmax, a tree as ancestor bits.
 
 Of each sequence and key head, all query heads that share it are computed together, up to
-`MAX_QUERIES` at a time, over `TILE` keys at a time, which are laid out first (`tiles.py`): scores,
-weights, weighted values, each in one pass over what is in the first levels of cache. Scores and
-sums are float32; weights are of the kernel's kind. A row's results do not depend on how many rows
-there are, as long as they begin at the same key.
+`MAX_QUERIES` at a time, over `TILE` keys at a time, which are laid out first (`tiles.py`) unless
+there are few queries (`few.py`): scores, weights, weighted values, each in one pass over what is in
+the first levels of cache. Scores and sums are float32; weights are of the kernel's kind. A row's
+results do not depend on how many rows there are, as long as they begin at the same key.
 
 The online softmax is that of Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from . import Matrix, inlined
+from .few import add_few, are_few, score_few
 from .prepare import item
-from .tiles import TILE, Panels, add_panels, lay_out, panels_at, score_panels
+from .tiles import TILE, Panels, add_panels, find_tile, lay_out, panels_at, score_panels
 from .vector import (
     FULL,
     LANES,
@@ -157,20 +158,32 @@ def _attend_tiles(kind, work, first_row, num_queries, head, span, cache, sequenc
     begin, last = span
     begin = begin // step.alignment * step.alignment
     per_tile = max(TILE // block_size, 1) * block_size if block_size <= TILE else TILE
+    few, panels = are_few(kind, num_queries, dim), work.panels
     while begin < last:
         num_keys = min(per_tile, last - begin)
         if block_size > TILE:
             num_keys = min(num_keys, block_size - begin % block_size)
         tile = Tile(begin, num_keys)
-        lay_out(kind, work.panels, keys, values, tile, sequence, block_size, dim, value_dim)
-        score_panels(kind, work.panels, work.queries, num_queries, num_keys, dim, work.scores)
+        num_slots = find_tile(panels, tile, sequence, block_size)
+        if few:
+            score_few(
+                kind, panels, work.queries, num_queries, keys, values, num_keys, num_slots, dim,
+                value_dim, work.scores,
+            )  # fmt: skip
+        else:
+            lay_out(kind, panels, keys, values, tile, num_slots, dim, value_dim)
+            score_panels(kind, panels, work.queries, num_queries, num_keys, dim, work.scores)
         for query in range(num_queries):
             scores = row_of(work.scores, query)
             if softcap > 0:
                 _cap(scores, num_keys, scale, softcap)
             hide(scores, first_row + query // group, tile, sequence, step, layer)
             _soften(kind, work, query, num_keys, factor, value_dim)
-        add_panels(kind, work.panels, work.scores, num_queries, num_keys, value_dim, work.results)
+        weights, results = work.scores, work.results
+        if few:
+            add_few(kind, panels, weights, num_queries, values, num_keys, value_dim, results)
+        else:
+            add_panels(kind, panels, weights, num_queries, num_keys, value_dim, results)
         begin += num_keys
 
 

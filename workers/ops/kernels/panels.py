@@ -57,6 +57,9 @@ __all__ = [
     "QUAD",
     "STRIDE",
     "UNIT",
+    "emit_products",
+    "emit_quad",
+    "emit_zip",
     "fetch",
     "panel_tile",
     "transpose_quad",
@@ -121,7 +124,7 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
                             builder.store(
                                 emit_masked_load(builder, place, VECTOR, 4, masks[at]), total
                             )
-            _emit_products(builder, half, rows, panels, ahead if fetches else None, length, totals)
+            _emit_panels(builder, half, rows, panels, ahead if fetches else None, length, totals)
             shifts = [cgutils.alloca_once_value(builder, zero) for _ in panels]
             for shift in shifts:
                 builder.store(zero, shift)
@@ -157,7 +160,7 @@ def _emit_pair_dot(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return total
 
 
-def _emit_products(
+def _emit_panels(
     builder: Any,
     half: bool,
     rows: Sequence[Any],  # addresses
@@ -176,15 +179,25 @@ def _emit_products(
             _emit_fetch(builder, builder.add(place, ahead))
         step = builder.mul(loop.index, I64(UNIT))
         for address, line in zip(rows, totals, strict=True):
-            one = emit_load(builder, builder.add(address, step), I32 if half else F32, 2)
-            left = emit_splat(builder, one)
-            for place, values in zip(line, right, strict=True):
-                total = builder.load(place)
-                if half:
-                    total = _emit_pair_dot(builder, total, left, values)
-                else:
-                    total = emit_fma(builder, left, values, total)
-                builder.store(total, place)
+            emit_products(builder, half, builder.add(address, step), right, line)
+
+
+def emit_products(
+    builder: Any,
+    half: bool,
+    place: Any,  # address of a unit
+    right: Sequence[Any],  # vectors of units
+    totals: Sequence[Any],  # places of vectors
+) -> None:
+    """Adds a unit's products with every vector to the totals."""
+    left = emit_splat(builder, emit_load(builder, place, I32 if half else F32, 2))
+    for total, values in zip(totals, right, strict=True):
+        added = builder.load(total)
+        if half:
+            added = _emit_pair_dot(builder, added, left, values)
+        else:
+            added = emit_fma(builder, left, values, added)
+        builder.store(added, total)
 
 
 def _emit_fetch(builder: Any, address: Any) -> None:
@@ -214,34 +227,37 @@ def transpose_quad(_: Any, source: Any, to_row: Any, slots: Any, out: Any) -> An
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, to_row, slots, out = arguments
-        four, eight = ir.VectorType(F32, 4), ir.VectorType(F32, 8)
-
-        def row(index: int) -> Any:
-            slot = emit_load(builder, builder.add(slots, I64(index * 8)), I64, 8)
-            return emit_load(builder, builder.add(source, builder.mul(slot, to_row)), four, 2)
-
-        def mixed(left: Any, right: Any, lanes: Sequence[int]) -> Any:
-            order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
-            return builder.shuffle_vector(left, right, order)
-
-        # Row i beside rows i + 4, i + 8 and i + 12, so that units change places within quarters.
-        lines = []
-        for index in range(4):
-            halves = [mixed(row(first), row(first + 4), range(8)) for first in (index, index + 8)]
-            assert halves[0].type == eight, halves[0].type
-            lines.append(mixed(halves[0], halves[1], range(16)))
-        low, high = (_quarters(first, first + 1) for first in (0, 2))
-        pairs = [mixed(lines[one], lines[one + 1], part) for one in (0, 2) for part in (low, high)]
-        low, high = (
-            [4 * part + at for part in range(4) for at in order]
-            for order in ((0, 1, LANES, LANES + 1), (2, 3, LANES + 2, LANES + 3))
-        )
-        units = [mixed(pairs[at], pairs[at + 2], part) for at in (0, 1) for part in (low, high)]
-        for index, unit in enumerate(units):
+        for index, unit in enumerate(emit_quad(builder, source, to_row, slots)):
             emit_store(builder, unit, builder.add(out, I64(index * STRIDE)), 4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit
+
+
+def emit_quad(builder: Any, source: Any, to_row: Any, slots: Any) -> list[Any]:
+    """4 units of 16 rows as 4 vectors of float32."""
+    four = ir.VectorType(F32, 4)
+
+    def row(index: int) -> Any:
+        slot = emit_load(builder, builder.add(slots, I64(index * 8)), I64, 8)
+        return emit_load(builder, builder.add(source, builder.mul(slot, to_row)), four, 2)
+
+    def mixed(left: Any, right: Any, lanes: Sequence[int]) -> Any:
+        order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return builder.shuffle_vector(left, right, order)
+
+    # Row i beside rows i + 4, i + 8 and i + 12, so that units change places within quarters.
+    lines = []
+    for index in range(4):
+        halves = [mixed(row(first), row(first + 4), range(8)) for first in (index, index + 8)]
+        lines.append(mixed(halves[0], halves[1], range(16)))
+    low, high = (_quarters(first, first + 1) for first in (0, 2))
+    pairs = [mixed(lines[one], lines[one + 1], part) for one in (0, 2) for part in (low, high)]
+    low, high = (
+        [4 * part + at for part in range(4) for at in order]
+        for order in ((0, 1, LANES, LANES + 1), (2, 3, LANES + 2, LANES + 3))
+    )
+    return [mixed(pairs[at], pairs[at + 2], part) for at in (0, 1) for part in (low, high)]
 
 
 def _quarters(first: int, second: int) -> list[int]:
@@ -262,16 +278,19 @@ def zip_rows(_: Any, kind: Any, first: Any, second: Any, count: Any, out: Any) -
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, first, second, count, out = arguments
         mask = emit_mask(builder, count, LANES)
-        if not half:
-            emit_store(builder, emit_masked_load(builder, first, VECTOR, 4, mask), out, 4)
-            return context.get_dummy_value()
-        halves = ir.VectorType(I16, LANES)
-        low, high = (
-            builder.zext(emit_masked_load(builder, each, halves, 2, mask), WORDS)
-            for each in (first, second)
-        )
-        joined = builder.or_(low, builder.shl(high, constant(WORDS, 16)))
-        emit_store(builder, joined, out, 4)
+        emit_store(builder, emit_zip(builder, half, first, second, mask), out, 4)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 4), emit
+
+
+def emit_zip(builder: Any, half: bool, first: Any, second: Any, mask: Any) -> Any:
+    """16 units of one row of float32, or of two rows of bfloat16."""
+    if not half:
+        return emit_masked_load(builder, first, VECTOR, 4, mask)
+    halves = ir.VectorType(I16, LANES)
+    low, high = (
+        builder.zext(emit_masked_load(builder, each, halves, 2, mask), WORDS)
+        for each in (first, second)
+    )
+    return builder.or_(low, builder.shl(high, constant(WORDS, 16)))

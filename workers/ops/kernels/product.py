@@ -68,7 +68,7 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
         ONE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 2:
         TWO(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
-    elif three and n > 2:
+    elif three and (n == 3 or n == 4 or n > 6):
         _three_panels(kind, result, rows, n, group, length, out, num_columns, bias, adds)
     elif n == 3:
         THREE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)

@@ -1,7 +1,7 @@
 """A tile of attention: neighbouring keys and values laid out in panels, and two products with them.
 
-All queries of a tile share the layout, and no dot is left to be added up across a vector. Even for
-the few query heads of one row, laying out and multiplying is cheaper than sums across vectors are.
+All queries of a tile share the layout, and no dot is left to be added up across a vector. A few
+queries do without it (`few.py`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ def whole_vectors(count):
 
 
 @inlined
-def lay_out(kind, panels, keys, values, tile, sequence, block_size, dim, value_dim):
-    """Keys and values of a tile in panels; memory that is read next is fetched meanwhile."""
+def find_tile(panels, tile, sequence, block_size):
+    """The slots of a tile's keys and of those that are fetched meanwhile; their number."""
     num_slots = min(tile.num_keys + AHEAD, sequence.key_len - tile.begin)
     _find_slots(panels.slots, Tile(tile.begin, num_slots), sequence.blocks, block_size)
+    return num_slots
+
+
+@inlined
+def lay_out(kind, panels, keys, values, tile, num_slots, dim, value_dim):
+    """Keys and values of a tile in panels; memory that is read next is fetched meanwhile."""
     key_size = dim * kind.width
     value_size = 0 if values.start == keys.start else value_dim * kind.width
     for first in range(0, tile.num_keys, LANES):
-        slots = panels.slots + first * 8
-        _fetch_rows(values, slots, value_size)
-        if first + AHEAD < num_slots:
-            _fetch_rows(keys, slots + AHEAD * 8, key_size)
+        fetch_ahead(panels, keys, values, first, num_slots, key_size, value_size)
         _lay_keys(panels, keys, first, key_size // UNIT)
     _lay_values(kind, panels, values, tile.num_keys, value_dim)
 
@@ -76,6 +79,15 @@ def _find_slots(slots, tile, blocks, block_size):
     last = item64(slots, tile.num_keys - 1)
     for index in range(tile.num_keys, whole_vectors(tile.num_keys)):
         store_one(slots + index * 8, last)
+
+
+@inlined
+def fetch_ahead(panels, keys, values, first, num_slots, key_size, value_size):
+    """Begins to read 16 values, from `first` of the tile on, and the keys some way behind them."""
+    slots = panels.slots + first * 8
+    _fetch_rows(values, slots, value_size)
+    if first + AHEAD < num_slots:
+        _fetch_rows(keys, slots + AHEAD * 8, key_size)
 
 
 @inlined
