@@ -1,7 +1,9 @@
 """`outrider serve`: starts or joins Ray, deploys the Serve application, watches over it.
 
-Checks run in the order of their cost: options, port, checkpoints, and only then Ray. Ctrl-C and
-SIGTERM drain the application for a bounded time and take it down, and Ray if it was started here.
+Checks run in the order of their cost: options, port, whether the checkpoints are there. What they
+contain is checked while a Ray of the command's own starts, or before a cluster of others is
+joined; nothing is deployed before these checks have passed. Ctrl-C and SIGTERM drain the
+application for a bounded time and take it down, and Ray if it was started here.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,11 +103,11 @@ def serve(
         os.environ.update(section.connection_limits.variables())  # for a Ray started here
         set_detection()  # likewise
         os.environ[watchdog.VARIABLE] = str(section.hung_after_s)  # likewise
-        prepare(config, stack, address=address, num_engines=replicas)
-        stack.enter_context(_terminable())  # again: Ray has put its own handler there
+        begin = partial(_start_serve, section, http, stack)
+        prepare(config, stack, address=address, num_engines=replicas, on_ray=begin)
         with suppress(KeyboardInterrupt):  # how a server ends
             with err().status("Starting the workers..."):
-                _deploy(config, section, http, stack)
+                _deploy(config, section)
             from .client import Client
 
             client = Client(url, timeout_s=10.0, api_key=own_key)
@@ -161,18 +164,15 @@ def _terminable() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _deploy(
-    config: EngineConfig, section: ServeConfig, http: HttpOptions, stack: ExitStack
-) -> None:
-    """Deploys the application and waits for its replicas.
+def _start_serve(section: ServeConfig, http: HttpOptions, stack: ExitStack) -> None:
+    """Starts Serve, unless it runs.
 
     Raises:
-        ConfigError: it has no room beside what the cluster serves already, or cannot start.
-        EngineDeadError: a replica did not start; has the reason.
+        ConfigError: the application has no room beside what the cluster serves already.
     """
-    from ..cluster.app import application
-    from ..cluster.serve.deployment import check_room, deploy, running_serve, undeploy
+    from ..cluster.serve.deployment import check_room, running_serve, start_serve, undeploy
 
+    stack.enter_context(_terminable())  # again: Ray has put its own handler there
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = running_serve()
     if running is not None:
@@ -180,8 +180,21 @@ def _deploy(
     else:
         check_port(http.host, http.port)
     stack.callback(_quietly, lambda: undeploy(section))
+    start_serve(http.host, http.port)
+
+
+def _deploy(config: EngineConfig, section: ServeConfig) -> None:
+    """Deploys the application and waits for its replicas.
+
+    Raises:
+        ConfigError: it cannot start.
+        EngineDeadError: a replica did not start; has the reason.
+    """
+    from ..cluster.app import application
+    from ..cluster.serve.deployment import deploy
+
     try:
-        deploy(application(config, section), section, http.host, http.port)
+        deploy(application(config, section), section)
     except RuntimeError as error:
         raise EngineDeadError(f"the application did not come up: {error}") from None
 

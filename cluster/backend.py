@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -41,7 +42,6 @@ class RayBackend:
     """
 
     shares_pools = True
-    starts_apart = True
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_users: ClassVar[int] = 0
     _is_own: ClassVar[bool] = False  # Ray was started here
@@ -87,6 +87,15 @@ class RayBackend:
         if self._keeper is None:
             return RayGroup(spec, RankActors(spec, resources))
         return RayGroup(spec, self._keeper.group(spec, resources))
+
+    def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
+        """On one node, with a CPU for each; elsewhere the target chooses node and memory first."""
+        from .placement import needs, single_node_cpus
+
+        asked = [(spec.size, *needs(spec, resources)) for spec in specs]
+        if any(gpus for _, _, gpus in asked) or resources.accelerator_type is not None:
+            return False
+        return sum(size * cpus for size, cpus, _ in asked) <= single_node_cpus()
 
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None

@@ -1,7 +1,8 @@
-"""Tokenizers without torch: most of an ingress's start, and of its memory, would be torch's.
+"""transformers without torch: most of a process's start, and of its memory, would be torch's.
 
 transformers imports torch wherever it finds it, and takes along all that belongs to models. Its
-tokenizers need none of that. Called by `Ingress`, whose process has no other use for torch.
+tokenizers and configurations need none of that. Called by `Ingress` and by `EngineReplica`, whose
+ranks are processes of their own: neither has another use for torch.
 """
 
 from __future__ import annotations

@@ -22,6 +22,12 @@ def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
     )
 
 
+def single_node_cpus() -> float:
+    """CPUs that are free where the cluster is one node; 0 where it has several."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return float(ray.available_resources().get("CPU", 0.0)) if len(nodes) == 1 else 0.0
+
+
 def place(
     spec: WorkerSpec, resources: ResourcesConfig, *, detached: bool = False
 ) -> PlacementGroup:

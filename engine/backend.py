@@ -6,6 +6,7 @@ configuration's `executor` names, so that this folder never imports Ray.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..config import EngineConfig, ResourcesConfig
@@ -19,7 +20,6 @@ class Backend(Protocol):
     """Makes worker groups and the links between engines."""
 
     shares_pools: bool  # whether other engines may use `shared_pool` too
-    starts_apart: bool  # whether groups are processes of their own, with devices of their own
 
     def start(self, config: EngineConfig) -> None:
         """Makes the resources of one engine available (raises `ConfigError`)."""
@@ -41,6 +41,10 @@ class Backend(Protocol):
         """A started group of workers (raises `OutriderError`)."""
         ...
 
+    def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
+        """Whether none of these groups can take what another needs, whichever starts first."""
+        ...
+
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None
     ) -> PoolLink:
@@ -52,7 +56,6 @@ class LocalBackend:
     """Ranks as threads of this process."""
 
     shares_pools = False
-    starts_apart = False
 
     def start(self, config: EngineConfig) -> None:
         pass
@@ -68,6 +71,9 @@ class LocalBackend:
 
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
         return LocalGroup(spec)
+
+    def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
+        return False  # they share this process
 
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None

@@ -1,6 +1,7 @@
 """Checks a configuration and its files without loading or starting anything.
 
-Run before Ray is started, so that a wrong folder or a damaged file is reported in a second.
+Run before anything is deployed, while Ray starts: damaged files are reported in seconds, and a
+folder that is missing at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
     from ..workers.model import ModelInfo
     from ..workers.model.fit import Serving
     from .frontend import Frontend
+
+
+def require_checkpoints(config: EngineConfig) -> None:
+    """Looks for the folders of `config`, and fetches those that are on the Hub.
+
+    Raises:
+        ConfigError, CheckpointError: one is missing, or the target's is no checkpoint; by field.
+    """
+    from ..workers.model.checkpoint.folder import require_checkpoint
+    from .checkpoints import resolved
+    from .sections import draft_sections, head_sections
+
+    config = resolved(config)
+    require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle)
+    for field, section in draft_sections(config):
+        if not Path(section.speculative_model).exists():
+            raise CheckpointError(
+                f"{field}: model path {section.speculative_model!r} does not exist", field=field
+            )
+    head_sections(config)
 
 
 def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str, Any]:

@@ -84,14 +84,18 @@ def check_room(running: RunningServe, section: ServeConfig, host: str, port: int
             )
 
 
-def deploy(application: Application, section: ServeConfig, host: str, port: int) -> None:
-    """Deploys the application and waits until it runs.
+def start_serve(host: str, port: int) -> None:
+    """Starts Serve's own processes, unless the cluster has them, and waits for them."""
+    serve.start(http_options={"host": host, "port": port})
+
+
+def deploy(application: Application, section: ServeConfig) -> None:
+    """Deploys the application on the cluster's Serve and waits until it runs.
 
     Raises:
         ConfigError, CheckpointError, ResourcesError: why an engine cannot start, at once.
         EngineDeadError: it did not start after Serve's retries; has the reason.
     """
-    serve.start(http_options={"host": host, "port": port})
     target = serve.RunTarget(
         target=application, name=section.name, route_prefix=section.route_prefix
     )

@@ -36,6 +36,10 @@ from .tracing import Tracing
 INGRESS = "Ingress"
 
 
+def _load_tokenizer(model: ServedModel) -> Any:
+    return load_tokenizer(resolved(model.config))
+
+
 class Ingress:
     """HTTP, tokenizers and detokenizers; several of them share the engines."""
 
@@ -87,9 +91,8 @@ class Ingress:
     async def _tokenizers(self) -> list[Any]:
         """Of the models, loaded while the engines start."""
         own_code = any(each.config.trust_remote_code for each in self._models)
-        configs = [resolved(each.config) for each in self._models]
         with without_torch(unless=own_code):
-            return [await asyncio.to_thread(load_tokenizer, each) for each in configs]
+            return [await asyncio.to_thread(_load_tokenizer, each) for each in self._models]
 
     async def _edge(
         self,

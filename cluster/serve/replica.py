@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from ...config import EngineConfig
+from ...config import EngineConfig, UserConfig
 from ...engine.engine import Engine
 from ...engine.info import EngineInfo
 from ...errors import OutriderError, WorkerError
@@ -21,6 +21,7 @@ from ...scheduler.types import Delta, Request, ints
 from ...workers.transport.wire import decode
 from ..backend import backend_of
 from ..keeper import Successors
+from ..lean import without_torch
 from ..trim import keep_trimmed
 from ..watchdog import start_watchdog
 from .edge import EdgeLink, ReplyTo
@@ -58,6 +59,8 @@ class EngineReplica:
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
         config = EngineConfig.load(settings)
         configure_logging(config.log_format)
+        with without_torch(unless=_may_compute(config)):
+            import transformers  # noqa: F401
         digest = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         successors = Successors(str(replica.deployment_id), digest, config.resources.keep_workers_s)
         engine = Engine.start(config, backend_of(config, successors))
@@ -166,3 +169,10 @@ def _decode_one_token(engine: Engine) -> None:
     worker = ThreadPoolExecutor(1)  # a replica is constructed inside a running event loop
     worker.submit(asyncio.run, decode_it()).result()
     worker.shutdown()
+
+
+def _may_compute(config: EngineConfig) -> bool:
+    """Whether code that needs torch may run beside the engine: ranks, or a user's."""
+    drafters = config.speculative_config.sections
+    own = config.trust_remote_code or any(isinstance(each, UserConfig) for each in drafters)
+    return own or config.executor != "ray"

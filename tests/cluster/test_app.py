@@ -16,6 +16,7 @@ from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
+from outrider.tests.helpers.serving.kills import below
 
 MODEL = Path(__file__).parents[2] / "demo" / "models" / "target"
 
@@ -134,6 +135,10 @@ def test_serving(url: str) -> None:
         len({line for line in text.splitlines() if "time_to_first_token_seconds_count" in line})
         == 2
     )
+    replicas = below("ray::ServeReplica:")
+    assert len(replicas) == 3, "an engine and two ingresses"
+    for each in replicas:
+        assert "libtorch" not in Path(f"/proc/{each}/maps").read_text(), "it computes nothing"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""Which backend an executor names, that `local` needs no Ray, and memory for spare workers."""
+"""Which backend an executor names, that `local` needs no Ray, and what workers find on a node."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import outrider
 from outrider.cluster import backend
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, ResourcesConfig
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 
@@ -57,3 +58,27 @@ def test_free_memory_of_a_node_or_its_container(tmp_path, monkeypatch, files, le
         assert backend.free_bytes() == left
     else:
         assert backend.free_bytes() > GIB // 4, "what the kernel says is available"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "free", "section", "at_once"),
+    [
+        (1, {"CPU": 3.0}, {}, True),
+        (1, {"CPU": 2.0}, {}, False),  # of which one would take the other's
+        (1, {}, {}, False),
+        (2, {"CPU": 8.0}, {}, False),  # the target's ranks are to share a node
+        (1, {"CPU": 8.0, "GPU": 4.0}, {}, False),  # the target measures its memory first
+        (1, {"CPU": 8.0}, {"accelerator_type": "H200"}, False),
+        (1, {"CPU": 2.0}, {"cpus_per_worker": 0.5}, True),
+    ],
+)
+def test_groups_start_at_once_where_none_takes_what_another_needs(
+    monkeypatch, num_nodes, free, section, at_once
+):
+    dead = {"Alive": False}
+    monkeypatch.setattr("ray.nodes", lambda: [dead, *[{"Alive": True}] * num_nodes])
+    monkeypatch.setattr("ray.available_resources", lambda: free)
+    monkeypatch.setattr("ray.cluster_resources", lambda: free)
+    specs = [SimpleNamespace(size=size, device="auto") for size in (2, 1)]
+    resources = ResourcesConfig(**section)
+    assert backend.RayBackend().can_start_at_once(specs, resources) == at_once

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from outrider.cluster.serve.args import ServeConfig
-from outrider.cluster.serve.deployment import RunningServe, check_room, deploy, undeploy
+from outrider.cluster.serve.deployment import (
+    RunningServe,
+    check_room,
+    deploy,
+    start_serve,
+    undeploy,
+)
 from outrider.errors import CheckpointError, ConfigError
 
 from ...helpers import ports
@@ -52,10 +58,11 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
     try:
         port = ports.free_port()
         first = ServeConfig(name="first")
-        deploy(Fine.bind(), first, "127.0.0.1", port)
+        start_serve("127.0.0.1", port)
+        deploy(Fine.bind(), first)
         second = ServeConfig(name="second", route_prefix="/second", graceful_shutdown_timeout_s=0)
         with pytest.raises(CheckpointError, match="^model: /m: the file model.safetensors ends"):
-            deploy(Broken.bind(), second, "127.0.0.1", port)
+            deploy(Broken.bind(), second)
         undeploy(second)
         assert set(serve.status().applications) == {"first"}
         assert serve.get_app_handle("first").remote().result() == "fine"
