@@ -26,10 +26,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..errors import OutriderError
 from ..scheduler.types import Draft, StepInput, ints
 from ..workers.collective import Collective
 from ..workers.model import PagedModel, load_model
 from ..workers.model.family.sample_step import sample_step
+from ..workers.model.fit import check_weights
 from ..workers.model.settings import read_config
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
@@ -144,7 +146,7 @@ def cases(
             yield context_len, num_tokens, partial(tree_step, num_tokens, context_len)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.forward")
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
@@ -153,15 +155,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", help="time prompts of so many tokens")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if min(options.threads, options.rounds, *options.tokens, *(options.prompts or [1])) < 1:
+        parser.error("--threads, --rounds, --tokens and --prompts must be at least 1")
+    if min(options.context) < 0:
+        parser.error("--context must be at least 0")
+    try:
+        check_weights(options.model)
+    except OutriderError as error:
+        parser.error(str(error))
+    return options
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures every combination and prints a table."""
     from rich.console import Console
 
-    options = _arguments()
+    options = _arguments(arguments)
     console = Console(width=140)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     torch.set_num_threads(options.threads)

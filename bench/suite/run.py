@@ -199,9 +199,10 @@ def _outrider_configs(settings: Settings) -> dict[str, EngineConfig]:
     for name in names:
         if name not in usable:
             known = "; its weights are the demo target's" if name in SECTIONS else ""
+            others = ", ".join(each for each in usable if each != "none")
             raise ConfigError(
                 f"drafters: {name!r} cannot run with this model{known}; there are all, none, "
-                f"{', '.join(usable)}; others: --speculative-config",
+                f"{others}; others: --speculative-config",
                 field="drafters",
             )
         found[f"{REFERENCE} {name}"] = _with_section(config, usable[name])

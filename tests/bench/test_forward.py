@@ -1,0 +1,31 @@
+"""`bench.forward` prints a row per size, and names what is wrong before it loads anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.bench import forward
+
+
+def test_a_row_for_every_size(capsys) -> None:
+    forward.main(["--dtype", "float32", "--tokens", "1", "3", "--context", "20", "--rounds", "1"])
+    table = [
+        line.split(" | ") for line in capsys.readouterr().out.splitlines() if "| float" in line
+    ]
+    assert [row[1:3] for row in table] == [["20", "1"], ["20", "3"]]
+    assert all(float(cell.split()[0]) > 0 for row in table for cell in row[3:6])
+    assert table[0][-1].strip(" |") == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["--tokens", "0"], "--tokens"),
+        (["--context", "-1"], "--context"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, named) -> None:
+    with pytest.raises(SystemExit):
+        forward.main(arguments)
+    assert named in capsys.readouterr().err
