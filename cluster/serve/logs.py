@@ -64,11 +64,10 @@ def log_prompt(request: Request, holder: str, text: str) -> None:
     _prompts.info("request %s of %r: %r", request.id, holder, text, extra=fields)
 
 
-def log_completion(request: Request, output: Assembler, elapsed_s: float) -> None:
+def log_completion(request: Request, output: Assembler, reason: str, elapsed_s: float) -> None:
     """One record of a completion that has ended: numbers, and neither prompt nor text."""
     if not _completions.isEnabledFor(logging.INFO):
         return
-    reason = output.finish_reason or "abort"
     fields = {
         "request_id": request.id,
         "finish_reason": reason,

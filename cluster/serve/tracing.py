@@ -64,8 +64,8 @@ class Tracing:
         """The caller's trace, from `traceparent` and `tracestate`; empty if there is none."""
         return self._propagator.extract(dict(headers))
 
-    def completion(self, spans: CompletionSpans, output: Assembler) -> None:
-        """Records one completion that has ended."""
+    def completion(self, spans: CompletionSpans, output: Assembler, reason: str) -> None:
+        """Records one completion that has ended, for `reason`."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         usage = output.speculation
@@ -74,7 +74,7 @@ class Tracing:
             "gen_ai.response.model": spans.model,
             "gen_ai.usage.input_tokens": len(spans.request.prompt),
             "gen_ai.usage.output_tokens": len(output.token_ids),
-            "gen_ai.response.finish_reasons": [output.finish_reason or "abort"],
+            "gen_ai.response.finish_reasons": [reason],
             "outrider.cached_tokens": output.num_cached_tokens,
         }
         root = self._tracer.start_span(
@@ -84,8 +84,8 @@ class Tracing:
             start_time=spans.start_ns,
             attributes=attributes,
         )
-        if (output.finish_reason or "abort") in _ERRORS:
-            root.set_status(Status(StatusCode.ERROR, output.finish_reason or "abort"))
+        if reason in _ERRORS:
+            root.set_status(Status(StatusCode.ERROR, reason))
         if spans.first_ns is not None and spans.times is not None:
             seated_ns = spans.first_ns - int(spans.times.prefill_s * 1e9)
             queued_ns = max(spans.start_ns, seated_ns - int(spans.times.queue_s * 1e9))
@@ -144,9 +144,9 @@ class CompletionSpans:
         if self.first_ns is None:
             self.first_ns, self.times = time.time_ns(), times
 
-    def end(self, output: Assembler) -> None:
-        """The completion has ended."""
-        self._tracing.completion(self, output)
+    def end(self, output: Assembler, reason: str) -> None:
+        """The completion has ended, for `reason`."""
+        self._tracing.completion(self, output, reason)
 
 
 _CURRENT: ContextVar[tuple[Tracing, Any] | None] = ContextVar("outrider_tracing", default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ ARGS: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",
     "dtype": "float32",
-    "max_model_len": 512,
+    "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
 }
@@ -100,16 +101,18 @@ def test_serving(url: str) -> None:
     with pytest.raises(openai.BadRequestError, match="no_such_token"):
         client.completions.create(**options, extra_body=unknown)
 
-    stream = client.completions.create(
-        **options, max_tokens=490, stream=True, extra_body={"ignore_eos": True}
-    )
+    # Seconds of work, also for a fast machine: both are certain to end before their last token.
+    long: dict[str, Any] = {**options, "temperature": 1, "n": 8, "max_tokens": 1900}
+    stream = client.completions.create(**long, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
     _wait(lambda: http.get("/stats").json()["running"] == 0)
-    body = {**options, "max_tokens": 490, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json=body, timeout=0.5)
+        http.post("/v1/completions", json={**long, "ignore_eos": True}, timeout=0.5)
     _wait(lambda: http.get("/stats").json()["running"] == 0)
+    metrics = http.get("/metrics").text
+    aborted = re.findall(r'request_success_total{.*reason="abort".*} (.+)', metrics)
+    assert sum(map(float, aborted)) == 16, "none of the 8 + 8 completed"
     (engine,) = http.get("/stats").json()["engines"]
     assert engine["kv"]["num_free_blocks"] == engine["kv"]["num_blocks"]
 

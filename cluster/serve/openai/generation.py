@@ -266,6 +266,7 @@ class Generation:
         assembler = job.assembler
         times = self._metrics.stopwatch()
         spans = begin_spans(job.request, self.frontend.model_name)
+        unfinished = "abort"  # by whoever asked
         try:
             async with contextlib.aclosing(self._parts(job)) as parts:
                 while True:
@@ -290,11 +291,15 @@ class Generation:
                         yield Step(job, chunk, last, len(assembler.token_ids), part.seen)
                     if last:
                         return
+        except Exception:
+            unfinished = "error"  # refused by the engine, or lost
+            raise
         finally:
-            times.finished(assembler.finish_reason or "abort")
-            log_completion(job.request, assembler, times.elapsed_s)
+            reason = assembler.finish_reason or unfinished
+            times.finished(reason)
+            log_completion(job.request, assembler, reason, times.elapsed_s)
             if spans is not None:
-                spans.end(assembler)
+                spans.end(assembler, reason)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Part, None]:
         request = replace(job.request, timeout_s=self._remaining())

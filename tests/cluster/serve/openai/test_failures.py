@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ def test_overload(server: Server, stream: bool) -> None:
     with pytest.raises(openai.RateLimitError):
         server.openai.completions.create(model="tiny", prompt="a")
     assert server.post("/v1/completions", **COMPLETION, n=3).status_code == 429
+    assert _ends(server) == {"error"}
 
 
 def test_a_failed_step(server: Server) -> None:
@@ -63,6 +65,13 @@ def test_a_hang_up_aborts_a_stream(server: Server, n: int) -> None:
         assert server.engine.stats()["running"] == n
     server.wait_idle()
     assert len(set(server.engine.aborted)) == n
+    assert _ends(server) == {"abort"}
+
+
+def _ends(server: Server) -> set[str]:
+    """How completions have ended, by the metric."""
+    text = server.http.get("/metrics").text
+    return set(re.findall(r'request_success_total{.*finished_reason="(\w+)"', text))
 
 
 @pytest.mark.parametrize("stream", [False, True])
