@@ -91,7 +91,7 @@ def limits() -> Any:
 class FakeEngine:
     """Answers every request with the same script, `num_per_step` tokens a step.
 
-    `gate` holds the steps back while it is cleared.
+    `gate` holds the steps back while it is cleared; it closes by itself after `free_steps` steps.
     """
 
     def __init__(self, info: Any, script: list[int], num_per_step: int = 3) -> None:
@@ -100,6 +100,7 @@ class FakeEngine:
         self.num_per_step = num_per_step
         self.gate = threading.Event()
         self.gate.set()
+        self.free_steps: int | None = None
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.dead = False
@@ -184,6 +185,11 @@ class FakeEngine:
 
     def _step(self) -> None:
         with self._lock:
+            if self._running and self.free_steps is not None:
+                self.free_steps -= 1
+                if self.free_steps == 0:
+                    self.free_steps = None
+                    self.gate.clear()
             by_sink: dict[int, tuple[Any, list[Delta]]] = {}
             for request_id, (request, sink, done, steps) in list(self._running.items()):
                 delta = self._advance(request, done, steps + 1)

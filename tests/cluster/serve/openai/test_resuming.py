@@ -100,7 +100,7 @@ def test_a_broken_connection_frees_the_engine_and_keeps_the_tokens(
     server = start(TEXT, resuming=ANY, store=TokenStore(30.0))
     body = {"prompt": "a", "max_tokens": 200, "stream": True, "resumable": True, "seed": 7}
     whole = joined(events(server.post("/v1/completions", **body)))
-    server.engine.pause_s = 0.02
+    server.engine.free_steps = 20
     read: list[tuple[str, dict[str, Any]]] = []
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         block: dict[str, str] = {}
@@ -111,6 +111,8 @@ def test_a_broken_connection_frees_the_engine_and_keeps_the_tokens(
             if len(read) == 5:
                 break
     server.wait_idle()
+    assert server.engine.aborted
+    server.engine.gate.set()
     num_steps = len(server.engine.submitted)
     name, _, count = read[-1][0].partition(":")
     resume = {"request_id": name, "num_tokens": int(count)}
