@@ -23,14 +23,26 @@ Outputs = dict[str, tuple[int, ...]]
 
 
 class Box:
-    """A sink that keeps deltas until they are asked for."""
+    """A sink that keeps deltas until they are asked for.
 
-    def __init__(self) -> None:
+    Args:
+        on_delta: called with every delta and its number, from 1. The engine waits until it returns,
+            so that requests which have tokens left are certain to run meanwhile.
+    """
+
+    def __init__(self, on_delta: Callable[[int, Delta], None] | None = None) -> None:
         self.deltas: queue.Queue[Delta] = queue.Queue()
+        self._on_delta = on_delta
+        self._count = 0
 
     def deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            self.deltas.put(delta)
+            self._count += 1
+            try:
+                if self._on_delta is not None:
+                    self._on_delta(self._count, delta)
+            finally:
+                self.deltas.put(delta)
 
     def last(self) -> Delta:
         """Its request's last delta."""
@@ -75,8 +87,12 @@ def complete(
     on_delta: Callable[[int, Delta], None] | None = None,
     **sampling: Any,
 ) -> tuple[Outputs, dict[str, Delta]]:
-    """Tokens and last delta of every prompt, `at_once` running at a time."""
-    box, outputs, last = Box(), {}, {}
+    """Tokens and last delta of every prompt, `at_once` running at a time.
+
+    Args:
+        on_delta: as of `Box`.
+    """
+    box, outputs, last = Box(on_delta), {}, {}
     waiting = list(enumerate(prompts))
     sampling = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **sampling}
 
@@ -88,13 +104,9 @@ def complete(
 
     for _ in range(min(at_once, len(waiting))):
         submit()
-    count = 0
     while len(last) < len(prompts):
         delta = box.deltas.get(timeout=120)
         outputs[delta.request_id] += delta.token_ids
-        count += 1
-        if on_delta is not None:
-            on_delta(count, delta)
         if delta.finish_reason:
             last[delta.request_id] = delta
             if waiting:

@@ -40,10 +40,10 @@ def rest(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
 
