@@ -21,6 +21,7 @@ SECTIONS = {
         "decoding_type": "DraftTarget",
         "speculative_model": DRAFT,
         "max_draft_len": 4,
+        "draft_timeout_s": 30,  # a busy machine's pauses are no fault of its
     },
 }
 
@@ -65,7 +66,7 @@ FAMILY = {
         "decoding_type": "Compose",
         "mode": "merge",
         "max_draft_len": 12,
-        "members": [ALL["Suffix"], ALL["DraftTarget"]],
+        "members": [ALL["Suffix"], SECTIONS["DraftTarget"]],
     },
     "merged look-ups and a window": {
         "decoding_type": "Compose",
@@ -73,7 +74,9 @@ FAMILY = {
         "members": [ALL["Suffix"], ALL["NGram"], ALL["Lookahead"]],
     },
     "replica's pool": {**ALL["NGram"], "pool_scope": "replica"},
-    "User": {**ALL["User"], "timeout_s": 10},  # a busy machine's pauses are no fault of its
+    # A busy machine's pauses are no fault of theirs.
+    "Eagle3 separate": {**ALL["Eagle3 separate"], "draft_timeout_s": 30},
+    "User": {**ALL["User"], "timeout_s": 10},
 }
 
 

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,7 +25,6 @@ from ..helpers.toy import VOCAB, continuation, next_token
 
 MODULE = '''
 import threading
-import time
 from outrider.scheduler import tree
 from outrider.tests.helpers.toy import next_token
 
@@ -61,9 +61,19 @@ class SometimesRaises(Right):
             raise RuntimeError("not this one")
         return super().draft(token_ids, max_tokens)
 
+class Gate:
+    def __init__(self):
+        self.hangs, self.opened = False, threading.Event()
+    def wait(self):
+        self.hangs = True
+        self.opened.wait(60)
+        self.hangs = False
+    def set(self):
+        self.opened.set()
+
 class Hangs(Right):
     def __init__(self):
-        self.gate = threading.Event()
+        self.gate = Gate()
         self.calls = 0
         self.seen = []
     def prepare(self, request):
@@ -71,15 +81,16 @@ class Hangs(Right):
     def draft(self, token_ids, max_tokens):
         self.calls += 1
         if self.calls == 3:
-            self.gate.wait(60)
+            self.gate.wait()
         return super().draft(token_ids, max_tokens)
 
 class SlowStart(Right):
     def __init__(self):
+        self.gate = Gate()
         self.prepared = []
     def prepare(self, request):
         self.prepared.append(request.id)
-        time.sleep(0.2)
+        self.gate.wait()
 
 class Full:
     """Two chains from the root: a wrong one and the right one."""
@@ -107,11 +118,11 @@ class Full:
 class HangingTree(Full):
     def __init__(self):
         super().__init__()
-        self.gate, self.calls = threading.Event(), 0
+        self.gate, self.calls = Gate(), 0
     def propose(self, batch, budgets):
         self.calls += 1
         if self.calls == 3:
-            self.gate.wait(60)
+            self.gate.wait()
         return super().propose(batch, budgets)
 
 class FailingHook(Right):
@@ -149,19 +160,46 @@ constant = 3
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """Builds a drafter of the module above."""
+    """Builds a drafter of the module above.
+
+    Its deadline passes when one of its calls waits at its gate, and never because of the machine;
+    with a `timeout_s`, it is a time.
+    """
     name = f"user_module_{id(tmp_path)}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "broken_module.py").write_text("import nothing_of_this_name\n")
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(path: str, /, **options) -> User:
-        timeout = {"timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}
+        timeout_s = options.pop("timeout_s", None)
         path = path if ":" in path else f"{name}:{path}"
-        return User(UserConfig(drafter=path, options=options, **timeout))
+        if timeout_s is not None:
+            return User(UserConfig(drafter=path, options=options, timeout_s=timeout_s))
+        drafter = User(UserConfig(drafter=path, options=options))
+        made = getattr(drafter._drafter, "_drafter", drafter._drafter)
+        drafter._runner._done = Answers(getattr(made, "gate", None))
+        return drafter
 
     yield make
     sys.modules.pop(name, None)
+
+
+class Answers(threading.Semaphore):
+    """Counts the calls that have returned; who waits for one gives up if it hangs."""
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__(0)
+        self._gate = gate
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        if not blocking:
+            return super().acquire(blocking=False)
+        for _ in range(30_000):
+            if super().acquire(timeout=0.001):
+                return True
+            if self._gate is not None and self._gate.hangs:
+                return False
+        raise AssertionError("a call neither returns nor hangs")
 
 
 def serve(loop, request_of, drive, names: str = "ab") -> None:
@@ -253,7 +291,7 @@ def test_one_request_that_makes_it_raise_does_not_hurt_the_other(
 
 
 def test_a_drafter_that_hangs_is_left_behind_and_taken_back(user, make_loop, request_of, drive):
-    drafter = user("Hangs", timeout_s=0.05)
+    drafter = user("Hangs")
     hanging = drafter._drafter._drafter
     drafting = Drafting(drafter, VOCAB)
     loop = make_loop(drafting=drafting, max_model_len=120)
@@ -278,7 +316,7 @@ def test_a_drafter_that_hangs_is_left_behind_and_taken_back(user, make_loop, req
 
 
 def test_a_full_drafter_is_told_anew_what_it_missed(user, make_loop, request_of, drive):
-    drafter = user("HangingTree", timeout_s=0.05)
+    drafter = user("HangingTree")
     full = drafter._drafter
     drafting = Drafting(drafter, VOCAB)
     loop = make_loop(drafting=drafting, max_model_len=120)
@@ -297,11 +335,12 @@ def test_a_full_drafter_is_told_anew_what_it_missed(user, make_loop, request_of,
 
 
 def test_a_slow_start_is_not_repeated(user, make_loop, request_of, drive):
-    drafter = user("SlowStart", timeout_s=0.05)
+    drafter = user("SlowStart")
     drafting = Drafting(drafter, VOCAB)
     loop = make_loop(drafting=drafting, max_model_len=120)
     loop.add(request_of("a", (5, 5), 80))
     text = sum((sum((d.token_ids for d in loop.step()), ()) for _ in range(3)), ())
+    drafter._drafter._drafter.gate.set()
     wait_for(drafter)
     text += drive(loop)["a"]
     assert text == continuation((5, 5), 80)
@@ -324,6 +363,7 @@ def test_shutdown_does_not_wait_for_a_hanging_drafter(user, make_loop, request_o
     drafter = user("Hangs", timeout_s=0.05)
     drafting = Drafting(drafter, VOCAB)
     serve(make_loop(drafting=drafting), request_of, drive, "a")
+    assert drafting.stats.faults >= 1
     done = threading.Thread(target=drafting.shutdown)
     done.start()
     done.join(30)
@@ -374,6 +414,7 @@ def test_the_example_in_the_docs_runs(tiny, tmp_path, monkeypatch):
     (tmp_path / "phrasebook.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
     speculative = yaml.safe_load(section)["speculative_config"]
+    speculative["timeout_s"] = 10  # a busy machine's pauses are no fault of its
     prompts = [*random_prompts(4, 96), [3, 11, 12]]
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9}):
         (plain,) = plain_outputs(tiny.target, prompts, sampling)

@@ -67,22 +67,28 @@ def sections(models) -> dict[str, dict]:
         "speculative_model": models["draft"],
         "max_draft_len": 4,
     }
+    waits = {"draft_timeout_s": 30}  # a busy machine's pauses are no fault of theirs
     eagle = {"decoding_type": "Eagle", "speculative_model": models["eagle"], "max_draft_len": 4}
     return {
         "ngram": ngram,
         "suffix": {"decoding_type": "Suffix", "max_draft_len": 6},
-        "user": {"decoding_type": "User", "drafter": "cats:Cats", "max_draft_len": 5},
+        "user": {
+            "decoding_type": "User",
+            "drafter": "cats:Cats",
+            "max_draft_len": 5,
+            "timeout_s": 30,
+        },
         "tree": {
             "decoding_type": "Compose",
             "mode": "merge",
             "max_draft_len": 8,
-            "members": [ngram, {**draft, "max_draft_len": 3}],
+            "members": [ngram, {**draft, "max_draft_len": 3, **waits}],
         },
         "lookahead": {"decoding_type": "Lookahead"},
         "colocated draft": {**draft, "placement": "colocated"},
         "head": {"decoding_type": "Medusa", "speculative_model": models["head"]},
         "head with a cache": eagle,
-        "separate head": {**eagle, "placement": "separate"},
+        "separate head": {**eagle, "placement": "separate", **waits},
     }
 
 
