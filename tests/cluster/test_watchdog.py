@@ -16,8 +16,8 @@ from outrider.errors import ConfigError
 WATCHED = """
 import time
 from outrider.cluster.watchdog import start_watchdog
-start_watchdog(1.0)
-start_watchdog(1.0)
+start_watchdog(2.0)
+start_watchdog(2.0)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -28,7 +28,7 @@ def test_a_stopped_process_is_killed() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(2.5)  # it runs
+            process.wait(3.5)  # it runs
         os.kill(process.pid, signal.SIGSTOP)
         assert process.wait(30) == -signal.SIGKILL
 

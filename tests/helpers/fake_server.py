@@ -15,15 +15,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Seen:
-    """Counts over all requests."""
+    """Counts over all requests, and where `num_together` of them wait for one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_together: int) -> None:
+        self.together = threading.Barrier(num_together)
         self.lock = threading.Lock()
         self.bodies: list[dict] = []
         self.in_flight = self.most_in_flight = 0
 
 
-def handler(options: argparse.Namespace, seen: Seen) -> type[BaseHTTPRequestHandler]:
+def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
+    seen = Seen(options.together)
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -46,11 +49,8 @@ def handler(options: argparse.Namespace, seen: Seen) -> type[BaseHTTPRequestHand
                 number = len(seen.bodies)
                 seen.in_flight += 1
                 seen.most_in_flight = max(seen.most_in_flight, seen.in_flight)
-            try:
-                self._answer(body, number)
-            finally:
-                with seen.lock:
-                    seen.in_flight -= 1
+            seen.together.wait(60)
+            self._answer(body, number)
 
         def _answer(self, body: dict, number: int) -> None:
             stream_options = body.get("stream_options", {})
@@ -58,9 +58,11 @@ def handler(options: argparse.Namespace, seen: Seen) -> type[BaseHTTPRequestHand
                 sys.stderr.write("out of luck\n")
                 os._exit(3)
             if options.strict and "continuous_usage_stats" in stream_options:
+                self._leave()
                 self._json(400, {"error": {"message": "continuous_usage_stats: unknown"}})
                 return
             if options.fail_every and number % options.fail_every == 0:
+                self._leave()
                 self._json(500, {"error": {"message": "a bad day"}})
                 return
             self.send_response(200)
@@ -80,6 +82,7 @@ def handler(options: argparse.Namespace, seen: Seen) -> type[BaseHTTPRequestHand
                     event["usage"] = {"prompt_tokens": 5, "completion_tokens": num_sent}
                 self._event(event)
                 if options.cut:
+                    self._leave()
                     return
             usage = {"prompt_tokens": 5, "completion_tokens": total}
             if options.speculates:
@@ -90,7 +93,13 @@ def handler(options: argparse.Namespace, seen: Seen) -> type[BaseHTTPRequestHand
                 }
             if stream_options.get("include_usage"):
                 self._event({"choices": [], "usage": usage})
+            self._leave()
             self.wfile.write(b"data: [DONE]\n\n")
+
+        def _leave(self) -> None:
+            """Before the end of the answer, upon which a client may send the next request."""
+            with seen.lock:
+                seen.in_flight -= 1
 
         def _event(self, event: dict) -> None:
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -114,6 +123,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--per-event", type=int, default=1)
     parser.add_argument("--fail-every", type=int, default=0)
     parser.add_argument("--die-at", type=int, default=0, help="request that ends the process")
+    parser.add_argument("--together", type=int, default=1, help="requests that wait for all")
     parser.add_argument("--cut", action="store_true", help="streams end after an event")
     parser.add_argument("--strict", action="store_true", help="no continuous usage")
     parser.add_argument("--speculates", action="store_true")
@@ -123,7 +133,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def serve(*words: str) -> ThreadingHTTPServer:
     """A server in a thread of this process, on a port of its own."""
     options = arguments(list(words))
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), handler(options, Seen()))
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), handler(options))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -131,4 +141,4 @@ def serve(*words: str) -> ThreadingHTTPServer:
 
 if __name__ == "__main__":
     options = arguments(sys.argv[1:])
-    ThreadingHTTPServer(("127.0.0.1", options.port), handler(options, Seen())).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", options.port), handler(options)).serve_forever()

@@ -45,7 +45,7 @@ def text(value: str, tokens: int | None = None) -> dict:
 
 
 def test_closed_loop_keeps_its_streams_full(endpoint):
-    at = endpoint("--delay-s", "0.02")
+    at = endpoint("--together", "3")  # answers none of less than three
     exchanges, wall_s = send_all(at, bodies(9, 3), Load(streams=3))
     seen = httpx.get(f"{at.url}/seen").json()
     assert seen["most"] == 3
@@ -53,7 +53,8 @@ def test_closed_loop_keeps_its_streams_full(endpoint):
     assert {body["model"] for body in seen["bodies"]} == {"m"}
     traces = [parse(index, each).trace for index, each in enumerate(exchanges)]
     assert [trace.num_tokens for trace in traces] == [3] * 9
-    assert sum(exchange.submitted_s < 0.02 for exchange in exchanges) >= 3
+    first_s = min(trace.arrivals[0].at_s for trace in traces)
+    assert sum(exchange.submitted_s < first_s for exchange in exchanges) == 3
     assert wall_s >= max(trace.arrivals[-1].at_s for trace in traces)
 
 

@@ -314,7 +314,7 @@ def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPat
             link = EdgeLink(listener.reply_to, "node")
             first = listener.open("a")
             link.deliver([Delta("a", (1,))])
-            assert await asyncio.wait_for(first.get(), 5) == Delta("a", (1,))
+            assert await asyncio.wait_for(first.get(), 60) == Delta("a", (1,))
             assert not failures
             link.close()
 

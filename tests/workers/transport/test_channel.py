@@ -257,10 +257,9 @@ def test_closing_wakes_a_pending_call(make):
 
     channel = make([waiting, waiting])
     threading.Thread(target=lambda: (entered.wait(10), channel.close())).start()
-    begin = time.monotonic()
-    with pytest.raises(WorkerDiedError):
-        channel.call("go", 5.0)
-    assert time.monotonic() - begin < 4
+    with pytest.raises(WorkerDiedError) as caught:
+        channel.call("go", 30.0)
+    assert "no answer" not in str(caught.value), "it has waited for its end"
     stuck.set()
 
 

@@ -84,25 +84,32 @@ def test_nobody_looks_on_one_core_or_where_it_is_switched_off(monkeypatch, cores
 
 @pytest.mark.parametrize(("engine_s", "rank_s"), [(0.0, 0.0), (0.02, 0.0), (0.0, 0.02)])
 def test_each_end_of_a_channel_looks_as_long_as_it_is_told(monkeypatch, engine_s, rank_s) -> None:
-    """The answer takes a while, as does the next message."""
+    """The answer comes when the engine has looked, if it looks, and the next message likewise."""
     looking = set()
     monkeypatch.setattr(waiting.os, "sched_yield", lambda: looking.add(threading.get_ident()))
     monkeypatch.setattr(waiting, "num_cores", lambda: 2)
     near, far = socket.socketpair()
 
+    def pause(other: int | None, spin_s: float) -> None:
+        """Long enough for the other end to look."""
+        for _ in range(10_000 if spin_s else 5):
+            time.sleep(0.001)
+            if other in looking:
+                return
+
+    engine = threading.get_ident()
+
     def answer(message: int) -> int:
-        time.sleep(0.005)
+        pause(engine, engine_s)
         return message + 1
 
     rank = threading.Thread(target=serve, args=(far, 0, answer, (), rank_s))
     rank.start()
     channel = SocketChannel([near], spin_s=engine_s)
     for message in range(3):
-        assert channel.call(message, 10.0) == message + 1
-        time.sleep(0.005)
-    idents = {
-        name for name, spin_s in ((threading.get_ident(), engine_s), (rank.ident, rank_s)) if spin_s
-    }
+        assert channel.call(message, 60.0) == message + 1
+        pause(rank.ident, rank_s)
+    idents = {name for name, spin_s in ((engine, engine_s), (rank.ident, rank_s)) if spin_s}
     channel.close()
     rank.join()
     far.close()
