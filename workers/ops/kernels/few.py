@@ -12,8 +12,8 @@ from typing import Any
 from numba.core import cgutils, types
 
 from . import inlined
+from .ahead import emit_fetch_lines
 from .panels import GROUP, QUAD, UNIT, emit_products, emit_quad, emit_zip
-from .tiles import fetch_ahead
 from .vector import (
     I64,
     LANES,
@@ -45,24 +45,28 @@ def _places(builder: Any, count: int) -> list[Any]:
 def score_tile(num_rows: int) -> Any:
     """Dots of up to `num_rows` queries with 16 keys.
 
-    `tile(kind, queries, to_query, count, keys, to_key, slots, quads, out, to_out)`: `slots` is the
-    address of the keys' numbers, int64, by which they lie behind `keys`.
+    `tile(kind, queries, to_query, count, keys, to_key, slots, quads, out, to_out, ...)`: `slots` is
+    the address of the keys' numbers, int64, by which they lie behind `keys`; the rest says
+    what is fetched meanwhile (`ahead.py`).
     """
 
     @instruction
     def tile(
         _: Any, kind: Any, queries: Any, to_query: Any, count: Any, keys: Any, to_key: Any,
-        slots: Any, quads: Any, out: Any, to_out: Any,
+        slots: Any, quads: Any, out: Any, to_out: Any, later: Any, to_later: Any, values: Any,
+        to_value: Any, next_slots: Any, first_quad: Any, bits: Any,
     ) -> Any:  # fmt: skip
         half = is_half(kind)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, queries, to_query, count, keys, to_key, slots, quads, out, to_out = arguments
+            _, queries, to_query, count, keys, to_key, slots, quads, out, to_out, *ahead = arguments
+            *lines, first_quad, bits = ahead
             rows = _rows(builder, queries, to_query, count, num_rows)
             totals = _places(builder, num_rows)
             for total in totals:
                 builder.store(constant(VECTOR, 0.0), total)
             with cgutils.for_range(builder, quads) as loop:
+                emit_fetch_lines(builder, *lines, builder.add(first_quad, loop.index), bits)
                 offset = builder.mul(loop.index, I64(QUAD * UNIT))
                 units = emit_quad(builder, builder.add(keys, offset), to_key, slots)
                 for index, unit in enumerate(units):
@@ -76,7 +80,7 @@ def score_tile(num_rows: int) -> Any:
                 emit_store(builder, builder.load(total), row, 4)
             return context.get_dummy_value()
 
-        return types.void(kind, *[types.int64] * 9), emit
+        return types.void(kind, *[types.int64] * 16), emit
 
     return tile
 
@@ -148,18 +152,17 @@ def are_few(kind, num_queries, dim):
 
 
 @inlined
-def score_few(
-    kind, panels, queries, num_queries, keys, values, num_keys, num_slots, dim, value_dim, scores
-):  # fmt: skip
+def score_few(kind, panels, queries, num_queries, keys, ahead, num_keys, dim, scores):
     """Dots with the keys of a tile, in whole vectors; memory that is read next is fetched."""
     key_size = dim * kind.width
-    value_size = 0 if values.start == keys.start else value_dim * kind.width
     for first in range(0, num_keys, LANES):
-        fetch_ahead(panels, keys, values, first, num_slots, key_size, value_size)
+        later, values = ahead.keys, ahead.values
+        next_slots = ahead.slots + first * 8 if first < ahead.num_keys else 0
         SCORE(
             kind.tag, queries.start, queries.to_row, num_queries, keys.start, keys.to_row,
             panels.slots + first * 8, key_size // UNIT // QUAD, scores.start + first * 4,
-            scores.to_row,
+            scores.to_row, later.start, later.to_row, values.start, values.to_row, next_slots,
+            ahead.first_quad, ahead.bits,
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from .ahead import emit_fetch
 from .vector import (
     F32,
     HAS_PAIR_DOT,
@@ -49,7 +50,6 @@ PANEL = 64  # bytes of a panel's row
 STRIDE = 4 * PANEL  # from one unit of a group to the next
 GROUP = 4 * LANES  # columns
 QUAD = 4  # units that are transposed at once
-_SECOND_CACHE = I32(2)  # LLVM's name of the place for prefetched lines
 
 __all__ = [
     "GROUP",
@@ -60,7 +60,6 @@ __all__ = [
     "emit_products",
     "emit_quad",
     "emit_zip",
-    "fetch",
     "panel_tile",
     "transpose_quad",
     "zip_rows",
@@ -176,7 +175,7 @@ def _emit_panels(
         places = [builder.add(each, offset) for each in panels]
         right = [emit_load(builder, place, kept, 4) for place in places]
         for place in places if ahead is not None else ():
-            _emit_fetch(builder, builder.add(place, ahead))
+            emit_fetch(builder, builder.add(place, ahead))
         step = builder.mul(loop.index, I64(UNIT))
         for address, line in zip(rows, totals, strict=True):
             emit_products(builder, half, builder.add(address, step), right, line)
@@ -198,23 +197,6 @@ def emit_products(
         else:
             added = emit_fma(builder, left, values, added)
         builder.store(added, total)
-
-
-def _emit_fetch(builder: Any, address: Any) -> None:
-    """Into the second cache: the few buffers of the first one's misses would be the bound."""
-    place = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), _SECOND_CACHE, I32(1))
-
-
-@instruction
-def fetch(_: Any, address: Any) -> Any:
-    """Begins to read a line of memory."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_fetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
 
 
 @instruction

@@ -9,21 +9,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import Matrix, inlined
-from .panels import GROUP, PANEL, QUAD, STRIDE, UNIT, fetch, transpose_quad, zip_rows
+from .ahead import fetch_lines
+from .panels import GROUP, PANEL, QUAD, STRIDE, UNIT, transpose_quad, zip_rows
 from .prepare import item64
 from .product import FLOATS, group_rows
 from .vector import LANES, store_one
 from .visible import Tile, slot_of
 
 TILE = 256  # keys
-AHEAD = 64  # keys
-LINE = 64  # bytes of memory that are read at once
 
 
 class Panels(NamedTuple):
     """Where a tile is laid out, of which all are addresses."""
 
-    slots: int  # int64 [TILE + AHEAD]
+    slots: int  # int64 [TILE]
     keys: int  # groups of keys
     values: int  # groups of dimensions of the values
 
@@ -31,14 +30,14 @@ class Panels(NamedTuple):
 @inlined
 def panels_at(start, kind, dim):
     begin = (start + PANEL - 1) // PANEL * PANEL
-    keys = begin + (TILE + AHEAD) * 8
+    keys = begin + 2 * TILE * 8  # the slots of the next tile lie between
     return Panels(begin, keys, keys + TILE * dim * kind.width)
 
 
 def panel_bytes(width: int, dim: int, value_dim: int) -> int:
     """Memory behind the address of `panels_at`."""
     wide = -(-value_dim // GROUP) * GROUP
-    return PANEL + (TILE + AHEAD) * 8 + TILE * dim * width + TILE * wide * width
+    return PANEL + 2 * TILE * 8 + TILE * dim * width + TILE * wide * width
 
 
 @inlined
@@ -47,27 +46,27 @@ def whole_vectors(count):
 
 
 @inlined
-def find_tile(panels, tile, sequence, block_size):
-    """The slots of a tile's keys and of those that are fetched meanwhile; their number."""
-    num_slots = min(tile.num_keys + AHEAD, sequence.key_len - tile.begin)
-    _find_slots(panels.slots, Tile(tile.begin, num_slots), sequence.blocks, block_size)
-    return num_slots
+def tile_from(begin, last, block_size):
+    """Neighbouring keys before `last`, whole blocks of them or in one block; there may be none."""
+    most = TILE // block_size * block_size if block_size <= TILE else TILE
+    if block_size > TILE:
+        most = min(most, block_size - begin % block_size)
+    return Tile(begin, max(min(most, last - begin), 0))
 
 
 @inlined
-def lay_out(kind, panels, keys, values, tile, num_slots, dim, value_dim):
+def lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim):
     """Keys and values of a tile in panels; memory that is read next is fetched meanwhile."""
-    key_size = dim * kind.width
-    value_size = 0 if values.start == keys.start else value_dim * kind.width
     for first in range(0, tile.num_keys, LANES):
-        fetch_ahead(panels, keys, values, first, num_slots, key_size, value_size)
-        _lay_keys(panels, keys, first, key_size // UNIT)
+        _lay_keys(panels, keys, ahead, first, dim * kind.width // UNIT)
     _lay_values(kind, panels, values, tile.num_keys, value_dim)
 
 
 @inlined
-def _find_slots(slots, tile, blocks, block_size):
+def find_slots(slots, tile, blocks, block_size):
     """The slot of every key, block after block; whole vectors are filled up with the last one."""
+    if tile.num_keys == 0:
+        return
     at = 0
     while at < tile.num_keys:
         key = tile.begin + at
@@ -82,29 +81,12 @@ def _find_slots(slots, tile, blocks, block_size):
 
 
 @inlined
-def fetch_ahead(panels, keys, values, first, num_slots, key_size, value_size):
-    """Begins to read 16 values, from `first` of the tile on, and the keys some way behind them."""
-    slots = panels.slots + first * 8
-    _fetch_rows(values, slots, value_size)
-    if first + AHEAD < num_slots:
-        _fetch_rows(keys, slots + AHEAD * 8, key_size)
-
-
-@inlined
-def _fetch_rows(rows, slots, size):
-    """The lines of 16 rows."""
-    for index in range(LANES):
-        place = rows.start + item64(slots, index) * rows.to_row
-        for byte in range(0, size, LINE):
-            fetch(place + byte)
-
-
-@inlined
-def _lay_keys(panels, keys, first, units):
+def _lay_keys(panels, keys, ahead, first, units):
     """16 keys, from `first` of the tile on."""
     slots, last = panels.slots + first * 8, units - QUAD
     panel = panels.keys + first // GROUP * units * STRIDE + first % GROUP * UNIT
     for begin in range(0, units, QUAD):
+        fetch_lines(ahead, first, begin // QUAD)
         unit = min(begin, last)  # the last units of a row that has no whole number of quads
         transpose_quad(keys.start + unit * UNIT, keys.to_row, slots, panel + unit * STRIDE)
 
