@@ -7,6 +7,7 @@ keys and four of values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -46,26 +47,22 @@ def _FETCH(
     _: Any, keys: Any, to_key: Any, values: Any, to_value: Any, slots: Any, quad: Any, bits: Any
 ) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_lines(builder, *arguments)
+        _emit_lines(builder, arguments)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), emit
 
 
-def emit_fetch_lines(
-    builder: Any, keys: Any, to_key: Any, values: Any, to_value: Any, slots: Any, quad: Any,
-    bits: Any,
-) -> None:  # fmt: skip
-    """As `fetch_lines`; none where `slots` is 0."""
+def emit_fetch_lines(builder: Any, lines: Sequence[Any], quad: Any) -> None:
+    """As `fetch_lines`, from the first quad among `lines` on; none where their slots are 0."""
+    *places, slots, first_quad, bits = lines
     with cgutils.if_likely(builder, builder.icmp_signed("!=", slots, I64(0))):
-        _emit_lines(builder, keys, to_key, values, to_value, slots, quad, bits)
+        _emit_lines(builder, [*places, slots, builder.add(first_quad, quad), bits])
 
 
-def _emit_lines(
-    builder: Any, keys: Any, to_key: Any, values: Any, to_value: Any, slots: Any, quad: Any,
-    bits: Any,
-) -> None:  # fmt: skip
+def _emit_lines(builder: Any, lines: Sequence[Any]) -> None:
     """As many quads as a row has are as many lines of four rows, of which 16 keys have four."""
+    keys, to_key, values, to_value, slots, quad, bits = lines
     row = builder.and_(quad, builder.sub(builder.shl(I64(1), bits), I64(1)))
     shift = builder.shl(builder.lshr(quad, bits), I64(_LINE_BITS))
     numbers = builder.add(slots, builder.mul(row, I64(8)))

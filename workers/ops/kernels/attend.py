@@ -44,7 +44,7 @@ class Heads(NamedTuple):
     """Key heads of a pass."""
 
     first: int
-    count: int
+    num_heads: int
 
 
 @inlined
@@ -142,12 +142,12 @@ def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequen
     block_size, panels = step.block_size, work.panels
     slots, next_slots = panels.slots, panels.slots + TILE * 8
     tile = tile_from(span[0] // step.alignment * step.alignment, span[1], block_size)
-    bits = 0 if heads.count == layer.num_kv_heads else 2
+    bits = 0 if heads.num_heads == layer.num_kv_heads else 2
     find_slots(slots, tile, sequence.blocks, block_size)
     while tile.num_keys > 0:
         next_tile = tile_from(tile.begin + tile.num_keys, span[1], block_size)
         find_slots(next_slots, next_tile, sequence.blocks, block_size)
-        for index in range(heads.count):
+        for index in range(heads.num_heads):
             quad = index * num_quads
             ahead = Ahead(keys, values, next_slots, next_tile.num_keys, quad, bits)
             own_keys = Matrix(keys.start + index * key_bytes, keys.to_row)
@@ -168,7 +168,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
     dim, value_dim = layer.head_dim, layer.value_dim
     padded = (value_dim + LANES - 1) // LANES * LANES
     sequence, work = _sequence_of(step, seq), _work_at(scratch, kind, dim, padded)
-    num_queries, num_lanes = num_rows * group, heads.count * group
+    num_queries, num_lanes = num_rows * group, heads.num_heads * group
 
     last, first = 0, sequence.key_len
     for row in range(num_rows):
@@ -186,7 +186,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
     span = (first, last)
     _attend_tiles(kind, work, rows, num_queries, heads, span, cache, sequence, step, layer)
 
-    for query in range(heads.count * num_queries):
+    for query in range(heads.num_heads * num_queries):
         head, rest = heads.first + query // num_queries, query % num_queries
         row, lane = rows + rest // group, head * group + rest % group
         target = out + (row * num_kv_heads * group + lane) * value_dim * width

@@ -59,14 +59,13 @@ def score_tile(num_rows: int) -> Any:
         half = is_half(kind)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, queries, to_query, count, keys, to_key, slots, quads, out, to_out, *ahead = arguments
-            *lines, first_quad, bits = ahead
+            _, queries, to_query, count, keys, to_key, slots, quads, out, to_out, *lines = arguments
             rows = _rows(builder, queries, to_query, count, num_rows)
             totals = _places(builder, num_rows)
             for total in totals:
                 builder.store(constant(VECTOR, 0.0), total)
             with cgutils.for_range(builder, quads) as loop:
-                emit_fetch_lines(builder, *lines, builder.add(first_quad, loop.index), bits)
+                emit_fetch_lines(builder, lines, loop.index)
                 offset = builder.mul(loop.index, I64(QUAD * UNIT))
                 units = emit_quad(builder, builder.add(keys, offset), to_key, slots)
                 for index, unit in enumerate(units):
