@@ -14,7 +14,6 @@ between them: what a forward would cost that did nothing else.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -201,8 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
             cells = [f"{best[name]:.2f} ({found.median[name]:.2f})" for name in timed]
             if num_tokens == 1:
                 alone[context_len] = best["family"]
-            others = best["bridge"], best["products"], alone.get(context_len, math.nan)
-            ratios = (f"{best['family'] / each:.2f}" for each in others)
+            others = best["bridge"], best["products"], alone.get(context_len)
+            ratios = ("-" if each is None else f"{best['family'] / each:.2f}" for each in others)
             row = [dtype, context_len, num_tokens, *cells, *ratios]
             console.print("| " + " | ".join(map(str, row)) + " |")
 
