@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 def free_port() -> int:
@@ -27,6 +29,14 @@ def connect(port: int, receive_bytes: int | None = None) -> socket.socket:
     connection.settimeout(30)
     connection.connect(("127.0.0.1", port))
     return connection
+
+
+def completion(body: dict[str, Any], **headers: str) -> bytes:
+    """The bytes of a request for a completion."""
+    data = json.dumps(body).encode()
+    fields = {"host": "x", "content-length": str(len(data)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data
 
 
 def rest(connection: socket.socket) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
 from outrider.errors import ConfigError
-from outrider.tests.helpers.ports import connect, dribble, rest, wait_for
+from outrider.tests.helpers.ports import completion, connect, dribble, rest, wait_for
 
 LIMITS = ConnectionLimits(
     header_timeout_s=0.5, max_header_bytes=4096, write_timeout_s=0.5, send_buffer_bytes=16384
@@ -51,17 +50,11 @@ def server(
     thread.join(10)
 
 
-def post(body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
-
-
 def test_headers_that_never_end(server: tuple[Any, int]) -> None:
     """Silent, dribbled, and dribbled after a request that was in order."""
     _, port = server
     with connect(port) as silent, connect(port) as first, connect(port) as second:
-        second.sendall(post({"prompt": "a", "max_tokens": 2}))
+        second.sendall(completion({"prompt": "a", "max_tokens": 2}))
         assert second.recv(65536).startswith(b"HTTP/1.1 200")
         for connection in (first, second):
             connection.sendall(b"GET /health HTTP/1.1\r\nx")
@@ -82,7 +75,7 @@ def test_a_long_answer_and_a_slow_engine_are_no_reason(server: tuple[Any, int]) 
     engine, port = server
     engine.pause_s = 0.4
     with connect(port) as connection:
-        connection.sendall(post({"prompt": "a", "max_tokens": 9, "stream": True}))
+        connection.sendall(completion({"prompt": "a", "max_tokens": 9, "stream": True}))
         answer = b""
         while b"[DONE]" not in answer:
             part = connection.recv(65536)
@@ -94,9 +87,9 @@ def test_a_client_that_never_reads_is_cut_off_and_delays_nobody(server: tuple[An
     engine, port = server
     engine.pause_s = 0.002  # its answer takes a minute: it is not over when the client is cut off
     with connect(port, 4096) as deaf, connect(port) as other:
-        deaf.sendall(post({"prompt": "a", "max_tokens": 90_000, "stream": True}))
+        deaf.sendall(completion({"prompt": "a", "max_tokens": 90_000, "stream": True}))
         wait_for(lambda: bool(engine.submitted))
-        other.sendall(post({"prompt": "a", "max_tokens": 5}))
+        other.sendall(completion({"prompt": "a", "max_tokens": 5}))
         assert other.recv(65536).startswith(b"HTTP/1.1 200")
         wait_for(lambda: bool(engine.aborted))
         assert engine.stats()["running"] == 0

@@ -17,17 +17,18 @@ from outrider.cluster.serve.connections import ConnectionLimits
 
 from ...helpers.ports import connect, dribble, free_port, wait_for
 from ...helpers.serving.kills import kill_all
+from ...helpers.serving.metrics import num_aborted
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 KEY, ADMIN = "or-key", "or-admin"
 LIMITS = ConnectionLimits(header_timeout_s=2.0, write_timeout_s=1.0, send_buffer_bytes=16384)
 NUM_PORTS = 12
-BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 480, "ignore_eos": True}
+BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": 1200, "ignore_eos": True}
 ARGS: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",
     "dtype": "float32",
-    "max_model_len": 512,
+    "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
     "serve": {
@@ -144,17 +145,22 @@ def test_without_the_proxy(ports: range) -> None:
     assert http.get("/health").status_code == 200
     assert http.get("/v1/models").status_code == 401
     assert http.get("/stats", headers=user).status_code == 403
-    body = {"prompt": "def main(", "max_tokens": 490, "ignore_eos": True}
+
+    def aborted() -> int:
+        return num_aborted(http.get("/metrics", headers=admin).text)
+
+    body = {**BODY, "temperature": 1}
     late = http.post("/v1/completions", json={**body, "timeout": 0.05}, headers=user)
     assert (late.status_code, late.json()["error"]["param"]) == (504, "timeout")
     with connect(port) as headers:
         headers.sendall(b"GET /health HTTP/1.1\r\nx")
         assert b"HTTP/1.1 408" in dribble(headers, b"x")
+    before = aborted()
     with http.stream(
         "POST", "/v1/completions", json={**body, "stream": True}, headers=user
     ) as stream:
         next(stream.iter_lines())
-    wait_for(is_free)  # it was aborted
+    wait_for(lambda: is_free() and aborted() == before + 1)
 
     expected = read(AnyPort(ports), Event())
     transport = AnyPort(ports)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +13,18 @@ import pytest
 
 from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.connections import ConnectionLimits, sockets_folder
-from outrider.tests.helpers.ports import connect, dribble, rest, wait_for
+from outrider.tests.helpers.ports import completion, connect, dribble, rest, wait_for
 
 from ...helpers.ports import free_port
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 KEY, ADMIN = "or-key", "or-admin"
-LIMITS = ConnectionLimits(header_timeout_s=2.0, write_timeout_s=1.0, send_buffer_bytes=16384)
+LIMITS = ConnectionLimits(header_timeout_s=2.0, write_timeout_s=0.5, send_buffer_bytes=16384)
 ARGS: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",
     "dtype": "float32",
-    "max_model_len": 512,
+    "max_model_len": 2048,
     "max_num_seqs": 8,
     "max_queued_requests": 8,
     "kv_cpu_bytes": 2**26,
@@ -60,16 +59,9 @@ def port() -> Iterator[int]:
             ray.shutdown()
 
 
-def head(num_bytes: int, key: str = KEY) -> bytes:
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
-        f"content-length: {num_bytes}\r\n\r\n"
-    ).encode()
-
-
 def send(connection: socket.socket, **body: Any) -> None:
-    data = json.dumps({"model": "demo", "prompt": "def main(", "temperature": 0, **body}).encode()
-    connection.sendall(head(len(data)) + data)
+    whole = {"model": "demo", "prompt": "def main(", "temperature": 0, **body}
+    connection.sendall(completion(whole, authorization=f"Bearer {KEY}"))
 
 
 @pytest.mark.ray
@@ -94,13 +86,13 @@ def test_through_the_proxy(port: int) -> None:
 
     with connect(port) as headers, connect(port) as body, ThreadPoolExecutor(2) as threads:
         headers.sendall(b"GET /health HTTP/1.1\r\nx")
-        body.sendall(head(1000) + b'{"prompt": "')
+        body.sendall(completion({"prompt": "a" * 1000}, authorization=f"Bearer {KEY}")[:-900])
         answers = threads.map(dribble, (headers, body), (b"x", b"x"))
         assert all(b"HTTP/1.1 408" in answer for answer in answers)
 
     before = engine()["requests"]["num_finished"]
     with connect(port, 4096) as deaf:
-        send(deaf, max_tokens=490, ignore_eos=True, stream=True, logprobs=5, n=8)
+        send(deaf, max_tokens=1900, ignore_eos=True, stream=True, logprobs=5, n=8)
         wait_for(lambda: engine()["running"] > 0)
         body_of = {"model": "demo", "prompt": "a", "max_tokens": 4}
         assert http.post("/v1/completions", json=body_of, headers=user).status_code == 200
@@ -115,7 +107,7 @@ def test_through_the_proxy(port: int) -> None:
 
 def _a_full_queue(http: httpx.Client, user: dict[str, str]) -> None:
     """Every request is answered: 200, or 429 with the time to wait."""
-    body = {"model": "demo", "prompt": "a", "max_tokens": 100, "ignore_eos": True}
+    body = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True}
 
     def ask(_: int) -> httpx.Response:
         return http.post("/v1/completions", json=body, headers=user)
@@ -128,7 +120,8 @@ def _a_full_queue(http: httpx.Client, user: dict[str, str]) -> None:
         if answer.status_code == 429:
             assert int(answer.headers["Retry-After"]) >= 1
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-    late = http.post("/v1/completions", json={**body, "timeout": 0.05}, headers=user)
+    long = {**body, "max_tokens": 1900, "timeout": 0.05}
+    late = http.post("/v1/completions", json=long, headers=user)
     assert (late.status_code, late.json()["error"]["param"]) == (504, "timeout")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.errors import OverloadedError
 
-from ....helpers.ports import connect, wait_for
+from ....helpers.ports import completion, connect, wait_for
 from .conftest import COMPLETION, Server
 
 
@@ -77,10 +77,8 @@ def _ends(server: Server) -> set[str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hang_up_before_the_first_token_aborts(server: Server, stream: bool) -> None:
     server.engine.gate.clear()
-    data = json.dumps({**COMPLETION, "max_tokens": 200, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     with connect(int(server.url.rpartition(":")[2])) as client:
-        client.sendall(head.encode() + data)
+        client.sendall(completion({**COMPLETION, "max_tokens": 200, "stream": stream}))
         wait_for(lambda: bool(server.engine.submitted))
     wait_for(lambda: bool(server.engine.aborted))
     assert server.engine.aborted == [server.engine.submitted[0].id]
