@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,13 +33,12 @@ def free_port():
     return ports.free_port()
 
 
-def test_port_in_use_is_said_at_once(outrider_cli, busy_port, model):
-    start = time.monotonic()
+def test_port_in_use_is_said_at_once(outrider_cli, busy_port, model, monkeypatch):
+    monkeypatch.setattr("outrider.cli.serve.prepare", lambda *_, **__: pytest.fail("too late"))
     result = outrider_cli("serve", model, "--port", busy_port)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: port: cannot listen on 127.0.0.1:")
     assert "--port" in result.stderr
-    assert time.monotonic() - start < 5.0, "nothing heavy has been started"
 
 
 def test_host_that_is_no_address():
@@ -79,8 +79,11 @@ def test_serves_until_it_is_terminated_and_leaves_nothing(free_port, model):
         text=True,
     )
     url = f"http://127.0.0.1:{free_port}"
+    said: list[str] = []
+    listener = threading.Thread(target=lambda: said.extend(server.stderr), daemon=True)
+    listener.start()
     try:
-        _wait_until_ready(server, url)
+        _wait_until_ready(server, url, said)
         body = {"prompt": "def main(", "max_tokens": 24, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
         assert answer["usage"]["completion_tokens"] == 24
@@ -92,23 +95,26 @@ def test_serves_until_it_is_terminated_and_leaves_nothing(free_port, model):
             check=True,
         )
         assert "statistics ngram" in talk.stderr
-        time.sleep(2.5)
+        ports.wait_for(lambda: "draft acceptance rate" in "".join(said))
         started = _descendants(server.pid)
         assert any("Rank" in command for command in started.values()), started
-        body = {"prompt": "def main(", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"prompt": "def main(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as stream:
-            lines = stream.iter_lines()
+            lines = (line for line in stream.iter_lines() if line)
             next(lines)
             server.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        _, said = server.communicate(timeout=90.0)
+            late = []
+            for line in lines:
+                late += [line] if "Shutting down" in "".join(said) else []
+        assert len(late) > 1, "the stream was over before the server began to shut down"
+        assert late[-1] == "data: [DONE]"
+        server.wait(90.0)
+        listener.join(30.0)
         assert server.returncode == 0, said
-        assert "Shutting down" in said
-        assert "raylet" not in said
+        assert not [line for line in said if "raylet" in line]
         left = {pid: name for pid, name in started.items() if Path(f"/proc/{pid}").exists()}
         assert not left
-        assert f"{url}/v1" in said
-        assert "draft acceptance rate" in said
+        assert f"{url}/v1" in "".join(said)
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
@@ -124,10 +130,10 @@ def _descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def _wait_until_ready(server: subprocess.Popen, url: str) -> None:
+def _wait_until_ready(server: subprocess.Popen, url: str, said: list[str]) -> None:
     deadline = time.monotonic() + 240.0
     while time.monotonic() < deadline:
-        assert server.poll() is None, server.communicate()[1]
+        assert server.poll() is None, said
         try:
             if httpx.get(f"{url}/v1/models", timeout=5.0).status_code == 200:
                 return

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.client import ResumingTransport, stream_events
 
-from ...helpers.ports import free_port
+from ...helpers.ports import free_port, wait_for
 from ...helpers.serving.kills import kill_all
 
 DEMO = Path(__file__).parents[3] / "demo" / "models"
@@ -42,7 +42,7 @@ TOOL = {
         "name": "note",
         "parameters": {
             "type": "object",
-            "properties": {"text": {"type": "string", "minLength": 150, "maxLength": 150}},
+            "properties": {"text": {"type": "string", "minLength": 300, "maxLength": 300}},
             "required": ["text"],
             "additionalProperties": False,
         },
@@ -58,7 +58,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "several": (
         "completions",
-        {"prompt": "import os\n", "n": 4, "seed": 3, "max_tokens": 200, "ignore_eos": True},
+        {"prompt": "import os\n", "n": 4, "seed": 3, "max_tokens": 300, "ignore_eos": True},
     ),
     "shared": ("completions", {"prompt": PREFIX, "max_tokens": 250, "ignore_eos": True}),
     "shared too": (
@@ -72,10 +72,11 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tools": [TOOL],
             "tool_choice": "required",
             "parallel_tool_calls": False,
-            "max_tokens": 400,
+            "max_tokens": 800,
         },
     ),
 }
+NUM_COMPLETIONS = sum(body.get("n", 1) for _, body in REQUESTS.values())
 SCORED: dict[str, Any] = {
     "prompt": PREFIX * 2, "prompt_logprobs": 1, "max_tokens": 200, "ignore_eos": True
 }  # fmt: skip
@@ -115,9 +116,8 @@ def read(url: str, path: str, body: dict[str, Any], begun: threading.Event) -> d
                 logprobs = choice.get("logprobs") or {}
                 found["scores"] = [*found.get("scores", []), *logprobs.get("token_logprobs", [])]
                 found["ends"] += choice["finish_reason"] is not None
-            if count == 8:
+            if count == 4:
                 begun.set()
-    begun.set()
     return found
 
 
@@ -129,8 +129,13 @@ def score(url: str) -> dict[str, Any]:
     return {"text": choice["text"], "prompt": choice["prompt_logprobs"]}
 
 
+def num_running(url: str) -> int:
+    stats = httpx.get(f"{url.removesuffix('/v1')}/stats", timeout=60).json()
+    return int(stats["running"])
+
+
 def run(url: str, disturb: Callable[[], None], *, scored: bool) -> dict[str, Any]:
-    """Answers of all requests at once; `disturb` is called when every stream has begun."""
+    """Answers of all requests at once; `disturb` is called while every one is in progress."""
     begun = [threading.Event() for _ in REQUESTS]
     with ThreadPoolExecutor(len(REQUESTS) + 1) as threads:
         streams = {
@@ -140,6 +145,7 @@ def run(url: str, disturb: Callable[[], None], *, scored: bool) -> dict[str, Any
         answer = threads.submit(score, url) if scored else None
         for event in begun:
             assert event.wait(200)
+        wait_for(lambda: num_running(url) == NUM_COMPLETIONS + scored, 30.0)
         disturb()
         found = {name: stream.result() for name, stream in streams.items()}
         return {**found, "scored": answer.result()} if answer is not None else found
@@ -160,7 +166,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_no_request_loses_or_repeats_a_token(url: str) -> None:
     expected = run(url, lambda: None, scored=True)
     assert expected["several"]["ends"] == 4
-    assert len(json.loads(expected["tools"]["0"].removeprefix("note"))["text"]) == 150
+    assert len(json.loads(expected["tools"]["0"].removeprefix("note"))["text"]) == 300
 
     behind: dict[str, tuple[str, ...]] = {
         "ranks and drafters": ("ray::Rank",),
