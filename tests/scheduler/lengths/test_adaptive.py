@@ -118,6 +118,64 @@ def test_short_requests_are_tried_too():
     assert tokens > 20 * 64 * 2
 
 
+def test_worthless_drafts_cost_little():
+    machine = Machine([0.0] * 16, 6, compute_bound)
+    machine.speed(150)
+    plain = Machine([0.0] * 16, 6, compute_bound).speed(200, fixed=0)
+    assert machine.speed(1000) > 0.96 * plain
+
+
+def test_nodes_go_where_the_text_is_predictable_now():
+    """Each request copies for a while and is new for a while: better than any fixed length."""
+
+    def speed(fixed=None):
+        machine, tokens, elapsed_ms = Machine([0.0] * 8, 5, between), 0, 0.0
+        for turn in range(60):
+            machine.rates = {each: 0.95 if (each + turn) % 2 else 0.0 for each in range(8)}
+            for _ in range(20):
+                num_tokens, step_ms, _ = machine.step(fixed)
+                if turn >= 20:
+                    tokens, elapsed_ms = tokens + num_tokens, elapsed_ms + step_ms
+        return tokens / elapsed_ms
+
+    assert speed() > 1.05 * max(speed(each) for each in range(6))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.95])
+def test_a_new_request_begins_as_those_before_it_fared(rate):
+    machine = Machine([rate] * 4, 5, between)
+    machine.speed(300)
+    granted = []
+    for turn in range(80):  # with requests of one step each
+        machine.rates = {4 * turn + each + 4: rate for each in range(4)}
+        granted.append(np.mean(machine.step()[2]))
+    later = np.mean(granted[40:])
+    assert later > 1.5 if rate else later < 0.5
+
+
+def test_a_tree_is_granted_for_several_steps():
+    """A head drafts for the next step what it was granted in this one."""
+    machine = Machine([0.95, 0.5] * 4, 30, between, tree_drafts=True)
+    machine.speed(400)
+    granted = [tuple(machine.step()[2]) for _ in range(400)]
+    changes = [step for step in range(1, 400) if granted[step] != granted[step - 1]]
+    assert changes
+    assert np.diff(changes).min() >= 4
+
+
+def test_nodes_that_were_not_granted_are_rows_too():
+    """A grammar's forced tokens."""
+    lengths = Machine([0.5], 4, between).lengths
+    batch = SimpleNamespace(
+        request_ids=["a"], max_nodes=np.array([0]), num_tokens=1, num_seqs=1, samples=np.ones(1)
+    )
+    for _ in range(3):
+        lengths.plan(["a"])
+        verdict = SimpleNamespace(path_start=np.array([0, 3]))
+        lengths.count(batch, [SimpleNamespace(num_nodes=3)], verdict, 7.0)
+    assert lengths.stats()["step_ms"]["plain"] == {"4": 7.0}
+
+
 def test_prompts_in_every_step_do_not_end_drafting():
     """No step without drafts can be measured then, and trials must not go on for ever."""
     machine = Machine([0.9] * 4, 5, between)
