@@ -31,7 +31,10 @@ class DeploymentConfig(Strict):
         None, description="Serve's autoscaler, by the length of the queue; not with num_replicas."
     )
     max_ongoing_requests: int | None = Field(
-        None, ge=1, description="Requests that an engine has at once; default: two batches."
+        None,
+        ge=1,
+        description="Requests that an engine has at once, behind which its health is not seen, "
+        "either; default: a batch and its queue.",
     )
     max_queued_requests: int | None = Field(
         None, ge=-1, description="Requests queued by an ingress; default: the engine's; -1: any."

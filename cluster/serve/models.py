@@ -11,6 +11,7 @@ from .autoscaling import autoscaling
 from .health import hold_s
 
 ENGINE = "Engine"
+_CALLS_BESIDE = 64  # that are not for completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class ServedModel:
     def serve_options(self) -> dict[str, Any]:
         """Arguments of `serve.deployment` for the engines."""
         config, section = self.config, self.deployment
-        # Enough waits in the engine to fill its next batch; the rest can still go to any replica.
-        ongoing = config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
+        # The engine itself refuses what its queue cannot hold, so Serve's limit is never reached,
+        # behind which questions for health and statistics would wait, too.
+        ongoing = config.max_num_seqs + config.max_queued_requests + _CALLS_BESIDE
         queued = section.max_queued_requests
         scale: dict[str, Any] = {"num_replicas": section.num_replicas}
         scaling = autoscaling(section, config.max_num_seqs)

@@ -22,7 +22,6 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "max_num_seqs": 2,
-    "serve": {"max_ongoing_requests": 16},  # else a full engine answers nothing else
 }
 PROMPT = [5, 6, 7]
 BODY = {"model": "demo", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
@@ -119,6 +118,10 @@ def test_keys_change_while_streams_run(serve_port: int) -> None:
             return sum(map(float, counts)) == len(keys) * len(PROMPT)
 
         until(all_are_accepted)
+        # The engine is full, and has a full batch waiting.
+        assert http.get("/health").status_code == 200
+        (engine,) = http.get("/stats", headers=admin).json()["engines"]
+        assert engine["running"] + engine["waiting"] > 0
         apply(serve_port, KEPT, NEW)
         until(lambda: is_everywhere(http, NEW, 200))
         is_over = [stream.done() for stream in streams]
