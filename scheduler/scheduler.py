@@ -86,9 +86,10 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: it could never run.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, and no engine had accepted the request before.
         """
-        if len(self._waiting) >= self._config.max_queued_requests:
+        is_full = len(self._waiting) >= self._config.max_queued_requests
+        if is_full and not request.was_accepted:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are queued (max_queued_requests = "
                 f"{self._config.max_queued_requests}); try again later"

@@ -33,8 +33,8 @@ class DeploymentConfig(Strict):
     max_ongoing_requests: int | None = Field(
         None,
         ge=1,
-        description="Requests that an engine has at once, behind which its health is not seen, "
-        "either; default: a batch and its queue.",
+        description="Requests that an engine has at once, behind which statistics wait, too; "
+        "default: a batch and its queue, or two batches of engines that Serve scales.",
     )
     max_queued_requests: int | None = Field(
         None, ge=-1, description="Requests queued by an ingress; default: the engine's; -1: any."

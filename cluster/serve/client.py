@@ -42,6 +42,7 @@ _MAX_ATTEMPTS = 4
 _BACKOFF_S = 0.5  # before the second replay, doubled with every further one
 _LAST_DELTA_S = 5.0  # how long after its call's end a request's last delta may still come
 _STATS_TIMEOUT_S = 5.0
+_CHECK_TIMEOUT_S = 1.0
 _LOST = (
     EdgeLostError,
     EngineDeadError,
@@ -86,6 +87,7 @@ class ServeClient:
                 id=f"{request.id}.{attempt}" if attempt else request.id,
                 emitted=ints(emitted),
                 timeout_s=_left(request.timeout_s, begun_s),
+                was_accepted=attempt > 0,
             )
             call = _Call(self._engines, self._listener, wire)
             self._calls[request.id] = call
@@ -146,13 +148,21 @@ class ServeClient:
         return taken
 
     async def check(self) -> None:
-        reports = await self._reports()
+        """Serve replaces engines that are ill; one that is full need not answer in time."""
+        try:
+            reports = await self._reports(_CHECK_TIMEOUT_S)
+        except TimeoutError:
+            return
         reasons = [_unable(stats) for stats in reports.values()]
         if all(reasons):
             raise EngineDeadError(str(reasons[0]) if reasons else "no engine replica is up")
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        reports = await self._reports()
+        try:
+            reports = await self._reports(_STATS_TIMEOUT_S)
+        except TimeoutError as error:
+            log.warning("engines do not report: %s", error)
+            return {}
         return {name: stats for name, stats in reports.items() if "error" not in stats}
 
     async def edge_metrics(self) -> list[Any]:
@@ -161,8 +171,9 @@ class ServeClient:
         answers = await _broadcast(self._edges, "edge_families")
         return [family for families in answers for family in families]
 
-    async def _reports(self) -> dict[str, dict[str, Any]]:
-        return dict(await _broadcast(self._engines, "report"))
+    async def _reports(self, timeout_s: float) -> dict[str, dict[str, Any]]:
+        """By replica, of those that are not dying (raises TimeoutError)."""
+        return dict(await _answers(self._engines, "report", timeout_s=timeout_s))
 
 
 def _left(timeout_s: float | None, begun_s: float) -> float | None:
@@ -178,12 +189,23 @@ def _unable(stats: dict[str, Any]) -> str | None:
 
 
 async def _broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
-    """What the replicas answer; those that are dying do not."""
+    """As `_answers`; none where not all came in time."""
+    try:
+        return await _answers(handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S)
+    except TimeoutError as error:
+        log.warning("%s got no answer: %s", method, error)
+        return []
+
+
+async def _answers(
+    handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float
+) -> list[Any]:
+    """What the replicas answer; those that are dying do not (raises TimeoutError)."""
     try:
         answers = await handle.broadcast(method, *arguments).results_async(
-            timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
+            timeout_s=timeout_s, return_exceptions=True
         )
-    except (TimeoutError, DeploymentUnavailableError) as error:
+    except DeploymentUnavailableError as error:
         log.warning("%s got no answer: %s", method, error)
         return []
     return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -61,14 +61,17 @@ class ServedModel:
     def serve_options(self) -> dict[str, Any]:
         """Arguments of `serve.deployment` for the engines."""
         config, section = self.config, self.deployment
-        # The engine itself refuses what its queue cannot hold, so Serve's limit is never reached,
-        # behind which questions for health and statistics would wait, too.
-        ongoing = config.max_num_seqs + config.max_queued_requests + _CALLS_BESIDE
         queued = section.max_queued_requests
         scale: dict[str, Any] = {"num_replicas": section.num_replicas}
         scaling = autoscaling(section, config.max_num_seqs)
         if scaling is not None:
             scale = {"autoscaling_config": scaling}
+            # Enough waits in the engine to fill its next batch; engines to come share the rest.
+            ongoing = config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
+        else:
+            # The engine itself refuses what its queue cannot hold, so Serve's limit is never
+            # reached, behind which questions for statistics would wait, too.
+            ongoing = config.max_num_seqs + config.max_queued_requests + _CALLS_BESIDE
         return {
             "max_ongoing_requests": section.max_ongoing_requests or ongoing,
             "max_queued_requests": config.max_queued_requests if queued is None else queued,

@@ -41,6 +41,7 @@ class Request:
     emitted: IntArray = field(default_factory=lambda: ints([]))  # tokens streamed before a replay
     timeout_s: float | None = None  # what is left of its time as it is sent; None: any
     keep: Keep | None = None  # None: its stream cannot be resumed
+    was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
 
     @property
     def ends(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_a_deadline_ends_a_request_and_its_drafter_lets_go(make_loop, request_of
     assert list(drive(loop)) == ["early"]
 
 
-def test_what_can_never_run_is_refused(make_loop, request_of):
+def test_what_can_never_run_is_refused(make_loop, request_of, drive):
     loop = make_loop(num_blocks=4, max_queued_requests=1)
     for prompt, field in (((), "prompt"), (tuple(range(49)) * 5, "prompt"), ((1,), "max_tokens")):
         with pytest.raises(InvalidRequestError) as caught:
@@ -151,6 +152,8 @@ def test_what_can_never_run_is_refused(make_loop, request_of):
     loop.add(request_of("fine", (1,), 4))
     with pytest.raises(OverloadedError):
         loop.add(request_of("too many", (1,), 4))
+    loop.add(replace(request_of("replayed", (1,), 4), was_accepted=True))
+    assert list(drive(loop)) == ["fine", "replayed"]
 
 
 def test_a_request_id_used_again_brings_its_own_settings(make_loop, request_of):

@@ -207,9 +207,9 @@ def test_a_lost_replica_costs_no_token(make_engine: Callable[..., Any]) -> None:
         assert {delta.request_id for delta in deltas} == {"r"}
         assert [delta.finish_reason for delta in deltas][-1] == "length"
         assert deltas[-1].usage == whole[-1].usage, "statistics sum over the replicas"
-        assert len({each.id for each in replicas.engine.submitted}) == len(
-            replicas.engine.submitted
-        )
+        submitted = replicas.engine.submitted
+        assert len({each.id for each in submitted}) == len(submitted)
+        assert submitted[-1].was_accepted, "a full queue does not refuse it"
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("bad"), OverloadedError("full")])
@@ -275,6 +275,50 @@ def test_a_replay_that_meets_full_replicas_tries_again(
     full = RayTaskError("generate", "trace", OverloadedError("full"))
     deltas, _ = run(make_engine, "dies", full, "fine")
     assert [token for delta in deltas for token in delta.token_ids] == expected
+
+
+class FakeReports:
+    """A deployment's handle, whose replicas answer so when they are asked for their report."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def broadcast(self, method: str) -> FakeReports:
+        assert method == "report"
+        return self
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s > 0
+        assert return_exceptions
+        if TimeoutError in self.answers:
+            raise TimeoutError
+        return self.answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([("a", {"running": 3})], None),
+        ([("a", {"error": "no rank"}), ("b", {"running": 3})], None),
+        ([("a", {"error": "no rank"})], "no rank"),
+        ([("a", {"recovering": "rank 0"})], "rank 0"),
+        ([RuntimeError("dying")], "no engine replica"),
+        ([("a", {"running": 3}), TimeoutError], None),  # full: others are before the question
+    ],
+)
+def test_who_is_healthy(answers: list[Any], reason: str | None) -> None:
+    async def main() -> None:
+        async with listening() as listener:
+            client = ServeClient(FakeReports(*answers), None, listener)  # type: ignore[arg-type]
+            if reason is None:
+                await client.check()
+            else:
+                with pytest.raises(EngineDeadError, match=reason):
+                    await client.check()
+            if TimeoutError in answers:
+                assert await client.stats() == {}
+
+    asyncio.run(main())
 
 
 def test_an_ingress_that_cannot_be_reached_is_lost() -> None:

@@ -21,6 +21,12 @@ def test_a_full_engine_has_room_for_questions(num_running: int, num_waiting: int
     assert model.serve_options()["max_ongoing_requests"] > num_running + num_waiting + 16
 
 
+def test_engines_to_come_share_what_waits() -> None:
+    deployment = DeploymentConfig(num_replicas="auto")
+    model = ServedModel(EngineConfig.load({"model": "m", "max_num_seqs": 8}), deployment)
+    assert model.serve_options()["max_ongoing_requests"] == 16
+
+
 def test_a_limit_that_is_set_is_kept() -> None:
     model = ServedModel(EngineConfig.load({"model": "m"}), DeploymentConfig(max_ongoing_requests=5))
     assert model.serve_options()["max_ongoing_requests"] == 5

@@ -63,8 +63,8 @@ class Stream:
 
 # More than any machine generates while all streams begin and processes are killed.
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0, "max_tokens": 1200},
-    {"temperature": 1, "seed": 5, "max_tokens": 480},
+    {"temperature": 0, "max_tokens": 1900},
+    {"temperature": 1, "seed": 5, "max_tokens": 1200},
 )
 
 
