@@ -38,8 +38,10 @@ from .edge import EdgeListener, EdgeLostError
 from .kept import KeptTokens, longer
 
 log = logging.getLogger(__name__)
-_MAX_ATTEMPTS = 4
-_BACKOFF_S = 0.5  # before the second replay, doubled with every further one
+_MAX_LOSSES = 4
+_BACKOFF_S = 0.5  # after the second loss, doubled with every further one
+_FULL_BACKOFF_S = 0.25  # where a replay finds no place
+_FULL_S = 60.0  # after which it is given up then
 _LAST_DELTA_S = 5.0  # how long after its call's end a request's last delta may still come
 _STATS_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 1.0
@@ -79,7 +81,7 @@ class ServeClient:
         """Raises, beside the engine's own errors, `EngineDeadError` where every attempt failed."""
         emitted: list[int] = request.emitted.tolist()
         before = usage = SpeculationUsage()  # of the attempts that were lost; of all
-        attempt = 0
+        attempt = num_losses = 0
         begun_s, lost_s = time.monotonic(), None
         while True:
             wire = replace(
@@ -108,25 +110,30 @@ class ServeClient:
                     if delta.finish_reason is not None:
                         return
             except (*_LOST, OverloadedError) as error:
-                if attempt == 0 and isinstance(error, OverloadedError):
+                is_full = isinstance(error, OverloadedError)
+                if attempt == 0 and is_full:
                     raise  # only a request that had begun is not refused any more
-                attempt += 1
+                attempt, num_losses = attempt + 1, num_losses + (not is_full)
                 before, lost_s = usage, lost_s or time.monotonic()
-                if attempt == _MAX_ATTEMPTS:
+                is_late = is_full and time.monotonic() - lost_s > _FULL_S
+                if num_losses == _MAX_LOSSES or is_late:
                     raise EngineDeadError(
-                        f"the request was lost on {attempt} replicas; the last time: {error}"
+                        f"the request was lost on {num_losses} replicas; the last time: {error}"
                     ) from None
-                log.warning(
-                    "request %s is replayed elsewhere: %s",
-                    request.id,
-                    error,
-                    extra={"request_id": request.id},
-                )
+                if not is_full:
+                    log.warning(
+                        "request %s is replayed elsewhere: %s",
+                        request.id,
+                        error,
+                        extra={"request_id": request.id},
+                    )
             finally:
                 call.close()
                 del self._calls[request.id]
-            if attempt > 1:
-                await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 2))
+            if is_full:  # of requests that came meanwhile, which are not replays
+                await asyncio.sleep(_FULL_BACKOFF_S)
+            elif num_losses > 1:
+                await asyncio.sleep(_BACKOFF_S * 2 ** (num_losses - 2))
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)

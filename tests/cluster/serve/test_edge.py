@@ -270,11 +270,14 @@ def test_a_replay_that_meets_full_replicas_tries_again(
 
     from outrider.cluster.serve import client as serve_client
 
-    monkeypatch.setattr(serve_client, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(serve_client, "_FULL_BACKOFF_S", 0.001)
     expected = [token for delta in run(make_engine, "fine")[0] for token in delta.token_ids]
     full = RayTaskError("generate", "trace", OverloadedError("full"))
-    deltas, _ = run(make_engine, "dies", full, "fine")
+    deltas, _ = run(make_engine, "dies", *[full] * 9, "fine")
     assert [token for delta in deltas for token in delta.token_ids] == expected
+    monkeypatch.setattr(serve_client, "_FULL_S", 0.05)
+    with pytest.raises(EngineDeadError, match="lost on 1 replicas; .* full"):
+        run(make_engine, "dies", full)
 
 
 class FakeReports:
