@@ -25,6 +25,7 @@ from .load import NO_TEXT, Endpoint, parse, send_all
 
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 30.0
+_END_S = 1.0  # in which a process ends that has closed its connections
 _LOG_TAIL_LINES = 4
 _HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # JSON in a command is left alone
@@ -153,7 +154,8 @@ class ServerContender:
         exchanges, wall_s = send_all(self._endpoint, bodies, load)
         answers = [parse(index, exchange) for index, exchange in enumerate(exchanges)]
         failures = tuple(each.failure for each in answers if each.failure is not None)
-        self._check_alive()
+        is_cut_off = any(not each.startswith("status") for each in failures)
+        self._check_alive(_END_S if is_cut_off else 0.0)
         if len(failures) == len(answers):
             raise ServerError(f"no request was answered: {failures[0]}")
         parts = [each.acceptance for each in answers if each.acceptance is not None]
@@ -226,8 +228,12 @@ class ServerContender:
         self._check_alive()
         raise ServerError(f"the first request failed: {failure}")
 
-    def _check_alive(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
+    def _check_alive(self, patience_s: float = 0.0) -> None:
+        if self._process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        if self._process.returncode is not None:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
             tail = " | ".join(line.strip() for line in lines if line.strip())
             last = " | ".join(tail.split(" | ")[-_LOG_TAIL_LINES:])
