@@ -24,12 +24,12 @@ from torch.nn.functional import pad
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from .kernels import elementwise
-from .kernels.attend import MAX_QUERIES
 from .kernels.entries import Kernels, bfloat16_kernels, float32_kernels
 from .kernels.panels import GROUP, QUAD, UNIT
 from .kernels.prepare import NUM_INTEGERS, Layer, Step
 from .kernels.product import SCRATCH_BYTES, SECTION
 from .kernels.tiles import TILE, panel_bytes
+from .kernels.work import MAX_QUERIES
 from .plan import PagedStep, plan_step
 from .protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
 from .reference import ReferenceOps

@@ -19,25 +19,21 @@ from .ahead import Ahead
 from .few import add_few, are_few, score_few
 from .panels import QUAD, UNIT
 from .prepare import item
-from .softmax import Work, cap, row_of, soften
-from .tiles import TILE, Panels, add_panels, find_slots, lay_out, panels_at, score_panels, tile_from
+from .softmax import cap, soften
+from .tiles import TILE, add_panels, find_slots, lay_out, score_panels, tile_from
 from .vector import (
     FULL,
     LANES,
     load,
     load_one,
-    load_some,
     mul,
     splat,
-    store,
-    store_one,
     store_some,
 )
-from .visible import MINUS, Sequence, first_visible, hide
+from .visible import Sequence, first_visible, hide
+from .work import LOG2_E, MAX_QUERIES, begin_query, row_of, work_at, work_of
 
-MAX_QUERIES = 64  # rows times heads of a pass
 _TILE_BYTES = 2**21  # keys and values of a pass's tile: whole rows of most models
-LOG2_E = np.float32(1.4426950408889634)
 
 
 class Heads(NamedTuple):
@@ -45,19 +41,6 @@ class Heads(NamedTuple):
 
     first: int
     num_heads: int
-
-
-@inlined
-def _begin_query(work, query, source, sink, padded):
-    """A query next to the others, and what is known of its softmax before the first key."""
-    target, size = row_of(work.queries, query), work.queries.to_row
-    for byte in range(0, size, 4 * LANES):  # an even number of halves, moved as floats
-        left = (size - byte) // 4
-        store_some(FULL, target + byte, load_some(FULL, source + byte, left), left)
-    store_one(work.peaks + query * 4, load_one(FULL, sink) * LOG2_E if sink else MINUS)
-    store_one(work.sums + query * 4, np.float32(1) if sink else np.float32(0))
-    for begin in range(0, padded, LANES):
-        store(FULL, row_of(work.results, query) + begin * 4, splat(np.float32(0)))
 
 
 @inlined
@@ -69,31 +52,6 @@ def _sequence_of(step, seq):
         item(step.tree_start, seq),
         context + end - begin,
         begin - context,
-    )
-
-
-@inlined
-def _work_at(scratch, kind, dim, padded):
-    to_query = dim * kind.width
-    scores = scratch + MAX_QUERIES * to_query
-    peaks = scores + MAX_QUERIES * TILE * 4
-    sums = peaks + MAX_QUERIES * 4
-    results = Matrix(sums + MAX_QUERIES * 4, (padded + 4 * LANES) * 4)
-    panels = panels_at(results.start + MAX_QUERIES * results.to_row, kind, dim)
-    return Work(Matrix(scratch, to_query), Matrix(scores, TILE * 4), peaks, sums, results, panels)
-
-
-@inlined
-def _work_of(work, query, slots):
-    """The part of a head whose queries begin there; scores are of no use to the next head."""
-    panels = Panels(slots, work.panels.keys, work.panels.values)
-    return Work(
-        Matrix(row_of(work.queries, query), work.queries.to_row),
-        work.scores,
-        work.peaks + query * 4,
-        work.sums + query * 4,
-        Matrix(row_of(work.results, query), work.results.to_row),
-        panels,
     )
 
 
@@ -152,7 +110,7 @@ def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequen
             ahead = Ahead(keys, values, next_slots, next_tile.num_keys, quad, bits)
             own_keys = Matrix(keys.start + index * key_bytes, keys.to_row)
             own_values = Matrix(values.start + index * value_bytes, values.to_row)
-            part = _work_of(work, index * num_queries, slots)
+            part = work_of(work, index * num_queries, slots)
             _attend_tile(
                 kind, part, first_row, num_queries, own_keys, own_values, ahead, tile, sequence,
                 step, layer,
@@ -167,7 +125,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
     group = layer.num_heads // num_kv_heads
     dim, value_dim = layer.head_dim, layer.value_dim
     padded = (value_dim + LANES - 1) // LANES * LANES
-    sequence, work = _sequence_of(step, seq), _work_at(scratch, kind, dim, padded)
+    sequence, work = _sequence_of(step, seq), work_at(scratch, kind, dim, padded)
     num_queries, num_lanes = num_rows * group, heads.num_heads * group
 
     last, first = 0, sequence.key_len
@@ -178,7 +136,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
             sink = layer.sinks + number * 4 if layer.sinks else 0
             source = row_of(joined, flat) + number * work.queries.to_row
             query = lane // group * num_queries + row * group + lane % group
-            _begin_query(work, query, source, sink, padded)
+            begin_query(work, query, source, sink, padded)
         index = item(step.row_index, flat)
         last = max(last, sequence.key_len if index >= sequence.tree_start else index + 1)
         first = min(first, first_visible(item(step.positions, flat), layer))

@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 
 from . import inlined
 from .ahead import emit_fetch_lines
-from .panels import GROUP, QUAD, UNIT, emit_products, emit_quad, emit_zip
+from .panels import GROUP, QUAD, UNIT, emit_indices, emit_products, emit_quad, emit_zip
 from .vector import (
     I64,
     LANES,
@@ -30,11 +30,7 @@ from .vector import (
 
 def _rows(builder: Any, start: Any, to_row: Any, count: Any, num_rows: int) -> list[Any]:
     """Addresses of rows; those beyond `count` are the last one again."""
-    last = builder.sub(count, I64(1))
-    indices = (
-        builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
-        for index in range(num_rows)
-    )
+    indices = emit_indices(builder, count, num_rows)
     return [builder.add(start, builder.mul(to_row, index)) for index in indices]
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "QUAD",
     "STRIDE",
     "UNIT",
+    "emit_indices",
     "emit_products",
     "emit_quad",
     "emit_zip",
@@ -88,11 +89,7 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _, _, row, to_row, count, group, to_group, ahead, length, *more = arguments
             out, to, columns, bias, adds = more
-            last = builder.sub(count, I64(1))
-            indices = [
-                builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
-                for index in range(num_rows)
-            ]
+            indices = emit_indices(builder, count, num_rows)
             rows = [builder.add(row, builder.mul(to_row, index)) for index in indices]
             panels = [
                 builder.add(
@@ -142,6 +139,15 @@ def panel_tile(num_rows: int, num_panels: int, fetches: bool = True) -> Any:
         return types.void(kind, result, *[types.int64] * 12), emit
 
     return tile
+
+
+def emit_indices(builder: Any, count: Any, num_rows: int) -> list[Any]:
+    """Numbers of rows; those beyond `count` are the last one again."""
+    last = builder.sub(count, I64(1))
+    return [
+        builder.select(builder.icmp_signed("<", I64(index), count), I64(index), last)
+        for index in range(num_rows)
+    ]
 
 
 def _emit_pair_dot(builder: Any, total: Any, left: Any, right: Any) -> Any:

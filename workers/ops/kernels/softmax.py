@@ -5,12 +5,9 @@ The online softmax is that of Milakov and Gimelshein 2018, arXiv:1805.02867.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from . import Matrix, inlined
-from .tiles import Panels
+from . import inlined
 from .vector import (
     FULL,
     LANES,
@@ -31,22 +28,7 @@ from .vector import (
     total,
 )
 from .visible import MINUS
-
-
-class Work(NamedTuple):
-    """Scratch memory of the queries of a pass, head by head; all float32 but the queries."""
-
-    queries: Matrix  # [num_queries, dim] of the kernel's kind
-    scores: Matrix  # [num_queries, TILE], of one head after the other
-    peaks: int  # address of [num_queries]
-    sums: int  # address of [num_queries]
-    results: Matrix  # [num_queries, padded]
-    panels: Panels
-
-
-@inlined
-def row_of(matrix, row):
-    return matrix.start + row * matrix.to_row
+from .work import row_of
 
 
 @inlined
