@@ -24,21 +24,20 @@ __all__ = [
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 if TYPE_CHECKING:
-    from .cluster.llm import LLM
+    from .cluster.backend import LLM
     from .engine.outputs import CompletionOutput, RequestOutput
-    from .scheduler.sampling import SamplingParams
-    from .scheduler.structured import StructuredOutputs
+    from .scheduler.sampling import SamplingParams, StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {
-        "LLM": ".cluster.llm",
+        "LLM": ".cluster.backend",
         "CompletionOutput": ".engine.outputs",
         "RequestOutput": ".engine.outputs",
         "SamplingParams": ".scheduler.sampling",
-        "StructuredOutputs": ".scheduler.structured",
+        "StructuredOutputs": ".scheduler.sampling",
     }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,8 +46,8 @@ class ResumingTransport(httpx.BaseTransport):
         response = self._inner.handle_request(request)
         if not resumable or not _is_stream(response):
             return response
-        stream = _Stream(self._inner, request, response, self._resume_for_s)
-        return _answer(response, stream)
+        progress = _Progress(request, self._resume_for_s)
+        return _answer(response, _Stream(self._inner, response, progress))
 
     def close(self) -> None:
         self._inner.close()
@@ -67,8 +67,8 @@ class AsyncResumingTransport(httpx.AsyncBaseTransport):
         response = await self._inner.handle_async_request(request)
         if not resumable or not _is_stream(response):
             return response
-        stream = _AsyncStream(self._inner, request, response, self._resume_for_s)
-        return _answer(response, stream)
+        progress = _Progress(request, self._resume_for_s)
+        return _answer(response, _AsyncStream(self._inner, response, progress))
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -190,15 +190,11 @@ class _Progress:
 
 class _Stream(httpx.SyncByteStream):
     def __init__(
-        self,
-        inner: httpx.BaseTransport,
-        request: httpx.Request,
-        response: httpx.Response,
-        resume_for_s: float,
+        self, inner: httpx.BaseTransport, response: httpx.Response, progress: _Progress
     ) -> None:
         self._inner = inner
         self._response: httpx.Response | None = response
-        self._progress = _Progress(request, resume_for_s)
+        self._progress = progress
 
     def __iter__(self) -> Iterator[bytes]:
         while True:
@@ -236,15 +232,11 @@ class _Stream(httpx.SyncByteStream):
 
 class _AsyncStream(httpx.AsyncByteStream):
     def __init__(
-        self,
-        inner: httpx.AsyncBaseTransport,
-        request: httpx.Request,
-        response: httpx.Response,
-        resume_for_s: float,
+        self, inner: httpx.AsyncBaseTransport, response: httpx.Response, progress: _Progress
     ) -> None:
         self._inner = inner
         self._response: httpx.Response | None = response
-        self._progress = _Progress(request, resume_for_s)
+        self._progress = progress
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:

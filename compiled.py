@@ -2,8 +2,7 @@
 
 A signature makes a function be compiled where it is defined, so that no step waits for it. What is
 kept freezes the functions and constants of other files with it; so its folder has the name of all
-sources of a package, and a package's kernels use nothing compiled outside of it. Used by
-`drafters/lookup/kernels/`, `workers/ops/kernels/` and `workers/verify/contest.py`.
+sources of a package, and a package's kernels use nothing compiled outside of it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ class _PartLibrary(JITCodeLibrary):
     """Code of a function that is only ever inlined: neither optimised alone nor made executable.
 
     numba would do both for every function on its own, and so for the same instructions once at
-    every level of calls.
+    every level of calls. The decoder's float32 kernels take 23.1 processor seconds to compile into
+    an empty cache, and 59.0 with `njit(forceinline=True)` (2 cores of an AMD EPYC with AVX2;
+    `bench/RESULTS.md`).
     """
 
     def get_pointer_to_function(self, name: str) -> int:

@@ -1,11 +1,13 @@
 """Typed errors. Each names the field at fault, the value it had and what is allowed.
 
-Raised everywhere; turned into OpenAI-shaped HTTP errors and one-screen CLI messages by `cluster/`.
+At the edge they become OpenAI-shaped HTTP errors or, on the command line, a message of one screen.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+Error = TypeVar("Error", bound="OutriderError")
 
 
 class OutriderError(Exception):
@@ -18,6 +20,11 @@ class OutriderError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+
+    @classmethod
+    def at(cls: type[Error], field: str, reason: str) -> Error:
+        """An error whose message begins with its field."""
+        return cls(f"{field}: {reason}", field=field)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.field))
@@ -34,6 +41,10 @@ class ConfigError(OutriderError):
 
     status = 400
     kind = "invalid_config_error"
+
+    def below(self, section: str) -> ConfigError:
+        """The same of a key of `section`, which gives the place of what was read alone."""
+        return ConfigError(f"{section}.{self.message}", field=f"{section}.{self.field}")
 
 
 class InvalidRequestError(OutriderError):
@@ -78,7 +89,11 @@ class RequestTimeoutError(OutriderError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is missing, truncated, or does not fit its configuration."""
+    """A checkpoint is missing, truncated, or does not fit its configuration: the target's, unless
+    another field is named."""
+
+    def __init__(self, message: str, *, field: str | None = "model") -> None:
+        super().__init__(message, field=field)
 
 
 class PoolSnapshotError(ConfigError):

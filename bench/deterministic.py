@@ -18,7 +18,7 @@ import torch
 from ..scheduler.types import Draft, StepInput, ints
 from ..workers.collective import Collective
 from ..workers.model import load_model
-from ..workers.model.family.sample_step import sample_step
+from ..workers.model.family.compare import sample_step
 
 _BLOCK = 16
 log = logging.getLogger("outrider.bench")

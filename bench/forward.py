@@ -29,9 +29,10 @@ from ..errors import OutriderError
 from ..scheduler.types import Draft, StepInput, ints
 from ..workers.collective import Collective
 from ..workers.model import PagedModel, load_model
-from ..workers.model.family.sample_step import sample_step
+from ..workers.model.family.compare import sample_step
 from ..workers.model.fit import check_weights
-from ..workers.model.settings import read_config
+from ..workers.model.info import read_config
+from ..workers.ops.cpu import pack_large
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -82,19 +83,16 @@ def bare_products(path: Path, dtype: torch.dtype) -> Callable[[int, int], None]:
         (hidden, inner),
     ]
     shapes = [*(layer * config.num_hidden_layers), (config.vocab_size, hidden)]
-    reorder, linear = (
-        torch.ops.mkldnn._reorder_linear_weight,
-        torch.ops.mkldnn._linear_pointwise.default,
-    )
-    weights = [(reorder(torch.randn(shape).to(dtype), None), shape[1]) for shape in shapes]
+    products = [pack_large(torch.randn(shape).to(dtype), None) for shape in shapes]
     inputs: dict[tuple[int, int], torch.Tensor] = {}  # by rows and length
 
     def multiply(num_rows: int, num_logits: int) -> None:
-        for index, (weight, length) in enumerate(weights):
-            size = (num_logits if index == len(weights) - 1 else num_rows, length)
+        for index, (packed, (_, length)) in enumerate(zip(products, shapes, strict=True)):
+            size = (num_logits if index == len(shapes) - 1 else num_rows, length)
             if size not in inputs:
                 inputs[size] = torch.randn(size).to(dtype)
-            linear(inputs[size], weight, None, "none", [], "")
+            assert packed is not None, dtype
+            packed(inputs[size])
 
     return multiply
 

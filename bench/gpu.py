@@ -26,10 +26,7 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from ..workers.attention import KVCache, KVShape
 from ..workers.model.family import FamilyModel, FamilySpec
-from ..workers.model.family.builder import as_is
-from ..workers.model.family.decoder import AttentionBlock, Layer
-from ..workers.model.family.mlp import GatedUnit
-from ..workers.model.family.rope import Rope
+from ..workers.model.family.decoder import AttentionBlock, GatedUnit, Layer, Rope, as_is
 from ..workers.ops import Ops, PagedStep, make_ops
 from ..workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 from .forward import BLOCK_SIZE, DTYPES, tree_step

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..cluster.llm import LLM
+from ..cluster.backend import LLM
 from ..scheduler.sampling import SamplingParams
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"

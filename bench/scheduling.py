@@ -24,10 +24,9 @@ from ..drafters.protocol import Drafter, Needs
 from ..drafters.registry import build
 from ..scheduler import tree
 from ..scheduler.loop import Loop
-from ..scheduler.plan import Batch
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.types import Draft, IntArray, Request, Verdict, ints
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict, ints
 
 VOCAB = 2**17
 BLOCK_SIZE = 16

@@ -20,9 +20,7 @@ import typer
 import typer.main
 
 from ..errors import OutriderError
-from .aliases import EPILOG, canonical
-from .console import fail, say
-from .narrow import Group
+from .console import Group, fail, say
 
 # Read by OpenMP and Ray when they load, hence before anything else: spinning torch threads make a
 # busy machine ten times slower.
@@ -40,6 +38,9 @@ class ErrorBoundary(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
+        from .foreign import canonical
+
+        ctx.token_normalize_func = canonical  # for the command, whose context inherits it
         return name, _load(name) if name and found else found, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -56,6 +57,10 @@ class ErrorBoundary(Group):
             raise typer.Exit(_INTERRUPTED) from None
 
 
+def _hyphenated(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def _debugging(ctx: Any) -> bool:
     flag = os.environ.get("OUTRIDER_DEBUG", "")
     return bool(ctx.params.get("debug")) or flag.lower() not in ("", "0", "false")
@@ -69,7 +74,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": canonical,
+        "token_normalize_func": _hyphenated,
         "max_content_width": 120,
     },
 )
@@ -92,7 +97,7 @@ for _name, _summary in SUMMARIES.items():
 
 def _load(name: str) -> Any:
     """The command itself, or the group of that name."""
-    from .foreign import ForeignCommand
+    from .foreign import EPILOG, ForeignCommand
     from .options import expand
 
     module = import_module(f".{name}", __package__)

@@ -3,7 +3,7 @@
 A head that is read incorrectly (a layer off by one, another rotary base, ...) drafts badly without
 an error. The command measures it on text that the target generates, tries the settings in which
 published configurations differ, and prints a section with the best ones. The measurement is in
-`training/calibration/calibrator.py`, the settings to try in `drafters/heads/variants.py`.
+`training/calibration.py`, the settings to try in `drafters/registry.py`.
 """
 
 from __future__ import annotations
@@ -11,94 +11,54 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from pydantic import Field
 
 from ..errors import CheckpointError, ConfigError
-from .console import err, note, say
-from .files import check_writable
-from .options import EngineOptions
+from .console import err, grid, note, say
+from .files import check_writable, write_json
+from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, HeadConfig
-    from ..training.calibration.calibrator import Calibrator, Measured
-    from ..training.calibration.tree_search import SearchedTree
+    from ..training.calibration import Calibrator, Measured, SearchedTree
 
-_CALIBRATION = "Calibration"
 _MEASURED_NODES = 512  # of the tree that ranks are measured with
 _MEASURED_RANKS = 10
 _DEEPEST = 6
 _SIGNIFICANT = 3.0  # standard errors by which a variant must win to be believed
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
+class CalibrationOptions(Options):
     """What is measured."""
 
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="A line each, or .jsonl with `text`; default: the demo's held-out prompts.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None
-    num_prompts: Annotated[
-        int, typer.Option("--num-prompts", min=1, rich_help_panel=_CALIBRATION)
-    ] = 16
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=8,
-            help="Tokens that the target continues each prompt by.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = 96
-    num_points: Annotated[
-        int,
-        typer.Option(
-            "--num-points", min=16, help="Drafts per variant.", rich_help_panel=_CALIBRATION
-        ),
-    ] = 1024
-    sweep: Annotated[
-        str,
-        typer.Option(
-            help="Keys to try other readings of, a list; or all, or none.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = "all"
-    tree_nodes: Annotated[
-        str,
-        typer.Option(
-            "--tree-nodes",
-            help="Node budgets to search static trees for, a list; 0: none.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = "4,8,16,32,63"
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write all figures as JSON.", rich_help_panel=_CALIBRATION),
-    ] = None
+    panel = "Calibration"
+    prompts: Path | None = Field(
+        None,
+        description="A line each, or .jsonl with `text`; default: the demo's held-out prompts.",
+    )
+    num_prompts: int = Field(16, ge=1, description="Prompts.")
+    max_tokens: int = Field(
+        96, ge=8, description="Tokens that the target continues each prompt by."
+    )
+    num_points: int = Field(1024, ge=16, description="Drafts per variant.")
+    sweep: str = Field("all", description="Keys to try other readings of, a list; or all, or none.")
+    tree_nodes: str = Field(
+        "4,8,16,32,63",
+        description="Node budgets to search static trees for, a list; 0: none.",
+    )
+    out: Path | None = Field(None, description="Write all figures as JSON.")
 
     def keys(self) -> tuple[str, ...] | None:
         """What to try; None: all there is."""
         return None if self.sweep == "all" else tuple(key.strip() for key in self.sweep.split(","))
 
     def budgets(self) -> list[int]:
-        """Node budgets, ascending.
-
-        Raises:
-            ConfigError: not a list of numbers.
-        """
-        parts = [part.strip() for part in self.tree_nodes.split(",")]
-        if not all(part.isdigit() and int(part) <= 1024 for part in parts):
-            raise ConfigError(
-                f"tree_nodes: expected numbers up to 1024 like 8,16,32, got {self.tree_nodes!r}",
-                field="tree_nodes",
-            )
-        return sorted({int(part) for part in parts} - {0})
+        """Node budgets, ascending."""
+        wanted = "numbers up to 1024 like 8,16,32"
+        found = numbers("tree_nodes", self.tree_nodes, int, lambda size: 0 <= size <= 1024, wanted)
+        return sorted({*found} - {0})
 
 
 def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
@@ -118,7 +78,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
         best = {} if options.sweep == "none" else sweep.best(options.keys())
         chosen = sweep.section(best)
         report["variants"] = [row.as_dict() for row in sweep.rows]
-        found = sweep.rows_by_update(best)
+        found = next(row for row in sweep.rows if row.update == best)
         longest = max((walk.num_nodes for walk in base.measured.walks), default=0)
         depth = min(chosen.draft_len, longest, _DEEPEST)
         wide = _wide(chosen, depth) if budgets else None
@@ -137,7 +97,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
     if any(not tree.choices for tree, _ in trees):
         note("No guess of this head was right at any point: there is no tree to draft.")
     if options.out is not None:
-        _write(options.out, report)
+        write_json(options.out, report, "out")
     gain = found.measured.tokens_per_step - base.measured.tokens_per_step
     if best:
         note(f"The checkpoint is better read otherwise: {gain:+.2f} tokens per step.")
@@ -192,9 +152,6 @@ class Sweep:
         self.rows.append(Row(update, measured))
         return self.rows[-1]
 
-    def rows_by_update(self, update: dict[str, Any]) -> Row:
-        return next(row for row in self.rows if row.update == update)
-
     def best(self, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
         """The changes of `keys` that accept significantly more, alone and together.
 
@@ -213,10 +170,10 @@ class Sweep:
         )
         known = [variant.key for variant in found]
         if surplus := set(keys or ()) - set(known):
-            raise ConfigError(
-                f"sweep: {sorted(surplus)[0]!r} has no variants for this head; "
+            raise ConfigError.at(
+                "sweep",
+                f"{sorted(surplus)[0]!r} has no variants for this head; "
                 f"known: {', '.join(known) or 'none'}",
-                field="sweep",
             )
         best: Row = base
         for variant in found:
@@ -252,14 +209,14 @@ def _head(config: EngineConfig) -> HeadConfig:
     Raises:
         ConfigError: the configuration has no head, or several.
     """
-    from ..engine.sections import head_sections
+    from ..engine.preflight import head_sections
 
     sections = head_sections(config)
     if len(sections) != 1:
-        raise ConfigError(
-            f"speculative_config.decoding_type: {config.speculative_config.decoding_type} has "
+        raise ConfigError.at(
+            "speculative_config.decoding_type",
+            f"{config.speculative_config.decoding_type} has "
             f"{len(sections) or 'no'} heads; one is calibrated at a time",
-            field="speculative_config.decoding_type",
         )
     (section,) = sections
     folder = str(section.folder_beside(config.model).resolve())
@@ -268,16 +225,16 @@ def _head(config: EngineConfig) -> HeadConfig:
 
 def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator:
     from ..bench.prompts import load_prompts
-    from ..engine.encoder import load_tokenizer
+    from ..engine.checkpoints import load_tokenizer
     from ..scheduler.types import ints
-    from ..training.calibration.calibrator import Calibrator
+    from ..training.calibration import Calibrator
     from ..workers.worker import DTYPES, pick_device
 
     texts = load_prompts(options.prompts, options.num_prompts)
     tokenizer = load_tokenizer(config)
     prompts = [ints(ids) for text in texts if (ids := tokenizer.encode(text))]
     if not prompts:
-        raise ConfigError("prompts: they hold no tokens", field="prompts")
+        raise ConfigError.at("prompts", "they hold no tokens")
     with err().status("Loading the target; it writes its text..."):
         return Calibrator(
             Path(config.model),
@@ -293,7 +250,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
 def _wide(section: HeadConfig, depth: int) -> HeadConfig | None:
     """`section` with a tree to measure ranks by; None where it drafts no static tree."""
     from ..drafters.registry import method_of
-    from ..training.calibration.tree_search import wide_tree
+    from ..training.calibration import wide_tree
 
     if depth == 0:
         return None
@@ -303,7 +260,7 @@ def _wide(section: HeadConfig, depth: int) -> HeadConfig | None:
 
 def _trees(measured: Measured, depth: int, budgets: list[int]) -> list[tuple[SearchedTree, float]]:
     """The best static tree of each size, and what it yields on points that it was not chosen by."""
-    from ..training.calibration.tree_search import rank_table, search_tree, tokens_per_step
+    from ..training.calibration import rank_table, search_tree, tokens_per_step
 
     walks = [walk.ranks for walk in measured.walks]
     seen, unseen = walks[::2], walks[1::2]
@@ -313,41 +270,33 @@ def _trees(measured: Measured, depth: int, budgets: list[int]) -> list[tuple[Sea
 
 
 def _show(rows: list[Row], base: Measured, depth: int, best: dict[str, Any]) -> None:
-    from rich.table import Table
-
     levels = min(depth, 8)
-    grid = Table(title="Readings of the head", title_justify="left")
-    grid.add_column("")
-    grid.add_column("tokens/step", justify="right")
-    grid.add_column("if sampled", justify="right")
-    for level in range(levels):
-        grid.add_column(f"P(>{level})", justify="right")
-    for row in rows:
-        style = "bold green" if row.update == best else None
-        rates = [f"{rate:.3f}" for rate in row.measured.acceptance(levels)]
-        mean = f"{row.measured.tokens_per_step:.3f} ±{row.measured.error:.3f}"
-        grid.add_row(row.label, mean, f"{row.measured.expected:.3f}", *rates, style=style)
-    err().print(grid)
+    cells = [
+        (
+            row.label,
+            f"{row.measured.tokens_per_step:.3f} ±{row.measured.error:.3f}",
+            f"{row.measured.expected:.3f}",
+            *(f"{rate:.3f}" for rate in row.measured.acceptance(levels)),
+        )
+        for row in rows
+    ]
+    columns = ("", "tokens/step", "if sampled", *(f"P(>{level})" for level in range(levels)))
+    shown = grid("Readings of the head", columns, cells)
+    shown.row_styles = ["bold green" if row.update == best else "" for row in rows]
+    err().print(shown)
     note(f"{len(base.walks)} drafts each; P(>d): more than d tokens of a draft are accepted.")
 
 
 def _show_trees(trees: list[tuple[SearchedTree, float]]) -> None:
-    from rich.table import Table
-
-    if not trees:
-        return
-    grid = Table(title="Best static trees", title_justify="left")
-    for title in ("nodes", "depth", "expected tokens/step", "on other points"):
-        grid.add_column(title, justify="right")
-    for tree, measured in trees:
-        depth = max((len(path) for path in tree.choices), default=0)
-        expected = f"{tree.tokens_per_step:.3f}"
-        grid.add_row(str(len(tree.choices)), str(depth), expected, f"{measured:.3f}")
-    err().print(grid)
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {path}: {error.strerror}", field="out") from None
+    columns = ("nodes", "depth", "expected tokens/step", "on other points")
+    cells = [
+        (
+            str(len(tree.choices)),
+            str(max((len(path) for path in tree.choices), default=0)),
+            f"{tree.tokens_per_step:.3f}",
+            f"{measured:.3f}",
+        )
+        for tree, measured in trees
+    ]
+    if cells:
+        err().print(grid("Best static trees", columns, cells))

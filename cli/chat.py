@@ -8,41 +8,28 @@ dimmed, and is no part of the conversation.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.chat.events import Content, Event, Reasoning
+from ..engine.chat.reader import Content, Event, Reasoning
 from ..errors import ConfigError, OutriderError
 from .console import aside, err, fail, note, write
 from .files import stdin_lines
 from .options import EngineOptions, SamplingOptions
+from .running_server import RunningServer, drafter_lines
 from .session import prepare
-from .statistics import drafter_lines
 
 if TYPE_CHECKING:
-    from ..cluster.llm import LLM
+    from ..cluster.backend import LLM
     from ..engine.chat.reader import Parser
-    from .client import Client
 
 Message = dict[str, str]
 Piece = tuple[str, bool]  # text, and whether it is reasoning
 _HELP = "/stats shows the drafters' figures, /reset forgets the conversation, /exit ends it."
-
-
-class Partner(Protocol):
-    """Who answers."""
-
-    def answer(self, messages: list[Message]) -> Iterator[Piece]:
-        """The answer, piece by piece."""
-        ...
-
-    def stats(self) -> Iterable[str]:
-        """Statistics lines."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,26 +65,12 @@ class Local:
         return drafter_lines(self.llm.stats()["drafters"])
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A server."""
-
-    client: Client
-    model: str
-    sampling: SamplingOptions
-
-    def answer(self, messages: list[Message]) -> Iterator[Piece]:
-        return self.client.chat(self.model, messages, **self.sampling.given())
-
-    def stats(self) -> Iterable[str]:
-        return self.client.stats_lines()
-
-
 @dataclass
 class Conversation:
-    """The messages so far."""
+    """The messages so far, and who answers: with text and whether it is reasoning, in pieces."""
 
-    partner: Partner
+    answer: Callable[[list[Message]], Iterator[Piece]]
+    stats: Callable[[], Iterable[str]]
     system: str | None
     shows_reasoning: bool = True
     messages: list[Message] = field(default_factory=list)
@@ -112,7 +85,7 @@ class Conversation:
         pieces: list[str] = []
         thinks = False
         try:
-            for piece, is_reasoning in self.partner.answer(self.messages):
+            for piece, is_reasoning in self.answer(self.messages):
                 if is_reasoning:
                     thinks = True
                     if self.shows_reasoning:
@@ -154,8 +127,8 @@ def chat(
     """Talks with a model, several turns, streaming."""
     sampling.params()
     with ExitStack() as stack:
-        partner = _partner(engine, sampling, url, api_key, raw, stack)
-        talk = Conversation(partner, system, shows_reasoning=not hide_reasoning)
+        answer, stats = _partner(engine, sampling, url, api_key, raw, stack)
+        talk = Conversation(answer, stats, system, shows_reasoning=not hide_reasoning)
         talk.reset()
         interactive = sys.stdin.isatty()
         if interactive:
@@ -167,7 +140,7 @@ def chat(
                 talk.reset()
                 note("The conversation is forgotten.")
             elif line == "/stats":
-                for each in list(talk.partner.stats()) or ["No drafts so far."]:
+                for each in list(talk.stats()) or ["No drafts so far."]:
                     note(each)
             elif line.startswith("/") and len(line.split()) == 1:
                 note(f"{line}: unknown command. {_HELP}")
@@ -182,24 +155,25 @@ def _partner(
     api_key: str | None,
     raw: bool,
     stack: ExitStack,
-) -> Partner:
+) -> tuple[Callable[[list[Message]], Iterator[Piece]], Callable[[], Iterable[str]]]:
+    """How to get an answer, and the statistics."""
     if url is not None:
-        from .client import Client
-
         if raw:
-            raise ConfigError("raw: only for a model loaded here, not with --url", field="raw")
-        client = Client(url, api_key=api_key)
-        stack.callback(client.close)
-        models = client.models()
+            raise ConfigError.at("raw", "only for a model loaded here, not with --url")
+        server = RunningServer(url, api_key=api_key)
+        stack.callback(server.close)
+        models = server.models()
         name = engine.served_model_name or engine.model or models[0]
-        return Remote(client, name, sampling)
+        given = sampling.given()
+        return (lambda messages: server.chat(name, messages, **given)), server.stats_lines
     config = engine.resolve()
     prepare(config, stack)
-    from ..cluster.llm import LLM
+    from ..cluster.backend import LLM
 
     with err().status("Loading the model..."):
         llm = stack.enter_context(LLM.from_config(config))
-    return Local(llm, sampling, raw)
+    local = Local(llm, sampling, raw)
+    return local.answer, local.stats
 
 
 def _read(parser: Parser | None, text: str) -> Iterator[Piece]:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..cluster.local_ray import find_ray
-from ..engine.preflight import preflight, try_drafters, try_template
+from ..engine.preflight import preflight
 from .console import err, note, say, table
 from .options import EngineOptions, serve_section
 
@@ -35,12 +34,11 @@ def check(
     """Checks a configuration, the files it names and how they fit; prints it in full."""
     import yaml
 
-    engine = replace(engine, config=file) if file is not None else engine
+    engine = engine.model_copy(update={"config": file}) if file is not None else engine
     config = engine.resolve()
     serve_section(engine, {})
-    facts = preflight(config, is_local=config.executor == "local" or find_ray() is None)
-    try_template(config)
-    facts |= {f"drafter {name!r}": path for path, name in try_drafters(config).items()}
+    is_local = config.executor == "local" or find_ray() is None
+    facts = preflight(config, is_local=is_local, in_full=True)
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
     if load:

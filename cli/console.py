@@ -6,13 +6,19 @@ something and a test's captured streams are the ones written to.
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import OutriderError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
 
 _PIPE_WIDTH = 140
 
@@ -66,11 +72,47 @@ def fail(error: OutriderError) -> None:
 
 def table(title: str, rows: dict[str, Any]) -> None:
     """Names and values, on stderr."""
+    shown = grid(title, ("", ""), [(name, str(value)) for name, value in rows.items()])
+    shown.show_header = False
+    err().print(shown)
+
+
+def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of names, in the first column, and figures."""
     from rich.table import Table
 
-    grid = Table(title=title, show_header=False, title_justify="left")
-    grid.add_column(style="cyan")
-    grid.add_column(justify="right")
-    for name, value in rows.items():
-        grid.add_row(name, str(value))
-    err().print(grid)
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(
+            column, style=None if index else "cyan", justify="right" if index else "left"
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+# Help on narrow terminals: plain lines, since rich's panels cut the names of options there.
+
+_PANELS_FROM = 100  # columns
+
+
+def _is_narrow() -> bool:
+    return shutil.get_terminal_size().columns < _PANELS_FROM
+
+
+class Command(TyperCommand):
+    """A command whose help shows every option in full."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if _is_narrow():
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of such commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if _is_narrow():
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)

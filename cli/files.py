@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -9,38 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..config.strict import read_json, read_mapping
 from ..errors import ConfigError
 
 # A mapping with one of these on top is a speculative section, not a whole configuration.
 SECTION_KEYS = {"decoding_type", "method", "spec_type", "num_speculative_tokens"}
-
-
-def read_text(path: Path, field: str) -> str:
-    """The file's text.
-
-    Raises:
-        ConfigError: it cannot be read; names `field`.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot read {path}: {error.strerror}", field=field) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{field}: {path} is not UTF-8: {error}", field=field) from None
-
-
-def read_mapping(path: Path, field: str) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping.
-
-    Raises:
-        ConfigError: unreadable, not YAML, or something else than a mapping.
-    """
-    from ..config.yaml_text import read_yaml
-
-    data = read_yaml(read_text(path, field), field, str(path))
-    if not isinstance(data, dict):
-        raise ConfigError(f"{field}: {path} must hold a mapping of keys", field=field)
-    return data
 
 
 def read_section(text: str) -> dict[str, Any]:
@@ -53,11 +27,9 @@ def read_section(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith(("{", "[", '"')):
         data = read_mapping(Path(text), field)
         return data if SECTION_KEYS & data.keys() else data.get(field, data)
-    from ..config.yaml_text import read_json
-
     section = read_json(text, field)
     if not isinstance(section, dict):
-        raise ConfigError(f"{field}: expected a mapping, got {text!r}", field=field)
+        raise ConfigError.at(field, f"expected a mapping, got {text!r}")
     return section
 
 
@@ -73,7 +45,19 @@ def check_writable(path: Path, field: str) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{field}: cannot write {path}: {error.strerror}", field=field) from None
+        raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, data: Any, field: str) -> None:
+    """Writes the results of a long run.
+
+    Raises:
+        ConfigError: they cannot be written; names `field`.
+    """
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
 
 
 def make_folder(path: Path, field: str) -> None:
@@ -87,9 +71,7 @@ def make_folder(path: Path, field: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"{field}: cannot write to {path}: {error.strerror}", field=field
-        ) from None
+        raise ConfigError.at(field, f"cannot write to {path}: {error.strerror}") from None
 
 
 def read_stdin() -> str:
@@ -116,7 +98,7 @@ def _whole(text: str) -> str:
     """`text`; in the C locale Python passes on bytes that are no UTF-8 as halves of surrogates."""
     half = next((char for char in text if "\ud800" <= char <= "\udfff"), None)
     if half is not None:
-        raise ConfigError(f"stdin: byte {ord(half) & 0xFF:#04x} is not UTF-8", field="stdin")
+        raise ConfigError.at("stdin", f"byte {ord(half) & 0xFF:#04x} is not UTF-8")
     return text
 
 
@@ -125,8 +107,8 @@ def _text_of_stdin() -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"stdin: byte {error.object[error.start]:#04x} is not {error.encoding.upper()}: "
+        raise ConfigError.at(
+            "stdin",
+            f"byte {error.object[error.start]:#04x} is not {error.encoding.upper()}: "
             f"{error.reason}",
-            field="stdin",
         ) from None

@@ -1,5 +1,6 @@
-"""Options of other engines that are keys of a speculative section, rewritten before typer parses.
+"""Options of other engines: another name of an option of ours, or a key of a speculative section.
 
+    --tp-size 2, --tp_size 2                   --tensor-parallel-size 2
     -sc JSON                                   --speculative-config JSON
     --speculative-config.method ngram          --spec-key method=ngram
     --spec-model FOLDER                        --spec-key model=FOLDER
@@ -12,28 +13,67 @@ Options that a command declares itself are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from ..errors import ConfigError
-from .aliases import canonical
-from .narrow import Command
+import yaml
 
+from ..config.compat import llama_cpp, sglang, tensorrt_llm
+from ..config.compat.table import Entry, To
+from ..config.compat.translate import DIALECTS
+from ..errors import ConfigError
+from .console import Command
+
+
+def _renamed(*tables: Mapping[str, Entry]) -> dict[str, str]:
+    """Keys of the tables that are another name of a key of ours, as options."""
+    return {
+        name.replace("_", "-"): _OPTIONS.get(entry.key, entry.key.replace("_", "-"))
+        for table in tables
+        for name, entry in table.items()
+        if isinstance(entry, To) and entry.value is None and entry.owner is None
+    }
+
+
+# Options that are named otherwise than the key that they set.
+_OPTIONS = {"draft_min": "spec-draft-n-min", "speculative_model": "draft-model"}
+_OF_SECTIONS = {"max_draft_len", *_OPTIONS}
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        **_renamed(tensorrt_llm.KV_CACHE, *(dialect.engine for dialect in DIALECTS)),
+        **_renamed(
+            {name: each for name, each in llama_cpp.KEYS.items()
+             if isinstance(each, To) and each.key in _OF_SECTIONS}
+        ),
+        # vLLM's
+        "num-speculative-tokens": "max-draft-len",
+        "speculative-model": "draft-model",
+        "spec-method": "spec-type",
+        "spec-tokens": "max-draft-len",
+        # llama.cpp's options that are no keys of a section
+        "ctx-size": "max-model-len",
+        "parallel": "max-num-seqs",
+        "n-predict": "max-tokens",
+        "predict": "max-tokens",
+        "temp": "temperature",
+        "repeat-penalty": "repetition-penalty",
+        "alias": "served-model-name",
+    }
+)  # fmt: skip
+EPILOG = (
+    "Names that vLLM, TensorRT-LLM and llama.cpp use for the same things are understood: "
+    + ", ".join(f"--{name}" for name, ours in sorted(ALIASES.items()) if name != ours)
+    + "."
+)
 _NESTED = "speculative-config."
-_SHORT = {  # llama.cpp's
-    "-td": "threads_draft",
-    "-tbd": "threads_batch_draft",
-    "-ngld": "n_gpu_layers_draft",
-    "-devd": "device_draft",
-    "-ctkd": "cache_type_k_draft",
-    "-ctvd": "cache_type_v_draft",
-    "-otd": "override_tensor_draft",
-    "-cmoed": "cpu_moe_draft",
-    "-ncmoed": "n_cpu_moe_draft",
-    "-cd": "ctx_size_draft",
-    "-hfd": "hf_repo_draft",
-}
-_KEYS = {"spec-model": "model"}  # vLLM's short ones that are no alias of an option of ours
+_KEYS = {*sglang.KEYS, *sglang.DIALECT.selectors, *llama_cpp.KEYS, "spec_default"}
+
+
+def canonical(name: str) -> str:
+    """Our name of an option, without its dashes; underscores count as hyphens, as in vLLM."""
+    hyphenated = name.replace("_", "-")
+    return ALIASES.get(hyphenated, hyphenated)
 
 
 class ForeignCommand(Command):
@@ -59,7 +99,7 @@ def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
         if name == "-sc":
             done.append("--speculative-config" + equals + value)
             continue
-        key = None if equals and name in _SHORT else _key(name, native)
+        key = None if equals and name in llama_cpp.SHORT else _key(name, native)
         if key is None:
             done.append(arg)
             continue
@@ -78,49 +118,44 @@ def read_keys(pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: one has no `=`, is not YAML, or is given twice.
     """
-    import yaml
-
     keys: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         field = f"speculative_config.{key}"
         if not equals:
-            raise ConfigError(f"spec_key: expected KEY=VALUE, got {pair!r}", field="spec_key")
+            raise ConfigError.at("spec_key", f"expected KEY=VALUE, got {pair!r}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{field}: {text!r} is not YAML: {error}", field=field) from None
+            raise ConfigError.at(field, f"{text!r} is not YAML: {error}") from None
         held = keys
         *above, last = key.split(".")
         for part in above:
             held = held.setdefault(part, {})
             if not isinstance(held, dict):
-                raise ConfigError(f"{field}: {part} is no mapping", field=field)
+                raise ConfigError.at(field, f"{part} is no mapping")
         if last in held:
-            raise ConfigError(f"{field}: given twice", field=field)
+            raise ConfigError.at(field, "given twice")
         held[last] = value
     return keys
 
 
 def _key(name: str, native: Collection[str]) -> str | None:
     """The key of the section that an option sets; None if it sets none."""
-    if name in _SHORT:
-        return _SHORT[name]
+    if name in llama_cpp.SHORT:
+        return llama_cpp.SHORT[name]
     if not name.startswith("--"):
         return None
     option = name[2:].replace("_", "-")
     if option.startswith(_NESTED):
         return name[2 + len(_NESTED) :].replace("-", "_")
-    if option in _KEYS:
-        return _KEYS[option]
+    if option == "spec-model":
+        return "model"
     if canonical(option) in native:
         return None
-    from ..config.compat import llama_cpp, sglang
-
     key = option.removeprefix("no-").replace("-", "_")
-    foreign = {*sglang.KEYS, *sglang.DIALECT.selectors, *llama_cpp.KEYS, "spec_default"}
     # llama.cpp's names without a prefix are keys of a section only; others' options begin so.
-    return key if key in foreign and ("spec" in key or "draft" in key) else None
+    return key if key in _KEYS and ("spec" in key or "draft" in key) else None
 
 
 def _is_number(text: str) -> bool:

@@ -11,11 +11,11 @@ import typer
 from .console import err, say, write
 from .files import read_stdin
 from .options import EngineOptions, SamplingOptions
+from .running_server import show_run
 from .session import prepare
-from .statistics import show_run
 
 if TYPE_CHECKING:
-    from ..cluster.llm import LLM
+    from ..cluster.backend import LLM
     from ..engine.outputs import RequestOutput
     from ..scheduler.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ def generate(
     params = sampling.params()
     config = engine.resolve()
     texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
-    from ..cluster.llm import LLM
+    from ..cluster.backend import LLM
 
     with ExitStack() as stack:
         prepare(config, stack)

@@ -67,7 +67,7 @@ def build(
     try:
         save(out, [arrays], mark, facts)
     except OSError as error:
-        raise ConfigError(f"OUT: cannot write {out}: {error.strerror}", field="OUT") from None
+        raise ConfigError.at("OUT", f"cannot write {out}: {error.strerror}") from None
     say(
         f"{out}: {len(arrays.keys)} keys, {len(arrays.pairs)} continuations from "
         f"{counter.num_tokens} tokens in {time.perf_counter() - start:.1f} s"
@@ -115,9 +115,8 @@ class _Counter:
         last = np.zeros(0, dtype=np.int64)
         for ids, num_bytes in pieces:
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-                raise ConfigError(
-                    f"--input: {path} holds tokens outside the vocabulary of {vocab_size}",
-                    field="--input",
+                raise ConfigError.at(
+                    "--input", f"{path} holds tokens outside the vocabulary of {vocab_size}"
                 )
             text = np.concatenate([last, ids])
             if len(text) > 2:
@@ -172,9 +171,7 @@ def _encoder(folder: Path) -> tuple[Callable[[str], list[int]], int]:
     tokenizer = Tokenizer.from_file(str(file))
     size: int = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > _MAX_TOKEN:
-        raise ConfigError(
-            f"--tokenizer: a vocabulary of {size} tokens; at most {_MAX_TOKEN}", field="--tokenizer"
-        )
+        raise ConfigError.at("--tokenizer", f"a vocabulary of {size} tokens; at most {_MAX_TOKEN}")
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), size
 
 
@@ -190,7 +187,7 @@ def _text_pieces(
                 text = "".join(lines)
                 yield np.array(encode(text), dtype=np.int64), len(text.encode())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--input: {path} is not UTF-8: {error}", field="--input") from None
+        raise ConfigError.at("--input", f"{path} is not UTF-8: {error}") from None
 
 
 def _token_pieces(path: Path) -> Iterator[tuple[NDArray[np.int64], int]]:
@@ -207,17 +204,17 @@ def _token_pieces(path: Path) -> Iterator[tuple[NDArray[np.int64], int]]:
         else:
             ids = np.array(path.read_text().split(), dtype=np.int64)
     except (ValueError, OverflowError, EOFError) as error:
-        raise ConfigError(f"--input: {path} holds no token ids: {error}", field="--input") from None
+        raise ConfigError.at("--input", f"{path} holds no token ids: {error}") from None
     yield ids, _size(path)
 
 
 def _size(path: Path) -> int:
     try:
         if not path.is_file():
-            raise ConfigError(f"--input: {path} is not a file", field="--input")
+            raise ConfigError.at("--input", f"{path} is not a file")
         return path.stat().st_size
     except OSError as error:
-        raise ConfigError(f"--input: {path}: {error.strerror}", field="--input") from None
+        raise ConfigError.at("--input", f"{path}: {error.strerror}") from None
 
 
 @contextmanager

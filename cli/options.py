@@ -1,131 +1,303 @@
-"""Options that several commands share, and how they become a configuration.
+"""Options that commands share, generated from the fields of pydantic models.
 
-A command takes `engine: EngineOptions`; `expand` turns that into one option per field, so that
-each option is written once. Only options that were given override the configuration file.
-Names that other engines' users type are in `aliases.py`.
+A command takes `engine: EngineOptions`; `expand` turns that into one option per field, so that each
+option is written once. A field's name, type and description make its option; one that is not given
+leaves the value to the configuration file or to the model.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
+from pydantic import BaseModel, Field, create_model
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from ..config import EngineConfig
+from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
+from ..config.compat.llama_cpp import NAMED
+from ..config.compat.translate import merge, translate_engine
+from ..config.hub import is_hub_id
+from ..config.strict import read_mapping
+from ..errors import ConfigError
 from ..scheduler.sampling import SamplingParams
-from .files import SECTION_KEYS, read_mapping, read_section
+from .files import SECTION_KEYS, read_section
 from .foreign import read_keys
-from .generated import options_of
-from .lookup import LookupOptions
 
 if TYPE_CHECKING:
     from ..cluster.serve.args import ServeConfig
 
-_ENGINE = "Engine"
-_SPECULATION = "Speculation"
-_SAMPLING = "Sampling"
+Number = TypeVar("Number", int, float)
+SPELLINGS = {
+    "json_path": ("--json",),
+    "alone": ("--alone/--together",),
+    "model": ("--model", "-m"),
+    "inputs": ("--input", "-i"),
+    "seed": ("--seed", "-s"),
+    "max_tokens": ("--max-tokens", "-n"),
+    "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
+    "max_num_seqs": ("--max-num-seqs", "-np"),
+    "draft_model": ("--draft-model", "-md"),
+    "lookup_cache_static": ("--lookup-cache-static", "-lcs"),
+    "lookup_cache_dynamic": ("--lookup-cache-dynamic", "-lcd"),
+}
+_SCALARS = (bool, int, float, str, Path, Enum)
+_MACHINE = ("device", "trust_remote_code", "allow_pickle", "dtype")
 
-# Written by hand below, a section of the file, or named as another option of a command.
-_ENGINE_SKIP = ("model", "speculative_config", "resources", "seed", "stats_interval_s")
-_EngineFields: Any = options_of(EngineConfig, _ENGINE, skip=_ENGINE_SKIP)
+
+class Options(Strict):
+    """Options of a command. A subclass names the panel of the help that its own fields are in."""
+
+    panel: ClassVar[str | None] = None
+
+    def given(self) -> dict[str, Any]:
+        """What was given, by the fields' names."""
+        return {name: value for name, value in self if value not in (None, [])}
+
+
+def options_of(
+    model: type[BaseModel],
+    panel: str,
+    only: Collection[str],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """`Options` with the fields `only` of `model`; what is not given is None.
+
+    Args:
+        defaults: what the command uses in place of the model's defaults, for the help.
+    """
+    return _options(
+        panel,
+        {
+            name: (_kind(field.annotation), _help(field, defaults.get(name, field.default)))
+            for name, field in model.model_fields.items()
+            if name in only
+        },
+    )
+
+
+def _options(panel: str, kinds: Mapping[str, tuple[Any, str]]) -> Any:
+    """`Options` whose fields have a type and a description, and are None by default."""
+    fields: Any = {
+        name: (kind | None, Field(None, description=text)) for name, (kind, text) in kinds.items()
+    }
+    made = create_model(f"{panel}Options", __base__=Options, **fields)
+    made.panel = panel
+    return made
+
+
+def parameters_of(
+    model: type[BaseModel],
+    panel: str | None = None,
+    panels: Mapping[str, str] = MappingProxyType({}),
+    skip: Collection[str] = (),
+) -> Iterator[inspect.Parameter]:
+    """One keyword parameter per field, as Typer reads it; none for sections and mappings.
+
+    Args:
+        panel: where the help is shown; default: that of the class that has the field.
+        panels: where it is shown for some fields.
+        skip: fields without an option.
+    """
+    for name, field in model.model_fields.items():
+        kind = _kind(field.annotation)
+        if name in skip or kind is None:
+            continue
+        owner = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
+        extra: Any = field.json_schema_extra or {}
+        if issubclass(model, Options):
+            extra = {**_bounds(field), **extra}
+        option = typer.Option(
+            *spelling(name, kind),
+            help=_help(field, field.default),
+            show_default=False,
+            rich_help_panel=panels.get(name, panel or getattr(owner, "panel", None)),
+            **extra,
+        )
+        required = field.is_required()
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if required else None,
+            annotation=Annotated[kind if required else kind | None, option],
+        )
+
+
+def spelling(name: str, kind: Any = str) -> tuple[str, ...]:
+    """The options that set a field."""
+    option = "--" + name.replace("_", "-")
+    return SPELLINGS.get(name, (f"{option}/--no-{option[2:]}" if kind is bool else option,))
+
+
+def _help(field: FieldInfo, default: Any) -> str:
+    """The description, with the default unless that depends on others and is described there."""
+    text = field.description or ""
+    if default is None or default in (PydanticUndefined, ()):
+        return text
+    shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+    shown = f"{shown:g}" if isinstance(shown, float) else shown
+    return f"{text.removesuffix('.')}; default {shown}."
+
+
+def _bounds(field: FieldInfo) -> dict[str, Any]:
+    """Limits that are a usage error, as Typer has them."""
+    return {
+        key: getattr(part, name)
+        for key, name in (("min", "ge"), ("max", "le"))
+        for part in field.metadata
+        if hasattr(part, name)
+    }
+
+
+def _kind(annotation: Any) -> Any:
+    """The type of the value on the command line, None if it has none.
+
+    Choices are checked by the model.
+    """
+    inner = [each for each in get_args(annotation) if each is not NoneType]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return str
+    if origin in (tuple, list):
+        return list.__class_getitem__(inner[0])
+    if origin in (Union, UnionType):
+        values = [each for each in inner if get_origin(each) is not Literal]  # beside names
+        return _kind(values[0]) if len(values) == 1 else None
+    is_scalar = isinstance(annotation, type) and issubclass(annotation, _SCALARS)
+    return annotation if is_scalar else None
+
+
+def numbers(
+    field: str,
+    text: str,
+    kind: Callable[[str], Number],
+    is_allowed: Callable[[Number], bool],
+    wanted: str,
+) -> list[Number]:
+    """The numbers of a list such as `1,8`, each once.
+
+    Raises:
+        ConfigError: it is no such list; says what is `wanted`.
+    """
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(map(is_allowed, found)):
+        raise ConfigError.at(field, f"expected {wanted}, got {text!r}")
+    return list(dict.fromkeys(found))
+
+
+# llama.cpp's options of the drafters that look tokens up, under its own names. Those without a
+# type's name are its older ones.
+_OF_ALL = {
+    "spec_draft_n_min": "draft_min",
+    "spec_ngram_size_n": "ngram_size_n",
+    "spec_ngram_size_m": "ngram_size_m",
+    "spec_ngram_min_hits": "min_hits",
+    "spec_ngram_check_rate": "check_rate",
+}
+
+
+def _lookup_options() -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Name, type and description of each."""
+    for option, key in _OF_ALL.items():
+        yield option, (int, _described("Every type that has it", NGramMapK4VConfig, key))
+    for kind, (name, keys) in NAMED.items():
+        whose = f"ngram-{name.replace('_', '-')}"
+        for end, key in keys.items():
+            yield f"spec_ngram_{name}_{end}", (int, _described(whose, SECTIONS[kind], key))
+    for name in ("lookup_cache_static", "lookup_cache_dynamic"):
+        yield name, (str, NGramCacheConfig.model_fields[name].description or "")
+
+
+def _described(whose: str, section: type[BaseModel], key: str) -> str:
+    text = section.model_fields[key].description or ""
+    return f"{whose}: {text[:1].lower()}{text[1:]}"
+
+
+class SourceOptions(Options):
+    """The model, and the configuration file."""
+
+    model: str | None = Field(
+        None, description="Checkpoint folder, or a Hugging Face id (org/name)."
+    )
+    config: Path | None = Field(None, description="YAML or JSON; other options override it.")
+
+
+class SpeculationOptions(Options):
+    """The speculative section: as a whole, and its keys that most users set."""
+
+    panel = "Speculation"
+    speculative_config: str | None = Field(
+        None,
+        description="JSON or a file, in our keys or vLLM's: "
+        '\'{"method": "ngram", "num_speculative_tokens": 3}\'.',
+    )
+    spec_type: str | None = Field(
+        None,
+        description="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
+        "vLLM's (ngram, suffix, ...), or a decoding_type; several with commas: the first with a "
+        "guess wins.",
+    )
+    draft_model: str | None = Field(
+        None,
+        description="Checkpoint folder of a draft model; asked after drafters without one.",
+    )
+    drafter: str | None = Field(
+        None,
+        description="A drafter of your own, package.module:Class; implies --spec-type user.",
+    )
+    max_draft_len: int | None = Field(None, description="Most draft tokens per request and step.")
+    spec_key: list[str] | None = Field(
+        None,
+        description="KEY=VALUE of the section, in any dialect; --speculative-config.KEY VALUE too.",
+    )
+
+
+# Written by hand, a section of the file, or named as another option of a command.
+_ENGINE_SKIP = {"model", "speculative_config", "resources", "seed", "stats_interval_s"}
+_ENGINE = EngineConfig.model_fields.keys() - _ENGINE_SKIP
+_EngineFields: Any = options_of(EngineConfig, "Engine", _ENGINE - set(_MACHINE))
+_MachineFields: Any = options_of(EngineConfig, "Machine", _MACHINE)
+_LookupFields: Any = _options("Speculation by look-up", dict(_lookup_options()))
 _SAMPLING_DEFAULTS = MappingProxyType({"max_tokens": 128, "temperature": 0.0})
 _SamplingFields: Any = options_of(
     SamplingParams,
-    _SAMPLING,
-    only=(
+    "Sampling",
+    (
         "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos",
     ),
-    defaults=_SAMPLING_DEFAULTS,
+    _SAMPLING_DEFAULTS,
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SourceOptions:
-    """The model, and the configuration file."""
-
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Checkpoint folder, or a Hugging Face id (org/name).",
-            show_default=False,
-        ),
-    ] = None
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="YAML or JSON; other options override it."),
-    ] = None
-
-
-@dataclass(frozen=True)
-class EngineOptions(LookupOptions, _EngineFields, SourceOptions):
+class EngineOptions(
+    SpeculationOptions, _LookupFields, _MachineFields, _EngineFields, SourceOptions
+):
     """The model and how it runs; `None` leaves it to the configuration file, then to defaults."""
 
-    enable_auto_tool_choice: Annotated[
-        bool | None,
-        typer.Option("--enable-auto-tool-choice", help="As in vLLM; it is on.", hidden=True),
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            "--speculative-config",
-            help="JSON or a file, in our keys or vLLM's: "
-            '\'{"method": "ngram", "num_speculative_tokens": 3}\'.',
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
-    spec_type: Annotated[
-        str | None,
-        typer.Option(
-            "--spec-type",
-            help="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
-            "vLLM's (ngram, suffix, ...), or a decoding_type; several with commas: the first "
-            "with a guess wins.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            "--draft-model",
-            "-md",
-            help="Checkpoint folder of a draft model; asked after drafters without one.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            "--drafter",
-            help="A drafter of your own, package.module:Class; implies --spec-type user.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
-    draft_max: Annotated[
-        int | None,
-        typer.Option(
-            "--max-draft-len",
-            help="Most draft tokens per request and step.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
-
-    spec_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--spec-key",
-            help="KEY=VALUE of the section, in any dialect; --speculative-config.KEY VALUE too.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None
+    enable_auto_tool_choice: bool | None = Field(
+        None, description="As in vLLM; it is on.", json_schema_extra={"hidden": True}
+    )
 
     def resolve(self, **forced: Any) -> EngineConfig:
         """The configuration: defaults, then the file, then the options, then `forced`.
@@ -133,36 +305,22 @@ class EngineOptions(LookupOptions, _EngineFields, SourceOptions):
         Raises:
             ConfigError: names the key, its value, and what is allowed.
         """
-        from ..config.compat.translate import translate_engine
-        from .speculation import section_of
-
         data = translate_engine(self._file())
         data.pop("serve", None)  # `serve_section` reads it
-        own = {"config", "speculative_config", "spec_type", "spec_key"}
-        own |= {"draft_model", "drafter", "draft_max"}
-        own.update(field.name for field in fields(LookupOptions))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in own and value is not None:
-                data[field.name] = value
-        given = data.get("speculative_config")
-        if isinstance(given, str):  # as in vLLM's own YAML
-            given = read_section(given)
-        if self.speculative_config is not None:
-            given = read_section(self.speculative_config)
-        section = section_of(given, self.spec_type, self._speculative_keys())
-        config = EngineConfig.load({**data, "speculative_config": section, **forced})
+        options = self.given()
+        keys = {key: options.pop(key) for key in [*options] if key in _SECTION_OPTIONS}
+        if "draft_model" in keys:
+            keys["speculative_model"] = keys.pop("draft_model")
+        keys |= read_keys(options.pop("spec_key", []))
+        whole, spec_type = options.pop("speculative_config", None), options.pop("spec_type", None)
+        options.pop("config", None)
+        section = data.pop("speculative_config", None) if whole is None else whole
+        if isinstance(section, str):  # also as in vLLM's own YAML
+            section = read_section(section)
+        if (spec_type is not None or keys) and isinstance(section, dict | None):
+            section = merge(section or {}, spec_type, keys)
+        config = EngineConfig.load({**data, **options, "speculative_config": section, **forced})
         return _with_folders(config)
-
-    def _speculative_keys(self) -> dict[str, Any]:
-        """What was given of a speculative section's keys."""
-        keys = {
-            "speculative_model": self.draft_model,
-            "drafter": self.drafter,
-            "max_draft_len": self.draft_max,
-        }
-        given = {key: value for key, value in keys.items() if value is not None}
-        return {**given, **self.lookup_keys(), **read_keys(self.spec_key or [])}
 
     def _file(self) -> dict[str, Any]:
         """The content of the configuration file."""
@@ -173,10 +331,12 @@ class EngineOptions(LookupOptions, _EngineFields, SourceOptions):
         return {"speculative_config": data} if alone else data
 
 
+# Options that are keys of the speculative section.
+_SECTION_OPTIONS = {*_LookupFields.model_fields, "draft_model", "drafter", "max_draft_len"}
+
+
 def _with_folders(config: EngineConfig) -> EngineConfig:
     """`config` with the folders of the Hugging Face ids in it, if there are any."""
-    from ..config.hub_id import is_hub_id
-
     sources = [config.model, config.tokenizer or ""]
     sources += [
         getattr(each, "speculative_model", None) or ""
@@ -216,43 +376,37 @@ class SamplingOptions(_SamplingFields):
 
     def given(self) -> dict[str, Any]:
         """What was given, and the commands' own defaults, by `SamplingParams`' names."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        said = {name: value for name, value in given.items() if value not in (None, [])}
-        return {**_SAMPLING_DEFAULTS, **said}
+        return {**_SAMPLING_DEFAULTS, **super().given()}
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with every parameter that is a dataclass of options spread into its fields."""
+    """`command` with every parameter that is a model of options spread into its fields."""
     hints = get_type_hints(command, include_extras=True)
     spread: list[inspect.Parameter] = []
-    groups: dict[str, type[Any]] = {}
+    groups: dict[str, type[Options]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
-        if isinstance(kind, type) and is_dataclass(kind):
+        if isinstance(kind, type) and issubclass(kind, Options):
             groups[name] = kind
-            inner = get_type_hints(kind, include_extras=True)
-            spread.extend(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=inner[field.name],
-                )
-                for field in fields(kind)
-            )
+            spread += parameters_of(kind)
         else:
-            spread.append(
-                parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-            )
+            spread.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
-        grouped = {
-            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-            for name, kind in groups.items()
-        }
+        grouped = {}
+        for name, kind in groups.items():
+            given = {key: values.pop(key) for key in kind.model_fields if key in values}
+            grouped[name] = parse(
+                kind, {key: value for key, value in given.items() if value not in (None, [])}
+            )
         command(**values, **grouped)
 
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in spread}
-    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    return signed(call, spread)
+
+
+def signed(call: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    """`call` with the parameters that Typer is to read."""
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call

@@ -15,57 +15,100 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from ..cluster import watchdog
+from ..cluster import process
 from ..cluster.local_ray import find_ray
 from ..cluster.serve.args import ServeConfig, check_acceptance
-from ..cluster.serve.detection import set_detection
 from ..errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
-from .generated import options_of
-from .key.options import AccessOptions
-from .options import EngineOptions, serve_section
+from .options import EngineOptions, Options, options_of, serve_section
 from .session import prepare
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from .client import Client
+    from .running_server import RunningServer
+
+
+class AccessOptions(Options):
+    """Keys and origins beside those of the file's `serve.access` section."""
+
+    panel = "Access"
+    api_key: list[str] = Field(
+        [],
+        description="A key that clients have to send; may be repeated. Processes can see options: "
+        "prefer the variable, or --keys-file.",
+        json_schema_extra={"envvar": "OUTRIDER_API_KEY", "show_envvar": True},
+    )
+    keys_file: Path | None = Field(
+        None,
+        description="YAML with keys and admin_keys, of `outrider key new`; read again when "
+        "changed.",
+    )
+    cors_allowed_origin: list[str] = Field(
+        [],
+        description="Origin of browsers' pages that may call the server; may be repeated.",
+    )
+    log_prompts: bool | None = Field(None, description="Write prompts to the log.")
+
+    def apply(self, section: ServeConfig) -> tuple[ServeConfig, str | None]:
+        """`section` with these options, and the key for this command's own calls, if any.
+
+        Raises:
+            ConfigError: the file of keys is wrong, or a key is empty.
+        """
+        from ..cluster.serve.access.access import Access
+        from ..cluster.serve.access.keys import hash_of, new_key
+        from ..config.access import AccessConfig
+        from ..config.strict import parse
+
+        access = section.access.model_dump()
+        if not all(self.api_key):
+            raise ConfigError.at("api_key", "it is empty")
+        # One tenant for all of them: they are one user's, as with vLLM's option of this name.
+        access["keys"] += [
+            {"hash": hash_of(key), "name": "api_key", "tenant": "default"}
+            for key in dict.fromkeys(self.api_key)
+        ]
+        access["cors_allowed_origins"] += self.cors_allowed_origin
+        if self.keys_file is not None:
+            access["keys_file"] = str(self.keys_file)
+        if self.log_prompts is not None:
+            access["log_prompts"] = self.log_prompts
+        own = None
+        if parse(AccessConfig, access).has_keys:
+            own = new_key()
+            access["admin_keys"].append(hash_of(own))
+        config = parse(AccessConfig, access)
+        Access(config)  # reads the file of keys, so that what is wrong with it is said here
+        return section.model_copy(update={"access": config}), own
+
 
 _READY_TIMEOUT_S = 1800.0
 _POLL_S = 0.5
 _SERVE = "Server"
 
 
-@dataclass(frozen=True)
-class HttpOptions:
+class HttpOptions(Options):
     """Where to listen."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVE)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int, typer.Option(help="Port to listen on.", min=1, max=65535, rich_help_panel=_SERVE)
-    ] = 8000
+    panel = _SERVE
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
 
 
 _DeployFields: Any = options_of(
-    ServeConfig,
-    _SERVE,
-    only=("num_replicas", "name", "route_prefix", "graceful_shutdown_timeout_s"),
+    ServeConfig, _SERVE, ("num_replicas", "name", "route_prefix", "graceful_shutdown_timeout_s")
 )
 
 
 class DeployOptions(_DeployFields):
     """How the application is deployed; `None` leaves it to the file's `serve:` section."""
-
-    def given(self) -> dict[str, Any]:
-        """What was said."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def serve(
@@ -91,30 +134,34 @@ def serve(
 ) -> None:
     """Serves a model over an OpenAI-compatible API."""
     if engine.executor == "local":
-        raise ConfigError("executor: serve runs on Ray; leave it out", field="executor")
-    config = (replace(engine, model=checkpoint) if checkpoint else engine).resolve(executor="ray")
+        raise ConfigError.at("executor", "serve runs on Ray; leave it out")
+    if checkpoint:
+        engine = engine.model_copy(update={"model": checkpoint})
+    config = engine.resolve(executor="ray")
     check_acceptance(config)
     section, own_key = access.apply(serve_section(engine, deploy.given()))
     if find_ray(address) is None:
         check_port(http.host, http.port)  # else it may be Serve that listens there
     url = _url(http, section.route_prefix)
+    from ..cluster.serve.deployment import set_detection
+
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         os.environ.update(section.connection_limits.variables())  # for a Ray started here
         set_detection()  # likewise
-        os.environ[watchdog.VARIABLE] = str(section.hung_after_s)  # likewise
+        os.environ[process.VARIABLE] = str(section.hung_after_s)  # likewise
         begin = partial(_start_serve, section, http, stack)
         prepare(config, stack, address=address, num_engines=replicas, on_ray=begin)
         with suppress(KeyboardInterrupt):  # how a server ends
             with err().status("Starting the workers..."):
                 _deploy(config, section)
-            from .client import Client
+            from .running_server import RunningServer
 
-            client = Client(url, timeout_s=10.0, api_key=own_key)
-            stack.callback(client.close)
-            models = _wait_until_ready(client)
+            server = RunningServer(url, timeout_s=10.0, api_key=own_key)
+            stack.callback(server.close)
+            models = _wait_until_ready(server)
             _announce(config, section, url, models[0])
-            _watch(client, stats_interval_s)
+            _watch(server, stats_interval_s)
         note(
             "Shutting down: running requests have "
             f"{section.graceful_shutdown_timeout_s:g} s to end (again: at once)..."
@@ -128,17 +175,17 @@ def check_port(host: str, port: int) -> None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"host: {host!r} is no address: {error.strerror}", field="host") from None
+        raise ConfigError.at("host", f"{host!r} is no address: {error.strerror}") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(place)
             probe.listen()
         except OSError as error:
-            raise ConfigError(
-                f"port: cannot listen on {host}:{port}: {error.strerror}; "
+            raise ConfigError.at(
+                "port",
+                f"cannot listen on {host}:{port}: {error.strerror}; "
                 "stop what uses it or choose another with --port",
-                field="port",
             ) from None
 
 
@@ -207,7 +254,7 @@ def _quietly(call: Callable[[], Any]) -> None:
         note(f"while shutting down: {error}")
 
 
-def _wait_until_ready(client: Client) -> list[str]:
+def _wait_until_ready(server: RunningServer) -> list[str]:
     """Names of the served models.
 
     Raises:
@@ -216,7 +263,7 @@ def _wait_until_ready(client: Client) -> list[str]:
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while True:
         try:
-            return client.models()
+            return server.models()
         except OutriderError as error:
             if time.monotonic() > deadline:
                 raise EngineDeadError(
@@ -251,7 +298,7 @@ def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) 
     )
 
 
-def _watch(client: Client, interval_s: float) -> None:
+def _watch(server: RunningServer, interval_s: float) -> None:
     """Until Ctrl-C: the drafters' lines whenever they have changed."""
     shown: list[str] = []
     while True:
@@ -259,7 +306,7 @@ def _watch(client: Client, interval_s: float) -> None:
         if interval_s == 0:
             continue
         try:
-            lines = client.stats_lines()
+            lines = server.stats_lines()
         except OutriderError as error:
             note(f"no statistics: {error.message}")
             continue

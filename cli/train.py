@@ -1,7 +1,7 @@
 """`outrider train`: trains heads and draft models for a target.
 
 Every method of `training/registry.py` has a command; its options are the fields of the run's
-settings and of the method's own (`generated.py`).
+settings and of the method's own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ..errors import ConfigError, OutriderError
-from .console import err, note
-from .generated import option_name, parameters_of
-from .narrow import Command, Group
+from .console import Command, Group, err, note
+from .options import parameters_of, signed, spelling
 
 if TYPE_CHECKING:
     from ..config import Strict
 
 Model = TypeVar("Model", bound="Strict")
+
+_ARGUMENTS = {"target": "TARGET", "out": "OUT"}
+_DATA = ("inputs", "window", "heldout", "heldout_file", "all_tokens", "generate", "own_share",
+         "temperature")  # fmt: skip
+_MACHINE = ("device", "trust_remote_code", "allow_pickle", "dtype", "micro_batch", "num_processes",
+            "threads")  # fmt: skip
+_PANELS = dict.fromkeys(_DATA, "Data") | dict.fromkeys(_MACHINE, "Machine")
 
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Checkpoint folder.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for what is trained.")]
@@ -62,8 +68,8 @@ def _command(method: str) -> Any:
     parameters = [
         inspect.Parameter("target", keyword, annotation=Target),
         inspect.Parameter("out", keyword, annotation=Out),
-        *parameters_of(TrainingOptions, "Optimization"),
-        *parameters_of(entry.options, "Method"),
+        *parameters_of(TrainingOptions, "Optimization", _PANELS, skip=_ARGUMENTS),
+        *parameters_of(entry.options, "Method", _PANELS, skip=_ARGUMENTS),
     ]
 
     def call(**values: Any) -> None:
@@ -72,9 +78,7 @@ def _command(method: str) -> Any:
         _train(method, given, own)
 
     call.__doc__ = entry.summary
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return call
+    return signed(call, parameters)
 
 
 def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
@@ -103,7 +107,7 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
 def _folder(given: dict[str, Any]) -> Path:
     """The target's folder, also where it is a Hugging Face id."""
     target: Path = given["target"]
-    from ..config.hub_id import is_hub_id
+    from ..config.hub import is_hub_id
 
     if not is_hub_id(str(target)):
         return target
@@ -135,5 +139,5 @@ def _named(error: OutriderError) -> OutriderError:
         return error
     if field.startswith("--"):
         return error
-    option = option_name(field)
+    option = _ARGUMENTS.get(field) or spelling(field)[0]
     return type(error)(option + error.message.removeprefix(field), field=option)

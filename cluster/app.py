@@ -66,8 +66,9 @@ def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application
         )(EngineReplica)
         engines[model.name] = deployment.bind(
             model.config.model_dump(mode="json"),
-            *section.keeps,
-            model.health_hold_s,
+            section.resume_window_s,
+            section.resume_max_values,
+            model.deployment.health_hold_s,
             model.deployment.hung_after_s,
         )
     ingress = serve.deployment(

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..config import EngineConfig, ResourcesConfig
 from ..drafters.lookup.pool import PoolLink
-from ..engine.backend import Backend, LocalBackend
+from ..engine import llm
+from ..engine.host import Backend
 from ..workers.group import WorkerGroup
 from ..workers.spec import WorkerSpec
 from .local_ray import start_ray
 
 if TYPE_CHECKING:
-    from .keeper import Successors
-    from .keeper_link import KeeperLink
+    from .keeper import KeeperLink, Successors
+
 
 # `spare_workers: auto` leaves this much memory beside the spares, which take about this much each.
 _FREE_BYTES, _SPARE_BYTES = 4 * 2**30, 2**30
@@ -32,7 +33,7 @@ _CGROUP_FILES = (  # a container's limit and use: version 2, version 1
 )
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Ranks in actors of their own.
 
     A Ray that was started for the first backend of this process ends with the last one.
@@ -51,7 +52,7 @@ class RayBackend:
         self._serves = successors is not None
         self._keeper: KeeperLink | None = None  # of all groups
         if successors is not None and successors.wait_s:
-            from .keeper_link import KeeperLink
+            from .keeper import KeeperLink
 
             self._keeper = KeeperLink(successors)
 
@@ -90,7 +91,7 @@ class RayBackend:
 
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
         """On one node, with a CPU for each; elsewhere the target chooses node and memory first."""
-        from .placement import needs, single_node_cpus
+        from .rank_actors import needs, single_node_cpus
 
         asked = [(spec.size, *needs(spec, resources)) for spec in specs]
         if any(gpus for _, _, gpus in asked) or resources.accelerator_type is not None:
@@ -107,7 +108,7 @@ class RayBackend:
 
 def backend_of(config: EngineConfig, successors: Successors | None = None) -> Backend:
     """The backend that `executor` names; `successors` as for `RayBackend`."""
-    return RayBackend(successors) if config.executor == "ray" else LocalBackend()
+    return RayBackend(successors) if config.executor == "ray" else Backend()
 
 
 def wants_spares(spec: WorkerSpec, resources: ResourcesConfig, *, serves: bool) -> bool:
@@ -135,3 +136,12 @@ def _left_of(limit_file: str, used_file: str) -> int:
         return int(limit) - int(used)
     except (OSError, ValueError):  # no limit: there is no file, or it says "max"
         return sys.maxsize
+
+
+class LLM(llm.LLM):
+    # The Python API with every executor; users see one class, that of the package.
+    __doc__ = llm.LLM.__doc__
+    _backend_of = staticmethod(backend_of)
+
+
+LLM.__module__ = "outrider"

@@ -34,19 +34,18 @@ def find_ray(address: str | None = None) -> str | None:
     named = address or os.environ.get("RAY_ADDRESS") or None
     if named == "local":
         return None
-    found = None if named not in (None, "auto") else find_bootstrap_address(None)
     if named in (None, "auto"):
-        # The file may be of a cluster that has ended.
+        found = find_bootstrap_address(None)  # the file may be of a cluster that has ended
         if found is not None and _answers(found):
             return found
         if named is None:
             return None
-        raise ConfigError("address: no Ray is running on this machine", field="address")
+        raise ConfigError.at("address", "no Ray is running on this machine")
     if not _answers(named.removeprefix("ray://")):
-        raise ConfigError(
-            f"address: no Ray answers at {named} within {_CONNECT_TIMEOUT_S:.0f} s; start one with "
+        raise ConfigError.at(
+            "address",
+            f"no Ray answers at {named} within {_CONNECT_TIMEOUT_S:.0f} s; start one with "
             "`ray start --head`, or leave the address out",
-            field="address",
         )
     return named
 
@@ -60,9 +59,7 @@ def _answers(address: str) -> bool:
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(
-            f"address: {address!r} is not host:port, 'auto' or 'local'", field="address"
-        )
+        raise ConfigError.at("address", f"{address!r} is not host:port, 'auto' or 'local'")
     if os.environ.get("RAY_USE_TLS", "0") != "0":  # its certificates are Ray's business
         try:
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S):
@@ -118,8 +115,8 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
             address=found or "local", log_to_driver=False, logging_level=logging.WARNING, **own
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"address: cannot join Ray at {found or 'this machine'}: {error}", field="address"
+        raise ConfigError.at(
+            "address", f"cannot join Ray at {found or 'this machine'}: {error}"
         ) from None
     return True
 

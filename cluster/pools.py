@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ..drafters.lookup.pool import Differences, PoolStore, pack, unpack
 from ..errors import ConfigError
 from ..scheduler.types import IntArray
+from .process import start_thread
 
 log = logging.getLogger(__name__)
 NAMESPACE = "outrider"
@@ -30,6 +31,7 @@ _START_TIMEOUT_S = 30.0
 _SNAPSHOT_EVERY_S = 60.0
 _MAX_TENANTS = 1024  # followed at once; the one asked for longest ago is dropped
 _MAX_FAULTS = 8  # that nobody has taken yet
+_FAILURES = (RayError, ValueError, OSError, ConfigError)
 
 
 def actor_name(fingerprint: str) -> str:
@@ -96,8 +98,7 @@ class RayPoolLink:
             self._actor = actor
         except RayError as error:
             self._note(error)
-        self._thread = threading.Thread(target=self._run, name="outrider-pool", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("pool", self._run)
 
     def publish(self, tenant: str, tokens: IntArray) -> None:
         with self._lock:
@@ -128,7 +129,7 @@ class RayPoolLink:
             self._exchange()
             if self._snapshot is not None:
                 self._save()
-        except (RayError, ValueError, OSError, ConfigError) as error:
+        except _FAILURES as error:
             log.warning("the shared pool was not saved: %s", error)
 
     def _run(self) -> None:
@@ -141,7 +142,7 @@ class RayPoolLink:
             late_s = time.monotonic() - self._saved_at
             if self._snapshot is not None and late_s > _SNAPSHOT_EVERY_S:
                 self._save()
-        except (RayError, ValueError, OSError, ConfigError) as error:
+        except _FAILURES as error:
             self._note(error)
         else:
             self._is_down = False

@@ -26,7 +26,7 @@ from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing, heartbeat
 from ..workers.transport.socket_channel import serve
-from .trim import keep_trimmed
+from .process import keep_trimmed, start_thread
 
 if TYPE_CHECKING:
     from ..workers.worker import Worker
@@ -59,15 +59,13 @@ class Rank:
         self._spec = spec
         self._keeper = keeper
         if keeper is not None:
-            threading.Thread(
-                target=self._follow_keeper, name="outrider-keeper", daemon=True
-            ).start()
+            start_thread("keeper", self._follow_keeper)
         self._serving: threading.Thread | None = None
         self._rank = 0
         self._worker: Worker | None = None
         self._followers: list[socket.socket] = []
         keep_trimmed()
-        threading.Thread(target=_follow_parent, name="outrider-parent", daemon=True).start()
+        start_thread("parent", _follow_parent)
 
     def place(self) -> RankPlace:
         """Node, address, and a port that was free just now."""
@@ -84,7 +82,7 @@ class Rank:
 
         from ..workers import worker as _  # noqa: F401 - its imports take most of the time
         from ..workers.model.bridge import build_meta
-        from ..workers.model.settings import read_config
+        from ..workers.model.info import read_config
 
         for spec in (self._spec.target, self._spec.draft):
             if spec is not None:
@@ -159,17 +157,13 @@ class Rank:
         """Opens this rank's end of the step channel and serves it from a thread."""
         host = None if same_node else ray.util.get_node_ip_address()
         server, address = framing.listen(host)
-        self._serving = threading.Thread(
-            target=self._serve, args=(server, address, secret), name="outrider-steps", daemon=True
-        )
-        self._serving.start()
+        self._serving = start_thread("steps", self._serve, server, address, secret)
         return address
 
     def lead(self, followers: list[framing.Address], secret: bytes) -> None:
         """Connects to the node's other ranks, to hand steps on; before the engine connects."""
         self._followers = [
-            framing.connect_for(framing.STEPS, each, secret, _ACCEPT_TIMEOUT_S)
-            for each in followers
+            framing.connect(each, secret, _ACCEPT_TIMEOUT_S, framing.STEPS) for each in followers
         ]
 
     def sentinel(self) -> None:
@@ -182,12 +176,7 @@ class Rank:
             ends = _accept_both(framing.Acceptor(server, secret))
         framing.unlink(address)
         stopped = threading.Event()
-        threading.Thread(
-            target=heartbeat.beat,
-            args=(ends[framing.BEATS], stopped),
-            name="outrider-heartbeat",
-            daemon=True,
-        ).start()
+        start_thread("heartbeat", heartbeat.beat, ends[framing.BEATS], stopped)
         with ends[framing.STEPS], ends[framing.BEATS]:
             serve(
                 ends[framing.STEPS],

@@ -11,19 +11,19 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..config import ResourcesConfig
-from ..errors import OutriderError, WorkerDiedError, WorkerError
+from ..errors import OutriderError, ResourcesError, WorkerDiedError, WorkerError
 from ..workers.group import agreed_blocks, with_device_steps
 from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
-from .placement import needs, place
+from .process import start_thread
 from .rank import Rank, RankPlace
 
 log = logging.getLogger(__name__)
@@ -36,16 +36,77 @@ _SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has t
 _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
-@dataclass(frozen=True)
+def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
+    """CPUs and GPUs of one rank."""
+    on_gpu = spec.device == "cuda" or (
+        spec.device == "auto" and ray.cluster_resources().get("GPU", 0) >= spec.size
+    )
+    cpus, gpus = resources.cpus_per_worker, resources.gpus_per_worker
+    return (
+        (0.0 if on_gpu else 1.0) if cpus is None else cpus,
+        (1.0 if on_gpu else 0.0) if gpus is None else gpus,
+    )
+
+
+def single_node_cpus() -> float:
+    """CPUs that are free where the cluster is one node; 0 where it has several."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return float(ray.available_resources().get("CPU", 0.0)) if len(nodes) == 1 else 0.0
+
+
+def place(
+    spec: WorkerSpec, resources: ResourcesConfig, *, detached: bool = False
+) -> PlacementGroup:
+    """One bundle a rank, on one node if that is possible at all; `detached` outlives its maker.
+
+    Raises:
+        ResourcesError: the cluster did not provide the resources in time.
+    """
+    cpus, gpus = needs(spec, resources)
+    bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
+    kind = resources.accelerator_type
+    if kind is not None:  # Ray's nodes have a resource of that name
+        bundle[f"accelerator_type:{kind}"] = 0.001
+    bundles = [dict(bundle or {"CPU": 0.001}) for _ in range(spec.size)]
+    fits = any(
+        node["Alive"]
+        and all(
+            node["Resources"].get(name, 0) >= count * spec.size
+            for name, count in bundles[0].items()
+        )
+        for node in ray.nodes()
+    )
+    strategy = "STRICT_PACK" if fits else resources.placement_strategy
+    lifetime = "detached" if detached else None
+    group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
+    if not group.wait(timeout_seconds=resources.placement_timeout_s):
+        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+        remove_placement_group(group)
+        field = "tensor_parallel_size"
+        if spec.head_target is not None:
+            field = "speculative_config.placement"
+        elif spec.target is None:
+            field = "speculative_config.draft_tensor_parallel_size"
+        raise ResourcesError.at(
+            field,
+            f"{spec.size} workers of {bundles[0]} each could not "
+            f"be placed within {resources.placement_timeout_s:.0f} s; the cluster has "
+            f"{total}, free are {free or 'none'}",
+        )
+    return group
+
+
+@dataclass
 class Formed:
     """Ranks that can be connected to, in rank order, and what their next owner has to know."""
 
-    ranks: list[Any]  # actor handles
-    places: list[RankPlace]
-    reports: list[WorkerReport]
-    placement: PlacementGroup | None
-    devices: list[str | None]  # by bundle
-    generation: int
+    ranks: list[Any] = field(default_factory=list)  # actor handles
+    places: list[RankPlace] = field(default_factory=list)
+    reports: list[WorkerReport] = field(default_factory=list)  # or of the ranks before them
+    placement: PlacementGroup | None = None
+    devices: list[str | None] = field(default_factory=list)  # by bundle
+    generation: int = 0
 
 
 class RankSource(Protocol):
@@ -94,22 +155,17 @@ class RankActors:
     ) -> None:
         self._spec, self._resources = spec, resources
         self._keeper = keeper
-        self._generation = 0
-        self._placement: PlacementGroup | None = None
-        self._ranks: list[Any] = []
-        self._known: list[WorkerReport] = []  # of the ranks, or of those before them
-        self._places: list[RankPlace] = []
-        self._devices: list[str | None] = []  # by bundle
+        self._formed = Formed()
         self._lock = threading.Lock()  # of what is about spares
         self._spares: list[Any] = []  # by bundle; none while they take over
         self._warm: list[RankLocation] = []
         self._spare_epoch = 0  # changes where spares that are being started are not needed
 
     def form(self, node: str, *, reuse: bool) -> Formed:
-        if reuse and self._ranks and (renewed := self._renew()) is not None:
-            return renewed
+        if reuse and self._formed.ranks and self._renew():
+            return replace(self._formed)
         self.drop()
-        self._generation += 1
+        self._formed.generation += 1
         try:
             with _own_errors():
                 if not self._use_spares(node):
@@ -119,21 +175,19 @@ class RankActors:
             self.shutdown()
             raise
         self._start_spares()
-        return self._formed()
+        return replace(self._formed)
 
     def adopt(self, formed: Formed) -> None:
         """Owns what another keeper has formed."""
-        self._ranks, self._places, self._known = formed.ranks, formed.places, formed.reports
-        self._placement, self._devices = formed.placement, formed.devices
-        self._generation = formed.generation
-        for rank in self._ranks:  # one that is dead is its engine's business
+        self._formed = formed
+        for rank in formed.ranks:  # one that is dead is its engine's business
             rank.adopt.remote(self._keeper)
         self._start_spares()
 
     def drop(self) -> None:
-        for rank in self._ranks:
+        for rank in self._formed.ranks:
             ray.kill(rank)
-        self._ranks = []
+        self._formed.ranks = []
 
     def spares(self) -> list[RankLocation]:
         return list(self._warm)
@@ -142,20 +196,22 @@ class RankActors:
         self.drop()
         for spare in self._take_spares():
             ray.kill(spare)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        if self._formed.placement is not None:
+            remove_placement_group(self._formed.placement)
+            self._formed.placement = None
 
     def _start(self, node: str) -> None:
-        self._placement = place(self._spec, self._resources, detached=self._keeper is not None)
-        self._ranks = self._actors(*needs(self._spec, self._resources))
-        places = _get([rank.place.remote() for rank in self._ranks])
-        self._devices = [each.devices for each in places]
+        self._formed.placement = place(
+            self._spec, self._resources, detached=self._keeper is not None
+        )
+        self._formed.ranks = self._actors(*needs(self._spec, self._resources))
+        places = _get([rank.place.remote() for rank in self._formed.ranks])
+        self._formed.devices = [each.devices for each in places]
         self._load(places, node)
 
     def _actors(self, cpus: float, gpus: float) -> list[Any]:
         """One actor per bundle, in the bundles' order."""
-        assert self._placement is not None
+        assert self._formed.placement is not None
         detached = {} if self._keeper is None else {"lifetime": "detached", "namespace": NAMESPACE}
         return [
             ray.remote(Rank)
@@ -166,7 +222,7 @@ class RankActors:
                 max_concurrency=4,
                 runtime_env={"env_vars": _ENV},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=index
+                    self._formed.placement, placement_group_bundle_index=index
                 ),
             )
             .remote(self._spec, self._keeper)
@@ -174,64 +230,54 @@ class RankActors:
         ]
 
     def _load(self, places: list[RankPlace], node: str) -> None:
-        """Makes a group of `_ranks`, of which nothing is loaded yet."""
+        """Makes a group of the ranks, of which nothing is loaded yet."""
         size = self._spec.size
         # Neighbouring ranks share a node, wherever the bundles landed.
         order = sorted(
             range(size),
             key=lambda index: (places[index].node_id != node, places[index].node_id, index),
         )
-        self._ranks = [self._ranks[index] for index in order]
-        self._places = places = [places[index] for index in order]
+        self._formed.ranks = [self._formed.ranks[index] for index in order]
+        self._formed.places = places = [places[index] for index in order]
         master = (places[0].host, places[0].free_port)
         spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links leave nodes too
         _get(
             [
-                rank.join.remote(index, *master, self._generation, spread)
-                for index, rank in enumerate(self._ranks)
+                rank.join.remote(index, *master, self._formed.generation, spread)
+                for index, rank in enumerate(self._formed.ranks)
             ]
         )
-        known: list[Any] = [*self._known] or [None] * size
-        self._known = _get(
-            [rank.load.remote(each) for rank, each in zip(self._ranks, known, strict=True)]
+        known: list[Any] = self._formed.reports or [None] * size
+        self._formed.reports = _get(
+            [rank.load.remote(each) for rank, each in zip(self._formed.ranks, known, strict=True)]
         )
         self._allocate()
 
     def _allocate(self) -> None:
-        blocks = agreed_blocks(self._known)
-        steps = _get([rank.allocate.remote(*blocks) for rank in self._ranks])
-        self._known = with_device_steps(self._known, steps)
+        blocks = agreed_blocks(self._formed.reports)
+        steps = _get([rank.allocate.remote(*blocks) for rank in self._formed.ranks])
+        self._formed.reports = with_device_steps(self._formed.reports, steps)
 
-    def _renew(self) -> Formed | None:
-        """The same ranks for another engine; None if one is gone or busy."""
+    def _renew(self) -> bool:
+        """Prepares the ranks for another engine; False if one is gone or busy."""
         try:
-            ray.get([rank.renew.remote() for rank in self._ranks], timeout=_RENEW_TIMEOUT_S)
+            ray.get([rank.renew.remote() for rank in self._formed.ranks], timeout=_RENEW_TIMEOUT_S)
             self._allocate()
         except (RayError, OSError) as error:
             log.warning("workers could not be taken over: %s", str(error).splitlines()[0])
-            return None
-        return self._formed()
-
-    def _formed(self) -> Formed:
-        return Formed(
-            self._ranks,
-            self._places,
-            self._known,
-            self._placement,
-            self._devices,
-            self._generation,
-        )
+            return False
+        return True
 
     def _use_spares(self, node: str) -> bool:
         """Whether the spares took over; where a node is gone, they cannot."""
         spares = self._take_spares()
         if not spares:
             return False
-        self._ranks = spares
+        self._formed.ranks = spares
         try:
             taken = [
                 spare.take_over.remote(devices)
-                for spare, devices in zip(spares, self._devices, strict=True)
+                for spare, devices in zip(spares, self._formed.devices, strict=True)
             ]
             ray.get(taken, timeout=_SPARE_TIMEOUT_S)
             places = ray.get([each.place.remote() for each in spares], timeout=_CONNECT_TIMEOUT_S)
@@ -250,12 +296,7 @@ class RankActors:
     def _start_spares(self) -> None:
         """Holds processes ready in the ranks' bundles: what they need was reserved once."""
         if self._resources.spare_workers is True:
-            threading.Thread(
-                target=self._hold_spares,
-                args=(self._spare_epoch,),
-                name="outrider-spares",
-                daemon=True,
-            ).start()
+            start_thread("spares", self._hold_spares, self._spare_epoch)
 
     def _hold_spares(self, epoch: int) -> None:
         """Starts spares and replaces those that die, with pauses, until others are needed."""

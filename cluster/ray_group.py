@@ -10,7 +10,6 @@ new generation, a new store and new sockets.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,8 @@ from ..workers.group import OverChannel
 from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.heartbeat import Monitor
-from ..workers.transport.leader import routes
-from ..workers.transport.socket_channel import SocketChannel
+from ..workers.transport.socket_channel import SocketChannel, routes
+from .process import start_thread
 from .rank_actors import LOAD_TIMEOUT_S, Formed, RankSource
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -87,12 +86,10 @@ class RayGroup(OverChannel):
         formed = self._source.form(node, reuse=reuse)
         try:
             self._connect(formed, node)
-        except RayError as error:
+        except (RayError, OSError) as error:
             self._drop_ranks()
-            raise WorkerDiedError(f"a worker died while it started: {error}") from None
-        except OSError as error:
-            self._drop_ranks()
-            raise WorkerDiedError(f"a worker cannot be reached: {error}") from None
+            what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
+            raise WorkerDiedError(f"a worker {what}: {error}") from None
 
     def _connect(self, formed: Formed, node: str) -> None:
         secret = secrets.token_bytes(32)
@@ -120,7 +117,7 @@ class RayGroup(OverChannel):
         """Opens the channel to the ranks `connected`; ends it when any rank dies or is silent."""
         steps, beats = (
             [
-                framing.connect_for(purpose, addresses[rank], secret, _CONNECT_TIMEOUT_S)
+                framing.connect(addresses[rank], secret, _CONNECT_TIMEOUT_S, purpose)
                 for rank in ranks
             ]
             for purpose, ranks in (
@@ -147,4 +144,4 @@ class RayGroup(OverChannel):
             except RayError as error:
                 lost(f"a worker died: {str(error).splitlines()[0]}")
 
-        threading.Thread(target=wait, name="outrider-sentinel", daemon=True).start()
+        start_thread("sentinel", wait)

@@ -1,8 +1,7 @@
 """Configuration: read once, checked strictly, frozen."""
 
-from .eagle import Eagle3Config, EagleConfig
 from .engine import EngineConfig, ResourcesConfig
-from .heads import HeadConfig
+from .heads import Eagle3Config, EagleConfig, HeadConfig, MedusaConfig, MTPConfig, ReDrafterConfig
 from .lookup import (
     NGramCacheConfig,
     NGramMapK4VConfig,
@@ -12,9 +11,6 @@ from .lookup import (
     PromptLookupConfig,
     SuffixConfig,
 )
-from .medusa import MedusaConfig
-from .mtp import MTPConfig
-from .redrafter import ReDrafterConfig
 from .section import LONGEST_DRAFT, SpeculationBase
 from .speculation import (
     SECTIONS,

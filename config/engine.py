@@ -13,11 +13,10 @@ from pydantic import Field, model_validator
 
 from ..errors import ConfigError
 from .compat.translate import translate_engine, translate_section
-from .hub_id import is_hub_id
+from .hub import is_hub_id
 from .section import SpeculationBase
 from .speculation import NoSpeculation, SpeculativeConfig
-from .strict import Strict, at_key, parse
-from .yaml_text import read_yaml
+from .strict import Strict, at_key, parse, read_mapping
 
 
 class ResourcesConfig(Strict):
@@ -247,7 +246,9 @@ class EngineConfig(Strict):
         Raises:
             ConfigError: names the key, its value, and what is allowed.
         """
-        data = translate_engine(dict(source) if isinstance(source, dict) else _read(Path(source)))
+        data = translate_engine(
+            dict(source) if isinstance(source, dict) else read_mapping(Path(source), "config")
+        )
         given = {key: value for key, value in overrides.items() if value is not None}
         data.update(translate_engine(given))
         speculative = data.get("speculative_config")
@@ -256,21 +257,5 @@ class EngineConfig(Strict):
         elif speculative is None:
             data.pop("speculative_config", None)
         elif not isinstance(speculative, SpeculationBase):
-            raise ConfigError(
-                f"speculative_config: expected a mapping, got {speculative!r}",
-                field="speculative_config",
-            )
+            raise ConfigError.at("speculative_config", f"expected a mapping, got {speculative!r}")
         return parse(cls, data)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config: cannot read {path}: {error.strerror}", field="config") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config: {path} is not UTF-8: {error}", field="config") from None
-    data = read_yaml(text, "config", str(path))
-    if not isinstance(data, dict):
-        raise ConfigError(f"config: {path} must hold a mapping of keys", field="config")
-    return data

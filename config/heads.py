@@ -7,28 +7,26 @@ loaded. Keys are TensorRT-LLM's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from .section import SpeculationBase
+from .section import LONGEST_DRAFT, MaxDraftLen, PlacedConfig
 from .strict import at_key
 
 Choice = tuple[Annotated[int, Field(strict=True)], ...]
 _MAX_DEPTH = 64  # levels of a fixed tree
-_MAX_NODES = 1024
 
 
-class HeadConfig(SpeculationBase):
+class HeadConfig(PlacedConfig):
     """What sections of heads share: which, and where it runs."""
+
+    of_separate = ("draft_timeout_s", "feature_transport")
 
     speculative_model: str = Field(min_length=1, description="Folder of the head's checkpoint.")
     placement: Literal["colocated", "separate"] = Field(
         "colocated",
         description="colocated: in the target's ranks; separate: in a worker of its own.",
-    )
-    draft_timeout_s: float = Field(
-        1.0, gt=0, le=60, description="separate: seconds after which a step goes without the draft."
     )
     feature_transport: Literal["auto", "socket", "distributed"] = Field(
         "auto", description="separate: how hidden states are sent."
@@ -36,18 +34,6 @@ class HeadConfig(SpeculationBase):
     draft_tensor_parallel_size: Literal[1] = Field(
         1, description="vLLM's key; a head is not sharded."
     )
-
-    @model_validator(mode="after")
-    def _keys_of_its_placement(self) -> HeadConfig:
-        for key in ("draft_timeout_s", "feature_transport"):  # defaults pass, as in the rules' keys
-            default = type(self).model_fields[key].default
-            if self.placement == "colocated" and getattr(self, key) != default:
-                raise at_key(
-                    key,
-                    f"{key} belongs to placement 'separate'; this head is colocated, and its draft "
-                    "comes with the verdict",
-                )
-        return self
 
     @property
     def folder(self) -> Path:
@@ -90,20 +76,18 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
     Raises:
         ValueError: it is no tree, too large, or asks for a rank beyond `top_k`; names the path.
     """
-    for path in choices:
-        if len(path) > _MAX_DEPTH:
-            raise at_key(
-                name, f"{name}: a path is {len(path)} deep; at most {_MAX_DEPTH} are drafted"
-            )
+    if not choices:
+        raise at_key(name, f"{name} is empty: leave it out, or list paths of ranks")
+    deepest = max(map(len, choices))
+    if deepest > _MAX_DEPTH:
+        raise at_key(name, f"{name}: a path is {deepest} deep; at most {_MAX_DEPTH} are drafted")
     try:
         nodes = expand(choices)
     except ValueError as error:
         raise at_key(name, f"{name}: {error}") from None
-    if not nodes:
-        raise at_key(name, f"{name} is empty: leave it out, or list paths of ranks")
-    if len(nodes) > _MAX_NODES:
+    if len(nodes) > LONGEST_DRAFT:
         raise at_key(
-            name, f"{name} is a tree of {len(nodes)} nodes; at most {_MAX_NODES} are drafted"
+            name, f"{name} is a tree of {len(nodes)} nodes; at most {LONGEST_DRAFT} are drafted"
         )
     for path in nodes:
         if max(path) >= top_k:
@@ -113,3 +97,300 @@ def checked_tree(name: str, choices: tuple[Choice, ...], top_k: int) -> tuple[Ch
                 "likely tokens are looked at",
             )
     return nodes
+
+
+DEFAULT_DEPTH = 4
+_MOST_SIBLINGS = 64
+
+
+class TreeDraftingConfig(HeadConfig):
+    """Heads that draft from their own output: a chain, a fixed tree of ranks, or a tree that grows
+    where it is likely (EAGLE-2, arXiv:2406.16858)."""
+
+    choices_key: ClassVar[str]  # of the fixed tree
+
+    max_draft_len: MaxDraftLen = Field(
+        0, description="Levels of the draft; 0: those of the fixed tree, or a default."
+    )
+    use_dynamic_tree: bool = Field(False, description="Grow the tree where it is likely.")
+    dynamic_tree_max_topK: int = Field(
+        10,
+        ge=1,
+        le=_MOST_SIBLINGS,
+        description="Dynamic tree: children of a node, and nodes of a level.",
+    )
+    max_total_draft_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Nodes of a dynamic tree; default: dynamic_tree_max_topK per level.",
+    )
+
+    @property
+    def choices(self) -> tuple[Choice, ...] | None:
+        """The fixed tree as it was written."""
+        raise NotImplementedError
+
+    @property
+    def default_len(self) -> int:
+        """Levels where no length is given."""
+        return DEFAULT_DEPTH
+
+    @property
+    def draft_len(self) -> int:
+        if self.choices is not None:
+            return max(map(len, self.choices))
+        return self.max_draft_len or self.default_len
+
+    @property
+    def nodes(self) -> tuple[Choice, ...] | None:
+        """The fixed tree as rank paths, parents first."""
+        return None if self.choices is None else expand(self.choices)
+
+    @property
+    def max_nodes(self) -> int:
+        if self.nodes is not None:
+            return len(self.nodes)
+        if not self.use_dynamic_tree:
+            return self.draft_len
+        width = self.dynamic_tree_max_topK
+        every = width + (self.draft_len - 1) * width * width
+        return min(every, self.max_total_draft_tokens or width * self.draft_len, LONGEST_DRAFT)
+
+    @property
+    def reach(self) -> int:
+        return 1  # a row is made of the next token's embedding
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> TreeDraftingConfig:
+        name = self.choices_key
+        if self.choices is not None and self.use_dynamic_tree:
+            raise at_key(name, f"{name} is a fixed tree, use_dynamic_tree another; give one")
+        if self.choices is not None:
+            deepest = max(checked_tree(name, self.choices, _MOST_SIBLINGS), key=len)
+            if 0 < (self.max_draft_len or 0) < len(deepest):
+                raise at_key(
+                    name,
+                    f"{name}: path {list(deepest)} is {len(deepest)} deep, but max_draft_len is "
+                    f"{self.max_draft_len}",
+                )
+        for key in ("max_total_draft_tokens", "dynamic_tree_max_topK"):
+            value = getattr(self, key)
+            is_said = key == "max_total_draft_tokens" and value == self.max_nodes
+            if not (self.use_dynamic_tree or is_said or self.is_default(key)):
+                raise at_key(key, f"{key} ({value}) belongs to use_dynamic_tree, which is false")
+        if self.max_nodes < self.draft_len:
+            raise at_key(
+                "max_total_draft_tokens",
+                f"max_total_draft_tokens ({self.max_nodes}) is below the {self.draft_len} "
+                "tokens of one path (max_draft_len)",
+            )
+        return self
+
+
+Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the final state, normed
+
+
+class EagleConfig(TreeDraftingConfig):
+    """EAGLE (arXiv:2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840): TensorRT-LLM's keys.
+
+    The version is derived from the tensors of the checkpoint.
+    """
+
+    choices_key = "eagle_choices"
+
+    decoding_type: Literal["Eagle"] = "Eagle"
+    eagle_choices: tuple[Choice, ...] | None = Field(
+        None, description="A fixed tree, as paths of ranks."
+    )
+    eagle3_layers_to_capture: tuple[Layer, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Target layers whose outputs the head reads; default: the checkpoint's.",
+    )
+    rope_theta: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Base of the head's rotary positions; default: the checkpoint's.",
+    )
+    rope_layout: Literal["half", "interleaved"] | None = Field(
+        None, description="Dimensions that are rotated together; default: the checkpoint's."
+    )
+    norm_before_residual: bool | None = Field(
+        None, description="EAGLE-3: the residual is the normed feature; default: the checkpoint's."
+    )
+    recycle: Literal["post_norm", "pre_norm"] | None = Field(
+        None, description="Output that is the next feature; default: the checkpoint's."
+    )
+
+    @property
+    def choices(self) -> tuple[Choice, ...] | None:
+        return self.eagle_choices
+
+
+class Eagle3Config(EagleConfig):
+    """The same; a checkpoint of EAGLE-1 is refused."""
+
+    decoding_type: Literal["Eagle3"] = "Eagle3"  # type: ignore[assignment]
+
+
+MEDUSA_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`
+
+
+class MedusaConfig(HeadConfig):
+    """Medusa (arXiv:2401.10774), with TensorRT-LLM's keys."""
+
+    decoding_type: Literal["Medusa"] = "Medusa"
+    max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: the whole tree.")
+    medusa_choices: tuple[Choice, ...] | None = Field(
+        None, description="The tree, as paths of ranks; default: a chain of each head's best token."
+    )
+    num_medusa_heads: int | None = Field(
+        None, ge=1, le=64, description="Heads of the checkpoint; default: derived from its tensors."
+    )
+    top_k: int = Field(10, ge=1, le=64, description="Tokens considered per head.")
+
+    @model_validator(mode="after")
+    def _sound(self) -> MedusaConfig:
+        if self.medusa_choices is not None:
+            checked_tree("medusa_choices", self.medusa_choices, self.top_k)
+        deepest = max(len(path) for path in self.nodes)
+        if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
+            path = next(path for path in self.nodes if len(path) == deepest)
+            key, asked = "medusa_choices", f"medusa_choices: path {list(path)} is {deepest} deep"
+            if self.medusa_choices is None:
+                key = "max_draft_len"
+                asked = f"max_draft_len asks for a chain of {deepest}, one token per head"
+            raise at_key(key, f"{asked}, but num_medusa_heads is {self.num_medusa_heads}")
+        return self
+
+    @property
+    def draft_len(self) -> int:
+        if self.max_draft_len:
+            return self.max_draft_len
+        if self.medusa_choices is not None:
+            return len(self.nodes)
+        return self.num_medusa_heads or MEDUSA_LEN
+
+    @property
+    def nodes(self) -> tuple[Choice, ...]:
+        """The tree as rank paths, parents first."""
+        if self.medusa_choices is None:
+            return tuple((0,) * depth for depth in range(1, self.draft_len + 1))
+        return expand(self.medusa_choices)
+
+
+class MTPConfig(TreeDraftingConfig):
+    """DeepSeek-V3's modules (arXiv:2412.19437, section 2.2) and their kin: TensorRT-LLM's keys."""
+
+    choices_key = "mtp_choices"
+
+    decoding_type: Literal["MTP"] = "MTP"
+    speculative_model: str | None = Field(  # type: ignore[assignment]
+        None, min_length=1, description="Folder of the modules; default: the target's."
+    )
+    num_nextn_predict_layers: int = Field(
+        1, ge=1, le=64, description="Draft length where max_draft_len is not given."
+    )
+    use_mtp_vanilla: bool | None = Field(
+        None, description="One module per token; default: if the checkpoint has several."
+    )
+    mtp_choices: tuple[Choice, ...] | None = Field(
+        None, description="A fixed tree, as paths of ranks."
+    )
+    recycle: Literal["post_norm", "pre_norm"] = Field(
+        "post_norm", description="Output that is the next feature."
+    )
+    zero_first_embedding: bool = Field(
+        False, description="The first row reads no embedding, as in vLLM."
+    )
+
+    @property
+    def choices(self) -> tuple[Choice, ...] | None:
+        return self.mtp_choices
+
+    @property
+    def default_len(self) -> int:
+        return self.num_nextn_predict_layers
+
+    def folder_beside(self, target: str) -> Path:
+        return Path(self.speculative_model or target)
+
+
+BEAM_LEN = 5  # tokens of a beam
+
+
+class ReDrafterConfig(HeadConfig):
+    """ReDrafter (arXiv:2403.09919): TensorRT-LLM's keys, and the reference's two."""
+
+    decoding_type: Literal["ReDrafter"] = "ReDrafter"
+    redrafter_num_beams: int = Field(
+        5, ge=1, le=64, description="Beams; they are merged into a tree."
+    )
+    redrafter_draft_len_per_beam: int = Field(
+        0, ge=0, le=LONGEST_DRAFT, description="Tokens of a beam; 0: max_draft_len, or 5."
+    )
+    max_draft_len: MaxDraftLen = Field(0, description="Tokens of a beam, by its common name.")
+    max_total_draft_tokens: int | None = Field(
+        None, ge=1, le=1024, description="Nodes of the merged beams; default: all."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference_names(cls, data: Any) -> Any:
+        """The reference's `beam_width` and `beam_length`, which counts the token drafted after."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for key, ours in _REFERENCE_KEYS.items():
+            if key not in data:
+                continue
+            if ours in data:
+                raise at_key(key, f"{key} and {ours} say the same; give one of the two")
+            data[ours] = data.pop(key)
+            if key == "beam_length":
+                data[ours] = _drafted(data[ours])
+        return data
+
+    @model_validator(mode="after")
+    def _sound(self) -> ReDrafterConfig:
+        lengths = {self.redrafter_draft_len_per_beam, self.max_draft_len or 0} - {0}
+        if len(lengths) > 1:
+            raise at_key(
+                "redrafter_draft_len_per_beam",
+                f"redrafter_draft_len_per_beam ({self.redrafter_draft_len_per_beam}) and "
+                f"max_draft_len ({self.max_draft_len}) say the same; give one of the two",
+            )
+        if self.max_nodes < self.draft_len:
+            raise at_key(
+                "max_total_draft_tokens",
+                f"max_total_draft_tokens ({self.max_nodes}) is below the {self.draft_len} tokens "
+                "of one beam (redrafter_draft_len_per_beam)",
+            )
+        return self
+
+    @property
+    def draft_len(self) -> int:
+        return self.redrafter_draft_len_per_beam or self.max_draft_len or BEAM_LEN
+
+    @property
+    def max_nodes(self) -> int:
+        every = self.redrafter_num_beams * self.draft_len
+        return min(every, self.max_total_draft_tokens or every, LONGEST_DRAFT)
+
+
+_REFERENCE_KEYS = {
+    "beam_width": "redrafter_num_beams",
+    "beam_length": "redrafter_draft_len_per_beam",
+}
+
+
+def _drafted(beam_length: Any) -> int:
+    """Tokens of a beam without the target's own, which is its first."""
+    if type(beam_length) is not int or beam_length < 2:
+        raise at_key(
+            "beam_length",
+            f"beam_length counts the target's own token too: at least 2, not {beam_length!r}",
+        )
+    return beam_length - 1

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .section import LONGEST_DRAFT, SpeculationBase
+from .section import LONGEST_DRAFT, MaxDraftLen, ShortestDraft, SpeculationBase
 from .strict import at_key
 
 
@@ -18,35 +18,17 @@ class PromptLookupConfig(SpeculationBase):
     """transformers' prompt lookup: the leftmost match of the longest tail."""
 
     decoding_type: Literal["PromptLookup"] = "PromptLookup"
-    max_draft_len: int | None = Field(
-        10, ge=0, le=LONGEST_DRAFT, description="Most tokens of a draft."
-    )
+    max_draft_len: MaxDraftLen = Field(10, description="Most tokens of a draft.")
     max_matching_ngram_size: int = Field(
         2, ge=1, le=64, description="Longest tail that is looked up."
     )
 
 
-class LlamaNGramConfig(SpeculationBase):
-    """What llama.cpp's n-gram drafters share: `--draft-max` and `--draft-min`."""
-
-    draft_min: int = Field(0, ge=0, le=LONGEST_DRAFT, description="Shorter drafts are dropped.")
-
-    @model_validator(mode="after")
-    def _lengths_in_order(self) -> LlamaNGramConfig:
-        if 0 < self.draft_len < self.draft_min:
-            raise at_key(
-                "draft_min",
-                f"draft_min ({self.draft_min}) must not exceed max_draft_len "
-                f"({self.draft_len}): nothing would ever be drafted",
-            )
-        return self
-
-
-class LlamaMapConfig(LlamaNGramConfig):
+class LlamaMapConfig(ShortestDraft):
     """Those that draft the m tokens after a known n-gram."""
 
-    max_draft_len: int | None = Field(
-        None, ge=0, le=LONGEST_DRAFT, description="Most tokens of a draft; default: ngram_size_m."
+    max_draft_len: MaxDraftLen = Field(
+        None, description="Most tokens of a draft; default: ngram_size_m."
     )
     ngram_size_n: int = Field(12, ge=1, le=1024, description="Tokens that are looked up.")
     ngram_size_m: int = Field(48, ge=1, le=1024, description="Tokens that are drafted.")
@@ -93,9 +75,7 @@ class NGramModConfig(SpeculationBase):
     """llama.cpp's `ngram-mod`: a hash pool from n-gram to next token; `max_draft_len` is n_max."""
 
     decoding_type: Literal["NGramMod"] = "NGramMod"
-    max_draft_len: int | None = Field(
-        64, ge=0, le=LONGEST_DRAFT, description="Most tokens of a draft."
-    )
+    max_draft_len: MaxDraftLen = Field(64, description="Most tokens of a draft.")
     n_match: int = Field(24, ge=1, le=1024, description="Tokens that are looked up.")
     n_min: int = Field(48, ge=0, le=LONGEST_DRAFT, description="Shorter drafts are dropped.")
     max_pools: int = Field(4, ge=1, le=256, description="Tenants with a pool; each takes 16 MiB.")
@@ -111,13 +91,11 @@ class NGramModConfig(SpeculationBase):
         return self
 
 
-class NGramCacheConfig(LlamaNGramConfig):
+class NGramCacheConfig(ShortestDraft):
     """llama.cpp's `ngram-cache`: counted n-grams of the context, the past, and a file."""
 
     decoding_type: Literal["NGramCache"] = "NGramCache"
-    max_draft_len: int | None = Field(
-        8, ge=0, le=LONGEST_DRAFT, description="Most tokens of a draft."
-    )
+    max_draft_len: MaxDraftLen = Field(8, description="Most tokens of a draft.")
     lookup_cache_static: str | None = Field(
         None, description="Table of `outrider ngram build`; implies ngram-cache."
     )
@@ -142,8 +120,8 @@ class SuffixConfig(SpeculationBase):
     """Suffix decoding (arXiv:2411.04975) with vLLM's defaults."""
 
     decoding_type: Literal["Suffix"] = "Suffix"
-    max_draft_len: int | None = Field(
-        None, ge=0, le=LONGEST_DRAFT, description="Most tokens of a draft; default: max_tree_depth."
+    max_draft_len: MaxDraftLen = Field(
+        None, description="Most tokens of a draft; default: max_tree_depth."
     )
     max_tree_depth: int = Field(24, ge=1, le=256, description="Longest match and draft together.")
     max_cached_requests: int = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,17 +26,22 @@ RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 LONGEST_DRAFT = 1024  # nodes of any section, per request and step
 BatchSize = Annotated[int, Field(ge=1)]
 DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
+MaxDraftLen = Annotated[int | None, Field(ge=0, le=LONGEST_DRAFT)]
 _LOSSY = ("typical", "relaxed", "synthetic")  # change what is emitted
 _WITH_PROBS = ("rejection", "block")  # weigh a node by the probability it was drawn with
 _OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
 
 
 class SpeculationBase(Strict):
-    """What every drafter's section shares."""
+    """What every drafter's section shares.
 
-    max_draft_len: int | None = Field(
-        4, ge=0, le=LONGEST_DRAFT, description="Draft nodes per request and step."
-    )
+    Three lengths: `max_draft_len` is what was written, and may be unset (None, in some sections 0);
+    `draft_len` is the length that holds then, which other keys of a section may decide; `max_nodes`
+    is the number of nodes of a tree whose paths are at most `draft_len` long. A configuration that
+    is read again must keep what was written, so that the first is not replaced by the second.
+    """
+
+    max_draft_len: MaxDraftLen = Field(4, description="Draft nodes per request and step.")
     verification: Literal["coupled", "rejection", "block", "typical", "relaxed", "synthetic"] = (
         Field("coupled", description="Rule by which drafted tokens are accepted.")
     )
@@ -94,57 +99,55 @@ class SpeculationBase(Strict):
     )
 
     @model_validator(mode="after")
-    def _lossy_by_name(self) -> SpeculationBase:
-        if self.lossy != (self.verification in _LOSSY):
-            raise at_key(
+    def _consistent(self) -> SpeculationBase:
+        checks = (
+            (
                 "lossy",
+                self.lossy == (self.verification in _LOSSY),
                 f"verification {', '.join(map(repr, _LOSSY))} are lossy: they change what is "
                 "emitted; give `lossy: true` with them, and with nothing else",
-            )
+            ),
+            (
+                "end_thinking_phase_token",
+                self.begin_thinking_phase_token != self.end_thinking_phase_token,
+                "begin_thinking_phase_token and end_thinking_phase_token are the same token "
+                f"({self.end_thinking_phase_token})",
+            ),
+            (
+                "synthetic_acceptance_rate",
+                not self.is_synthetic or self.synthetic_acceptance_rate is not None,
+                "synthetic_acceptance_rate: verification 'synthetic' requires it, from 0 to 1",
+            ),
+            (
+                "max_concurrency",
+                self.draft_len_schedule is None or self.max_concurrency is None,
+                "max_concurrency: draft_len_schedule drafts nothing above its largest batch size; "
+                "give one of the two",
+            ),
+            (
+                "acceptance_window",
+                (self.acceptance_window == 0) == (self.acceptance_length_threshold == 0),
+                "acceptance_window and acceptance_length_threshold belong together: so many "
+                "finished requests, and the mean accepted tokens a step below which drafting ends",
+            ),
+        )
+        for key, is_met, message in checks:
+            if not is_met:
+                raise at_key(key, message)
         return self
 
     @model_validator(mode="after")
     def _keys_of_its_rule(self) -> SpeculationBase:
         for rule, keys in RULE_KEYS.items():
-            for key in keys:  # defaults pass: a configuration written out in full is read again
-                value, default = getattr(self, key), type(self).model_fields[key].default
-                if rule != self.verification and value != default:
-                    raise at_key(
-                        key,
-                        f"{key} belongs to verification {rule!r}; this is {self.verification!r}",
-                    )
-        if self.begin_thinking_phase_token == self.end_thinking_phase_token:
-            raise at_key(
-                "end_thinking_phase_token",
-                "begin_thinking_phase_token and end_thinking_phase_token are the same token "
-                f"({self.end_thinking_phase_token})",
-            )
+            for key in keys:
+                if rule != self.verification and not self.is_default(key):
+                    reason = f"belongs to verification {rule!r}; this is {self.verification!r}"
+                    raise at_key(key, f"{key} {reason}")
         return self
 
-    @model_validator(mode="after")
-    def _synthetic_has_a_rate(self) -> SpeculationBase:
-        if self.is_synthetic and self.synthetic_acceptance_rate is None:
-            raise at_key(
-                "synthetic_acceptance_rate",
-                "synthetic_acceptance_rate: verification 'synthetic' requires it, from 0 to 1",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_of_load(self) -> SpeculationBase:
-        if self.draft_len_schedule is not None and self.max_concurrency is not None:
-            raise at_key(
-                "max_concurrency",
-                "max_concurrency: draft_len_schedule drafts nothing above its largest batch size; "
-                "give one of the two",
-            )
-        if (self.acceptance_window == 0) != (self.acceptance_length_threshold == 0):
-            raise at_key(
-                "acceptance_window",
-                "acceptance_window and acceptance_length_threshold belong together: so many "
-                "finished requests, and the mean accepted tokens a step below which drafting ends",
-            )
-        return self
+    def is_default(self, key: str) -> bool:
+        """Whether a key has its default, given or not: a configuration may be written in full."""
+        return bool(getattr(self, key) == type(self).model_fields[key].default)
 
     @property
     def rule_parameters(self) -> tuple[tuple[str, float], ...]:
@@ -214,3 +217,43 @@ class SpeculationBase(Strict):
     def sections(self) -> tuple[SpeculationBase, ...]:
         """The sections of single drafters: this one, or the members of a composition."""
         return (self,)
+
+
+class ShortestDraft(SpeculationBase):
+    """A section with a least length of drafts."""
+
+    draft_min: int = Field(0, ge=0, le=LONGEST_DRAFT, description="Shorter drafts are dropped.")
+
+    @model_validator(mode="after")
+    def _lengths_in_order(self) -> ShortestDraft:
+        if 0 < self.draft_len < self.draft_min:
+            raise at_key(
+                "draft_min",
+                f"draft_min ({self.draft_min}) must not exceed max_draft_len "
+                f"({self.draft_len}): nothing would ever be drafted",
+            )
+        return self
+
+
+class PlacedConfig(SpeculationBase):
+    """A drafter with weights, which run in the target's workers or in their own."""
+
+    of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s",)  # keys of that placement
+
+    placement: Literal["separate", "colocated"] = Field(
+        "separate", description="separate: in workers of its own; colocated: in the target's."
+    )
+    draft_timeout_s: float = Field(
+        1.0, gt=0, le=60, description="separate: seconds after which a step goes without the draft."
+    )
+
+    @model_validator(mode="after")
+    def _keys_of_its_placement(self) -> PlacedConfig:
+        for key in self.of_separate:
+            if self.placement == "colocated" and not self.is_default(key):
+                raise at_key(
+                    key,
+                    f"{key} belongs to placement 'separate'; a colocated drafter runs in the "
+                    "target's workers, and its draft comes with the verdict",
+                )
+        return self

@@ -11,12 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .eagle import Eagle3Config, EagleConfig
+from .heads import Eagle3Config, EagleConfig, MedusaConfig, MTPConfig, ReDrafterConfig
 from .lookup import LookupConfig
-from .medusa import MedusaConfig
-from .mtp import MTPConfig
-from .redrafter import ReDrafterConfig
-from .section import LONGEST_DRAFT, RULE_KEYS, SpeculationBase
+from .section import RULE_KEYS, MaxDraftLen, PlacedConfig, ShortestDraft, SpeculationBase
 from .strict import at_key, sections_in, tag
 
 
@@ -89,9 +86,7 @@ class LookaheadConfig(SpeculationBase):
     )
     max_verification_set_size: int = Field(4, ge=1, le=64, description="G: guesses per step.")
     pool_from_prompt: bool = Field(True, description="The prompt's n-grams are guesses too.")
-    max_draft_len: int | None = Field(
-        0, ge=0, le=LONGEST_DRAFT, description="Draft nodes; 0: all of W, N and G."
-    )
+    max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: all of W, N and G.")
 
     @model_validator(mode="after")
     def _nodes(self) -> LookaheadConfig:
@@ -117,13 +112,12 @@ class LookaheadConfig(SpeculationBase):
         return max(0, self._guess_nodes * self.max_window_size - 1)
 
 
-class DraftModelConfig(SpeculationBase):
+class DraftModelConfig(PlacedConfig):
     """What sections with a draft model of its own share: which, where, how large."""
 
+    of_separate = ("draft_timeout_s", "draft_tensor_parallel_size")
+
     speculative_model: str = Field(description="Folder or Hugging Face id of the draft model.")
-    placement: Literal["separate", "colocated"] = Field(
-        "separate", description="separate: in workers of its own; colocated: in the target's."
-    )
     draft_tensor_parallel_size: int | None = Field(
         None,
         ge=1,
@@ -132,56 +126,19 @@ class DraftModelConfig(SpeculationBase):
     num_kv_blocks: int | None = Field(
         None, ge=2, description="KV blocks of the draft model; default: what fits."
     )
-    draft_timeout_s: float = Field(
-        1.0, gt=0, le=60, description="separate: seconds after which a step goes without the draft."
-    )
-
-    @model_validator(mode="after")
-    def _colocated_has_no_deadline(self) -> DraftModelConfig:
-        default = DraftModelConfig.model_fields["draft_timeout_s"].default
-        if self.placement == "colocated" and self.draft_timeout_s != default:
-            raise at_key(
-                "draft_timeout_s",
-                "draft_timeout_s belongs to placement 'separate'; a colocated drafter runs in the "
-                "target's workers",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _colocated_size(self) -> DraftModelConfig:
-        if self.placement == "colocated" and self.draft_tensor_parallel_size is not None:
-            raise at_key(
-                "draft_tensor_parallel_size",
-                "draft_tensor_parallel_size belongs to placement 'separate'; "
-                "a colocated drafter has the target's",
-            )
-        return self
 
 
-class DraftTargetConfig(DraftModelConfig):
+class DraftTargetConfig(DraftModelConfig, ShortestDraft):
     """A small model of the same vocabulary drafts for the target."""
 
     decoding_type: Literal["DraftTarget"] = "DraftTarget"
-    max_draft_len: int | None = Field(
-        3, ge=0, le=LONGEST_DRAFT, description="Draft tokens per request and step."
-    )
-    draft_min: int = Field(0, ge=0, le=LONGEST_DRAFT, description="Shorter drafts are dropped.")
+    max_draft_len: MaxDraftLen = Field(3, description="Draft tokens per request and step.")
     p_min: float = Field(
         0.0, ge=0, le=1, description="A draft ends where its best token is less likely."
     )
     probs_top: int = Field(
         32, ge=1, le=1024, description="Tokens of the draft distribution that the rule sees."
     )
-
-    @model_validator(mode="after")
-    def _lengths_in_order(self) -> DraftTargetConfig:
-        if 0 < self.draft_len < self.draft_min:
-            raise at_key(
-                "draft_min",
-                f"draft_min ({self.draft_min}) must not exceed max_draft_len "
-                f"({self.draft_len}): nothing would ever be drafted",
-            )
-        return self
 
 
 class UserConfig(SpeculationBase):
@@ -236,11 +193,8 @@ class ComposeConfig(SpeculationBase):
     keep_order: bool = Field(
         False, description="precedence: false asks members without a model first."
     )
-    max_draft_len: int | None = Field(
-        0,
-        ge=0,
-        le=LONGEST_DRAFT,
-        description="Draft nodes; 0: the longest member's, or all merged.",
+    max_draft_len: MaxDraftLen = Field(
+        0, description="Draft nodes; 0: the longest member's, or all merged."
     )
 
     @model_validator(mode="before")
@@ -270,11 +224,9 @@ class ComposeConfig(SpeculationBase):
                     "members; set them once, beside `members`",
                 )
             for key in _OF_ALL:
-                if getattr(member, key) != type(member).model_fields[key].default:
-                    raise at_key(
-                        f"members.{index}.{key}",
-                        f"members.{index}.{key}: set it once, beside `members`",
-                    )
+                if not member.is_default(key):
+                    name = f"members.{index}.{key}"
+                    raise at_key(name, f"{name}: set it once, beside `members`")
         if self.keep_order and self.mode == "merge":
             raise at_key(
                 "keep_order", "keep_order belongs to mode 'precedence'; 'merge' keeps the order"

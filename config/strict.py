@@ -6,9 +6,12 @@ Base of every configuration section; `parse` is how a dict becomes one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -42,19 +45,18 @@ def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return unknown_key(name, names[-1], list(section.model_fields) if section else [])
     if first["type"] == "missing":
-        return ConfigError(f"{name}: this key is required", field=name)
+        return ConfigError.at(name, "this key is required")
     if first["type"] == "union_tag_invalid":
         context = first.get("ctx", {})
-        return ConfigError(
-            f"{name}.decoding_type: unknown drafter {context.get('tag')!r}; "
-            f"allowed: {context.get('expected_tags')}",
-            field=f"{name}.decoding_type",
+        return ConfigError.at(
+            f"{name}.decoding_type",
+            f"unknown drafter {context.get('tag')!r}; allowed: {context.get('expected_tags')}",
         )
     if first["type"] == "union_tag_not_found":
         return ConfigError(f"{name}.decoding_type: this key is required", field=name)
     message = first["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
-    return ConfigError(f"{name}: {message}{shown}", field=name)
+    return ConfigError.at(name, f"{message}{shown}")
 
 
 def _telling(errors: list[Any]) -> Any:
@@ -87,7 +89,7 @@ def unknown_key(path: str, key: str, known: list[str]) -> ConfigError:
     """An unknown key's error, with the nearest known key or all of them."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-    return ConfigError(f"{path}: unknown key; {hint}", field=path)
+    return ConfigError.at(path, f"unknown key; {hint}")
 
 
 def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
@@ -121,3 +123,89 @@ def tag(section: type[BaseModel]) -> str | None:
     """The `decoding_type` that selects the section in a union."""
     field = section.model_fields.get("decoding_type")
     return field.default if field else None
+
+
+# Files, YAML and JSON of a user's. Both parsers would silently keep the last of two equal keys.
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """`SafeLoader` that refuses a mapping with one key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
+                )
+            if isinstance(key, Hashable):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, field: str, where: str) -> Any:
+    """The data in YAML `text`; `where` is the file or the key that it is from.
+
+    Raises:
+        ConfigError: it is not YAML, nested too deep, or a key is given twice; names `field`.
+    """
+    try:
+        return yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:  # a date such as 2001-99-99 is a ValueError
+        raise ConfigError.at(field, f"{where} is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError.at(field, f"{where} is nested too deep") from None
+
+
+def read_json(text: str, field: str) -> Any:
+    """The data in JSON `text`.
+
+    Raises:
+        ConfigError: it is not JSON, nested too deep, or a key is given twice; names `field`.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(pairs)
+        if len(data) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError.at(field, f"key {twice!r} is given twice")
+        return data
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError.at(
+            field, f"not JSON: {error.msg} at character {error.pos}: {text[:200]!r}"
+        ) from None
+    except RecursionError:
+        raise ConfigError.at(field, "it is nested too deep") from None
+
+
+def read_text(path: Path, field: str) -> str:
+    """The text of a file that `field` names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.at(field, f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError.at(field, f"{path} is not UTF-8: {error}") from None
+
+
+def read_mapping(path: Path, field: str) -> dict[str, Any]:
+    """A YAML or JSON file that holds a mapping.
+
+    Raises:
+        ConfigError: unreadable, not YAML, or something else than a mapping.
+    """
+    data = read_yaml(read_text(path, field), field, str(path))
+    if not isinstance(data, dict):
+        raise ConfigError.at(field, f"{path} must hold a mapping of keys")
+    return data

@@ -1,7 +1,7 @@
 """Reads and writes the checkpoints of the demo models, atomically.
 
 Duty: where the checkpoints lie, the saved state a run resumes from, and the
-published bf16 checkpoint. Called by the training and evaluation scripts.
+published bf16 checkpoint.
 """
 
 import os

@@ -4,7 +4,6 @@ Duty: list the source files of the standard library and of a fixed set of
 permissively licensed packages, record what was taken in ``corpus.json``, and split
 off the held-out files.
 
-Called by ``train.py``, ``prompts.py`` and ``evaluate.py``, and by the tests for the hash rule.
 The split follows the usual hash-bucket rule: a file is held out when a stable
 hash of its name falls in bucket 0, so adding a package never moves a file.
 """

@@ -1,7 +1,7 @@
 """Measures the demo models on the held-out files.
 
 Duty: held-out loss of both models, and how many of the draft's tokens the target
-accepts; results go to ``evaluation.json``. Called by ``train.py``.
+accepts; results go to ``evaluation.json``.
 The acceptance loop is greedy speculative decoding (Leviathan et al., 2023, at
 temperature zero) written the plain way, without caches: a reference.
 """

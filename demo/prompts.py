@@ -1,7 +1,6 @@
 """Cuts and reads the held-out prompts of ``heldout.jsonl``.
 
 Duty: choose stretches of 100 to 300 tokens of whole lines from held-out files.
-Called by ``train.py`` (writing) and ``evaluate.py`` (reading).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Command line of the demo models: ``python -m outrider.demo.train SUBCOMMAND``.
 
 Duty: run one stage (``tokenizer``, ``target``, ``draft``, ``evaluate``) or ``all``
-of them in order. Called by people who want to rebuild ``demo/models``.
+of them in order.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Duty: let the target continue training windows (its own text is what the draft
 meets in speculative decoding), then train the draft to match the target's
-distributions there and on the corpus. Called by ``train.py``, after the target.
+distributions there and on the corpus.
 
 Sources: knowledge distillation (Hinton et al., 2015) with forward KL, on target
 continuations as in DistillSpec (Zhou et al., 2024), plus cross-entropy with the

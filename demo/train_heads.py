@@ -2,7 +2,7 @@
 
 Duty: let the target write the texts that heads learn from, mix them with source files,
 train one head with the function that ``outrider train`` calls, and publish it in
-``models/METHOD``. Called by people who want to rebuild ``demo/models``. A run that was
+``models/METHOD``. A run that was
 interrupted goes on where it was saved.
 """
 

@@ -1,7 +1,7 @@
 """Trains the target model, a 10M-parameter Llama, on the Python corpus.
 
 Duty: next-token training from scratch, resumable, publishing the checkpoint in
-``models/target`` at intervals and at the end. Called by ``train.py``.
+``models/target`` at intervals and at the end.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Trains the byte-level BPE tokenizer that target and draft share.
 
 Duty: learn the 4096-entry vocabulary from the training files and write the
-tokenizer files into a checkpoint folder. Called by ``train.py``.
+tokenizer files into a checkpoint folder.
 The algorithm is byte-level BPE (Sennrich et al., 2016; GPT-2's byte alphabet);
 the split pattern keeps a line break and the indentation after it together, so
 that one token usually opens a line of Python.

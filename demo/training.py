@@ -1,7 +1,7 @@
 """What the two training runs share: data order, optimizers, schedule.
 
 Duty: turn the corpus into windows in a reproducible order, and take the steps of
-Muon + AdamW. Called by ``train_target.py`` and ``train_draft.py``. Everything depends
+Muon + AdamW. Everything depends
 on the step number and the seed alone, so a resumed run equals an uninterrupted one.
 
 Work is shared out by whole pieces of a

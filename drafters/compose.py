@@ -19,8 +19,7 @@ import numpy as np
 from ..config import ComposeConfig
 from ..errors import ConfigError
 from ..scheduler import tree
-from ..scheduler.plan import Batch
-from ..scheduler.types import Draft, DraftProbs, IntArray, Request, Verdict, ints
+from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .drafting import Drafting
 from .protocol import Drafter, DrafterStats, Needs
 

@@ -18,12 +18,10 @@ from ..config import DraftTargetConfig
 from ..errors import WorkerDiedError, WorkerError
 from ..scheduler import tree
 from ..scheduler.blocks import BlockPool
-from ..scheduler.plan import Batch, SeatSettings
 from ..scheduler.seating import Row, Seating
 from ..scheduler.sequence import PagedTokens
-from ..scheduler.types import Draft, DraftProbs, IntArray, Request, Verdict
-from .messages import Drafted, DraftStep
-from .protocol import DraftModel, Health, Needs, worker_health
+from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, SeatSettings, Verdict
+from .protocol import Drafted, DraftModel, DraftStep, Health, Needs, worker_health
 
 log = logging.getLogger(__name__)
 

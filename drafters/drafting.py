@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -17,14 +18,174 @@ import numpy as np
 
 from ..config import SpeculationBase
 from ..scheduler import tree
-from ..scheduler.plan import Batch
-from ..scheduler.types import Draft, IntArray, Request, Verdict
-from . import validate
-from .colocated import Colocated
-from .gate import AcceptanceGate
+from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict
+from .head_drafters import Colocated
 from .protocol import Composite, Drafter, DrafterStats, DraftFault, Health, Reporting
 
 log = logging.getLogger(__name__)
+
+
+class AcceptanceGate:
+    """TensorRT-LLM's acceptance gate: ends drafting for good where it is not worth it.
+
+    Each finished request counts with the mean number of accepted tokens of its steps that had a
+    draft; once the last `acceptance_window` requests have a mean below the threshold, nothing is
+    drafted any more until the engine is restarted.
+    """
+
+    def __init__(self, config: SpeculationBase) -> None:
+        self._threshold = config.acceptance_length_threshold
+        self._window: deque[float] = deque(maxlen=config.acceptance_window)
+        self._accepted: dict[str, list[int]] = {}  # by request, tokens of each draft
+        self._drafted: set[str] = set()  # requests with a draft in the step that runs
+        self.reason = ""  # why it is closed; empty while it is open
+
+    def proposed(self, batch: Batch, drafts: Sequence[Draft]) -> None:
+        """These drafts are verified next."""
+        rows = zip(batch.request_ids, drafts, strict=True)
+        self._drafted = {request_id for request_id, draft in rows if draft.num_guesses}
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        """What the target accepted of them."""
+        for row, request_id in enumerate(batch.request_ids):
+            if request_id in self._drafted:
+                self._accepted.setdefault(request_id, []).append(len(verdict.nodes(row)))
+        self._drafted = set()
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        """These requests are finished."""
+        for request_id in request_ids:
+            if accepted := self._accepted.pop(request_id, None):
+                self._window.append(sum(accepted) / len(accepted))
+        size = len(self._window)
+        if not self.reason and size == self._window.maxlen:
+            mean = sum(self._window) / size
+            if mean < self._threshold:
+                self.reason = (
+                    f"the last {size} requests had {mean:.2f} tokens accepted a step, below "
+                    f"acceptance_length_threshold = {self._threshold:g}"
+                )
+                log.warning("drafting ends: %s", self.reason)
+
+
+# Validation: a batch of chains is checked at once; only if that fails is each draft checked alone,
+# to find the reason. Rules that use the distributions of drawn nodes are exact only if those are
+# correct, so inconsistent distributions are rejected.
+
+MAX_SUM_ERROR = 1e-4  # of a distribution: far above float32's error, far below a truncated one's
+
+
+def all_chains(drafts: list[Draft], budgets: IntArray, vocab_size: int) -> bool:
+    """Whether all drafts are valid chains; the tokens of the whole batch are checked at once."""
+    tokens: list[IntArray] = []
+    drawn: list[Draft] = []
+    for draft, budget in zip(drafts, budgets.tolist(), strict=True):
+        if draft is tree.EMPTY:
+            continue
+        if type(draft) is not Draft or type(draft.source) is not str or draft.num_window != 0:
+            return False
+        ids, parents = draft.tokens, draft.parents
+        if type(ids) is not np.ndarray or ids.ndim != 1 or len(ids) > budget:
+            return False
+        if parents is not tree.chain_parents(len(ids)) and not _is_chain(parents, len(ids)):
+            return False
+        tokens.append(ids)
+        if draft.probs is not None:
+            drawn.append(draft)
+    if not tokens:
+        return True
+    flat = np.concatenate(tokens)
+    if flat.dtype != np.int32:
+        return False
+    # Without a sign, a negative token is beyond every vocabulary.
+    known = int(flat.view(np.uint32).max(initial=0)) < vocab_size
+    return known and (not drawn or _all_drawn(drawn, vocab_size))
+
+
+def _is_chain(parents: Any, count: int) -> bool:
+    """Whether `parents` (any object) are those of a chain of `count` nodes."""
+    is_array = _is_array(parents, 1, "i") and parents.dtype == np.int32
+    return is_array and len(parents) == count and tree.is_chain(parents)
+
+
+def problem(draft: Any, budget: int, vocab_size: int) -> str | None:
+    """Why `draft` (any object) cannot be used; None if it can."""
+    if not isinstance(draft, Draft):
+        return f"expected a Draft, got {draft!r}"
+    for name, part in (("tokens", draft.tokens), ("parents", draft.parents)):
+        if not _is_array(part, 1, "i"):
+            return f"{name} must be a 1-D int32 array, got {part!r}"
+    if not isinstance(draft.source, str) or not isinstance(draft.num_window, (int, np.integer)):
+        return f"expected str and int, got {draft.source=} and {draft.num_window=}"
+    if draft.num_nodes > budget:
+        return f"{draft.num_nodes} nodes exceed the budget of {budget}"
+    return (
+        _misshapen(draft)
+        or tree.problem(draft, vocab_size)
+        or (_misdrawn(draft.tokens, draft.probs, vocab_size, draft.num_guesses))
+    )
+
+
+def _all_drawn(drawn: list[Draft], vocab_size: int) -> bool:
+    """Whether the distributions of well-formed chains, all drawn, are valid."""
+    if any(_misshapen(draft) for draft in drawn):
+        return False
+    every = [draft.probs for draft in drawn if draft.probs is not None]
+    if len({probs.ids.shape[1] for probs in every}) > 1:
+        return False
+    tokens = np.concatenate([draft.tokens for draft in drawn])
+    ids, weights = [probs.ids for probs in every], [probs.probs for probs in every]
+    joined = DraftProbs(np.concatenate(ids), np.concatenate(weights))
+    return _misdrawn(tokens, joined, vocab_size, len(tokens)) is None
+
+
+def _misshapen(draft: Draft) -> str | None:
+    """Why the arrays of the draft's distributions are malformed; None if they are not."""
+    probs = draft.probs
+    if probs is None:
+        return None
+    if not isinstance(probs, DraftProbs) or not _is_array(probs.ids, 2, "i"):
+        return f"probabilities must be `DraftProbs` with int32 ids, got {probs!r}"
+    if not _is_array(probs.probs, 2, "f"):
+        return f"probabilities must be a 2-D float32 array, got {probs.probs!r}"
+    if probs.ids.shape != probs.probs.shape:
+        return f"probabilities of shape {probs.probs.shape} for ids of {probs.ids.shape}"
+    if len(probs.ids) != draft.num_nodes:
+        return f"{draft.num_nodes} nodes but {len(probs.ids)} rows of probabilities"
+    return None
+
+
+def _misdrawn(
+    tokens: IntArray,  # [num_nodes]
+    probs: DraftProbs | None,
+    vocab_size: int,
+    num_guesses: int,
+) -> str | None:
+    """Why `tokens` cannot have been drawn from `probs`; a row of zeros marks a fixed token."""
+    if probs is None:
+        return None
+    weights = probs.probs
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        return "a probability is negative or not a number"
+    if ((probs.ids < 0) | (probs.ids >= vocab_size)).any():
+        return f"probabilities of tokens outside the vocabulary of {vocab_size}"
+    weights, ids = weights[:num_guesses], probs.ids[:num_guesses]
+    drawn = (weights > 0).any(axis=1)
+    sums = weights.sum(axis=1, dtype=np.float64)
+    bad = np.flatnonzero(drawn & (np.abs(sums - 1.0) > MAX_SUM_ERROR))
+    if len(bad):
+        return f"the probabilities of node {bad[0]} sum to {sums[bad[0]]:.6g}, not to 1"
+    own = ((ids == tokens[:num_guesses, None]) & (weights > 0)).any(axis=1)
+    bad = np.flatnonzero(drawn & ~own)
+    if len(bad):
+        return f"node {bad[0]} has token {tokens[bad[0]]}, which has probability 0 in its own row"
+    return None
+
+
+def _is_array(part: Any, num_dims: int, kind: str) -> bool:
+    """Whether `part` is a plain array; a masked array would pass every comparison."""
+    return type(part) is np.ndarray and part.ndim == num_dims and part.dtype.kind == kind
+
 
 _FAILED: Final = object()  # result of a call that raised
 _MAX_FAULT_CHARS: Final = 300
@@ -52,6 +213,8 @@ class Drafting:
     ) -> None:
         self.drafter = drafter
         self.name = name or drafter.name
+        self.is_idle = not drafter.needs.proposes
+        self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats()
         self._no_guess = replace(tree.EMPTY, source=self.name)
         self._gate = AcceptanceGate(section) if section and section.acceptance_window else None
@@ -66,13 +229,8 @@ class Drafting:
     def open(self, requests: Sequence[Request]) -> None:
         start = time.perf_counter()
         self.stats.num_calls[0] += len(requests)
-        self._attempt("open", lambda: self.drafter.open(requests))
-        self.stats.begin_ms += _ms_since(start)
-
-    @property
-    def proposes_trees(self) -> bool:
-        """Whether a draft may be more than a chain."""
-        return self.drafter.needs.shape == "tree"
+        self._attempt("open", self.drafter.open, requests)
+        self.stats.begin_ms += (time.perf_counter() - start) * 1e3
 
     def all_stats(self) -> dict[str, DrafterStats]:
         """Statistics by drafter."""
@@ -103,11 +261,6 @@ class Drafting:
             }
         }
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is ever proposed."""
-        return not self.drafter.needs.proposes
-
     def propose(self, batch: Batch, budgets: IntArray | None = None) -> list[Draft]:
         """One draft per row, of at most `budgets[row]` nodes (None: `batch.max_nodes`).
 
@@ -117,25 +270,22 @@ class Drafting:
         self._step, self._drafted = batch.step, [tree.EMPTY] * batch.num_seqs
         self._kept.clear()
         budgets = batch.max_nodes if budgets is None else budgets
-        if self._gate is not None and not self._gate.is_open:
+        if self._gate is not None and self._gate.reason:
             return self._drafted
-        depths: IntArray | None = batch.max_depth
-        if self.drafter.needs.shape == "chain":
-            budgets, depths = np.minimum(budgets, batch.max_depth), None
+        if not self.proposes_trees:
+            budgets = np.minimum(budgets, batch.max_depth)
         asked = int((budgets > 0).sum())
         if asked == 0:
             return self._drafted
         start = time.perf_counter()
         self.stats.num_calls[1] += asked
-        drafts = self._attempt("propose", lambda: self.drafter.propose(batch, budgets))
+        drafts = self._attempt("propose", self.drafter.propose, batch, budgets)
         if drafts is not _FAILED:
-            drafts = self._attempt("propose", lambda: self._checked(drafts, budgets))
+            drafts = self._attempt("propose", self._checked, drafts, budgets)
         if drafts is not _FAILED:
-            self._drafted = self._pruned(drafts, depths)
-            self._count_drafted()
-        self.stats.gen_ms += _ms_since(start)
-        if self._gate is not None:
-            self._gate.proposed(batch, self._drafted)
+            self._drafted = self._pruned(drafts, batch) if self.proposes_trees else drafts
+        self._count_drafted(batch)
+        self.stats.gen_ms += (time.perf_counter() - start) * 1e3
         return [
             self._no_guess if draft is tree.EMPTY and budget else draft
             for draft, budget in zip(self._drafted, (budgets > 0).tolist(), strict=True)
@@ -144,7 +294,7 @@ class Drafting:
     @property
     def ranks_draft(self) -> bool:
         """Whether steps may be planned with the drafts that the target's ranks keep."""
-        return self._colocated is not None and (self._gate is None or self._gate.is_open)
+        return self._colocated is not None and not (self._gate and self._gate.reason)
 
     def drafted(self, batch: Batch) -> list[Draft]:
         """The drafts of a step that was planned with them, from the verdict before it."""
@@ -152,17 +302,19 @@ class Drafting:
         self._step, self._drafted = batch.step, self._colocated.drafted(batch)
         self._kept.clear()
         self.stats.num_calls[1] += int((batch.max_nodes > 0).sum())
-        self._count_drafted()
-        if self._gate is not None:
-            self._gate.proposed(batch, self._drafted)
+        self._count_drafted(batch)
         return self._drafted
 
-    def _count_drafted(self) -> None:
+    def _count_drafted(self, batch: Batch) -> None:
+        if self._gate is not None:
+            self._gate.proposed(batch, self._drafted)
         counts = [draft.num_guesses for draft in self._drafted if draft is not tree.EMPTY]
         self.stats.num_gen_drafts += sum([count > 0 for count in counts])
         self.stats.num_gen_tokens += sum(counts)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        if self.is_idle:
+            return
         start = time.perf_counter()
         if self._gate is not None:
             self._gate.observe(batch, verdict)
@@ -172,22 +324,23 @@ class Drafting:
                 if draft is not tree.EMPTY and draft.num_guesses:
                     self.stats.num_calls[2] += 1
                     self.stats.count_accepted(ends[row + 1] - ends[row])
-            verdict = self._as_drafted(verdict)
-        self._attempt("observe", lambda: self.drafter.observe(batch, verdict))
-        self.stats.acc_ms += _ms_since(start)
+            if self._kept:
+                verdict = self._as_drafted(verdict)
+        self._attempt("observe", self.drafter.observe, batch, verdict)
+        self.stats.acc_ms += (time.perf_counter() - start) * 1e3
 
     def close(self, request_ids: Sequence[str]) -> None:
         if self._gate is not None:
             self._gate.close(request_ids)
-        self._attempt("close", lambda: self.drafter.close(request_ids))
+        self._attempt("close", self.drafter.close, request_ids)
 
     def shutdown(self) -> None:
         self._attempt("shutdown", self.drafter.shutdown)
 
-    def _attempt(self, verb: str, call: Callable[[], Any]) -> Any:
+    def _attempt(self, verb: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The call's result; if it raised, the drafts of a `DraftFault` or `_FAILED`."""
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:
             self.stats.faults += 1
             self._last_fault = f"{verb}: {error.__cause__ or error}"[:_MAX_FAULT_CHARS]
@@ -195,14 +348,8 @@ class Drafting:
             is_new = kind not in self._logged and len(self._logged) < _MAX_LOGGED
             if is_new:
                 self._logged.add(kind)
-            level = logging.ERROR if is_new else logging.DEBUG
-            log.log(
-                level,
-                "drafter %s failed in %s; its drafts are lost",
-                self.name,
-                verb,
-                exc_info=True,
-            )
+            level, text = logging.ERROR if is_new else logging.DEBUG, "its drafts are lost"
+            log.log(level, "drafter %s failed in %s; %s", self.name, verb, text, exc_info=True)
             left = error.drafts if isinstance(error, DraftFault) else None
             return _FAILED if left is None else left
 
@@ -220,11 +367,11 @@ class Drafting:
         if len(drafts) != len(budgets):
             raise ValueError(f"{len(drafts)} drafts for {len(budgets)} rows")
         checked = list(drafts)
-        if validate.all_chains(checked, budgets, self._vocab_size):
+        if all_chains(checked, budgets, self._vocab_size):
             return checked
         first = ""
         for row, draft in enumerate(drafts):
-            reason = validate.problem(draft, int(budgets[row]), self._vocab_size)
+            reason = problem(draft, int(budgets[row]), self._vocab_size)
             if reason is not None:
                 checked[row] = tree.EMPTY
                 first = first or f"row {row}: {reason}"
@@ -232,12 +379,10 @@ class Drafting:
             raise DraftFault(first, checked)
         return checked
 
-    def _pruned(self, drafts: list[Draft], max_depth: IntArray | None) -> list[Draft]:
+    def _pruned(self, drafts: list[Draft], batch: Batch) -> list[Draft]:
         """`drafts` without guesses deeper than the request can still emit."""
-        if max_depth is None:
-            return drafts
         pruned: list[Draft] = []
-        for row, (draft, depth) in enumerate(zip(drafts, max_depth.tolist(), strict=True)):
+        for row, (draft, depth) in enumerate(zip(drafts, batch.max_depth.tolist(), strict=True)):
             left, kept = tree.prune(draft, depth)
             pruned.append(left)
             if kept is not None:
@@ -246,14 +391,8 @@ class Drafting:
 
     def _as_drafted(self, verdict: Verdict) -> Verdict:
         """`verdict` with the drafter's own node numbers."""
-        if not self._kept:
-            return verdict
         path = verdict.path.copy()
         for row, kept in self._kept.items():
             nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
             path[nodes] = kept[path[nodes]]
         return replace(verdict, path=path)
-
-
-def _ms_since(start: float) -> float:
-    return (time.perf_counter() - start) * 1e3

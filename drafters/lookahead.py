@@ -18,9 +18,8 @@ from collections.abc import Sequence
 
 from ..config import LookaheadConfig
 from ..scheduler import tree
-from ..scheduler.plan import Batch
 from ..scheduler.sequence import TokenBuffer
-from ..scheduler.types import Draft, IntArray, Request, Verdict, ints
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict, ints
 from .protocol import Needs
 
 Tokens = tuple[int, ...]
@@ -103,6 +102,21 @@ class Window:
         return ngrams
 
 
+class _Sequence:
+    """One request's tokens, its pool of guesses, and the window whose results fill that."""
+
+    __slots__ = ("has_window", "pool", "tokens", "window")
+
+    def __init__(self, request: Request, config: LookaheadConfig) -> None:
+        self.tokens = TokenBuffer(request.prompt, request.emitted)
+        known = self.tokens.view.tolist()
+        self.pool = GuessPool(config.max_verification_set_size)
+        if config.pool_from_prompt:
+            self.pool.learn(known, config.max_ngram_size - 1)
+        self.window = Window(config, known, request.seed)
+        self.has_window = False  # whether the window is in the current draft
+
+
 class Lookahead:
     """Drafts guesses from the pool and the window whose results fill it."""
 
@@ -111,26 +125,17 @@ class Lookahead:
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
-        self._pools: dict[str, GuessPool] = {}
-        self._windows: dict[str, Window] = {}
-        self._tokens: dict[str, TokenBuffer] = {}
-        self._with_window: set[str] = set()  # requests whose window is in the current draft
+        self._sequences: dict[str, _Sequence] = {}
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            tokens = TokenBuffer(request.prompt, request.emitted)
-            known = tokens.view.tolist()
-            pool = GuessPool(self._config.max_verification_set_size)
-            if self._config.pool_from_prompt:
-                pool.learn(known, self._config.max_ngram_size - 1)
-            self._pools[request.id] = pool
-            self._windows[request.id] = Window(self._config, known, request.seed)
-            self._tokens[request.id] = tokens
+            self._sequences[request.id] = _Sequence(request, self._config)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        self._with_window.clear()
+        for sequence in self._sequences.values():
+            sequence.has_window = False
         return [
-            self._draft(request_id, budget)
+            self._draft(self._sequences.get(request_id), budget)
             for request_id, budget in zip(batch.request_ids, budgets.tolist(), strict=True)
         ]
 
@@ -138,49 +143,43 @@ class Lookahead:
         length = self._config.max_ngram_size - 1
         for row, request_id in enumerate(batch.request_ids):
             emitted = verdict.tokens(row)
-            tokens = self._tokens.get(request_id)
-            if tokens is None or not len(emitted):
+            sequence = self._sequences.get(request_id)
+            if sequence is None or not len(emitted):
                 continue
-            if request_id in self._with_window:
-                self._advance(request_id, verdict, row)
+            if sequence.has_window:
+                self._advance(sequence, verdict, row)
+            tokens = sequence.tokens
             start = max(0, len(tokens) - length)
             tokens.extend(emitted)
-            self._pools[request_id].learn(tokens.view[start:].tolist(), length)
+            sequence.pool.learn(tokens.view[start:].tolist(), length)
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            for table in (self._pools, self._windows, self._tokens):
-                table.pop(request_id, None)
+            self._sequences.pop(request_id, None)
 
     def shutdown(self) -> None: ...
 
-    def _draft(self, request_id: str, budget: int) -> Draft:
-        tokens = self._tokens.get(request_id)
-        if tokens is None or budget <= 0:
+    def _draft(self, sequence: _Sequence | None, budget: int) -> Draft:
+        if sequence is None or budget <= 0:
             return tree.EMPTY
-        window = self._windows[request_id]
+        window = sequence.window
         room = budget - sum(len(level) for level in window.levels)
-        has_window = room >= 0  # near the end of a sequence only guesses fit
-        guesses = self._pools[request_id].newest(int(tokens.view[-1]))
-        trie = tree.Trie(room if has_window else budget)
-        for guess in guesses:
+        sequence.has_window = room >= 0  # near the end of a sequence only guesses fit
+        trie = tree.Trie(room if sequence.has_window else budget)
+        for guess in sequence.pool.newest(int(sequence.tokens.view[-1])):
             trie.add(guess)
         nodes, parents = trie.tokens, trie.parents
-        num_window = 0
-        if has_window:
-            cells, above = window.nodes(len(nodes))
-            nodes, parents, num_window = [*nodes, *cells], [*parents, *above], len(cells)
-            self._with_window.add(request_id)
-        return Draft(ints(nodes), ints(parents), None, self.name, num_window)
+        cells, above = window.nodes(len(nodes)) if sequence.has_window else ([], [])
+        return Draft(ints(nodes + cells), ints(parents + above), None, self.name, len(cells))
 
-    def _advance(self, request_id: str, verdict: Verdict, row: int) -> None:
-        window = self._windows[request_id]
+    def _advance(self, sequence: _Sequence, verdict: Verdict, row: int) -> None:
+        window = sequence.window
         found = verdict.window_tokens(row).tolist()
         if len(found) < sum(len(level) for level in window.levels):
             return  # it did not fit next to other drafters' guesses
-        root = int(self._tokens[request_id].view[-1])
+        root = int(sequence.tokens.view[-1])
         deepest = found[len(found) - len(window.levels[-1]) :]
         if len(window.levels) == 1:  # the root is column 0 of level 0
             deepest = [int(verdict.tokens(row)[0]), *deepest]
         for first, rest in window.advance(root, deepest):
-            self._pools[request_id].add(first, rest)
+            sequence.pool.add(first, rest)

@@ -1,66 +1,144 @@
 """The `Method` records of all drafters, looked up by configuration section.
 
-Called by the engine (`build`), by the workers that run heads (`build_head`), by the checks before
-a start (`check_head`) and by calibration (`method_of`).
+A record is all that the rest of the system uses of a drafter, and this file is the only list of
+them. Training methods are registered by section in `training/registry.py`, since `training/` is
+above this layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..config import (
-    ComposeConfig,
-    DraftModelConfig,
-    DraftTargetConfig,
-    Eagle3Config,
-    EagleConfig,
-    HeadConfig,
-    LookaheadConfig,
-    MedusaConfig,
-    MTPConfig,
-    NGramCacheConfig,
-    NGramConfig,
-    NGramMapK4VConfig,
-    NGramMapKConfig,
-    NGramModConfig,
-    NGramSimpleConfig,
-    NoSpeculation,
-    PromptLookupConfig,
-    ReDrafterConfig,
-    SpeculationBase,
-    SuffixConfig,
-    UserConfig,
-)
+from .. import config as sections
+from ..config.heads import Choice
+from ..config.lookup import LlamaMapConfig
+from ..scheduler.types import Request
 from . import vocabulary
-from .colocated import Colocated
 from .compose import Compose, Member
 from .draft_target import DraftTarget
 from .files import check_writable
-from .heads.variants import eagle_variants, mtp_variants
+from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
 from .lookup import ngram_file
-from .lookup.ngram import NGram
-from .lookup.ngram_map_k import NGramMapK
-from .lookup.ngram_map_k4v import NGramMapK4V
-from .lookup.ngram_simple import NGramSimple
+from .lookup.base import LookupDrafter, Memory
+from .lookup.ngram import ngram, prompt_lookup
+from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
-from .lookup.prompt_lookup import PromptLookup
-from .method import Method
-from .none import NoDrafter
-from .protocol import Drafter, DraftFault, DraftHost
-from .separate import SeparateHead
+from .protocol import Drafter, DraftFault, DraftHost, NoDrafter
 from .user import User
 
 if TYPE_CHECKING:
     from .heads.protocol import Head, TargetFacts
 
 
-def build(config: SpeculationBase, host: DraftHost) -> Drafter:
+Section = TypeVar("Section", bound=sections.SpeculationBase)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A key of a section that checkpoints describe inconsistently, and the values to try."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+# Arguments: target layers whose inputs the head reads, in its order; number of target layers;
+# rotary base of the target, None if it has none.
+Variants = Callable[[Sequence[int], int, "float | None"], "list[Variant]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Section]):
+    """How one drafter is built, loaded, checked and calibrated.
+
+    Args:
+        section: its configuration section.
+        build: returns the drafter that the engine's thread calls.
+        check_files: raises `ConfigError` if a file that the drafter starts from cannot be used.
+            Arguments: section, folder of the target's tokenizer, size of its vocabulary.
+        probe: builds the drafter and shuts it down, with the same arguments; returns the name of
+            a user's drafter by its import path.
+        load_head: heads only: returns the loaded head.
+        check_head: heads only: raises as `load_head` does, without reading weights.
+        variants: heads only: values that calibration tries, since published checkpoints disagree.
+        tree_key: heads with static trees only: the key of `section` that holds the tree's paths.
+    """
+
+    section: type[Section]
+    build: Callable[[Section, DraftHost], Drafter]
+    check_files: Callable[[Section, Path, int], None] | None = None
+    probe: Callable[[Section, Path, int], dict[str, str]] | None = None
+    load_head: Callable[[Section, TargetFacts], Head] | None = None
+    check_head: Callable[[Section, TargetFacts], object] | None = None
+    variants: Variants | None = None
+    tree_key: str | None = None
+
+    def with_tree(self, section: Section, choices: tuple[Choice, ...]) -> Section | None:
+        """`section` with a static tree in place of its chain or dynamic tree.
+
+        Returns:
+            The new section; None if the drafter has no static trees, or for an empty tree.
+        """
+        if self.tree_key is None or not choices:
+            return None
+        given = section.model_dump(exclude_defaults=True)
+        for other in ("max_draft_len", *_DYNAMIC_TREE_KEYS, *_RANK_KEYS):
+            given.pop(other, None)
+        widest = max(max(path) for path in choices) + 1
+        ranks = {name: widest for name in _RANK_KEYS if name in type(section).model_fields}
+        return type(section).model_validate({**given, self.tree_key: choices, **ranks})
+
+
+_RANK_KEYS = ("top_k",)  # keys that bound the ranks of a tree
+_DYNAMIC_TREE_KEYS = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
+
+
+# Readings of a head's checkpoint that calibration tries: published configurations contradict one
+# another on these points, and a wrong reading shows only as low acceptance. They are which layers
+# are captured (ids name inputs in some files, outputs in others), the rotary base (trainers ignore
+# the target's), the layout of rotary pairs, whether the residual is normed, and which output is the
+# next feature.
+_THETAS = (10_000.0, 500_000.0, 1_000_000.0)
+
+
+def eagle_variants(
+    capture: Sequence[int],  # target layers whose inputs the head reads, in its order
+    num_layers: int,  # of the target
+    target_theta: float | None,
+) -> list[Variant]:
+    """Variants of EAGLE heads; fewer for EAGLE-1, where `capture` is only the last state."""
+    thetas = sorted({*_THETAS, *([target_theta] if target_theta else [])})
+    found = [Variant("rope_theta", tuple(thetas)), Variant("rope_layout", ("half", "interleaved"))]
+    if tuple(capture) == (num_layers,):
+        return found
+    outputs = [layer - 1 for layer in capture]  # the key names outputs
+    shifted = [tuple(layer + by for layer in outputs) for by in (-1, 0, 1)]
+    inside = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers - 1)
+    captured = [Variant("eagle3_layers_to_capture", inside)] if inside else []
+    return [
+        *captured,
+        *found,
+        Variant("norm_before_residual", (False, True)),
+        Variant("recycle", ("pre_norm", "post_norm")),
+    ]
+
+
+def mtp_variants(
+    capture: Sequence[int], num_layers: int, target_theta: float | None
+) -> list[Variant]:
+    """Variants of multi-token prediction modules."""
+    return [
+        Variant("recycle", ("post_norm", "pre_norm")),
+        Variant("zero_first_embedding", (False, True)),
+    ]
+
+
+def build(config: sections.SpeculationBase, host: DraftHost) -> Drafter:
     """Builds the drafter of `config` and starts its models, if any, on `host`.
 
     Raises:
@@ -69,7 +147,7 @@ def build(config: SpeculationBase, host: DraftHost) -> Drafter:
     return method_of(config).build(config, host)
 
 
-def build_head(config: HeadConfig, target: TargetFacts) -> Head:
+def build_head(config: sections.HeadConfig, target: TargetFacts) -> Head:
     """Loads the head of `config`.
 
     Raises:
@@ -81,7 +159,7 @@ def build_head(config: HeadConfig, target: TargetFacts) -> Head:
     return load(config, target)
 
 
-def check_head(config: HeadConfig, target: TargetFacts) -> None:
+def check_head(config: sections.HeadConfig, target: TargetFacts) -> None:
     """Checks that the head's files are complete and fit the target; reads no weights.
 
     Raises as `build_head` does.
@@ -94,12 +172,12 @@ def check_head(config: HeadConfig, target: TargetFacts) -> None:
     check(config, replace(target, device=torch.device("meta")))
 
 
-def method_of(config: SpeculationBase) -> Method[Any]:
+def method_of(config: sections.SpeculationBase) -> Method[Any]:
     """The record of the drafter that `config` describes."""
     return METHODS[type(config)]
 
 
-def _colocated_or_separate(config: HeadConfig, host: DraftHost) -> Drafter:
+def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Drafter:
     """A head inside the target's worker, or in one of its own."""
     name = config.decoding_type.lower()  # type: ignore[attr-defined]
     if config.placement == "colocated":
@@ -110,38 +188,38 @@ def _colocated_or_separate(config: HeadConfig, host: DraftHost) -> Drafter:
 # Heads are imported on first use, by the workers that run them: transformers takes seconds.
 
 
-def _load_medusa(config: MedusaConfig, target: TargetFacts) -> Head:
+def _load_medusa(config: sections.MedusaConfig, target: TargetFacts) -> Head:
     from .heads.medusa import load_medusa
 
     return load_medusa(config, target)
 
 
-def _load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> Head:
+def _load_redrafter(config: sections.ReDrafterConfig, target: TargetFacts) -> Head:
     from .heads.redrafter import load_redrafter
 
     return load_redrafter(config, target)
 
 
-def _load_eagle(config: EagleConfig, target: TargetFacts) -> Head:
-    from .heads.eagle_head import load_eagle
+def _load_eagle(config: sections.EagleConfig, target: TargetFacts) -> Head:
+    from .heads.eagle_head import EagleHead
 
-    return load_eagle(config, target)
+    return EagleHead(config, target)
 
 
-def _check_eagle(config: EagleConfig, target: TargetFacts) -> None:
-    from .heads.eagle_load import read_eagle
+def _check_eagle(config: sections.EagleConfig, target: TargetFacts) -> None:
+    from .heads.eagle_head import read_eagle
 
     read_eagle(config, target)
 
 
-def _load_mtp(config: MTPConfig, target: TargetFacts) -> Head:
-    from .heads.mtp_head import load_mtp
+def _load_mtp(config: sections.MTPConfig, target: TargetFacts) -> Head:
+    from .heads.mtp import MTPHead
 
-    return load_mtp(config, target)
+    return MTPHead(config, target)
 
 
-def _check_mtp(config: MTPConfig, target: TargetFacts) -> None:
-    from .heads.mtp_load import read_mtp
+def _check_mtp(config: sections.MTPConfig, target: TargetFacts) -> None:
+    from .heads.mtp import read_mtp
 
     read_mtp(config, target)
 
@@ -149,48 +227,60 @@ def _check_mtp(config: MTPConfig, target: TargetFacts) -> None:
 # Imported on first use, since importing their kernels compiles them.
 
 
-def _ngram_cache(config: NGramCacheConfig, host: DraftHost) -> Drafter:
+def _ngram_cache(config: sections.NGramCacheConfig, host: DraftHost) -> Drafter:
     from .lookup.ngram_cache import NGramCache
 
     return NGramCache(config, host.tokenizer, host.vocab_size)
 
 
-def _ngram_mod(config: NGramModConfig, host: DraftHost) -> Drafter:
+def _ngram_mod(config: sections.NGramModConfig, host: DraftHost) -> Drafter:
     from .lookup.ngram_mod import NGramMod
 
     return NGramMod(config)
 
 
-def _suffix(config: SuffixConfig, host: DraftHost) -> Drafter:
+def _suffix(config: sections.SuffixConfig, host: DraftHost) -> Drafter:
     from .lookup.suffix import Suffix
 
     return Suffix(config)
 
 
-def _ngram(config: NGramConfig, host: DraftHost) -> Drafter:
+def _ngram(config: sections.NGramConfig, host: DraftHost) -> Drafter:
     """Linked to a pool if the pool is shared or has a snapshot file."""
     is_linked = config.scope == "cluster" or config.pool_snapshot is not None
-    return NGram(config, host.pool_link(config) if is_linked else None)
+    return ngram(config, host.pool_link(config) if is_linked else None)
 
 
-def _check_tables(config: NGramCacheConfig, tokenizer: Path, vocab_size: int) -> None:
+def _llama_map(
+    name: str, memory: Callable[[Request, Any], Memory]
+) -> Callable[[LlamaMapConfig, DraftHost], Drafter]:
+    """`build` of a drafter by n-grams of one size."""
+    return lambda config, host: LookupDrafter(
+        name, lambda request: memory(request, config), config.draft_min
+    )
+
+
+def _check_tables(config: sections.NGramCacheConfig, tokenizer: Path, vocab_size: int) -> None:
     """Reads the tables whole; a dynamic table that does not exist yet is a new one."""
-    for key in ("lookup_cache_static", "lookup_cache_dynamic"):
-        path = getattr(config, key)
-        is_new = key == "lookup_cache_dynamic" and path is not None and not Path(path).exists()
-        if path is not None and not is_new:
+    static, dynamic = config.lookup_cache_static, config.lookup_cache_dynamic
+    if dynamic is not None and not Path(dynamic).exists():
+        dynamic = None
+    for key, path in (("lookup_cache_static", static), ("lookup_cache_dynamic", dynamic)):
+        if path is not None:
             mark = vocabulary.fingerprint(tokenizer)
             ngram_file.load(Path(path), f"speculative_config.{key}", mark, vocab_size)
 
 
-def _probe_tables(config: NGramCacheConfig, tokenizer: Path, vocab_size: int) -> dict[str, str]:
+def _probe_tables(
+    config: sections.NGramCacheConfig, tokenizer: Path, vocab_size: int
+) -> dict[str, str]:
     from .lookup.ngram_cache import NGramCache
 
     NGramCache(config, tokenizer, vocab_size)
     return {}
 
 
-def _check_snapshot(config: NGramConfig, tokenizer: Path, vocab_size: int) -> None:
+def _check_snapshot(config: sections.NGramConfig, tokenizer: Path, vocab_size: int) -> None:
     """Reads the pool's snapshot, and checks that it can be written again."""
     if config.pool_snapshot is None:
         return
@@ -202,20 +292,20 @@ def _check_snapshot(config: NGramConfig, tokenizer: Path, vocab_size: int) -> No
     PoolStore(mark, config.pool_max_patterns, vocab_size, is_common=is_common).load(str(path))
 
 
-def _probe_user(config: UserConfig, tokenizer: Path, vocab_size: int) -> dict[str, str]:
+def _probe_user(config: sections.UserConfig, tokenizer: Path, vocab_size: int) -> dict[str, str]:
     drafter = User(config)
     with suppress(DraftFault, TimeoutError):  # it has been built, which is what counts
         drafter.shutdown()
     return {config.drafter: drafter.name}
 
 
-def _compose(config: ComposeConfig, host: DraftHost) -> Drafter:
+def _compose(config: sections.ComposeConfig, host: DraftHost) -> Drafter:
     """A composition; if one member cannot be built, those before it are shut down."""
     members: list[Member] = []
     try:
         for section in config.members:
             drafter = build(section, host)
-            has_model = isinstance(section, DraftModelConfig | HeadConfig)
+            has_model = isinstance(section, sections.DraftModelConfig | sections.HeadConfig)
             members.append(Member(drafter, section.max_nodes, has_model))
         return Compose(config, members, host.vocab_size)
     except BaseException:
@@ -225,46 +315,49 @@ def _compose(config: ComposeConfig, host: DraftHost) -> Drafter:
 
 
 _RECORDS: tuple[Method[Any], ...] = (
-    Method(NoSpeculation, lambda config, host: NoDrafter()),
-    Method(LookaheadConfig, lambda config, host: Lookahead(config)),
-    Method(NGramConfig, _ngram, check_files=_check_snapshot),
-    Method(PromptLookupConfig, lambda config, host: PromptLookup(config)),
-    Method(NGramSimpleConfig, lambda config, host: NGramSimple(config)),
-    Method(NGramMapKConfig, lambda config, host: NGramMapK(config)),
-    Method(NGramMapK4VConfig, lambda config, host: NGramMapK4V(config)),
-    Method(NGramModConfig, _ngram_mod),
-    Method(NGramCacheConfig, _ngram_cache, check_files=_check_tables, probe=_probe_tables),
-    Method(SuffixConfig, _suffix),
-    Method(DraftTargetConfig, lambda config, host: DraftTarget(config, host.draft_model(config))),
-    Method(MedusaConfig, _colocated_or_separate, load_head=_load_medusa, tree_key="medusa_choices"),
-    Method(ReDrafterConfig, _colocated_or_separate, load_head=_load_redrafter),
+    Method(sections.NoSpeculation, lambda config, host: NoDrafter()),
+    Method(sections.LookaheadConfig, lambda config, host: Lookahead(config)),
+    Method(sections.NGramConfig, _ngram, check_files=_check_snapshot),
+    Method(sections.PromptLookupConfig, lambda config, host: prompt_lookup(config)),
+    Method(sections.NGramSimpleConfig, _llama_map("ngram_simple", SimpleMemory)),
+    Method(sections.NGramMapKConfig, _llama_map("ngram_map_k", MapKMemory)),
+    Method(sections.NGramMapK4VConfig, _llama_map("ngram_map_k4v", MapK4VMemory)),
+    Method(sections.NGramModConfig, _ngram_mod),
+    Method(sections.NGramCacheConfig, _ngram_cache, check_files=_check_tables, probe=_probe_tables),
+    Method(sections.SuffixConfig, _suffix),
     Method(
-        EagleConfig,
-        _colocated_or_separate,
-        load_head=_load_eagle,
-        check_head=_check_eagle,
-        variants=eagle_variants,
-        tree_key="eagle_choices",
+        sections.DraftTargetConfig,
+        lambda config, host: DraftTarget(config, host.draft_model(config)),
     ),
     Method(
-        Eagle3Config,
+        sections.MedusaConfig,
         _colocated_or_separate,
-        load_head=_load_eagle,
-        check_head=_check_eagle,
-        variants=eagle_variants,
-        tree_key="eagle_choices",
+        load_head=_load_medusa,
+        tree_key="medusa_choices",
+    ),
+    Method(sections.ReDrafterConfig, _colocated_or_separate, load_head=_load_redrafter),
+    *(
+        Method(
+            section,
+            _colocated_or_separate,
+            load_head=_load_eagle,
+            check_head=_check_eagle,
+            variants=eagle_variants,
+            tree_key="eagle_choices",
+        )
+        for section in (sections.EagleConfig, sections.Eagle3Config)
     ),
     Method(
-        MTPConfig,
+        sections.MTPConfig,
         _colocated_or_separate,
         load_head=_load_mtp,
         check_head=_check_mtp,
         variants=mtp_variants,
         tree_key="mtp_choices",
     ),
-    Method(UserConfig, lambda config, host: User(config), probe=_probe_user),
-    Method(ComposeConfig, _compose),
+    Method(sections.UserConfig, lambda config, host: User(config), probe=_probe_user),
+    Method(sections.ComposeConfig, _compose),
 )
-METHODS: Mapping[type[SpeculationBase], Method[Any]] = MappingProxyType(
+METHODS: Mapping[type[sections.SpeculationBase], Method[Any]] = MappingProxyType(
     {record.section: record for record in _RECORDS}
 )

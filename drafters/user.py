@@ -11,22 +11,120 @@ simple kind receives all tokens with every call.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel
 
 from ..config import UserConfig
+from ..errors import ConfigError
 from ..scheduler import tree
-from ..scheduler.plan import Batch
 from ..scheduler.sequence import TokenBuffer
-from ..scheduler.types import Draft, IntArray, Request, Verdict
+from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from .protocol import Drafter, DraftFault, Needs
-from .readonly import readonly
-from .user_load import check_full, make, misfit, takes, wrong
+
+_FIELD = "speculative_config.drafter"
+_VERBS = {  # methods of a full drafter and their arguments
+    "open": ("requests",),
+    "propose": ("batch", "budgets"),
+    "observe": ("batch", "verdict"),
+    "close": ("request_ids",),
+    "shutdown": (),
+}
+
+
+def make(config: UserConfig) -> Any:
+    """Imports the user's class and constructs it with its options."""
+    module_name, _, attribute = config.drafter.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise wrong(config.drafter, f"{error}") from error
+    except Exception as error:
+        raise wrong(
+            config.drafter,
+            f"the import raised {type(error).__name__}: {error}. Is the module on PYTHONPATH?",
+        ) from error
+    if not callable(found):
+        raise wrong(config.drafter, f"expected a class, got {found!r}")
+    try:
+        return found(**config.options)
+    except Exception as error:
+        raise ConfigError(
+            f"speculative_config.options: {config.drafter}(**{config.options!r}) raised "
+            f"{type(error).__name__}: {error}",
+            field="speculative_config.options",
+        ) from error
+
+
+def check_full(drafter: Any, path: str) -> None:
+    """Raises `ConfigError` unless the object has every method of `Drafter`."""
+    for verb, arguments in _VERBS.items():
+        method = getattr(drafter, verb, None)
+        if not callable(method):
+            raise wrong(
+                path,
+                f"a drafter with `propose` needs all methods, but this one lacks `{verb}` "
+                "(a drafter with only `draft` needs no other)",
+            )
+        _check_arguments(path, verb, method, arguments)
+
+
+def takes(method: Callable[..., Any], *arguments: str, keyword: str | None = None) -> bool:
+    """Whether the method accepts these arguments, in this order."""
+    try:
+        inspect.signature(method).bind(*arguments, **({keyword: ""} if keyword else {}))
+    except TypeError:
+        return False
+    except ValueError:  # compiled, without a readable signature
+        return keyword is None
+    return True
+
+
+def _check_arguments(
+    path: str, verb: str, method: Callable[..., Any], arguments: Sequence[str]
+) -> None:
+    if not takes(method, *arguments):
+        call = f"`{verb}({', '.join(arguments)})`"
+        raise wrong(path, f"`{verb}{inspect.signature(method)}` cannot be called as {call}")
+
+
+def wrong(path: str, reason: str) -> ConfigError:
+    """The error for a drafter that cannot be used."""
+    return ConfigError(f"{_FIELD}: {path}: {reason}", field=_FIELD)
+
+
+T = TypeVar("T")
+
+
+def readonly(value: T) -> T:
+    """`value` with read-only views of its arrays; other mutable parts are copied.
+
+    The same arrays are sent to the target's workers, so a write would change what is computed and
+    emitted; with these views it raises inside the user's drafter.
+    """
+    shown: Any = value
+    if value is None or isinstance(value, (str, int, float)):
+        return value  # the most frequent case
+    if isinstance(value, np.ndarray):
+        shown = value.view()
+        shown.flags.writeable = False
+    elif isinstance(value, tuple):
+        shown = tuple(map(readonly, value))
+    elif isinstance(value, BaseModel):
+        shown = value.model_copy(deep=True)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [readonly(getattr(value, field.name)) for field in fields(value)]
+        shown = type(value)(*parts)
+    return shown
 
 
 class User:
@@ -180,11 +278,11 @@ class _Simple:
         if not callable(getattr(drafter, "draft", None)):
             raise wrong(path, "it has neither `draft(token_ids, max_tokens)` nor `propose`")
         self._with_id = takes(drafter.draft, "token_ids", "max_tokens", keyword="request_id")
-        if not self._with_id and not takes(drafter.draft, "token_ids", "max_tokens"):
-            raise wrong(path, misfit("draft", drafter.draft, ("token_ids", "max_tokens")))
+        if not self._with_id:
+            _check_arguments(path, "draft", drafter.draft, ("token_ids", "max_tokens"))
         for hook, argument in (("prepare", "request"), ("free", "request_id")):
-            if hasattr(drafter, hook) and not takes(getattr(drafter, hook), argument):
-                raise wrong(path, misfit(hook, getattr(drafter, hook), (argument,)))
+            if hasattr(drafter, hook):
+                _check_arguments(path, hook, getattr(drafter, hook), (argument,))
         self._drafter = drafter
         self._tokens: dict[str, list[int]] = {}
         self.name = name

@@ -1,7 +1,4 @@
-"""A configuration whose Hugging Face ids have become folders, and its sampling defaults.
-
-Called by whoever opens checkpoints first: `LLM`, `Engine.start`, `Frontend`, the commands.
-"""
+"""A configuration whose Hugging Face ids have become folders, and its sampling defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
-from ..errors import ConfigError, InvalidRequestError
+from ..config.hub import reason
+from ..errors import CheckpointError, ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -93,3 +91,23 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
             f"generation_config: {str(file)!r}: {error.message}", field="generation_config"
         ) from None
     return found
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The tokenizer of a configuration.
+
+    Raises:
+        CheckpointError: it cannot be loaded from local files.
+    """
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer or config.model
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = reason(error, path).splitlines()[0]
+        raise CheckpointError(
+            f"tokenizer: none can be loaded from {path!r}: {why}", field="tokenizer"
+        ) from None

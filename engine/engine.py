@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import EngineConfig
 from ..drafters.drafting import Drafting
@@ -21,6 +21,7 @@ from ..drafters.registry import build
 from ..errors import (
     ConfigError,
     EngineDeadError,
+    InternalError,
     OutriderError,
     OverloadedError,
     ResourcesError,
@@ -30,25 +31,27 @@ from ..errors import (
 )
 from ..scheduler.loop import Loop
 from ..scheduler.overlap import OverlapLoop
-from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_limit import shrink_after
-from ..scheduler.types import Request
+from ..scheduler.scheduler import Scheduler, shrink_after
+from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
-from .backend import Backend, local_backend
-from .checks import check_chains
-from .host import EngineHost
-from .info import EngineInfo
-from .messages import Sink, Sinks, add_all, end
-from .recoveries import Recoveries
-from .statistics import SYNTHETIC_WARNING, statistics, statistics_lines
-from .structured.compiler import Compiler
-from .structured.drafting import ConstrainedDrafting, Constraints
-from .switch import SpeculationSwitch
+from .host import Backend, EngineHost, local_backend
+from .preflight import check_chains
+from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
+from .structured.constraints import Compiler
+from .structured.drafting import ConstrainedDrafting
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
 _IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
+
+
+class Sink(Protocol):
+    """Where a request's deltas go."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """All of a step's deltas for this sink; must not block."""
+        ...
 
 
 class Engine:
@@ -69,7 +72,7 @@ class Engine:
         self._drafting = drafting
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks = Sinks()
+        self._sinks: dict[str, Sink] = {}  # of requests that have not ended
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
@@ -151,13 +154,27 @@ class Engine:
     def submit_all(self, requests: Sequence[Request], sink: Sink) -> None:
         """Queues several requests before the same step, or none of them (raises as `submit`)."""
         constraints = self._structured.compiled(requests)
-        outcome = self._in_loop(lambda: self._add_all(requests, sink, constraints))
-        if outcome is not None:
-            raise outcome
+        outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
+
+        def add() -> None:
+            self._structured.expect(constraints)
+            outcome.put(self._add_all(requests, sink))
+
+        self._inbox.put(add)
+        while True:
+            try:
+                error = outcome.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if self._failure is not None or not self._thread.is_alive():
+                    reason = self._failure.message if self._failure else "it was shut down"
+                    raise EngineDeadError(f"the engine is down: {reason}") from None
+        if error is not None:
+            raise error
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it still runs; its sink gets a last delta."""
-        self._inbox.put(lambda: self._sinks.deliver(end(self._loop, request_id)))
+        self._inbox.put(lambda: self._deliver(self._end(request_id)))
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
@@ -186,15 +203,27 @@ class Engine:
         """Switches speculation without a restart: `enabled`, `max_draft_len`.
 
         Raises:
-            ConfigError: as `SpeculationSwitch.parse`.
+            ConfigError: an unknown key, a length above the configured one, or no boolean; names
+                the field.
         """
-        switch = SpeculationSwitch.parse(speculative, self._config.speculative_config.max_nodes)
-        self._loop.scheduler.budget.enabled = switch.enabled
-        self._loop.scheduler.budget.set_max_draft_len(switch.max_draft_len)
-
-    def statistics_lines(self) -> list[str]:
-        """As `statistics.statistics_lines`."""
-        return statistics_lines(self.info, self._drafting)
+        allowed = {"enabled", "max_draft_len"}
+        for key in speculative:
+            if key not in allowed:
+                raise ConfigError(f"{key}: unknown key; allowed: {sorted(allowed)}", field=key)
+        enabled = speculative.get("enabled", True)
+        if not isinstance(enabled, bool):
+            raise ConfigError(f"enabled: {enabled!r} is not true or false", field="enabled")
+        configured = self._config.speculative_config.max_nodes
+        length = speculative.get("max_draft_len")
+        if length is None:
+            length = configured
+        if type(length) is not int or not 0 <= length <= configured:
+            raise ConfigError(
+                f"max_draft_len: {length!r} is not within 0 to the configured {configured}",
+                field="max_draft_len",
+            )
+        self._loop.scheduler.budget.enabled = enabled
+        self._loop.scheduler.budget.max_draft_len = length
 
     def shutdown(self) -> None:
         """Ends the loop and the workers; running requests end with an error."""
@@ -210,7 +239,7 @@ class Engine:
         try:
             while not self._closed.is_set():
                 self._drain(block=not self._loop.has_work)
-                self._sinks.deliver(self._loop.abort_expired())
+                self._deliver(self._loop.abort_expired())
                 if self._loop.has_work and not self._closed.is_set():
                     self._step()
                 self._log_statistics()
@@ -226,7 +255,7 @@ class Engine:
         """The statistics lines, now and then, if they have changed."""
         now = time.monotonic()
         if now - self._logged_at >= self._config.stats_interval_s:
-            self._logged_at, lines = now, self.statistics_lines()
+            self._logged_at, lines = now, statistics_lines(self.info, self._drafting)
             if lines != self._logged_lines:
                 self._logged_lines = lines
                 for line in lines:
@@ -234,14 +263,14 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            self._sinks.deliver(self._loop.step())
+            self._deliver(self._loop.step())
             for request_id, reason in self._structured.failures().items():
-                self._sinks.deliver(self._loop.abort(request_id, "error", reason))
+                self._deliver(self._loop.abort(request_id, "error", reason))
             self._num_failed_in_a_row = 0
         except WorkerDiedError as error:
             for request_id in self._loop.scheduler.accuse():
                 reason = f"its steps ended the workers twice, so it is refused: {error.message}"
-                self._sinks.deliver(self._loop.abort(request_id, "error", reason))
+                self._deliver(self._loop.abort(request_id, "error", reason))
             self._recover(error)
         except StepMemoryError as error:
             self._shrink(error)
@@ -255,7 +284,7 @@ class Engine:
             steps = list(self._loop.scheduler.in_flight)
             assert steps, "a step that was not planned cannot fail"
             for request_id in steps[0].request_ids:
-                self._sinks.deliver(self._loop.abort(request_id, "error", message))
+                self._deliver(self._loop.abort(request_id, "error", message))
             broken = self._num_failed_in_a_row >= _BROKEN_AFTER
             if broken or self._config.tensor_parallel_size > 1:
                 self._recover(error)
@@ -270,7 +299,7 @@ class Engine:
         message = error.message.strip().splitlines()[-1]
         for request_id in shrink_after(self._loop.scheduler):
             reason = f"there is not enough memory for one token of this request: {message}"
-            self._sinks.deliver(self._loop.abort(request_id, "error", reason))
+            self._deliver(self._loop.abort(request_id, "error", reason))
         if self._config.tensor_parallel_size > 1:
             self._recover(error, counts=False)
         else:
@@ -316,25 +345,58 @@ class Engine:
         if self._closed.is_set():  # `shutdown` did not wait for the restart
             self._host.shutdown()
 
-    def _add_all(
-        self, requests: Sequence[Request], sink: Sink, constraints: Constraints
-    ) -> OutriderError | None:
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """One call per sink; a request's last delta ends its entry."""
+        by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is not None:
+                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                if delta.finish_reason:
+                    del self._sinks[delta.request_id]
+        for sink, batch in by_sink.values():
+            try:
+                sink.deliver(batch)
+            except Exception:
+                log.exception("a sink failed; what was meant for it is lost")
+
+    def _add_all(self, requests: Sequence[Request], sink: Sink) -> OutriderError | None:
+        """Queues all requests, or none of them; returns the error.
+
+        An unexpected exception costs these requests and no other.
+        """
         if self._failure is not None:
             return EngineDeadError(f"the engine is down: {self._failure.message}")
-        self._structured.expect(constraints)
-        return add_all(self._loop, self._sinks, requests, sink)
-
-    def _in_loop(self, call: Callable[[], OutriderError | None]) -> OutriderError | None:
-        """Runs `call` between two steps and waits for its result."""
-        answer: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
-        self._inbox.put(lambda: answer.put(call()))
-        while True:
+        added: list[str] = []
+        failure: OutriderError | None = None
+        for request in requests:
             try:
-                return answer.get(timeout=1.0)
-            except queue.Empty:
-                if self._failure is not None or not self._thread.is_alive():
-                    reason = self._failure.message if self._failure else "it was shut down"
-                    return EngineDeadError(f"the engine is down: {reason}")
+                self._loop.add(request)
+            except OutriderError as error:
+                failure = error
+                break
+            except Exception as error:
+                log.exception(
+                    "request %s was not added", request.id, extra={"request_id": request.id}
+                )
+                added.append(request.id)  # it may be there in part
+                failure = _fault(error)
+                break
+            added.append(request.id)
+            self._sinks[request.id] = sink
+        if failure is not None:
+            for request_id in added:
+                self._end(request_id)
+                self._sinks.pop(request_id, None)
+        return failure
+
+    def _end(self, request_id: str) -> list[Delta]:
+        """Ends a request if it still runs; its last deltas."""
+        try:
+            return self._loop.abort(request_id)
+        except Exception as error:
+            log.exception("request %s was not ended", request_id, extra={"request_id": request_id})
+            return [Delta(request_id, (), finish_reason="error", error=_fault(error).message)]
 
     def _drain(self, *, block: bool) -> None:
         """Runs every message that waits; an idle loop waits for the first."""
@@ -351,7 +413,13 @@ class Engine:
 
     def _fail_all(self, error: OutriderError) -> None:
         self._failure = error
-        self._sinks.fail_all(error.message)
+        self._deliver(
+            [Delta(id, (), finish_reason="error", error=error.message) for id in self._sinks]
+        )
+
+
+def _fault(error: Exception) -> InternalError:
+    return InternalError(f"the server failed to handle this request: {type(error).__name__}")
 
 
 __all__ = ["Engine", "EngineInfo", "OverloadedError", "Sink"]

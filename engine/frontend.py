@@ -1,12 +1,13 @@
 """Turns text, token ids or messages into `Request`s.
 
-Called by `LLM` and by the HTTP ingress. Everything that can be wrong with a request is found here,
-before anything is queued, and said with the field, the value and the limit.
+Everything that can be wrong with a request is found here, before anything is queued; errors name
+the field, the value and the limit.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -17,13 +18,21 @@ from ..config import EngineConfig
 from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Request, SpeculationOptions, ints
+from .chat.chat_text import ChatText
 from .chat.template import Message, read_template, render, template_of
-from .chat.text import ChatText
-from .checkpoints import resolved, sampling_defaults
-from .encoder import MAX_KEPT_TOKENS, Encoder, check_text, load_tokenizer, too_long
-from .text import Vocabulary
+from .checkpoints import load_tokenizer, resolved, sampling_defaults
+from .outputs import Vocabulary
 
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
+MAX_KEPT_TOKENS = 2**16  # a list of more tokens than this above the context is not even made
+# Normalizers: characters of a text that may become one. Unicode's composed characters stand for
+# at most four; the others here never make a text shorter, apart from white space.
+_SHRINKING = {"NFC": 4, "NFKC": 4}
+_KEEPING = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Strip"})
+_SPLITTING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"})
+_WHITE = "".join(map(chr, [*range(9, 14), *range(28, 33), 0x85, 0xA0, 0x1680, 0x3000])) + "".join(
+    map(chr, [*range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F])
+)
 
 
 class Limits(Protocol):
@@ -87,7 +96,8 @@ class Frontend:
             self.tokenizer,
         )
         self._trusts_templates = config.trust_request_chat_template
-        self._encoder = Encoder(self.tokenizer, self.max_model_len)
+        self._bound = text_bound(self.tokenizer)
+        self._backend = _plain_backend(self.tokenizer)
         # Of requests without a seed of their own.
         self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
 
@@ -103,8 +113,23 @@ class Frontend:
 
         Raises:
             PromptTooLongError: it cannot fit, which is found before it is encoded.
+            InvalidRequestError: it is not text.
         """
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens, field=field)
+        if self._bound is not None:
+            at_least = self._bound.min_tokens(text)
+            if at_least >= self.max_model_len:
+                raise too_long(f"at least {at_least}", self.max_model_len, field)
+        check_text(field, text)
+        ids: list[int]
+        if self._backend is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return ids
+        # Of the tokenizers' calls this one lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > MAX_KEPT_TOKENS + self.max_model_len:
+            raise too_long(str(len(encoding)), self.max_model_len, field)
+        ids = encoding.ids
+        return ids
 
     def text_prompt(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -128,12 +153,7 @@ class Frontend:
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise InvalidRequestError(f"{field}: {token_id!r} is no token id", field=field)
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: token id {token_id} is not in the vocabulary "
-                    f"(0 to {self.vocab_size - 1})",
-                    field=field,
-                )
+        self._check_ids(field, token_ids)
         return Prompt(tuple(int(token_id) for token_id in token_ids))
 
     def chat_prompt(
@@ -153,9 +173,18 @@ class Frontend:
         Raises:
             InvalidRequestError: the template rejects them, there is none, or it is not allowed.
         """
-        if chat_template is not None:
-            self._check_request_template(chat_template)
-        elif not self.has_chat_template:
+        if chat_template is not None and not self._trusts_templates:
+            raise InvalidRequestError(
+                "chat_template: requests may not bring a chat template; the server's configuration "
+                "has to set trust_request_chat_template: true",
+                field="chat_template",
+            )
+        if chat_template is not None and not 0 < len(chat_template) <= MAX_TEMPLATE_CHARS:
+            raise InvalidRequestError(
+                f"chat_template: 1 to {MAX_TEMPLATE_CHARS} characters (got {len(chat_template)})",
+                field="chat_template",
+            )
+        if chat_template is None and not self.has_chat_template:
             raise InvalidRequestError(
                 f"messages: the tokenizer of {self.model_name} has no chat template; set "
                 "chat_template in the configuration, or use /v1/completions",
@@ -173,19 +202,6 @@ class Frontend:
         )
         # The template writes the special tokens itself.
         return self.text_prompt(text, add_special_tokens=add_special_tokens, field="messages")
-
-    def _check_request_template(self, template: str) -> None:
-        if not self._trusts_templates:
-            raise InvalidRequestError(
-                "chat_template: requests may not bring a chat template; the server's configuration "
-                "has to set trust_request_chat_template: true",
-                field="chat_template",
-            )
-        if not template or len(template) > MAX_TEMPLATE_CHARS:
-            raise InvalidRequestError(
-                f"chat_template: 1 to {MAX_TEMPLATE_CHARS} characters (got {len(template)})",
-                field="chat_template",
-            )
 
     def truncated(self, prompt: Prompt, limit: int | None, sampling: SamplingParams) -> Prompt:
         """The last `limit` tokens of a prompt; -1: as many as leave room for `max_tokens`."""
@@ -221,7 +237,7 @@ class Frontend:
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         if sampling.bad_words:
-            from .structured.words import spellings
+            from .structured.constraints import spellings
 
             for word in sampling.bad_words:
                 check_text("bad_words", word)
@@ -297,3 +313,123 @@ def derive_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def too_long(how_many: str, max_model_len: int, field: str) -> PromptTooLongError:
+    """A prompt that leaves no room for output."""
+    return PromptTooLongError(
+        f"{field}: This model's maximum context length is {max_model_len} tokens. "
+        f"However, your prompt has {how_many} tokens, which leaves no room for output.",
+        field=field,
+    )
+
+
+def check_text(field: str, text: str) -> None:
+    """Refuses a lone surrogate (JSON allows "\ud800"), which no tokenizer and no codec takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}: character {error.start} is half of a surrogate pair, which is not text",
+            field=field,
+        ) from None
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` below, where transformers adds nothing to its encoding."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.split_special_tokens:
+        return None
+    for name in ("encode", "_encode_plus"):
+        if getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name):
+            return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    """How few tokens a text can have: a prompt that cannot fit is refused before it is encoded.
+
+    At most `max_chars` characters are one token; white space counts only if it is all kept. The
+    bound is never above the true number: where a tokenizer may drop or join characters, their
+    share is left out, and where that is not known there is no bound.
+    """
+
+    max_chars: int
+    counts_white: bool
+
+    def min_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, without those that are added to it."""
+        num_chars = len(text)
+        if not self.counts_white:
+            num_chars -= sum(map(text.count, _WHITE))
+        return -(-num_chars // self.max_chars)
+
+
+def text_bound(tokenizer: Any) -> TextBound | None:
+    """The bound of a tokenizer's texts; None where any text may become a few tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not _spells_all(backend):
+        return None
+    parts = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
+    factor = _shrinkage(parts[0])
+    if factor is None or not _keeps_all(parts[1]):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    # Some tokens take the white space around them along.
+    swallows = any(token.lstrip or token.rstrip for token in added) or "Strip" in str(parts[0])
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    return TextBound(longest * factor, counts_white=not swallows)
+
+
+def _spells_all(backend: Any) -> bool:
+    """Whether no run of characters becomes one unknown token: BPE over all bytes."""
+    if type(backend.model).__name__ != "BPE":
+        return False
+    if backend.model.byte_fallback:
+        return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    if backend.model.unk_token is not None and backend.model.fuse_unk:
+        return False
+    return "ByteLevel" in f"{_state(backend.pre_tokenizer)} {_state(backend.normalizer)}"
+
+
+def _state(component: Any) -> dict[str, Any]:
+    """A component's settings; empty for none."""
+    if component is None:
+        return {}
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return state
+
+
+def _shrinkage(normalizer: dict[str, Any]) -> int | None:
+    """Characters that may become one; None where it is not known."""
+    kind = normalizer.get("type")
+    if kind is None or kind in _KEEPING:
+        return 1
+    if kind == "Sequence":
+        factor = 1
+        for part in normalizer["normalizers"]:
+            shrinkage = _shrinkage(part)
+            if shrinkage is None:
+                return None
+            factor *= shrinkage
+        return factor
+    if kind == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        kept = pattern is not None and len(normalizer["content"]) >= len(pattern)
+        return 1 if kept else None
+    return _SHRINKING.get(kind)
+
+
+def _keeps_all(pre_tokenizer: dict[str, Any]) -> bool:
+    """Whether splitting a text drops nothing of it."""
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    if kind in ("Split", "Punctuation"):
+        return bool(pre_tokenizer.get("behavior") != "Removed")
+    return kind is None or kind in _SPLITTING

@@ -1,4 +1,4 @@
-"""Starts the worker groups of one engine: the target's, and those that drafters require.
+"""Starts the worker groups of one engine, on the backend that its configuration names.
 
 Checks first what can be checked without loading anything, so that a wrong path, a vocabulary that
 does not match or a size that does not divide is reported within a second.
@@ -7,26 +7,76 @@ does not match or a size that does not divide is reported within a second.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, ResourcesConfig
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
-from ..errors import OutriderError
-from ..workers.group import GroupDraftModel, WorkerGroup, agreed_blocks
+from ..errors import ConfigError, OutriderError
+from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
 from ..workers.spec import ModelSpec, WorkerSpec
-from .backend import Backend
 from .checkpoints import resolved
-from .checks import check_models
-from .info import HeadInfo
-from .sections import draft_sections, draft_size, head_section, head_sections
+from .preflight import check_models, draft_sections, draft_size, head_section, head_sections
+from .statistics import HeadInfo
 
 log = logging.getLogger(__name__)
+
+
+class Backend:
+    """Makes worker groups and the links between engines; here, ranks are threads of this process.
+
+    `cluster/` overrides every method, so that this folder never imports Ray.
+    """
+
+    shares_pools = False  # whether other engines may use `shared_pool` too
+
+    def start(self, config: EngineConfig) -> None:
+        """Makes the resources of one engine available (raises `ConfigError`)."""
+
+    def stop(self) -> None:
+        """Releases what `start` made; what existed before it is left alone."""
+
+    def recall(self) -> int | None:
+        """What `note` was given by an engine that this one follows, if there is one."""
+        return None
+
+    def note(self, vocab_size: int) -> None:
+        """The checkpoints were checked; the target's vocabulary has this size."""
+
+    def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
+        """A started group of workers (raises `OutriderError`)."""
+        return LocalGroup(spec)
+
+    def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
+        """Whether none of these groups can take what another needs, whichever starts first."""
+        return False  # they share this process
+
+    def shared_pool(
+        self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None
+    ) -> PoolLink:
+        """The link to the pool of all engines (only where `shares_pools`)."""
+        raise AssertionError("pools of this backend belong to one engine")
+
+
+def local_backend(config: EngineConfig) -> Backend:
+    """The backend of an engine that was given none.
+
+    Raises:
+        ConfigError: the configuration's executor is not `local`.
+    """
+    if config.executor != "local":
+        raise ConfigError(
+            f"executor: {config.executor!r} needs a backend; use outrider.LLM, or pass "
+            "outrider.cluster.backend.backend_of(config)",
+            field="executor",
+        )
+    return Backend()
 
 
 class EngineHost:
@@ -62,8 +112,7 @@ class EngineHost:
         group = self.target_group
         if owned:
             early = self._early.pop(id(config), None)
-            group = early.result() if early is not None else self._start(self._draft_worker(config))
-            self._groups.append(("draft", group))
+            group = self._group("draft", self._draft_worker(config), early)
         return GroupDraftModel(
             group,
             self._config.max_num_batched_tokens,
@@ -76,13 +125,8 @@ class EngineHost:
         num_blocks = agreed_blocks(self.target_group.reports)[0]
         group = self._group(
             "head",
-            WorkerSpec(
-                size=1,
-                device=self._config.device,
-                threads=self._config.resources.threads_per_worker,
-                spin_s=self._config.resources.spin_s,
-                timeout_s=self._config.step_timeout_s,
-                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            self._worker(
+                1,
                 head=_at_its_place(config, self._config.model),
                 head_target=self._model_spec(self._config.model, num_blocks),
             ),
@@ -145,7 +189,7 @@ class EngineHost:
         if not specs or not self._backend.can_start_at_once([target, *specs], resources):
             return {}
         threads = ThreadPoolExecutor(len(specs), "outrider-drafts")
-        started = [threads.submit(self._start, spec) for spec in specs]
+        started = [threads.submit(self._backend.group, spec, resources) for spec in specs]
         threads.shutdown(wait=False)
         return {id(section): each for section, each in zip(apart, started, strict=True)}
 
@@ -156,24 +200,23 @@ class EngineHost:
             with suppress(OutriderError):
                 early.result().shutdown()
 
-    def _group(self, role: str, spec: WorkerSpec) -> WorkerGroup:
-        group = self._start(spec)
+    def _group(
+        self, role: str, spec: WorkerSpec, early: Future[WorkerGroup] | None = None
+    ) -> WorkerGroup:
+        """A started group; `early`: it has been starting already."""
+        resources = self._config.resources
+        group = early.result() if early is not None else self._backend.group(spec, resources)
         self._groups.append((role, group))
         return group
-
-    def _start(self, spec: WorkerSpec) -> WorkerGroup:
-        return self._backend.group(spec, self._config.resources)
 
     def _target_worker(self, own_head: HeadConfig | None) -> WorkerSpec:
         config = self._config
         colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
-        return WorkerSpec(
-            size=config.tensor_parallel_size,
-            device=config.device,
-            threads=config.resources.threads_per_worker,
-            spin_s=config.resources.spin_s,
-            timeout_s=config.step_timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        draft = None
+        if colocated:
+            draft = self._model_spec(colocated[0].speculative_model, colocated[0].num_kv_blocks)
+        return self._worker(
+            config.tensor_parallel_size,
             rule=config.speculative_config.verification,
             rule_parameters=config.speculative_config.rule_parameters,
             device_step=config.device_step,
@@ -182,26 +225,30 @@ class EngineHost:
                 self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
             ),
-            draft=self._draft_spec(colocated[0]) if colocated else None,
+            draft=draft,
             head=_at_its_place(own_head, config.model),
             feeds_heads=any(each.placement == "separate" for each in head_sections(config)),
         )
 
     def _draft_worker(self, section: DraftModelConfig) -> WorkerSpec:
+        return self._worker(
+            draft_size(self._config, section),
+            symmetric_memory=self._config.symmetric_memory,
+            draft=self._model_spec(section.speculative_model, section.num_kv_blocks),
+        )
+
+    def _worker(self, size: int, **parts: Any) -> WorkerSpec:
+        """A group of `size` workers with the settings that all groups share."""
         config = self._config
         return WorkerSpec(
-            size=draft_size(config, section),
+            size=size,
             device=config.device,
             threads=config.resources.threads_per_worker,
             spin_s=config.resources.spin_s,
             timeout_s=config.step_timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            symmetric_memory=config.symmetric_memory,
-            draft=self._draft_spec(section),
+            **parts,
         )
-
-    def _draft_spec(self, section: DraftModelConfig) -> ModelSpec:
-        return self._model_spec(section.speculative_model, section.num_kv_blocks)
 
     def _model_spec(
         self, path: str, num_blocks: int | None, max_model_len: int | None = None

@@ -6,27 +6,164 @@ come back in the order of the prompts.
 
 from __future__ import annotations
 
+import queue
+import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm.auto import tqdm
 
 from ..config import EngineConfig
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, WorkerError
 from ..scheduler.sampling import SamplingParams
-from .backend import Backend, local_backend
+from ..scheduler.types import Delta, Request
 from .chat.template import Message
 from .checkpoints import resolved
 from .frontend import Frontend, Prompt, RequestOptions
-from .outputs import RequestOutput
+from .host import Backend, local_backend
+from .outputs import Assembler, RequestOutput, prompt_table
 from .preflight import preflight
-from .run import Progress, Run
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+_POLL_S = 1.0  # interval at which a silent engine is checked
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """One prompt of a run, with an assembler per completion."""
+
+    id: str
+    prompt: Prompt
+    assemblers: list[Assembler]
+
+    @property
+    def finished(self) -> bool:
+        return all(assembler.finished for assembler in self.assemblers)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt.text,
+            prompt_token_ids=list(self.prompt.token_ids),
+            outputs=[assembler.output() for assembler in self.assemblers],
+            finished=self.finished,
+            num_cached_tokens=max(each.num_cached_tokens for each in self.assemblers),
+            prompt_logprobs=prompt_table(self.assemblers[0]),
+        )
+
+
+class Run:
+    """The requests of one call, and the sink that their deltas come to.
+
+    It never queues more requests than the engine takes, and whatever ends it early aborts what
+    still runs. Every prompt is checked before anything is queued.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        frontend: Frontend,
+        prompts: list[Prompt],
+        sampling: Sequence[SamplingParams],
+        options: RequestOptions | None,
+        room: int,
+    ) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._live: dict[str, tuple[PromptRun, Assembler]] = {}
+        self._room = room
+        self.jobs: list[PromptRun] = []
+        shown_ids = frozenset() if options is None else options.shown_ids
+        for prompt, settings in zip(prompts, sampling, strict=True):
+            requests = frontend.requests(uuid.uuid4().hex, prompt, settings, options)
+            job = PromptRun(requests[0].id, prompt, [])
+            self.jobs.append(job)
+            self._waiting.extend(requests)
+            for index, request in enumerate(requests):
+                assembler = Assembler(
+                    frontend.vocabulary,
+                    settings,
+                    frontend.end_of_text(settings),
+                    index,
+                    prompt.token_ids,
+                    shown_ids=shown_ids,
+                )
+                job.assemblers.append(assembler)
+                self._live[request.id] = (job, assembler)
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Called in the engine's thread."""
+        self._inbox.put(deltas)
+
+    def deltas(self) -> Iterator[tuple[PromptRun, Delta]]:
+        """Runs everything; gives each delta once it has been taken into its job."""
+        running: set[str] = set()
+        try:
+            while self._waiting or running:
+                count = min(len(self._waiting), self._room - len(running))
+                if count > 0:
+                    requests = [self._waiting.popleft() for _ in range(count)]
+                    self._engine.submit_all(requests, self)
+                    running.update([request.id for request in requests])
+                try:
+                    deltas = self._inbox.get(timeout=_POLL_S)
+                except queue.Empty:
+                    self._engine.check()
+                    continue
+                for delta in deltas:
+                    job, assembler = self._live[delta.request_id]
+                    was_finished = assembler.finished
+                    assembler.push(delta)
+                    if delta.finish_reason is not None:
+                        running.discard(delta.request_id)
+                    elif assembler.finished and not was_finished:
+                        self._engine.abort(delta.request_id)  # a stop string; one delta follows
+                    if delta.finish_reason == "error":
+                        raise WorkerError(delta.error or "the step of this request failed")
+                    yield job, delta
+        finally:
+            for request_id in running:
+                self._engine.abort(request_id)
+
+    def outputs(self) -> Iterator[RequestOutput]:
+        """The first job's output after every delta that changed it."""
+        num_sent, done = 0, False
+        for job, _ in self.deltas():
+            output = job.output()
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            if num_tokens > num_sent or (output.finished and not done):
+                num_sent, done = num_tokens, output.finished
+                yield output
+
+    def finish(self, *, use_tqdm: bool) -> list[RequestOutput]:
+        """All jobs' outputs; a bar shows prompts, tokens per second and accepted tokens."""
+        num_tokens = num_accepted = num_steps = 0
+        with tqdm(
+            total=len(self.jobs), desc="Prompts", dynamic_ncols=True, disable=not use_tqdm
+        ) as bar:
+            for job, delta in self.deltas():
+                num_tokens += len(delta.token_ids)
+                num_accepted += delta.num_accepted
+                num_steps += bool(delta.token_ids)
+                if use_tqdm and delta.finish_reason is not None and job.finished:
+                    elapsed_s = max(1e-9, bar.format_dict["elapsed"])
+                    bar.set_postfix_str(
+                        f"{num_tokens / elapsed_s:.1f} tokens/s, "
+                        f"{num_accepted / max(1, num_steps):.2f} accepted/step",
+                        refresh=False,
+                    )
+                    bar.update(1)
+        return [job.output() for job in self.jobs]
+
 
 PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any]
 
@@ -113,11 +250,7 @@ class LLM:
             InvalidRequestError: a prompt or a setting is wrong; nothing has run then.
             WorkerError: a step failed. EngineDeadError: the engine is gone.
         """
-        run = self._run(_as_list(prompts), sampling_params, options)
-        with Progress(len(run.jobs), enabled=use_tqdm) as progress:
-            for job, delta in run.deltas():
-                progress.count(delta, finished=job.finished)
-        return [job.output() for job in run.jobs]
+        return self._run(_as_list(prompts), sampling_params, options).finish(use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -198,15 +331,14 @@ class LLM:
         """Everything checked, nothing queued yet."""
         if sampling is None:
             sampling = self.frontend.with_defaults(SamplingParams())
-        run = Run(
+        return Run(
             self._alive(),
             self.frontend,
             [self._prompt(prompt) for prompt in prompts],
             _per_prompt(sampling, len(prompts)),
+            options,
             self.config.max_queued_requests,
         )
-        run.prepare(options)
-        return run
 
     def _prompt(self, prompt: PromptLike) -> Prompt:
         if isinstance(prompt, str):
@@ -241,33 +373,26 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
             f"prompts: a text, a list of token ids, a dict, or a list of those, got {prompts!r}",
             field="prompts",
         )
-    if isinstance(prompts, np.ndarray):
-        return _of_array(prompts)
+    if isinstance(prompts, np.ndarray):  # token ids of one prompt or a row per prompt, or texts
+        texts = prompts.dtype.kind in "UO" and all(isinstance(item, str) for item in prompts.flat)
+        allowed = (1,) if texts else (1, 2)
+        if prompts.ndim not in allowed or not (texts or np.issubdtype(prompts.dtype, np.integer)):
+            raise InvalidRequestError(
+                "prompts: an array has integers in one or two dimensions, or texts in one; got "
+                f"{prompts.dtype} of shape {prompts.shape}",
+                field="prompts",
+            )
+        rows: list[Any] = prompts.tolist()
+        return rows if texts or prompts.ndim > 1 else [rows]
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, Integral) for item in items):
         return [items]
     return items
 
 
-def _of_array(prompts: NDArray[Any]) -> list[PromptLike]:
-    """One prompt of token ids, one per row, or one per text."""
-    texts = prompts.dtype.kind in "UO" and all(isinstance(item, str) for item in prompts.flat)
-    allowed = (1,) if texts else (1, 2)
-    if prompts.ndim not in allowed or not (texts or np.issubdtype(prompts.dtype, np.integer)):
-        raise InvalidRequestError(
-            "prompts: an array has integers in one or two dimensions, or texts in one; got "
-            f"{prompts.dtype} of shape {prompts.shape}",
-            field="prompts",
-        )
-    items: list[Any] = prompts.tolist()
-    return items if texts or prompts.ndim == 2 else [items]
-
-
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
-    if sampling is None:
-        sampling = SamplingParams()
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
     if not isinstance(sampling, (list, tuple)) or not all(

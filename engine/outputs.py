@@ -1,21 +1,316 @@
-"""What a request gives back, shaped as vLLM's users know it, and how deltas become that.
+"""Tokens to text, and what a request gives back, shaped as vLLM's users know it.
 
-`Assembler` takes the deltas of one request, one by one, and gives text; `LLM` and the HTTP edge
-share it. A stop string is found here, not in the engine: `Assembler.finished` without a finish
-reason in the delta means that the caller has to abort the engine's request, whose last delta then
-brings the statistics.
+`Detokenizer` and `StopMatcher` work on a few tokens at a time; their results do not depend on how a
+completion was cut into deltas. `Assembler` takes the deltas of one request and gives text. A stop
+string is found here, not in the engine: `Assembler.finished` without a finish reason in the delta
+means that the caller has to abort the engine's request, whose last delta then brings the
+statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
 
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, Logprobs, SpeculationUsage, StepTrace, TokenLogprobs
-from .text import Detokenizer, StopMatcher, Vocabulary
 
 _CONTEXT = 24  # tokens of the prompt that the first tokens of a completion are decoded behind
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_MAX_HELD = 3  # an unfinished UTF-8 character has at most three bytes
+_MAX_PENDING = 8  # tokens after which a held character cannot be unfinished any more
+_MIN_WINDOW, _MAX_WINDOW = 6, 24  # tokens kept as context; tokens that make us cut back to it
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ByteTokens:
+    """The byte tokens (`<0xC3>`) of a vocabulary with byte fallback, all 256: Llama-2, Gemma."""
+
+    def __init__(self, ids: list[int]) -> None:
+        assert len(ids) == 256, len(ids)
+        self._ids = ids
+        self.bytes = {id: byte for byte, id in enumerate(ids)}
+
+    @classmethod
+    def find(cls, backend: Any) -> ByteTokens | None:
+        """Those of a `tokenizers.Tokenizer`; None where its decoder has no byte fallback."""
+        if "ByteFallback" not in repr(backend.decoder):
+            return None
+        ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        return None if None in ids else cls(ids)
+
+    def ids(self, text: str) -> list[int]:
+        """`text` in byte tokens."""
+        return [self._ids[byte] for byte in text.encode("utf-8")]
+
+
+class WholeCharacters:
+    """Rewrites a growing sequence of tokens so that its byte tokens always form characters.
+
+    Bytes of an unfinished character are held back; bytes that cannot become one are replaced by
+    the byte tokens of U+FFFD. Decoding the result is then free of context. The tokenizers' own
+    decoder gives up on a whole run of byte tokens where one byte of it is wrong, so that what a
+    byte becomes would depend on bytes that have not been generated yet.
+    """
+
+    def __init__(self, tokens: ByteTokens) -> None:
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Iterable[int]) -> list[int]:
+        """The tokens that are settled after these."""
+        settled: list[int] = []
+        for token_id in token_ids:
+            byte = self._tokens.bytes.get(token_id)
+            if byte is None:
+                settled += self.finish()
+                settled.append(token_id)
+            else:
+                settled += self._tokens.ids(self._decoder.decode(bytes([byte])))
+        return settled
+
+    def finish(self) -> list[int]:
+        """What stands for the bytes that were held back: the run of byte tokens ends here."""
+        return self._tokens.ids(self._decoder.decode(b"", final=True))
+
+
+class Vocabulary:
+    """What detokenizing needs of a tokenizer: ids to text, and which ids are special.
+
+    Fast tokenizers are called directly: transformers' own `decode` costs ten times as much.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.decode: Callable[[Sequence[int]], str]  # ids that are known, bytes that are sound
+        self.byte_tokens: ByteTokens | None = None
+        if backend is not None:
+            added = backend.get_added_tokens_decoder()
+            self.special_ids = frozenset(id for id, token in added.items() if token.special)
+            ids = set(backend.get_vocab(with_added_tokens=True).values())
+            self.decode = partial(backend.decode, skip_special_tokens=False)
+            self._byte_level = "ByteLevel" in repr(backend.decoder)
+            self.byte_tokens = ByteTokens.find(backend)
+            anchor = backend.token_to_id("a")
+        else:
+            self.special_ids = frozenset(tokenizer.all_special_ids)
+            ids = set(tokenizer.get_vocab().values())
+            self.decode = partial(
+                tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            self._byte_level = False
+            anchor = tokenizer.get_vocab().get("a")
+        self.size = max(ids, default=-1) + 1  # there may be holes: a count would be too small
+        self.holes = frozenset(set(range(self.size)) - ids)
+        self._anchor: list[int] = [] if anchor is None else [anchor]
+        self._anchor_text = self.decode(self._anchor) if self._anchor else ""
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the tokenizer has this id: models are often padded beyond, ids have holes."""
+        return 0 <= token_id < self.size and token_id not in self.holes
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """The whole text of a sequence, as a `Detokenizer` gives it piece by piece."""
+        detokenizer = Detokenizer(self, skip_special_tokens=False)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def token_text(self, token_id: int) -> str:
+        """One token within a text, as in OpenAI's `logprobs.tokens`.
+
+        It is decoded behind another one, since some decoders drop the space that begins a text.
+        """
+        if not self.knows(token_id):
+            return ""
+        text = self.decode([*self._anchor, token_id])
+        if text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        return self.decode([token_id])
+
+    def token_name(self, token_id: int) -> str:
+        """`token_text`, or OpenAI's `bytes:\\xe2` for a token that is a part of a character.
+
+        Unlike the text it differs between tokens whose bytes differ.
+        """
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also where they are a part of a character."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode("utf-8")
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        byte = _BYTE_TOKEN.fullmatch(piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        table = _byte_level_table()
+        if self._byte_level and all(char in table for char in piece):
+            return bytes(table[char] for char in piece)
+        return text.encode("utf-8")
+
+
+@lru_cache(maxsize=1)
+def _byte_level_table() -> dict[str, int]:
+    """Byte-level BPE's printable characters: visible Latin-1 is itself, the rest follows U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in visible}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return table
+
+
+class Detokenizer:
+    """Text of a growing token sequence; what was given out once never changes.
+
+    A window of the last tokens is decoded again at every push and the part that was not yet
+    given out is new. The window's head gives decoders their context (a leading space is dropped
+    only at the start of a text); its length is bounded, so a token costs O(1). A trailing
+    U+FFFD is held back: it may be the first half of a character. With byte fallback the halves
+    are held back as tokens (`WholeCharacters`).
+
+    Args:
+        context: tokens that come before; their text is not given out.
+        shown_ids: special tokens that are not skipped.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decode = vocabulary.decode
+        self._size, self._skipped = vocabulary.size, vocabulary.holes
+        if skip_special_tokens:
+            self._skipped |= vocabulary.special_ids - shown_ids
+        tokens = vocabulary.byte_tokens
+        self._whole = None if tokens is None else WholeCharacters(tokens)
+        self._limit = _MAX_WINDOW
+        self._num_pending = 0  # tokens since everything was given out
+        self._window = self._shown(context[-_MAX_WINDOW:])
+        if self._whole is not None:
+            self._window = self._whole.push(self._window) + self._whole.finish()
+        self._text = self._decode(self._window) if self._window else ""  # of the window
+        if self._whole is None and self._text.endswith(REPLACEMENT):
+            self._window, self._text = [], ""  # what follows would complete its last character
+        self._given = len(self._text)  # characters of `_text` given out
+        self.num_chars = 0  # given out in all
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        new = self._shown(token_ids)
+        if self._whole is not None:
+            new = self._whole.push(new)
+        return self._advance(new) if new else ""
+
+    def finish(self) -> str:
+        """What was still held back; the sequence ends here."""
+        rest = self._whole.finish() if self._whole is not None else []
+        piece = self._advance(rest) if rest else ""
+        held = self._text[self._given :]
+        self._given = len(self._text)
+        self.num_chars += len(held)
+        return piece + held
+
+    def _shown(self, token_ids: Iterable[int]) -> list[int]:
+        return [id for id in token_ids if 0 <= id < self._size and id not in self._skipped]
+
+    def _advance(self, new: list[int]) -> str:
+        self._window += new
+        self._num_pending += len(new)
+        self._text = text = self._decode(self._window)
+        stable = len(text) if self._whole is not None else len(text.rstrip(REPLACEMENT))
+        if stable == len(text):
+            self._num_pending = 0
+        elif self._num_pending > _MAX_PENDING:
+            stable = max(stable, len(text) - _MAX_HELD)
+        piece = text[self._given : stable]
+        self._given = max(self._given, stable)
+        self.num_chars += len(piece)
+        settled = self._num_pending == 0 or self._num_pending > _MAX_PENDING
+        if settled and len(self._window) > self._limit:
+            self._cut()
+        return piece
+
+    def _cut(self) -> None:
+        """Shortens the window where its tail decodes alone to the same text.
+
+        It does not where the cut falls into a character and the decoder gives up on the whole
+        run of bytes (byte fallback); the next cuts are then tried.
+        """
+        held = len(self._text) - self._given
+        for size in range(_MIN_WINDOW, _MIN_WINDOW + 4):
+            tail = self._window[-size:]
+            text = self._decode(tail)
+            if len(text) > held and self._text.endswith(text):
+                self._window, self._text, self._given = tail, text, len(text) - held
+                self._limit = _MAX_WINDOW
+                return
+        self._limit = 2 * len(self._window)
+
+
+class StopMatcher:
+    """Finds the first stop string to be completed in a stream of text.
+
+    Only what could be the beginning of a stop string is held back. Of stop strings completed by
+    the same character the longest counts. The result does not depend on the chunks.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What may be given out after `text`; sets `matched` when a stop string is complete.
+
+        Stop strings that `text` completes do not count unless it `may_stop`; what could be the
+        beginning of one that a later text completes is held back all the same.
+        """
+        if not self._stops:
+            return text
+        buffer = self._held + text
+        found = []
+        for stop in self._stops if may_stop else ():
+            # What ended within the held text was complete while it could not stop anything.
+            start = buffer.find(stop, max(0, len(self._held) + 1 - len(stop)))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return buffer[: end if self._include else start]
+        # Held back is the longest end that is a proper prefix of a stop string.
+        cut = max(0, len(buffer) + 1 - max(map(len, self._stops)))
+        while cut < len(buffer):
+            tail = buffer[cut:]
+            if any(stop != tail and stop.startswith(tail) for stop in self._stops):
+                break
+            cut += 1
+        self._held = buffer[cut:]
+        return buffer[:cut]
+
+    def finish(self) -> str:
+        """What was held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,28 +436,51 @@ class Assembler:
             self.speculation = delta.usage
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = _rows(delta.prompt_logprobs)
-        if self.finished:
+        if self.finish_reason is not None:
             return Chunk("", ())
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        ids, stop, sampling = delta.token_ids, delta.stop_token_id, self.sampling
+        hidden = stop is not None and ids[-1:] == (stop,)
+        shown = ids[:-1] if hidden and not sampling.include_stop_str_in_output else ids
+        by_token = sampling.stop or sampling.logprobs is not None or self.with_offsets
         offsets: list[int] = []
         pieces: list[str] = []
-        taken, text = self._take(delta, offsets, pieces)
-        token_ids, logprobs = delta.token_ids[:taken], delta.logprobs[:taken]
-        self.token_ids.extend(token_ids)
-        if not self.finished and delta.finish_reason is not None:
+        if not by_token and delta.trace is None:
+            text = self._detokenizer.push(shown)
+        else:
+            text = ""
+            for count, token_id in enumerate(ids, start=1):
+                offsets.append(self._detokenizer.num_chars)
+                pieces.append(self._detokenizer.push((token_id,)) if count <= len(shown) else "")
+                text += self._until_stop(pieces[-1], len(self.token_ids) + count)
+                if self._stops.matched is not None:
+                    ids = ids[:count]
+                    break
+        logprobs = delta.logprobs[: len(ids)]
+        self.token_ids.extend(ids)
+        if self.finish_reason is None and delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-            if delta.finish_reason == "stop" and delta.stop_token_id != self.eos_token_id:
-                self.stop_reason = delta.stop_token_id
-            text += self._flush()
+            if delta.finish_reason == "stop" and stop != self.eos_token_id:
+                self.stop_reason = stop
+            # The half characters of the held-back rest may still complete a stop string.
+            text += self._until_stop(self._detokenizer.finish(), len(self.token_ids))
+            text += self._stops.finish()
         self.logprobs.extend(logprobs)
         self.offsets.extend(offsets)
         self._pieces.append(text)
         if delta.trace is None:
-            return Chunk(text, token_ids, logprobs, tuple(offsets))
+            return Chunk(text, ids, logprobs, tuple(offsets))
         step = self.speculation.num_steps - 1
-        chunk = Chunk(text, token_ids, logprobs, tuple(offsets), tuple(pieces), delta.trace, step)
+        chunk = Chunk(text, ids, logprobs, tuple(offsets), tuple(pieces), delta.trace, step)
         self.traced.append(chunk)
         return chunk
+
+    def _until_stop(self, piece: str, num_tokens: int) -> str:
+        """What `piece` adds; a stop string in it ends the completion after `num_tokens` tokens."""
+        text = self._stops.push(piece, may_stop=num_tokens > self.sampling.min_tokens)
+        if self._stops.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self._stops.matched
+        return text
 
     def chunk(self) -> Chunk:
         """Everything so far, as one chunk without its text."""
@@ -173,61 +491,23 @@ class Assembler:
         if self._pieces:
             self.text += "".join(self._pieces)
             self._pieces.clear()
-        wanted = self.sampling.logprobs is not None
+        logprobs: list[dict[int, Logprob]] | None = None
+        if self.sampling.logprobs is not None:
+            entries = zip(self.token_ids, self.logprobs, strict=False)
+            logprobs = [_table_row(self.vocabulary, *entry) for entry in entries]
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=logprob_table(self) if wanted else None,
+            logprobs=logprobs,
             speculation=self.speculation,
         )
 
-    def _take(self, delta: Delta, offsets: list[int], pieces: list[str]) -> tuple[int, str]:
-        """How many of the delta's tokens count, and their text.
-
-        `offsets` gets where they begin, `pieces` what each adds, if either is of interest.
-        """
-        ids: tuple[int, ...] = delta.token_ids
-        stop, sampling = delta.stop_token_id, self.sampling
-        hidden = (
-            stop is not None and ids[-1:] == (stop,) and not sampling.include_stop_str_in_output
-        )
-        num_shown = len(ids) - hidden
-        by_token = sampling.stop or sampling.logprobs is not None or self.with_offsets
-        if not by_token and delta.trace is None:
-            return len(ids), self._detokenizer.push(ids[:num_shown])
-        text = ""
-        for count, token_id in enumerate(ids, start=1):
-            offsets.append(self._detokenizer.num_chars)
-            piece = self._detokenizer.push((token_id,)) if count <= num_shown else ""
-            pieces.append(piece)
-            may_stop = len(self.token_ids) + count > sampling.min_tokens
-            text += self._stops.push(piece, may_stop=may_stop)
-            if self._stops.matched is not None:
-                self.finish_reason, self.stop_reason = "stop", self._stops.matched
-                return count, text
-        return len(ids), text
-
-    def _flush(self) -> str:
-        """The held-back rest; its half characters may still complete a stop string."""
-        may_stop = len(self.token_ids) > self.sampling.min_tokens
-        text = self._stops.push(self._detokenizer.finish(), may_stop=may_stop)
-        if self._stops.matched is not None:
-            self.finish_reason, self.stop_reason = "stop", self._stops.matched
-            return text
-        return text + self._stops.finish()
-
-
-def logprob_table(assembler: Assembler) -> list[dict[int, Logprob]]:
-    """Per token, vLLM's mapping of ids to log-probabilities: the chosen one and the top."""
-    pairs = zip(assembler.token_ids, assembler.logprobs, strict=False)
-    return [_table_row(assembler.vocabulary, token_id, entry) for token_id, entry in pairs]
-
 
 def prompt_table(assembler: Assembler) -> list[dict[int, Logprob] | None] | None:
-    """`logprob_table` of the prompt, whose first token has none; None: there is none (yet)."""
+    """The prompt's log-probabilities by token; its first has none. None: there are none (yet)."""
     if assembler.prompt_logprobs is None:
         return None
     pairs = zip(assembler.prompt[1:], assembler.prompt_logprobs, strict=True)
@@ -237,6 +517,7 @@ def prompt_table(assembler: Assembler) -> list[dict[int, Logprob] | None] | None
 def _table_row(
     vocabulary: Vocabulary, token_id: int, logprobs: TokenLogprobs
 ) -> dict[int, Logprob]:
+    """vLLM's mapping of ids to log-probabilities: the chosen token and the top."""
     text = vocabulary.token_text
     row = {
         id: Logprob(value, rank, text(id)) for rank, (id, value) in enumerate(logprobs.top, start=1)

@@ -1,23 +1,28 @@
-"""Checks a configuration and its files without loading or starting anything.
+"""Checks a configuration and its files before anything is deployed or started.
 
-Run before anything is deployed, while Ray starts: damaged files are reported in seconds, and a
-folder that is missing at once.
+In the order in which they run: `require_checkpoints` looks for folders, `preflight` reads headers
+and shapes of all files while Ray starts, and `check_models` is the engine's own look at what small
+files show. No weight is read.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
+from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, OutriderError
+from .checkpoints import resolved
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import DraftModelConfig, EngineConfig
-    from ..workers.model import ModelInfo
-    from ..workers.model.fit import Serving
+    from ..workers.model.info import ModelInfo, ModelOutline
     from .frontend import Frontend
+
+log = logging.getLogger(__name__)
 
 
 def require_checkpoints(config: EngineConfig) -> None:
@@ -26,9 +31,7 @@ def require_checkpoints(config: EngineConfig) -> None:
     Raises:
         ConfigError, CheckpointError: one is missing, or the target's is no checkpoint; by field.
     """
-    from ..workers.model.checkpoint.folder import require_checkpoint
-    from .checkpoints import resolved
-    from .sections import draft_sections, head_sections
+    from ..workers.model.checkpoint.hub import require_checkpoint
 
     config = resolved(config)
     require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle)
@@ -40,40 +43,40 @@ def require_checkpoints(config: EngineConfig) -> None:
     head_sections(config)
 
 
-def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str, Any]:
+def preflight(
+    config: EngineConfig, *, is_local: bool | None = None, in_full: bool = False
+) -> dict[str, Any]:
     """Checks the checkpoints; returns what their configurations contain.
 
     Args:
         is_local: whether the workers will run on this machine, so that its devices and its memory
             decide; None: only if the executor is `local`.
+        in_full: renders the checkpoint's own chat template too, and builds drafters without a model
+            as the engine will: a large table takes time, and a user's code may occupy a resource
+            that the engine's process needs. They are shut down again.
 
     Raises:
         ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
             size that does not divide, weights that are damaged or do not fit their configuration, a
             KV cache that is too small or too large, a head that does not fit, no tokenizer, a
-            drafter's table or snapshot that is damaged or another vocabulary's; names the field.
+            drafter's table or snapshot that is damaged or another vocabulary's, a drafter that
+            cannot be imported or built or lacks a method; names the field.
     """
-    import torch
-
-    from ..drafters.heads.protocol import TargetFacts
-    from ..drafters.registry import check_head
-    from ..workers.model.fit import check_weights
-    from .checkpoints import resolved
-    from .checks import check_length, check_thinking_tokens, check_vocabulary
+    from ..workers.model.fit import CPU, Serving, check_weights
+    from ..workers.worker import DTYPES, pick_device
     from .frontend import Frontend
-    from .sections import draft_sections, draft_size, head_section, head_sections
 
     config = resolved(config)
-    size = config.tensor_parallel_size
-    trust = _trust(config)
-    device = _device(config, is_local=_is_local(config, is_local))
-    target, kv_bytes = check_weights(Path(config.model), size, _serving(config, device), **trust)
-    check_length(config, target.max_model_len)
+    trust, size = _trust(config), config.tensor_parallel_size
+    is_local = config.executor == "local" if is_local is None else is_local
+    device = pick_device(config.device) if is_local else None  # None: other machines'
+    serving = Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
+    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust)
+    _check_limits(config, target)
     _check_cache(config, kv_bytes, device)
-    check_thinking_tokens(config, target.vocab_size)
     frontend = Frontend(config, target)  # tokenizer and chat template
-    if config.chat_template is not None:
-        check_template(frontend)
+    if in_full or config.chat_template is not None:
+        _check_template(frontend)
     facts: dict[str, Any] = {
         "model": config.model,
         "architecture": target.architecture,
@@ -87,39 +90,36 @@ def preflight(config: EngineConfig, *, is_local: bool | None = None) -> dict[str
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
     for field, section in draft_sections(config):
-        ranks = draft_size(config, section)
-        check_vocabulary(
-            config.model,
-            section.speculative_model,
-            ranks,
-            field,
-            config.tokenizer,
-            **trust,
-        )
-        draft = _check_draft(section, ranks, field, trust)
+        _check_vocabulary(config, section, field, target.vocab_size)
+        draft = _check_draft(config, section, field)
         label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
         facts[f"{label}draft model"] = section.speculative_model
         facts[f"{label}draft architecture"] = draft.architecture
-        facts[f"{label}draft ranks"] = f"{ranks} ({section.placement})"
-    head_section(config)  # one at most in the target's workers
-    fits = TargetFacts(
-        target.hidden_size,
-        target.vocab_size,
-        target.num_layers,
-        target.dtype,
-        torch.device("meta"),
+        facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
+    return (
+        facts
+        | _check_heads(config, target)
+        | _check_drafters(config, target.vocab_size, builds=in_full)
     )
-    _check_files(config, target.vocab_size)
-    for index, head in enumerate(head_sections(config)):
-        folder = str(head.folder_beside(config.model))
-        check_head(head.model_copy(update={"speculative_model": folder}), fits)
-        label = f"head {index + 1}" if index else "head"
-        facts[label] = f"{folder} ({head.placement})"
-    return facts
 
 
-def _is_local(config: EngineConfig, is_local: bool | None) -> bool:
-    return config.executor == "local" if is_local is None else is_local
+def check_models(config: EngineConfig) -> int:
+    """Checks what the checkpoints' small files show; the target's vocabulary size.
+
+    An engine that follows one with the same configuration skips this: reading the files imports
+    transformers, which takes a second.
+
+    Raises:
+        ConfigError, CheckpointError: what does not fit, by field.
+    """
+    from ..workers.model.info import outline
+
+    target = outline(Path(config.model), config.tensor_parallel_size, **_trust(config))
+    check_quantization(config)
+    _check_limits(config, target)
+    for field, section in draft_sections(config):
+        _check_vocabulary(config, section, field, target.vocab_size)
+    return target.vocab_size
 
 
 def _trust(config: EngineConfig) -> dict[str, Any]:
@@ -130,47 +130,79 @@ def _trust(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _check_draft(
-    section: DraftModelConfig, ranks: int, field: str, trust: dict[str, Any]
-) -> ModelInfo:
-    """What a rank of a draft model is.
+def check_quantization(config: EngineConfig) -> None:
+    """Logs what is dequantised at load.
 
     Raises:
-        CheckpointError: its files are damaged, or those of a head; names `field`.
+        ConfigError: the target is not quantised as `quantization` requires.
+        CheckpointError: it is quantised in a format that is not read.
     """
-    from ..drafters.heads.load import has_head_tensors
-    from ..workers.model.fit import check_weights
+    from ..workers.model.checkpoint.quantised_formats import find_format
 
-    folder = Path(section.speculative_model)
-    try:
-        return check_weights(folder, ranks, **trust)[0]
-    except CheckpointError as error:
-        hint = ""
-        if has_head_tensors(folder):
-            hint = (
-                "; these are the tensors of a head, which reads the target's hidden states and is "
-                "no draft model: set the decoding_type of its method"
+    found = find_format(Path(config.model))
+    method, wanted = ("none" if found is None else found.method), config.quantization
+    if wanted not in ("auto", method):
+        raise ConfigError(
+            f"quantization: {wanted!r}, but the checkpoint {config.model!r} has {method!r}; "
+            "allowed for it: 'auto' and its own",
+            field="quantization",
+        )
+    if found is None:
+        return
+    if _may_keep(config):
+        log.info(
+            "%s is quantised (%s): its weights stay so on CUDA devices",
+            config.model,
+            found.description,
+        )
+        return
+    log.warning(
+        "%s is quantised (%s): its weights are dequantised at load and take the memory of an "
+        "unquantised model",
+        config.model,
+        found.description,
+    )
+
+
+def _may_keep(config: EngineConfig) -> bool:
+    """Whether the target's ranks have kernels for quantised weights, as far as is known here."""
+    import torch
+
+    on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return on_cuda and config.forward != "bridge"
+
+
+def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
+    """Raises `ConfigError` for a length or a token that is beyond the target's."""
+    length, limit = config.max_model_len, target.max_model_len
+    if length is not None and length > limit:
+        raise ConfigError(
+            f"max_model_len: {length} exceeds the checkpoint's {limit}", field="max_model_len"
+        )
+    check_thinking_tokens(config, target.vocab_size)
+
+
+def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
+    """Raises `ConfigError` where the rule needs tokens that the target does not have."""
+    section = config.speculative_config
+    for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+        token = getattr(section, name)
+        if section.thinking_tokens is not None and token >= vocab_size:
+            raise ConfigError(
+                f"speculative_config.{name}: {token} is outside the target's vocabulary of "
+                f"{vocab_size} tokens; verification {section.verification!r} needs it",
+                field=f"speculative_config.{name}",
             )
-        raise CheckpointError(f"{field}: {error.message}{hint}", field=field) from None
 
 
-def _device(config: EngineConfig, *, is_local: bool) -> torch.device | None:
-    """The workers' device; None: they run on other machines.
-
-    Raises:
-        ConfigError: this machine does not have it.
-    """
-    from ..workers.worker import pick_device
-
-    return pick_device(config.device) if is_local else None
-
-
-def _serving(config: EngineConfig, device: torch.device | None) -> Serving:
-    """How the workers will load the target."""
-    from ..workers.model.fit import CPU, Serving
-    from ..workers.worker import DTYPES
-
-    return Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
+def check_chains(config: EngineConfig, *, proposes_trees: bool) -> None:
+    """Raises `ConfigError` where a deterministic engine's drafter proposes trees."""
+    if config.deterministic and proposes_trees:
+        raise ConfigError(
+            f"deterministic: drafts must be chains, and {config.speculative_config.decoding_type} "
+            "proposes trees here; siblings change the order in which attention adds keys up",
+            field="deterministic",
+        )
 
 
 def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
@@ -194,12 +226,8 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
     check_blocks(blocks, block_size, kv_bytes, device, share)
 
 
-def check_template(frontend: Frontend) -> None:
-    """Renders a conversation of one message.
-
-    Raises:
-        ConfigError: the chat template does not take it.
-    """
+def _check_template(frontend: Frontend) -> None:
+    """Raises `ConfigError` where the chat template does not take one user message."""
     if not frontend.has_chat_template:
         return
     try:
@@ -211,55 +239,178 @@ def check_template(frontend: Frontend) -> None:
         ) from None
 
 
-def try_template(config: EngineConfig) -> None:
-    """Renders a conversation, also where the template is the checkpoint's own.
+def _check_vocabulary(
+    config: EngineConfig, section: DraftModelConfig, field: str, vocab_size: int
+) -> None:
+    """A draft model must have the target's vocabulary.
 
     Raises:
-        ConfigError: as `check_template`.
+        ConfigError, CheckpointError: the two differ, or the draft model is not there.
     """
-    from ..workers.model import describe
-    from .frontend import Frontend
+    from ..workers.model.info import outline
 
-    target = describe(Path(config.model), **_trust(config))
-    check_template(Frontend(config, target))
+    target, draft = config.model, section.speculative_model
+    try:
+        info = outline(Path(draft), draft_size(config, section), **_trust(config))
+        theirs = _vocabulary(Path(draft))
+    except ConfigError as error:
+        raise type(error)(f"{field}: {error.message}", field=field) from None
+    if info.vocab_size != vocab_size:
+        raise ConfigError(
+            f"{field}: {draft} has a vocabulary of {info.vocab_size} tokens, the target "
+            f"{target} one of {vocab_size}; a drafter must share the target's",
+            field=field,
+        )
+    ours = _vocabulary(Path(config.tokenizer or target))
+    if theirs is None or ours is None:
+        return
+    differing = vocabulary.differing(ours, theirs)
+    if differing:
+        first = differing[0]
+        raise ConfigError(
+            f"{field}: {draft} has another tokenizer than the target {target}: "
+            f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
+            f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}",
+            field=field,
+        )
 
 
-def try_drafters(config: EngineConfig) -> dict[str, str]:
-    """Builds drafters without a model as the engine will, and shuts them down.
+def _vocabulary(tokenizer: Path) -> vocabulary.Vocabulary | None:
+    """The vocabulary of a folder's `tokenizer.json`; None if there is no such file."""
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    return vocabulary.read(file) if file.is_file() else None
 
-    Returns the names of user drafters by import path. No part of `preflight`: a large table takes
-    time, and a user's code may occupy a resource that the engine's process needs.
+
+def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) -> ModelInfo:
+    """What a rank of a draft model is.
 
     Raises:
-        ConfigError: one cannot be imported or built, lacks a method, or cannot use its files.
+        CheckpointError: its files are damaged, or those of a head; names `field`.
+    """
+    from ..drafters.heads.load import has_head_tensors
+    from ..workers.model.fit import check_weights
+
+    folder = Path(section.speculative_model)
+    try:
+        return check_weights(folder, draft_size(config, section), **_trust(config))[0]
+    except CheckpointError as error:
+        hint = ""
+        if has_head_tensors(folder):
+            hint = (
+                "; these are the tensors of a head, which reads the target's hidden states and is "
+                "no draft model: set the decoding_type of its method"
+            )
+        raise CheckpointError(f"{field}: {error.message}{hint}", field=field) from None
+
+
+def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
+    """Whether the heads fit the target; their folders and placements."""
+    import torch
+
+    from ..drafters.heads.protocol import TargetFacts
+    from ..drafters.registry import check_head
+
+    head_section(config)  # one at most in the target's workers
+    sizes = (target.hidden_size, target.vocab_size, target.num_layers)
+    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"))
+    facts: dict[str, str] = {}
+    for index, head in enumerate(head_sections(config)):
+        folder = str(head.folder_beside(config.model))
+        check_head(head.model_copy(update={"speculative_model": folder}), fits)
+        facts[f"head {index + 1}" if index else "head"] = f"{folder} ({head.placement})"
+    return facts
+
+
+def _check_drafters(config: EngineConfig, vocab_size: int, *, builds: bool) -> dict[str, str]:
+    """Reads the files that drafters start from, and `builds` those without a model.
+
+    Returns the import paths of users' drafters by their names.
     """
     from ..drafters.registry import method_of
-    from ..workers.model import describe
 
-    target = describe(
-        Path(config.model),
-        tensor_parallel_size=config.tensor_parallel_size,
-        **_trust(config),
-    )
     tokenizer = Path(config.tokenizer or config.model)
-    names: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for section in config.speculative_config.sections:
-        probe = method_of(section).probe
-        if probe is not None:
-            names |= probe(section, tokenizer, target.vocab_size)
-    return names
+        method = method_of(section)
+        if method.check_files is not None:
+            method.check_files(section, tokenizer, vocab_size)
+        if builds and method.probe is not None:
+            found = method.probe(section, tokenizer, vocab_size)
+            facts |= {f"drafter {name!r}": path for path, name in found.items()}
+    return facts
 
 
-def _check_files(config: EngineConfig, vocab_size: int) -> None:
-    """Reads the files that drafters start from.
+# The sections of a speculation configuration that have models: draft models and heads.
+
+
+def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
+    """Every section with a draft model, and the key that names the model.
 
     Raises:
-        ConfigError: as `preflight`, of a table or a snapshot.
+        ConfigError: more than one is to be colocated.
     """
-    from ..drafters.registry import method_of
+    found = [
+        (f"{prefix}speculative_model", section)
+        for prefix, section in _sections(config)
+        if isinstance(section, DraftModelConfig)
+    ]
+    colocated = [field for field, section in found if section.placement == "colocated"]
+    if len(colocated) > 1:
+        field = colocated[1].replace("speculative_model", "placement")
+        raise ConfigError(
+            f"{field}: one draft model at most can be colocated with the target; "
+            "make this one 'separate'",
+            field=field,
+        )
+    return found
 
-    tokenizer = Path(config.tokenizer or config.model)
-    for section in config.speculative_config.sections:
-        check = method_of(section).check_files
-        if check is not None:
-            check(section, tokenizer, vocab_size)
+
+def head_section(config: EngineConfig) -> HeadConfig | None:
+    """The section of the head that drafts inside the target's workers, if there is one.
+
+    Raises:
+        ConfigError: there are several.
+        CheckpointError: its folder does not exist.
+    """
+    found = [section for section in head_sections(config) if section.placement == "colocated"]
+    if len(found) > 1:
+        raise ConfigError(
+            "speculative_config.members: one head at most can draft inside the target's workers, "
+            f"these are {len(found)}; give the others `placement: separate`",
+            field="speculative_config.members",
+        )
+    return found[0] if found else None
+
+
+def head_sections(config: EngineConfig) -> list[HeadConfig]:
+    """The section of every head, wherever it runs.
+
+    Raises:
+        CheckpointError: a folder does not exist.
+    """
+    found = []
+    for prefix, section in _sections(config):
+        if not isinstance(section, HeadConfig):
+            continue
+        if not section.folder_beside(config.model).is_dir():
+            field = f"{prefix}speculative_model"
+            raise CheckpointError(
+                f"{field}: {section.speculative_model!r} is not a folder", field=field
+            )
+        found.append(section)
+    return found
+
+
+def _sections(config: EngineConfig) -> list[tuple[str, SpeculationBase]]:
+    """Every drafter's section, and what its keys begin with."""
+    sections = config.speculative_config.sections
+    if sections == (config.speculative_config,):
+        return [("speculative_config.", sections[0])]
+    return [(f"speculative_config.members.{i}.", section) for i, section in enumerate(sections)]
+
+
+def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
+    """Tensor-parallel size of a section's draft model."""
+    if section.placement == "colocated":
+        return config.tensor_parallel_size
+    return section.draft_tensor_parallel_size or 1

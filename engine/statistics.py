@@ -3,13 +3,104 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..drafters.drafting import Drafting
+from ..errors import EngineDeadError, WorkerError
 from ..scheduler.loop import Loop
 from ..scheduler.sequence import Sequence
-from .info import EngineInfo
+from ..scheduler.timer import Histogram
+
+_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Recoveries:
+    """Counts restarts of the target's workers within a window, and times recoveries.
+
+    Args:
+        max_restarts: how many there may be within `window_s` (configuration keys `max_restarts`
+            and `restart_window_s`).
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._restarts: deque[float] = deque()  # within the window
+        self._num_restarts = 0
+        self._durations = Histogram(_BOUNDS_S)
+        self._last_s: float | None = None
+        self._begun = 0.0
+        self.reason: str | None = None  # of the recovery that runs
+
+    def begin(self, reason: str) -> None:
+        """The workers are lost."""
+        self.reason, self._begun = reason, time.monotonic()
+
+    def end(self) -> None:
+        """The workers can compute again, or the engine has ended."""
+        self._last_s = time.monotonic() - self._begun
+        self._durations.observe(self._last_s)
+        self.reason = None
+
+    def count(self, error: WorkerError) -> None:
+        """Counts a restart.
+
+        Raises:
+            EngineDeadError: there were too many.
+        """
+        now = time.monotonic()
+        self._num_restarts += 1
+        self._restarts.append(now)
+        while self._restarts and self._restarts[0] < now - self._window_s:
+            self._restarts.popleft()
+        if len(self._restarts) > self._max_restarts:
+            raise EngineDeadError(
+                f"workers died {len(self._restarts)} times within {self._window_s:.0f} s "
+                f"(max_restarts = {self._max_restarts}); the last time: {error.message}"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values for `Engine.stats()`."""
+        return {
+            "num_restarts": self._num_restarts,
+            "recovering": self.reason,
+            "last_recovery_s": self._last_s,
+            "recovery_seconds": self._durations.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInfo:
+    """One head, and what computes its layers."""
+
+    decoding_type: str
+    placement: str
+    layers: str  # "operations", as the target's, or "modules": torch's
+    layers_reason: str  # why they are modules; empty if they are not
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of a running engine, for the front end and the HTTP edge."""
+
+    model_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    drafter: str
+    num_kv_blocks: int
+    dtype: str
+    forward: str  # "family" or "bridge": which decoder computes the target
+    forward_reason: str  # why it is not the family's; empty if it is
+    # Of the coins that accept drafts; None: the target does.
+    synthetic_acceptance_rate: float | None
+    all_reduce: str  # what sums over the target's ranks; empty: there is one
+    operations: str  # "cpu", "triton", "torch", or the bridge's "transformers"
+    heads: tuple[HeadInfo, ...] = ()
+
 
 _MAX_SHOWN = 32
 SYNTHETIC_WARNING = (
@@ -76,6 +167,7 @@ def _request(sequence: Sequence, now: float) -> dict[str, Any]:
 def statistics_lines(info: EngineInfo, drafting: Drafting) -> list[str]:
     """One block of statistics per drafter, as llama-server prints it."""
     rate = info.synthetic_acceptance_rate
-    first = [] if rate is None else [SYNTHETIC_WARNING % rate]
-    every = drafting.all_stats().items()
-    return [*first, *(line for name, stats in every for line in stats.lines(name))]
+    lines = [] if rate is None else [SYNTHETIC_WARNING % rate]
+    for name, stats in drafting.all_stats().items():
+        lines += stats.lines(name)
+    return lines

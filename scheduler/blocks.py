@@ -4,8 +4,7 @@ Blocks are accounted for once, here; every rank holds its own heads' slice of th
 one table serves all shards. A block whose tokens are all computed gets a hash chained over
 everything before it and salted with the tenant (and over the token after it, if the content of the
 block depends on that token: `PagedTokens`). A block without holders stays findable until it is
-allocated again, least recently used first. Called by the scheduler and by drafters with a cache of
-their own.
+allocated again, least recently used first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fair sharing between tenants: the least served tenant's first request is the next to be admitted.
 
-Called by `scheduler/scheduler.py`. Service is counted in tokens of known text. Within a priority,
+Service is counted in tokens of known text. Within a priority,
 waiting requests go by their tenant's service and then by arrival, so that the order is that of
 arrival within a tenant, and everywhere while there is one tenant only. A tenant that begins starts
 at the least service of those that are active: nobody saves up service while idle (start-time fair
@@ -14,11 +14,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .plan import Batch
 from .sequence import Sequence
+from .types import Batch
 
 
-class Shares:
+class TenantService:
     """Tokens computed for each tenant that has requests, counted since it has."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class KnownPlan:
 
     left: int  # tokens of the budget
     queue: list[Sequence]  # running, not planned yet; the next is the last
-    shares: Shares
+    shares: TenantService
     chunks: dict[Sequence, int] = field(default_factory=dict)  # known tokens to compute
 
     def add(self, sequence: Sequence, num_chunk: int) -> None:
@@ -82,7 +82,7 @@ class KnownPlan:
 class WaitingQueue:
     """Waiting requests; `head` is the next to be admitted."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: TenantService) -> None:
         self._shares = shares
         self._queues: dict[str, list[tuple[tuple[int, int], Sequence]]] = {}  # heaps, by tenant
         # A heap over the tenants' heads: priority, service when it was pushed, arrival, tenant. The
@@ -91,16 +91,13 @@ class WaitingQueue:
         # that is preempted in the step that planned it, by `push`, and by `_give_back`.
         self._heads: list[tuple[int, int, int, str]] = []
         self._last: dict[str, tuple[int, int, int, str]] = {}  # by tenant
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = 0
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence at the place that its arrival gives it."""
         queue = self._queues.setdefault(sequence.request.tenant, [])
         heapq.heappush(queue, (sequence.rank, sequence))
-        self._size += 1
+        self.size += 1
         self._push_head(sequence.request.tenant)
 
     def remove(self, sequence: Sequence) -> None:
@@ -116,7 +113,7 @@ class WaitingQueue:
         else:
             queue.remove((sequence.rank, sequence))
             heapq.heapify(queue)
-        self._size -= 1
+        self.size -= 1
 
     def head(self) -> Sequence | None:
         """The first of the least served tenant, among those of the best priority."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .plan import Batch
 from .scheduler import Scheduler
 from .timer import StepTimer
-from .types import Delta, Draft, Request, Verdict
+from .types import Batch, Delta, Draft, Request, Verdict
 
 
 class Target(Protocol):
@@ -101,7 +100,7 @@ class Loop:
         ]
 
     def drop(self) -> None:
-        """After a failed step: `OverlapLoop` has others to forget."""
+        """Discards posted steps after a failed one; this loop posts none."""
 
     def step(self) -> list[Delta]:
         """One round for every request that can run."""

@@ -19,9 +19,8 @@ from typing import Protocol
 
 from ..errors import InvalidRequestError, WorkerError
 from .loop import Drafting, Loop, Target
-from .plan import Batch
 from .scheduler import Scheduler
-from .types import Delta, Draft, Request, Verdict
+from .types import Batch, Delta, Draft, Request, Verdict
 
 
 class PostedTarget(Target, Protocol):

@@ -9,6 +9,7 @@ take what is left, and never a token, a seat or a block that another request cou
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import abc, deque
 
@@ -16,19 +17,167 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, OverloadedError
-from .ahead import may_be_seated, nodes_ahead, nodes_of
 from .blocks import BlockPool
 from .budget import DraftBudget, share_nodes
-from .emitted import count_step, delta_of, until_end
-from .fairness import KnownPlan, Shares, WaitingQueue, beyond_share, last_of
-from .plan import Batch
-from .prompt_scores import prompt_parts
+from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
 from .seating import Row, Seating
-from .sequence import Sequence
-from .step_limit import StepLimit
-from .suspects import Suspects
+from .sequence import Sequence, prompt_parts, until_end
 from .timer import SchedulerCounts
-from .types import Delta, Draft, Request, SpeculationUsage, Verdict, ints
+from .types import Batch, Delta, Draft, Request, SpeculationUsage, Verdict, ints
+
+# -- planning before the outcome of the step in flight is back
+
+
+def may_be_seated(waiting: Sequence, running: abc.Sequence[Sequence], max_num_seqs: int) -> bool:
+    """Whether the first of the waiting may have a free seat, or take one from another request."""
+    return (
+        len(running) < max_num_seqs
+        or waiting.request.priority < max(each.request.priority for each in running)
+        or bool(beyond_share(waiting, running))
+    )
+
+
+def nodes_ahead(
+    last: Batch,
+    running: abc.Sequence[Sequence],
+    pool: BlockPool,
+    budget: DraftBudget | None,  # None: nothing is drafted
+    max_tokens: int,  # of a step
+    step: int,
+) -> dict[Sequence, int]:
+    """Those of `running` that may emit more than the outcome of `last`, and their draft nodes.
+
+    Each has blocks for whatever `last` emits and for the nodes after it; what is not needed is
+    given back when `last` is committed. Empty if that is not the whole next step: a request is not
+    in `last` or has prompt left, or blocks are short.
+    """
+    in_step = set(last.request_ids) if last.samples.all() else set()
+    if not all(each.request.id in in_step for each in running):
+        return {}
+    nodes = {each: 0 for each in running if each.num_tokens + 1 < each.limit}
+    if budget is not None:
+        wishes = budget.wishes(nodes, len(running))
+        nodes |= share_nodes(wishes, max_tokens - len(nodes), step)
+    flying = nodes_of(last)
+    for each, count in nodes.items():
+        if not each.allocate(pool, each.num_tokens + flying[each.request.id] + 1 + count):
+            return {}
+    return nodes
+
+
+def nodes_of(batch: Batch) -> dict[str, int]:
+    """Draft nodes that a step has room for, by request."""
+    return dict(zip(batch.request_ids, batch.max_nodes.tolist(), strict=True))
+
+
+# -- after a failure
+
+log = logging.getLogger(__name__)
+_GROWTH = 1.25
+_PATIENCE = 64  # steps at one budget before it grows
+_MAX_PATIENCE = 4096
+
+
+class StepLimit:
+    """The token budget of a step: `max_tokens`, or less for a while.
+
+    Memory of a step grows with its tokens: activations, logits, the mask of a tree. A step that
+    ran out of memory halves the budget of the following ones below its own size. The budget grows
+    back slowly, and more slowly each time that this fails.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._patience = _PATIENCE
+        self._num_steps = 0  # at this budget
+        self.num_tokens = max_tokens
+        self.is_reduced = False
+        self.num_shrunk = 0  # steps that ran out of memory
+
+    def shrink(self, num_tokens: int) -> bool:
+        """A step of `num_tokens` ran out of memory; returns whether a smaller one is possible."""
+        if self.is_reduced:
+            self._patience = min(2 * self._patience, _MAX_PATIENCE)
+        self.num_shrunk += 1
+        self._num_steps = 0
+        self.num_tokens = max(1, min(self.num_tokens, num_tokens) // 2)
+        self.is_reduced = self.num_tokens < self._max_tokens
+        log.warning(
+            "a step of %d tokens ran out of memory; steps have at most %d tokens for now",
+            num_tokens,
+            self.num_tokens,
+        )
+        return num_tokens > 1
+
+    def count_step(self) -> None:
+        """Counts a successful step of a reduced budget, which grows after a number of them."""
+        self._num_steps += 1
+        if not self.is_reduced or self._num_steps < self._patience:
+            return
+        self._num_steps = 0
+        self.num_tokens = min(self._max_tokens, int(self.num_tokens * _GROWTH) + 1)
+        self.is_reduced = self.num_tokens < self._max_tokens
+        if not self.is_reduced:
+            self._patience = _PATIENCE
+            log.info("steps have up to %d tokens again", self._max_tokens)
+
+
+def shrink_after(scheduler: Scheduler) -> list[str]:
+    """The oldest step ran out of memory: its requests are computed again, in smaller steps.
+
+    Returns the requests that cannot run, since nothing smaller is left to try.
+    """
+    batch = scheduler.in_flight[0]
+    if len(batch.plan.kv_moves) or len(scheduler.in_flight) > 1:
+        scheduler.requeue_all()  # the moves may not have run, also those of blocks of others
+    else:
+        scheduler.requeue(batch.request_ids)
+    return [] if scheduler.step_limit.shrink(batch.most_tokens) else list(batch.request_ids)
+
+
+_NEAR = 32  # tokens between two crashes that count as one place
+_TWICE = 2
+
+
+class PoisonGuard:
+    """Finds the request that ends its workers, by running alone those that may have done it.
+
+    A step that ends its workers counts against every request in it. A request that was in two such
+    steps, at about the same place of its text, runs alone until it has passed that place. If the
+    workers die while it runs alone, it is refused: a poisoned request costs the others a pause and
+    the engine a few restarts, and is not replayed for ever.
+    """
+
+    def __init__(self) -> None:
+        self._crashes: dict[str, tuple[int, int]] = {}  # count, known tokens at the last one
+        self.marks: dict[str, int] = {}  # of suspects: known tokens beyond which each is cleared
+
+    def accuse(self, batch: abc.Sequence[Sequence]) -> list[str]:
+        """Counts one crash against a step's requests; those that are to be refused."""
+        for sequence in batch:
+            request_id, num_tokens = sequence.request.id, sequence.num_tokens
+            count, place = self._crashes.get(request_id, (0, num_tokens))
+            count = count + 1 if num_tokens - place <= _NEAR else 1
+            self._crashes[request_id] = count, num_tokens
+            if count >= _TWICE:
+                self.marks[request_id] = num_tokens
+        if len(batch) == 1 and batch[0].request.id in self.marks:
+            return [batch[0].request.id]
+        return []
+
+    def forget(self, request_id: str) -> None:
+        """A request is done."""
+        self._crashes.pop(request_id, None)
+        self.marks.pop(request_id, None)
+
+    def next(self, sequences: dict[str, Sequence]) -> Sequence | None:
+        """The suspect that has to run alone now; those that have passed their mark are cleared."""
+        for request_id, mark in list(self.marks.items()):
+            sequence = sequences[request_id]
+            if sequence.num_tokens <= mark:
+                return sequence
+            del self.marks[request_id]
+        return None
 
 
 class Scheduler:
@@ -59,7 +208,7 @@ class Scheduler:
         self.step_limit = StepLimit(config.max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.in_flight: deque[Batch] = deque()  # planned and not committed: running, or failed
-        self._shares = Shares()
+        self._shares = TenantService()
         self._waiting = WaitingQueue(self._shares)
         self._sequences: dict[str, Sequence] = {}
         self._config = config
@@ -68,18 +217,18 @@ class Scheduler:
         self._reach = max(section.reach for section in config.speculative_config.sections)
         self.ranks_append = ranks_append
         self._seating = Seating(ranks_append=ranks_append)
-        self._suspects = Suspects()
+        self._poison = PoisonGuard()
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
         self._step = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.size
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self._waiting))
+        return bool(self.running or self._waiting.size)
 
     def add(self, request: Request) -> None:
         """Takes a request into the queue.
@@ -88,10 +237,10 @@ class Scheduler:
             InvalidRequestError: it could never run.
             OverloadedError: the queue is full, and no engine had accepted the request before.
         """
-        is_full = len(self._waiting) >= self._config.max_queued_requests
+        is_full = self._waiting.size >= self._config.max_queued_requests
         if is_full and not request.was_accepted:
             raise OverloadedError(
-                f"{len(self._waiting)} requests are queued (max_queued_requests = "
+                f"{self._waiting.size} requests are queued (max_queued_requests = "
                 f"{self._config.max_queued_requests}); try again later"
             )
         if request.id in self._sequences:
@@ -148,7 +297,8 @@ class Scheduler:
 
         Nothing is in flight, except steps that failed.
         """
-        self._waiting.give_back(self.in_flight, self._sequences)
+        if self.in_flight:
+            self._waiting.give_back(self.in_flight, self._sequences)
         plan = self._plan_known()
         nodes = self._plan_nodes(plan)
         rows = [Row(each, chunk, nodes.get(each, 0)) for each, chunk in plan.chunks.items()]
@@ -161,7 +311,7 @@ class Scheduler:
         seat that it may take, a prompt is unfinished, blocks are scarce. With `drafts`, the ranks
         will have drafts of their own, and the step verifies those.
         """
-        if self._suspects or len(self.running) > self.step_limit.num_tokens:
+        if self._poison.marks or len(self.running) > self.step_limit.num_tokens:
             return None
         head = self._waiting.head()
         if head and may_be_seated(head, self.running, self._config.max_num_seqs):
@@ -177,16 +327,17 @@ class Scheduler:
     def commit(self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict) -> list[Delta]:
         """Appends what was emitted, rewinds what was rejected, finishes what is done."""
         self.in_flight.popleft()
-        flying = nodes_of(self.in_flight[0] if self.in_flight else None)
-        self.step_limit.count_step()
+        flying = nodes_of(self.in_flight[0]) if self.in_flight else {}
+        if self.step_limit.is_reduced:
+            self.step_limit.count_step()
         deltas = []
         # Lists once for all rows: to index and slice an array costs several times as much.
         chunks, samples = batch.plan.chunk_lens.tolist(), batch.samples.tolist()
         all_emitted, ends = verdict.emitted.tolist(), verdict.emitted_start.tolist()
         all_paths, path_ends = verdict.path.tolist(), verdict.path_start.tolist()
-        sequences = [self._sequences.get(request_id) for request_id in batch.request_ids]
-        scored = prompt_parts(batch, verdict)
-        for row, sequence in enumerate(sequences):
+        scored = {} if verdict.prompt_logprobs is None else prompt_parts(batch, verdict)
+        for row, request_id in enumerate(batch.request_ids):
+            sequence = self._sequences.get(request_id)
             if sequence is None:  # it ended while the step was in flight
                 continue
             if sequence.scores is not None and row in scored:
@@ -198,19 +349,13 @@ class Scheduler:
             path = all_paths[path_ends[row] : path_ends[row + 1]]
             if path and not verdict.compacted:
                 self._queue_moves(sequence, path)
-            num_computed = sequence.tokens.size + len(path)
             emitted, reason = until_end(sequence, all_emitted[ends[row] : ends[row + 1]])
-            sequence.tokens.extend(emitted)
-            sequence.follow(emitted)
-            self._seating.emitted(sequence)
-            sequence.num_computed = min(num_computed, sequence.tokens.size)
-            num_accepted = min(len(path), len(emitted))
-            sequence.usage = count_step(sequence.usage, drafts[row], num_accepted)
+            deltas.append(sequence.emit(drafts[row], verdict, row, emitted, path, reason))
+            if self.ranks_append:
+                sequence.num_sent_tokens = sequence.tokens.size
             sequence.cache_blocks(self.pool)
-            sequence.trim(self.pool, flying.get(sequence.request.id, 0))
+            sequence.trim(self.pool, flying.get(request_id, 0))
             self.counts.num_output_tokens += len(emitted)
-            deltas.append(delta_of(sequence, drafts[row], verdict, row, emitted, path, reason))
-            sequence.scores = None
             if reason:
                 self.running.remove(sequence)
                 self._forget(sequence)
@@ -222,14 +367,19 @@ class Scheduler:
         thinking = None
         if self._thinking_tokens is not None:
             thinking = np.array([each.thinking for each in sequences], dtype=np.bool_)
-        samples = [row.samples for row in rows]
-        parts = zip(rows, samples, sequences, strict=True)
-        scored = [row.num_chunk - last if each.scores else 0 for row, last, each in parts]
+        names, samples, depths, scored = [], [], [], []
+        for sequence, (_, num_chunk, _, is_ahead) in zip(sequences, rows, strict=True):
+            num_tokens = sequence.tokens.size
+            is_last = is_ahead or sequence.num_computed + num_chunk == num_tokens
+            names.append(sequence.request.id)
+            samples.append(is_last)
+            depths.append(max(0, sequence.limit - num_tokens - 1))  # the bonus token is on top
+            scored.append(num_chunk - is_last if sequence.scores else 0)
         batch = Batch(
-            request_ids=tuple([each.request.id for each in sequences]),
+            request_ids=tuple(names),
             plan=self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own),
             samples=np.array(samples, dtype=np.bool_),
-            max_depth=np.maximum(ints([each.max_depth for each in sequences]), 0),
+            max_depth=ints(depths),
             num_scored=ints(scored) if any(scored) else None,
         )
         if rows:  # an empty step is never run: moves wait for the next
@@ -255,24 +405,21 @@ class Scheduler:
         """The workers died in the last step; which of its requests are to be refused for it."""
         request_ids = dict.fromkeys(each for batch in self.in_flight for each in batch.request_ids)
         known = [self._sequences[each] for each in request_ids if each in self._sequences]
-        return self._suspects.accuse(known)
+        return self._poison.accuse(known)
 
     def check(self) -> None:
         """Asserts that every block is either free or held by a known sequence."""
         self.pool.check(sequence.blocks for sequence in self._sequences.values())
 
-    def _plan(self, queue: list[Sequence]) -> KnownPlan:
-        return KnownPlan(self.step_limit.num_tokens, queue, self._shares)
-
     def _plan_known(self) -> KnownPlan:
-        """Shares the token budget out among running and waiting requests, by `Shares.turn`."""
-        suspect = self._suspects.next(self._sequences)
+        """Divides the token budget among running and waiting requests, by `TenantService.turn`."""
+        suspect = self._poison.next(self._sequences) if self._poison.marks else None
         if suspect is not None:
             return self._plan_alone(suspect)
         turn = self._shares.turn
         queue = sorted(self.running, key=turn, reverse=True)
-        plan = self._plan(queue)
-        admitting = len(self._waiting) > 0
+        plan = KnownPlan(self.step_limit.num_tokens, queue, self._shares)
+        admitting = self._waiting.size > 0
         while plan.left > 0:
             waiting = self._waiting.head() if admitting else None
             if waiting is not None and not (queue and turn(queue[-1]) < turn(waiting)):
@@ -285,7 +432,7 @@ class Scheduler:
 
     def _plan_alone(self, sequence: Sequence) -> KnownPlan:
         """A step of one request; the others keep their seats, or lose them if it needs the room."""
-        plan = self._plan([])
+        plan = KnownPlan(self.step_limit.num_tokens, [], self._shares)
         if sequence in self.running:
             self._continue(sequence, plan)
             return plan
@@ -295,20 +442,16 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, plan: KnownPlan) -> bool:
         """Plans a running sequence; False if that took a preemption, so that blocks are scarce."""
-        num_chunk = min(sequence.num_uncomputed, plan.left)
-        end = sequence.num_computed + num_chunk
-        enough = sequence.allocate(self.pool, end)
-        if enough:
-            plan.add(sequence, num_chunk)
-            return True
-        while not enough:
+        num_chunk = min(sequence.tokens.size - sequence.num_computed, plan.left)
+        is_first_try = True
+        while not sequence.allocate(self.pool, sequence.num_computed + num_chunk):
+            is_first_try = False
             victim = last_of(self.running)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-            enough = sequence.allocate(self.pool, end)
         plan.add(sequence, num_chunk)
-        return False
+        return is_first_try
 
     def _admit(self, sequence: Sequence, plan: KnownPlan) -> bool:
         """Seats the first of the waiting, if need be in place of requests of a worse priority.
@@ -355,9 +498,11 @@ class Scheduler:
 
     def _plan_nodes(self, plan: KnownPlan) -> dict[Sequence, int]:
         """Draft nodes for rows that reach their root, from tokens and blocks that are left."""
+        if not self.budget.max_draft_len:
+            return {}
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))
-        granted = share_nodes(wishes, plan.left, self._step)
+        granted = share_nodes(wishes, plan.left, self._step) if wishes else {}
         for sequence, share in granted.items():
             if not sequence.allocate(self.pool, sequence.num_tokens + share):
                 slots = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
@@ -390,7 +535,7 @@ class Scheduler:
     def _forget(self, sequence: Sequence) -> None:
         sequence.free(self.pool)
         self._seating.leave(sequence)
-        self._suspects.forget(sequence.request.id)
+        self._poison.forget(sequence.request.id)
         self._shares.leave(sequence.request.tenant)
         del self._sequences[sequence.request.id]
 

@@ -1,7 +1,7 @@
 """Who sits where: seats of running sequences at a model's ranks, and the plans sent to them.
 
-Used by the scheduler for the target and by `DraftTarget` for its own model. Ranks keep what they
-were sent under the seat (`workers/seats.py`), so a plan carries differences only.
+Ranks keep what they were sent under the seat (`workers/seats.py`), so a plan carries differences
+only.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import Opening, StepPlan
 from .sequence import PagedTokens
-from .types import IntArray, ints
-
-_NO_MOVES = np.zeros((0, 2), dtype=np.int32)
+from .types import NO_MOVES, IntArray, Opening, StepPlan, ints
 
 
 class Row(NamedTuple):
@@ -27,11 +24,6 @@ class Row(NamedTuple):
     num_chunk: int
     max_nodes: int
     is_ahead: bool = False  # planned before the outcome of the step before: a token from the seat
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk ends with the last known token."""
-        return self.is_ahead or self.num_chunk == self.sequence.num_uncomputed
 
 
 class Seating:
@@ -76,10 +68,12 @@ class Seating:
                 sequence.num_sent_blocks = num_blocks
             table.append((seat, begin, num_chunk, max_nodes))
         columns = ints(table).reshape(-1, 4).T.copy()
-        opened = {opening.seat for opening in openings}
-        closings = [seat for seat in self._closings if seat not in opened]
-        if rows:  # a plan without rows is never sent
-            self._closings.clear()
+        closings: list[int] = []
+        if self._closings:
+            opened = {opening.seat for opening in openings}
+            closings = [seat for seat in self._closings if seat not in opened]
+            if rows:  # a plan without rows is never sent
+                self._closings.clear()
         return StepPlan(
             step=step,
             seats=columns[0],
@@ -88,18 +82,13 @@ class Seating:
             max_nodes=columns[3],
             tokens=np.concatenate(tokens) if tokens else ints([]),
             blocks=ints(blocks).reshape(-1, 3),
-            kv_moves=ints(moves) if moves else _NO_MOVES,
+            kv_moves=ints(moves) if moves else NO_MOVES,
             openings=tuple(openings),
             closings=ints(closings),
             thinking=thinking,
             own_drafts=own_drafts,
             appends=self.ranks_append,
         )
-
-    def emitted(self, sequence: PagedTokens) -> None:
-        """The step's tokens were appended to `sequence`, and by the ranks if they do so."""
-        if self.ranks_append:
-            sequence.num_sent_tokens = sequence.num_tokens
 
     def leave(self, sequence: PagedTokens) -> None:
         """Frees the seat of `sequence`, if it has one."""

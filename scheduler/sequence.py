@@ -12,9 +12,66 @@ import time
 import numpy as np
 
 from .blocks import BlockPool, chain_hash, root_hash
-from .plan import SeatSettings
-from .prompt_scores import PromptScores
-from .types import IntArray, Request, RequestTimes, SpeculationUsage
+from .types import (
+    Batch,
+    Delta,
+    Draft,
+    IntArray,
+    Logprobs,
+    Request,
+    RequestTimes,
+    SeatSettings,
+    SpeculationUsage,
+    StepTrace,
+    TokenLogprobs,
+    Verdict,
+    starts_of,
+)
+
+
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, gathered over the steps that compute the prompt.
+
+    Args:
+        top: how many of the most likely tokens go with each token.
+    """
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+        self._parts: list[Logprobs] = []
+
+    def add(self, part: Logprobs, num_before: int) -> None:
+        """Takes a step's part. A prompt that is computed again (`num_before` 0) starts over."""
+        if num_before == 0:
+            self._parts.clear()
+        top_ids, values = part.top_ids[:, : self.top], part.top[:, : self.top]
+        self._parts.append(Logprobs(part.chosen, top_ids, values))
+
+    def whole(self) -> Logprobs:
+        """All parts as one; empty for a prompt of a single token."""
+        ids = np.zeros((0, self.top), dtype=np.int32)
+        values = np.zeros((0, self.top), dtype=np.float32)
+        return Logprobs(
+            np.concatenate([np.zeros(0, np.float32), *(part.chosen for part in self._parts)]),
+            np.concatenate([ids, *(part.top_ids for part in self._parts)]),
+            np.concatenate([values, *(part.top for part in self._parts)]),
+        )
+
+
+def prompt_parts(batch: Batch, verdict: Verdict) -> dict[int, Logprobs]:
+    """By row of the batch: what the step gave to its prompt's log-probabilities."""
+    table, counts = verdict.prompt_logprobs, batch.num_scored
+    assert table is not None, "asked for where there are some"
+    if counts is None:
+        return {}
+    starts = starts_of(counts).tolist()
+    assert starts[-1] == len(table.chosen), (starts, len(table.chosen))
+    parts = {}
+    for row in np.flatnonzero(counts).tolist():
+        span = slice(starts[row], starts[row + 1])
+        parts[row] = Logprobs(table.chosen[span], table.top_ids[span], table.top[span])
+    return parts
+
 
 _MANY = 8  # a slice costs as much as this many tokens one by one
 
@@ -156,13 +213,13 @@ class Sequence(PagedTokens):
         self.num_preemptions = 0
         self.usage = SpeculationUsage()
         self.admitted_s = self.arrived_s = time.monotonic()
-        self._is_timed = False
+        self._is_timed = False  # whether a delta has given the times before the first token
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else self.arrived_s + timeout_s
         self.ends = request.ends
         self.thinking = False  # whether the last known token is in a thinking phase
         self._thinking_tokens = thinking_tokens
-        self.follow(self.tokens.view)
+        self._follow(self.tokens.view)
         # A replayed request has delivered its prompt's log-probabilities with its first token.
         top = None if len(request.emitted) else request.sampling.prompt_logprobs
         self.scores = None if top is None else PromptScores(top)
@@ -174,7 +231,56 @@ class Sequence(PagedTokens):
         """
         return super().acquire_cached(pool) if self.scores is None else 0
 
-    def follow(self, emitted: IntArray | list[int]) -> None:
+    def emit(
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        row: int,
+        emitted: list[int],
+        path: list[int],  # accepted nodes, whether or not all of their tokens are emitted
+        reason: str | None,
+    ) -> Delta:
+        """Appends `emitted` and counts the step; what the edge streams of it."""
+        num_computed = self.tokens.size + len(path)
+        self.tokens.extend(emitted)
+        if self._thinking_tokens is not None:
+            self._follow(emitted)
+        self.num_computed = min(num_computed, self.tokens.size)
+        num_accepted, num_nodes = min(len(path), len(emitted)), len(draft.tokens)
+        num_guesses, usage = num_nodes - draft.num_window, self.usage
+        # Built and not replaced: `dataclasses.replace` takes three times as long.
+        self.usage = SpeculationUsage(
+            drafter=draft.source if num_nodes or usage.drafter == "none" else usage.drafter,
+            num_steps=usage.num_steps + 1,
+            num_drafts=usage.num_drafts + (num_guesses > 0),
+            num_draft_tokens=usage.num_draft_tokens + num_guesses,
+            num_accepted_tokens=usage.num_accepted_tokens + num_accepted,
+            synthetic=usage.synthetic,
+        )
+        times = None
+        if not self._is_timed:
+            self._is_timed, now = True, time.monotonic()
+            times = RequestTimes(self.admitted_s - self.arrived_s, now - self.admitted_s)
+        scores, self.scores = self.scores, None
+        return Delta(
+            request_id=self.request.id,
+            token_ids=tuple(emitted),
+            num_accepted=num_accepted,
+            finish_reason=reason,
+            stop_token_id=emitted[-1] if reason == "stop" else None,
+            logprobs=(
+                ()
+                if verdict.logprobs is None
+                else emitted_logprobs(self, verdict, row, len(emitted))
+            ),
+            num_cached_tokens=self.num_cached_tokens,
+            usage=self.usage,
+            prompt_logprobs=scores.whole() if scores else None,
+            trace=step_trace(draft, path) if self.request.speculation.trace else None,
+            times=times,
+        )
+
+    def _follow(self, emitted: IntArray | list[int]) -> None:
         """The phase after `emitted`, which have just become known."""
         if self._thinking_tokens is None:
             return
@@ -183,14 +289,6 @@ class Sequence(PagedTokens):
         marks = tokens[(tokens == begin) | (tokens == end)]
         if len(marks):
             self.thinking = bool(marks[-1] == begin)
-
-    def first_times(self) -> RequestTimes | None:
-        """What came before the first token; called once it is there, None after that."""
-        if self._is_timed:
-            return None
-        self._is_timed = True
-        waited_s, now = self.admitted_s - self.arrived_s, time.monotonic()
-        return RequestTimes(waited_s, now - self.admitted_s)
 
     @property
     def num_output(self) -> int:
@@ -205,3 +303,52 @@ class Sequence(PagedTokens):
     def rank(self) -> tuple[int, int]:
         """Order of service: priority, then arrival."""
         return (self.request.priority, self.arrival)
+
+
+def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:
+    """`emitted` cut at the first end token or at the limit, and why it ended, if it did."""
+    room = sequence.limit - sequence.tokens.size
+    ends = sequence.ends
+    if ends and not ends.isdisjoint(emitted):
+        owed = sequence.request.sampling.min_tokens - sequence.num_output
+        for index, token in enumerate(emitted[:room]):
+            if token in ends and index + 1 > owed:
+                return emitted[: index + 1], "stop"
+    if len(emitted) >= room:
+        return emitted[:room], "length"
+    return emitted, None
+
+
+def step_trace(draft: Draft, path: list[int]) -> StepTrace:
+    """The draft and what was accepted of it, for requests that ask for it."""
+    count = draft.num_guesses
+    return StepTrace(
+        tokens=tuple(draft.tokens[:count].tolist()),
+        parents=tuple(draft.parents[:count].tolist()),
+        origins=draft.origins or (draft.source,) * count,
+        path=tuple(path),
+    )
+
+
+def emitted_logprobs(
+    sequence: Sequence, verdict: Verdict, row: int, count: int
+) -> tuple[TokenLogprobs, ...]:
+    """This row's log-probabilities, with as many alternatives as the request specifies."""
+    wanted = sequence.request.sampling.logprobs
+    if wanted is None or verdict.logprobs is None:
+        return ()
+    table = verdict.logprobs
+    begin = int(verdict.emitted_start[row])
+    return tuple(
+        TokenLogprobs(
+            float(table.chosen[index]),
+            tuple(
+                zip(
+                    table.top_ids[index, :wanted].tolist(),
+                    table.top[index, :wanted].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+        for index in range(begin, begin + count)
+    )

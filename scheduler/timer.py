@@ -6,13 +6,35 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from .histogram import Histogram
-from .plan import Batch
-from .types import Draft, Verdict
+from .types import Batch, Draft, ThreadChoice, Verdict
+
+
+class Histogram:
+    """Counts of observed values by size, as Prometheus' histograms.
+
+    Args:
+        bounds: ascending; a value belongs to the first bound that is not below it, or to a last
+            bucket without a bound.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; the counts are not cumulative."""
+        return {"bounds": self._bounds, "counts": tuple(self._counts), "sum": self._total}
+
 
 Verb = Literal["schedule_ms", "propose_ms", "verify_ms", "commit_ms", "observe_ms"]
 _PHASES = ("draft", "verify", "overhead")
@@ -54,16 +76,6 @@ class StepTimes:
     observe_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadChoice:
-    """What rank 0 measured on a CPU of steps of at least `min_tokens`, for one of that many."""
-
-    min_tokens: int
-    num_threads: int  # that most such steps take
-    one_ms: float  # with one thread
-    all_ms: float  # with all of the rank's
-
-
 class StepTimer:
     """Calls verbs and times them."""
 
@@ -89,13 +101,15 @@ class StepTimer:
 
     def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> float:
         """Counts a step that was committed; milliseconds since the one before was counted."""
-        times, num_nodes = self.times, sum([len(draft.tokens) for draft in drafts])
+        times, plan, num_nodes = self.times, batch.plan, 0
+        for draft in drafts:
+            num_nodes += len(draft.tokens)
         times.num_steps += 1
-        times.num_tokens += batch.num_tokens + num_nodes
-        times.num_sequences += batch.num_seqs
         # Numpy's own sums take longer on arrays of this size.
+        times.num_tokens += sum(plan.chunk_lens.tolist()) + num_nodes
+        times.num_sequences += len(batch.request_ids)
         times.num_sampled += sum(batch.samples.tolist())
-        times.num_granted_nodes += sum(batch.max_nodes.tolist())
+        times.num_granted_nodes += sum(plan.max_nodes.tolist())
         times.num_draft_nodes += num_nodes
         times.forward_ms += verdict.forward_ms
         if verdict.thread_choices is not None:

@@ -1,4 +1,4 @@
-"""Fixtures around the toy language of `toy.py`: requests, loops, and driving them to the end."""
+"""Fixtures of the toy language (`helpers/toy.py`): requests, loops, and driving them to the end."""
 
 from __future__ import annotations
 

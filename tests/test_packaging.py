@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,13 @@ def test_wheel_holds_the_tree(tmp_path):
     }
     assert wanted - held == set()
     assert not [name for name in held if "demo/work/" in name or "/tests/" in name]
+
+
+def test_the_list_of_packages_has_what_exists():
+    """An editable installation fails where a package is listed that is gone."""
+    listed = re.findall(r'^    "(outrider[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
+    packages = {path.parent for path in tree() if path.name == "__init__.py"}
+    assert sorted(listed) == sorted(".".join(("outrider", *each.parts)) for each in packages)
 
 
 def test_version_is_the_same_everywhere():

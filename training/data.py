@@ -1,13 +1,15 @@
 """Reads text, conversations and tokens from files into one sequence of tokens with weights.
 
 A `.txt` file is one document; each line of a `.jsonl` file is a document with the key `text`,
-`messages`, `prompt` and `completion`, or `tokens`. Called by `loop.py`; `batches.py` cuts windows.
+`messages`, `prompt` and `completion`, or `tokens`. Windows are selected by step number, so that a
+resumed run reads the same ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +19,10 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import ConfigError
+from .protocol import Windows
 
 _PIECE_BYTES = 1 << 20  # of text tokenized at a time
 _MOST = 1e6  # largest weight of a token
@@ -85,17 +89,10 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     whole = int(begins[index])
     if documents.num_tokens - whole <= 2 * wanted and whole >= window:
         first = whole
-    before = documents.starts[documents.starts < first]
-    after = documents.starts[documents.starts > first]
-    edge = torch.tensor([first])
-    kept, held = (
-        Documents(documents.tokens[:first], documents.weights[:first], torch.cat([before, edge])),
-        Documents(
-            documents.tokens[first:],
-            documents.weights[first:],
-            torch.cat([edge, after]) - first,
-        ),
-    )
+    tokens, weights, starts = documents.tokens, documents.weights, documents.starts
+    before, edge, after = starts[starts < first], torch.tensor([first]), starts[starts > first]
+    kept = Documents(tokens[:first], weights[:first], torch.cat([before, edge]))
+    held = Documents(tokens[first:], weights[first:], torch.cat([edge, after]) - first)
     for part, name in ((kept, "first"), (held, "held-out")):
         if not bool((part.weights > 0).any()):
             raise ConfigError(
@@ -281,10 +278,11 @@ class Reader:
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         try:
-            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
+            ids: list[int] = self._tokenizer(
+                text, add_special_tokens=special, verbose=False
+            ).input_ids
         except TypeError:  # JSON escapes can encode a lone surrogate
             raise _BadValueError("the text contains a lone surrogate") from None
-        ids: list[int] = found.input_ids
         return ids
 
     def _end(self, ids: list[int], weight: float) -> Part:
@@ -314,3 +312,124 @@ _FORMS: Mapping[str, Callable[[Reader, dict[str, Any]], Iterator[Weighted]]] = M
         "tokens": Reader._ids,
     }
 )
+
+
+_EPOCH_SEEDS = 1_000_003  # a prime, so that epochs of neighbouring seeds differ
+
+
+def padded(
+    tokens: Tensor,  # [length]
+    weights: Tensor,  # [length]
+    window_len: int,
+) -> tuple[Tensor, Tensor]:  # [window_len] each
+    """The first `window_len` tokens of a document, padded with weight 0."""
+    missing = (0, max(0, window_len - len(tokens)))
+    return pad(tokens[:window_len], missing), pad(weights[:window_len], missing)
+
+
+class WindowSource(ABC):
+    """An endless sequence of windows, `count` of them per epoch in a seeded order."""
+
+    def __init__(self, documents: Documents, window_len: int, seed: int, count: int) -> None:
+        self._documents = documents
+        self._window_len = window_len
+        self._seed, self._count = seed, count
+        self._epoch, self._order, self._offset = -1, torch.empty(0), 0
+
+    @abstractmethod
+    def window(self, index: int) -> tuple[Tensor, Tensor]:  # [window_len] each
+        """Tokens and weights."""
+
+    def _place(self, index: int) -> int:
+        """Which of the epoch's windows has this index."""
+        epoch, place = divmod(index, self._count)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * _EPOCH_SEEDS + epoch)
+            self._order = torch.randperm(self._count, generator=generator)
+            self._offset = int(torch.randint(self._window_len, (1,), generator=generator))
+            self._epoch = epoch
+        return int(self._order[place])
+
+
+class CorpusWindows(WindowSource):
+    """Windows of the concatenated documents.
+
+    Every epoch uses another offset; a window past the end wraps around to the beginning.
+    """
+
+    def __init__(self, documents: Documents, window_len: int, seed: int) -> None:
+        count = max(1, documents.num_tokens // window_len)
+        super().__init__(documents, window_len, seed, count)
+
+    def window(self, index: int) -> tuple[Tensor, Tensor]:  # [window_len] each
+        documents, length = self._documents, self._window_len
+        if documents.num_tokens < length:
+            return padded(documents.tokens, documents.weights, length)
+        start = self._place(index) * length + self._offset
+        rows = torch.arange(start, start + length) % documents.num_tokens
+        return documents.tokens[rows], documents.weights[rows]
+
+
+class DocumentWindows(WindowSource):
+    """One document per window."""
+
+    def __init__(self, documents: Documents, window_len: int, seed: int) -> None:
+        super().__init__(documents, window_len, seed, len(documents))
+
+    def window(self, index: int) -> tuple[Tensor, Tensor]:  # [window_len] each
+        return padded(*self._documents[self._place(index)], self._window_len)
+
+
+def in_order(documents: Documents, window_len: int, most: int) -> list[tuple[Tensor, Tensor]]:
+    """Evenly spaced windows of held-out text."""
+    count = max(1, documents.num_tokens // window_len)
+    kept = [count * index // min(most, count) for index in range(min(most, count))]
+    parts = [slice(index * window_len, (index + 1) * window_len) for index in kept]
+    return [padded(documents.tokens[at], documents.weights[at], window_len) for at in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Windows per step: corpus text and a share `own_share` of text generated by the target."""
+
+    corpus: WindowSource
+    own: WindowSource | None
+    own_share: float
+    size: int  # windows per step
+
+    def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """All windows of a step, over all processes."""
+        share = 0.0 if self.own is None else self.own_share
+        first, last = (int(self.size * count * share + 1e-9) for count in (step, step + 1))
+        drawn = [self.own.window(index) for index in range(first, last)] if self.own else []
+        rest = range(self.size * step - first, self.size * (step + 1) - last)
+        return drawn + [self.corpus.window(index) for index in rest]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Windows of one forward, and their share of the step's weight."""
+
+    windows: Windows
+    share: float
+    first: int  # index of the first window in the step
+
+
+def micro_batches(
+    rows: Sequence[tuple[Tensor, Tensor]],
+    micro_batch: int,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """A rank's micro-batches of a step; the shares of all ranks sum to 1."""
+    total = max(sum(float(weights.sum()) for _, weights in rows), 1e-6)
+    begin, end = len(rows) * rank // num_ranks, len(rows) * (rank + 1) // num_ranks
+    found = []
+    for first in range(begin, end, micro_batch):
+        some = rows[first : min(end, first + micro_batch)]
+        tokens = torch.stack([tokens for tokens, _ in some]).long()
+        weights = torch.stack([weights for _, weights in some])
+        share = float(weights.sum()) / total
+        found.append(MicroBatch(Windows(tokens.to(device), weights.to(device)), share, first))
+    return found

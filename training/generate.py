@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GenerationConfig
 
 from ..errors import ConfigError
 from .data import Documents, pack
 from .parallel import Ranks, Stop
-from .target import LoadedTarget
+from .protocol import FrozenTarget
 
 BATCH = 64  # texts generated at once
 _LONGEST_PROMPT = 0.75  # of a window
@@ -63,7 +64,7 @@ class Writer:
     """
 
     def __init__(
-        self, target: LoadedTarget, window_len: int, temperature: float, seed: int
+        self, target: FrozenTarget, window_len: int, temperature: float, seed: int
     ) -> None:
         self._target = target
         self._window_len = window_len
@@ -82,7 +83,6 @@ class Writer:
         torch.manual_seed((self._seed << 20) + number)
         longest = max(len(prompt) for prompt in prompts)
         lead = [longest - len(prompt) for prompt in prompts]
-        pad = torch.nn.functional.pad
         device = self._target.facts.device
         ids = torch.stack([pad(p, (left, 0)) for p, left in zip(prompts, lead, strict=True)])
         mask = torch.stack(
@@ -119,8 +119,7 @@ def write_all(
         ConfigError: the file belongs to another run.
     """
     num_batches = -(-len(prompts) // BATCH)
-    done = _kept(path, len(prompts)) if ranks.first else 0
-    done = ranks.from_first(done)
+    done = ranks.gather(_kept(path, len(prompts)) if ranks.first else 0)[0]
     advance(min(done * BATCH, len(prompts)))
     while done < num_batches:
         if any(ranks.gather(stop.asked)):
@@ -129,11 +128,15 @@ def write_all(
         some = prompts[mine * BATCH : (mine + 1) * BATCH]
         for texts in ranks.gather(writer.write(some, mine) if some else []):
             if ranks.first:
-                _append(path, texts)
+                with path.open("a", encoding="utf-8") as file:
+                    for tokens, weights in texts:
+                        file.write(json.dumps({"tokens": tokens, "weights": weights}) + "\n")
             advance(len(texts))
         done += ranks.num_ranks
     ranks.wait()
-    documents = _read(path)
+    with path.open(encoding="utf-8") as file:
+        rows = (json.loads(line) for line in file)
+        documents = pack((row["tokens"], row["weights"]) for row in rows)
     if len(documents) != len(prompts):
         raise ConfigError(
             f"generate: {path} holds {len(documents)} texts, this run has {len(prompts)}; give "
@@ -141,12 +144,6 @@ def write_all(
             field="generate",
         )
     return documents
-
-
-def _append(path: Path, texts: list[tuple[list[int], list[int]]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for tokens, weights in texts:
-            file.write(json.dumps({"tokens": tokens, "weights": weights}) + "\n")
 
 
 def _kept(path: Path, wanted: int) -> int:
@@ -160,9 +157,3 @@ def _kept(path: Path, wanted: int) -> int:
     done = whole // BATCH
     path.write_bytes(b"".join(lines[: done * BATCH]))
     return done
-
-
-def _read(path: Path) -> Documents:
-    with path.open(encoding="utf-8") as file:
-        rows = (json.loads(line) for line in file)
-        return pack((row["tokens"], row["weights"]) for row in rows)

@@ -1,16 +1,14 @@
 """A training run of any method: read, generate text, optimise, evaluate, save, export.
 
-`train` is called by `outrider train` and from Python. Randomness depends only on the seed and the
-step number, so a resumed run equals an uninterrupted one, and several processes give the result of
-one up to rounding.
+Randomness depends only on the seed and the step number, so a resumed run equals an uninterrupted
+one, and several processes give the result of one up to rounding.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,27 +17,28 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from ..config import Strict
-from ..config.trust import reason
+from ..config.hub import reason
 from ..errors import CheckpointError, ConfigError
 from . import state
-from .batches import (
+from .data import (
     Batches,
     CorpusWindows,
+    Documents,
     DocumentWindows,
     MicroBatch,
+    Reader,
     in_order,
     micro_batches,
     padded,
+    split,
 )
-from .data import Documents, Reader, split
 from .generate import Writer, prompts_of, write_all
 from .optim import Optimization
 from .options import TrainingOptions
 from .parallel import Ranks, Stop, run
-from .protocol import Method, Prepares, TargetStates
+from .protocol import FrozenTarget, Losses, Method, Prepares
 from .registry import METHODS
 from .report import Reporter, Score, Scores, Steps, as_row, from_row, plot_log
-from .target import LoadedTarget
 
 _OWN_HELDOUT = 16  # one held-out generated text per so many training ones,
 _OWN_HELDOUT_RANGE = (8, 32)  # at least and at most
@@ -84,132 +83,121 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
     return outcome
 
 
-@dataclass(frozen=True)
+@dataclass
 class _TrainingRun:
-    """The function that every process runs, with its arguments."""
+    """One process of a run, which starts when the object is called."""
 
-    method: str
+    name: str
     options: TrainingOptions
     own: Strict
     corpus: Documents
     heldout: Documents
     identity: dict[str, Any]
     on_gpu: bool
+    ranks: Ranks = field(init=False)
+    stop: Stop = field(init=False)
+    reporter: Reporter = field(init=False)
+    target: FrozenTarget = field(init=False)
+    method: Method = field(init=False)
+    optimization: Optimization = field(init=False)
+    tests: dict[str, list[tuple[Tensor, Tensor]]] = field(init=False)  # by kind of text
 
     def __call__(self, ranks: Ranks, stop: Stop) -> Outcome:
-        options = self.options
+        options, entry = self.options, METHODS[self.name]
+        self.ranks, self.stop, self.reporter = ranks, stop, Reporter(shown=ranks.first)
         disable_progress_bar()  # transformers' own
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         torch.set_num_threads(options.threads or max(1, cores // ranks.num_ranks))
-        device = torch.device("cuda", ranks.rank) if self.on_gpu else torch.device("cpu")
         dtypes = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
-        target = LoadedTarget(
+        self.target = FrozenTarget(
             options.target,
-            device,
+            torch.device("cuda", ranks.rank) if self.on_gpu else torch.device("cpu"),
             dtypes[options.dtype],
             trust_remote_code=options.trust_remote_code,
             allow_pickle=options.allow_pickle,
         )
-        reporter = Reporter(shown=ranks.first)
-        entry = METHODS[self.method]
         torch.manual_seed(options.seed)
-        method = entry.build(self.own, target)  # first, since it validates the options
+        self.method = entry.build(self.own, self.target)  # first, since it validates the options
         if ranks.first and not options.resume:
             state.Folder(options.out).begin(self.identity)
         ranks.wait()
-        own, own_heldout = self._own_text(target, ranks, stop, reporter)
+        own, own_heldout = self._own_text() if options.generate else (None, None)
         if options.generate and own_heldout is None:
             return Outcome(0, False, {}, 0.0)
-        if isinstance(method, Prepares):
-            method.prepare(_counts([self.corpus, *([own] if own else [])], target))
-        optimization = Optimization(
-            method.module,
+        if isinstance(self.method, Prepares):
+            self.method.prepare(self._token_counts([self.corpus, *([own] if own else [])]))
+        self.optimization = Optimization(
+            self.method.module,
             options,
             options.adam_lr or entry.adam_lr,
             options.muon_lr or entry.muon_lr,
-            target.facts.vocab_size,
+            self.target.facts.vocab_size,
         )
+        self.tests = {"text": in_order(self.heldout, options.window, options.eval_windows)}
+        if own_heldout is not None:
+            some = range(min(len(own_heldout), options.eval_windows))
+            self.tests["own"] = [padded(*own_heldout[i], options.window) for i in some]
         corpus = CorpusWindows(self.corpus, options.window, options.seed)
         seed = options.seed + _OWN_SEED
         own_windows = None if own is None else DocumentWindows(own, options.window, seed)
-        batches = Batches(corpus, own_windows, options.own_share, options.batch)
-        tests = {"text": in_order(self.heldout, options.window, options.eval_windows)}
-        if own_heldout is not None:
-            some = range(min(len(own_heldout), options.eval_windows))
-            tests["own"] = [padded(*own_heldout[i], options.window) for i in some]
-        return _Loop(self.method, options, target, method, optimization, batches, tests, ranks,
-                    reporter).go(stop)  # fmt: skip
+        return self._steps(Batches(corpus, own_windows, options.own_share, options.batch))
 
-    def _own_text(
-        self, target: LoadedTarget, ranks: Ranks, stop: Stop, reporter: Reporter
-    ) -> tuple[Documents | None, Documents | None]:
-        """Text generated by the target, for training and held out.
-
-        Returns:
-            None for each part that was not requested or was stopped early.
-        """
+    def _own_text(self) -> tuple[Documents | None, Documents | None]:
+        """Text generated by the target, for training and held out; None where it was stopped."""
         options = self.options
-        if not options.generate:
-            return None, None
         folder = state.Folder(options.out).training
-        writer = Writer(target, options.window, options.temperature, options.seed)
+        writer = Writer(self.target, options.window, options.temperature, options.seed)
         least, most = _OWN_HELDOUT_RANGE
         num_heldout = min(max(options.generate // _OWN_HELDOUT, least), most)
         found: list[Documents | None] = []
-        with reporter.counting("own text", options.generate + num_heldout) as advance:
+        with self.reporter.counting("own text", options.generate + num_heldout) as advance:
             for name, documents, count in (
                 ("own.jsonl", self.corpus, options.generate),
                 ("own-heldout.jsonl", self.heldout, num_heldout),
             ):
                 seed = options.seed + len(found)
                 prompts = prompts_of(documents, count, options.window, seed)
-                found.append(write_all(writer, prompts, folder / name, ranks, stop, advance))
+                path = folder / name
+                found.append(write_all(writer, prompts, path, self.ranks, self.stop, advance))
         return found[0], found[1]
 
+    def _token_counts(self, parts: Iterable[Documents]) -> Tensor:  # [vocab]
+        """How often each token is a training label."""
+        counts = torch.zeros(self.target.facts.vocab_size, dtype=torch.int64)
+        for documents in parts:
+            labels = documents.tokens[documents.weights > 0].long()
+            counts += torch.bincount(labels, minlength=len(counts))
+        return counts
 
-@dataclass(frozen=True)
-class _Loop:
-    """The optimisation loop of one process."""
-
-    name: str
-    options: TrainingOptions
-    target: LoadedTarget
-    method: Method
-    optimization: Optimization
-    batches: Batches
-    tests: dict[str, list[tuple[Tensor, Tensor]]]
-    ranks: Ranks
-    reporter: Reporter
-
-    def go(self, stop: Stop) -> Outcome:
+    def _steps(self, batches: Batches) -> Outcome:
         """Takes all remaining steps."""
-        options, folder = self.options, state.Folder(self.options.out)
+        options, folder, module = self.options, state.Folder(self.options.out), self.method.module
         first = self._resumed(folder)
-        self.method.module.train()
+        module.train()
         scores: Scores = {}
         with self.reporter.training(self.name, first, options.steps) as bar:
             if first == 0:
                 scores = self._evaluate(0, folder, bar)
             for step in range(first, options.steps):
-                loss, norm, stopped = self._step(step, stop)
+                loss, norm, stopped = self._step(step, batches.at(step))
                 done = step + 1
                 bar.advance(loss, options.batch * options.window)
                 if self.ranks.first:
                     state.append(folder.log, {"step": done, "loss": loss, "grad_norm": norm})
                 if done % options.eval_every == 0 or done == options.steps:
                     scores = self._evaluate(done, folder, bar)
-                if self.ranks.first and (
-                    stopped or done % options.save_every == 0 or done == options.steps
-                ):
-                    self._save(folder, done)
+                saves = stopped or done % options.save_every == 0 or done == options.steps
+                if self.ranks.first and saves:
+                    state.save(folder.checkpoint, module, self.optimization.state(), done)
                 if stopped and done < options.steps:
                     return Outcome(done, False, scores, bar.tokens_per_s)
             speed = bar.tokens_per_s
-        if not scores:
-            scores = _last_scores(folder)
+        log = state.read_log(folder.log)
+        if not scores:  # of a run without remaining steps
+            scores = next((from_row(row) for row in reversed(log) if "heldout" in row), {})
         if self.ranks.first:
             self.method.export(folder.path)
-            plot_log(state.read_log(folder.log), self.name, folder.path / "training.png")
+            plot_log(log, self.name, folder.path / "training.png")
         return Outcome(options.steps, True, scores, speed)
 
     def _resumed(self, folder: state.Folder) -> int:
@@ -230,18 +218,14 @@ class _Loop:
             state.cut_log(folder.log, step)
         return step
 
-    def _step(self, step: int, stop: Stop) -> tuple[float, float, bool]:
+    def _step(self, step: int, rows: list[tuple[Tensor, Tensor]]) -> tuple[float, float, bool]:
         """Takes a step: loss, gradient norm, and whether any process was asked to stop."""
-        device = self.target.facts.device
-        total = torch.zeros((), device=device)
-        for part in self._micro_batches(self.batches.at(step)):
-            # Seeded by the index in the step, so the noise does not depend on the process.
-            torch.manual_seed((self.options.seed << 32) + step * self.options.batch + part.first)
-            with self._autocast():
-                losses = self.method.loss(part.windows, self._states(part), self.target)
+        total = torch.zeros((), device=self.target.facts.device)
+        seed = (self.options.seed << 32) + step * self.options.batch
+        for part, losses in self._losses(rows, seed):
             (losses.loss * part.share).backward()
             total += losses.loss.detach() * part.share
-        local = torch.stack([total, torch.full_like(total, float(stop.asked))])
+        local = torch.stack([total, torch.full_like(total, float(self.stop.asked))])
         loss, asked = self.optimization.share(self.ranks, local).tolist()
         return loss, self.optimization.step(step), asked > 0
 
@@ -259,31 +243,33 @@ class _Loop:
 
     def _score(self, rows: list[tuple[Tensor, Tensor]]) -> Score:
         found = []
-        for part in self._micro_batches(rows):
-            with self._autocast():
-                losses = self.method.loss(part.windows, self._states(part), self.target)
+        for part, losses in self._losses(rows):
             counts = torch.stack([losses.num_agreed, losses.num_judged]).double().cpu()
             found.append((float(losses.loss) * part.share, counts))
         every = [part for some in self.ranks.gather(found) for part in some]
         agreed, judged = torch.stack([counts for _, counts in every]).sum(0)
         return Score(sum(loss for loss, _ in every), tuple((agreed / judged.clamp(min=1)).tolist()))
 
-    def _micro_batches(self, rows: list[tuple[Tensor, Tensor]]) -> list[MicroBatch]:
-        ranks, device = self.ranks, self.target.facts.device
-        return micro_batches(rows, self.options.micro_batch, ranks.rank, ranks.num_ranks, device)
+    def _losses(
+        self, rows: list[tuple[Tensor, Tensor]], seed: int | None = None
+    ) -> Iterator[tuple[MicroBatch, Losses]]:
+        """The losses of this process's micro-batches, in bfloat16 unless the target is in float32.
 
-    def _states(self, part: MicroBatch) -> TargetStates:
-        return self.target.states(part.windows.tokens, self.method.capture)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Autocast to bfloat16, unless the target runs in float32."""
-        facts = self.target.facts
-        if facts.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(facts.device.type, dtype=torch.bfloat16)
-
-    def _save(self, folder: state.Folder, step: int) -> None:
-        state.save(folder.checkpoint, self.method.module, self.optimization.state(), step)
+        Args:
+            seed: plus the index in the step, so that noise does not depend on the process.
+        """
+        ranks, facts, capture = self.ranks, self.target.facts, self.method.capture
+        mixed = torch.autocast(
+            facts.device.type, dtype=torch.bfloat16, enabled=facts.dtype != torch.float32
+        )
+        size = self.options.micro_batch
+        for part in micro_batches(rows, size, ranks.rank, ranks.num_ranks, facts.device):
+            if seed is not None:
+                torch.manual_seed(seed + part.first)
+            with mixed:
+                states = self.target.states(part.windows.tokens, capture)
+                losses = self.method.loss(part.windows, states, self.target)
+            yield part, losses
 
 
 def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
@@ -296,8 +282,8 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
     target = options.target
     if not (target / "config.json").is_file():
         raise CheckpointError(f"target: {str(target)!r} holds no config.json", field="target")
+    trusted = options.trust_remote_code
     try:
-        trusted = options.trust_remote_code
         config = AutoConfig.from_pretrained(
             target, local_files_only=True, trust_remote_code=trusted
         ).get_text_config()
@@ -338,18 +324,3 @@ def _on_gpu(options: TrainingOptions) -> bool:
             field="num_processes",
         )
     return True
-
-
-def _counts(parts: Iterable[Documents], target: LoadedTarget) -> Tensor:  # [vocab]
-    """How often each token is a training label."""
-    counts = torch.zeros(target.facts.vocab_size, dtype=torch.int64)
-    for documents in parts:
-        counts += torch.bincount(documents.tokens[documents.weights > 0].long(),
-                                 minlength=len(counts))  # fmt: skip
-    return counts
-
-
-def _last_scores(folder: state.Folder) -> Scores:
-    """The last logged scores, for a run without remaining steps."""
-    judged = [row for row in state.read_log(folder.log) if "heldout" in row]
-    return from_row(judged[-1]) if judged else {}

@@ -8,7 +8,6 @@ to zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,15 +50,15 @@ class Optimization:
         self._parameters = [p for _, p in named]
         self._optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr=muon_lr, momentum=0.95, weight_decay=options.weight_decay
+            decay = options.weight_decay
+            self._optimizers.append(
+                torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=decay)
             )
-            self._optimizers.append(muon)
-        if others:
-            adam = torch.optim.AdamW(
-                _groups(others, options.weight_decay), lr=adam_lr, betas=(0.9, 0.95)
-            )
-            self._optimizers.append(adam)
+        if others:  # weight decay applies only to matrices
+            deep, flat = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
+            decayed = [(deep, options.weight_decay), (flat, 0.0)]
+            groups = [{"params": some, "weight_decay": each} for some, each in decayed if some]
+            self._optimizers.append(torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.95)))
         self._rates = [
             [group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers
         ]
@@ -122,11 +121,3 @@ def _is_matrix(name: str, parameter: Tensor, vocab_size: int) -> bool:
     layer = name.split(".")[-2:-1]
     table = any(part.startswith(_TABLES) for part in layer) or vocab_size in parameter.shape
     return parameter.dim() == 2 and min(parameter.shape) > 1 and not table
-
-
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups; weight decay applies only to matrices."""
-    flat = [p for p in parameters if p.dim() < 2]
-    deep = [p for p in parameters if p.dim() >= 2]
-    groups = [(deep, weight_decay), (flat, 0.0)]
-    return [{"params": some, "weight_decay": decay} for some, decay in groups if some]

@@ -50,10 +50,6 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def from_first(self, value: Value) -> Value:
-        """The first process's value."""
-        return self.gather(value)[0]
-
     def wait(self) -> None:
         """Waits for all processes."""
         if self.num_ranks > 1:

@@ -1,18 +1,25 @@
 """The interface of a training method: a module, its loss on a batch, its exported files.
 
-`loop.py` drives all methods; one file per method implements `Method`, and `registry.py` lists them.
-The modules are the ones used for serving (`drafters/heads/`), with another attention.
+One file per method implements `Method`, and `registry.py` lists them. The modules are the ones used
+for serving (`drafters/heads/`), with another attention. `FrozenTarget` is what they learn from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
+from ..config.hub import reason
 from ..drafters.heads.protocol import TargetFacts
+from ..errors import CheckpointError
+from ..workers.model.checkpoint.hub import require_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +38,80 @@ class TargetStates:
     logits: Tensor  # [num_windows, window_len, vocab], in the target's dtype
 
 
-class FrozenTarget(Protocol):
-    """The target as used by a method."""
+class FrozenTarget:
+    """The target as used by a method: transformers' own model, unsharded, without a cache.
 
-    facts: TargetFacts
-    path: Path
+    Args:
+        dtype: None: the checkpoint's.
+
+    Raises:
+        CheckpointError: the folder holds no causal language model.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.path = path
+        try:
+            require_checkpoint(path, allow_pickle=allow_pickle)
+        except CheckpointError as error:
+            raise CheckpointError(f"target: {error.message}", field="target") from None
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickle else True,
+            )
+        except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"target: {str(path)!r} is no causal language model: {reason(error, path)}",
+                field="target",
+            ) from error
+        self.model: Any = model.to(device).eval().requires_grad_(False)
+        self.config = self.model.config.get_text_config()
+        self.facts = TargetFacts(
+            self.config.hidden_size,
+            self.config.vocab_size,
+            self.config.num_hidden_layers,
+            self.model.dtype,
+            device,
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., hidden_size]
         """The target's embedding, without gradients."""
-        ...
+        with torch.no_grad():
+            states: Tensor = self.model.get_input_embeddings()(token_ids)
+        return states
 
     def unembed(self, states: Tensor) -> Tensor:  # [..., hidden_size] -> [..., vocab]
         """The target's output layer; frozen, but gradients flow to `states`."""
-        ...
+        output = self.model.get_output_embeddings()
+        return linear(states, output.weight.to(states.dtype), output.bias)
 
+    @torch.no_grad()
     def states(self, tokens: Tensor, capture: tuple[int, ...]) -> TargetStates:
-        """One forward over windows [num_windows, window_len]."""
-        ...
+        """One forward over windows [num_windows, window_len].
+
+        Hidden state i is the input of layer i, the last one after the norm.
+        """
+        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=list(capture))
+        wanted = sorted(set(capture))
+        if not wanted:
+            return TargetStates({}, out.logits)
+        # transformers returns the requested layers in ascending order, or all layers.
+        if len(out.hidden_states) == len(wanted):
+            hidden = dict(zip(wanted, out.hidden_states, strict=True))
+        else:
+            hidden = {layer: out.hidden_states[layer] for layer in wanted}
+        return TargetStates(hidden, out.logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +151,8 @@ class Method(Protocol):
 class Prepares(Protocol):
     """A method that needs the token counts of the training text.
 
-    `loop.py` calls `prepare` before the first step and again before resuming; the result must
-    depend only on the counts.
+    `prepare` runs before the first step and again before resuming; the result must depend only on
+    the counts.
     """
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab] int64

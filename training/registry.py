@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..config import Strict
-from .methods.options import (
+from .options import (
     DraftOptions,
     Eagle3TrainOptions,
     EagleOptions,
@@ -37,50 +37,49 @@ class Entry:
     muon_lr: float = 1e-2
 
 
-def _built_by(module: str) -> Callable[[Any, FrozenTarget], Method]:
-    """`build` of a module of `methods/`."""
+def _entry(name: str, summary: str, options: type[Strict], **rates: float) -> Entry:
+    """The entry of a class of `methods/`, given as module and class."""
+    module, _, kind = name.partition(".")
 
-    def build(options: Any, target: FrozenTarget) -> Method:
-        made: Method = import_module(f".methods.{module}", __package__).build(options, target)
+    def build(given: Any, target: FrozenTarget) -> Method:
+        made: Method = getattr(import_module(f".methods.{module}", __package__), kind)(
+            given, target
+        )
         return made
 
-    return build
+    return Entry(summary, options, build, **rates)
 
 
 METHODS: Mapping[str, Entry] = MappingProxyType(
     {
-        "medusa": Entry(
+        "medusa": _entry(
+            "medusa.MedusaMethod",
             "Heads on the target's last hidden state (Medusa).",
             MedusaOptions,
-            _built_by("medusa"),
             muon_lr=2e-2,
         ),
-        "draft": Entry(
+        "draft": _entry(
+            "draft.DraftMethod",
             "A small model of the target's family, distilled from it.",
             DraftOptions,
-            _built_by("draft"),
             adam_lr=3e-3,
             muon_lr=2e-2,
         ),
-        "eagle": Entry(
+        "eagle": _entry(
+            "eagle.EagleMethod",
             "A layer that predicts the target's next feature (EAGLE-1 and 2).",
             EagleOptions,
-            _built_by("eagle"),
         ),
-        "eagle3": Entry(
+        "eagle3": _entry(
+            "eagle.Eagle3Method",
             "A layer on features of several target layers (EAGLE-3).",
             Eagle3TrainOptions,
-            _built_by("eagle3"),
         ),
-        "mtp": Entry(
-            "A multi-token-prediction module (MTP).",
-            MTPOptions,
-            _built_by("mtp"),
-        ),
-        "redrafter": Entry(
+        "mtp": _entry("mtp.MTPMethod", "A multi-token-prediction module (MTP).", MTPOptions),
+        "redrafter": _entry(
+            "redrafter.ReDrafterMethod",
             "A recurrent head on the target's last hidden state (ReDrafter).",
             ReDrafterOptions,
-            _built_by("redrafter"),
         ),
     }
 )

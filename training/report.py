@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,7 @@ Scores = Mapping[str, Score]  # by kind of text
 
 def as_row(step: int, scores: Scores) -> dict[str, Any]:
     """Scores as a line of the log."""
-    found = {
-        kind: {"loss": score.loss, "acceptance": list(score.acceptance)}
-        for kind, score in scores.items()
-    }
-    return {"step": step, "heldout": found}
+    return {"step": step, "heldout": {kind: asdict(score) for kind, score in scores.items()}}
 
 
 def from_row(row: Mapping[str, Any]) -> Scores:
@@ -56,12 +52,16 @@ def from_row(row: Mapping[str, Any]) -> Scores:
 
 def acceptance_table(title: str, scores: Scores) -> Table:
     """Held-out acceptance by position, one row per kind of text."""
+    most = max((len(score.acceptance) for score in scores.values()), default=0)
+    columns = [
+        "held out",
+        "loss",
+        *(f"{position + 1}" for position in range(most)),
+        "tokens per step",
+    ]
     table = Table(title=title or None, title_justify="left")
-    table.add_column("held out")
-    table.add_column("loss", justify="right")
-    for position in range(max((len(score.acceptance) for score in scores.values()), default=0)):
-        table.add_column(f"{position + 1}", justify="right")
-    table.add_column("tokens per step", justify="right")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
     for kind, score in scores.items():
         shares = [f"{share:.1%}" for share in score.acceptance]
         table.add_row(kind, f"{score.loss:.3f}", *shares, f"{score.tokens_per_step:.2f}")
@@ -138,7 +138,6 @@ class Steps:
 
 def plot_log(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Plots a log: losses and held-out acceptance by position, over steps."""
-    # Imported here, so that reading a method's options stays fast.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

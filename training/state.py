@@ -1,7 +1,8 @@
-"""A run's files in its output folder, apart from the head, and the identity of a run.
+"""A run's files in its output folder, and the identity of a run.
 
 `training/checkpoint.pt` (module, optimizers, step), `training/run.json` (the run's identity),
-`log.jsonl` (losses and evaluations). Files are replaced atomically.
+`log.jsonl` (losses and evaluations), and what a method exports. Files are replaced atomically and
+get the permissions of any new file; safetensors alone would restrict them to the owner.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import hashlib
 import json
 import os
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
 from .data import Documents
-from .files import replace
+from .protocol import FrozenTarget
 
 _SAMPLE_BYTES = 1 << 20  # of each weight file's beginning and end
 _WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -47,29 +48,15 @@ def data_mark(*parts: Documents) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
 class Folder:
     """A run's output folder."""
 
-    path: Path
-
-    @property
-    def log(self) -> Path:
-        """Losses and evaluations, one JSON object per line."""
-        return self.path / "log.jsonl"
-
-    @property
-    def training(self) -> Path:
-        """Files that only training reads."""
-        return self.path / "training"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.training / "checkpoint.pt"
-
-    @property
-    def run(self) -> Path:
-        return self.training / "run.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "log.jsonl"  # losses and evaluations, one JSON object per line
+        self.training = path / "training"  # files that only training reads
+        self.checkpoint = self.training / "checkpoint.pt"
+        self.run = self.training / "run.json"
 
     def check(self, identity: dict[str, Any], *, resume: bool) -> None:
         """Checks that this run may use the folder; writes nothing.
@@ -79,36 +66,14 @@ class Folder:
                 holds no run.
             CheckpointError: with `resume`, it holds another run.
         """
-        if resume:
-            self._same(identity)
-        elif self.run.exists():
-            raise ConfigError(
-                f"out: {self.path} holds a training run; give --resume to continue it, or "
-                "another folder",
-                field="out",
-            )
-        elif self.path.is_dir() and (held := sorted(path.name for path in self.path.iterdir())):
-            raise ConfigError(
-                f"out: {self.path} holds other files ({', '.join(held[:3])}); give a new or empty "
-                "folder",
-                field="out",
-            )
-
-    def begin(self, identity: dict[str, Any]) -> None:
-        """Creates the folder and writes this run's identity.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
-        try:
-            self.training.mkdir(parents=True, exist_ok=True)
-            replace(self.run, json.dumps(identity, indent=2, sort_keys=True).encode() + b"\n")
-        except OSError as error:
-            raise ConfigError(
-                f"out: cannot write {self.path}: {error.strerror}", field="out"
-            ) from None
-
-    def _same(self, identity: dict[str, Any]) -> None:
+        if not resume:
+            held = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+            what = f"other files ({', '.join(held[:3])}); give a new or empty folder"
+            if self.run.exists():
+                what = "a training run; give --resume to continue it, or another folder"
+            if held:
+                raise ConfigError(f"out: {self.path} holds {what}", field="out")
+            return
         try:
             before = json.loads(self.run.read_text(encoding="utf-8"))
         except OSError:
@@ -127,6 +92,20 @@ class Folder:
                     f"has {now.get(key)!r}",
                     field=key,
                 )
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Creates the folder and writes this run's identity.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            self.training.mkdir(parents=True, exist_ok=True)
+            replace(self.run, json.dumps(identity, indent=2, sort_keys=True).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"out: cannot write {self.path}: {error.strerror}", field="out"
+            ) from None
 
 
 def save(path: Path, module: nn.Module, optimizers: list[dict[str, Any]], step: int) -> None:
@@ -186,3 +165,56 @@ def cut_log(path: Path, step: int) -> None:
     kept = [row for row in read_log(path) if row["step"] <= step]
     if path.is_file():
         replace(path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+
+
+def target_config(target: FrozenTarget) -> dict[str, Any]:
+    """The target's `config.json`, with the keys of its text part at the top level."""
+    config: dict[str, Any] = json.loads((target.path / "config.json").read_text(encoding="utf-8"))
+    inner: dict[str, Any] | None = config.pop("text_config", None)
+    return {**config, **(inner or {})}
+
+
+def stored_dtype(target: FrozenTarget) -> torch.dtype:
+    """The dtype of the target's checkpoint; bfloat16 for a quantised one."""
+    theirs = target_config(target)
+    name = str(theirs.get("dtype") or theirs.get("torch_dtype") or target.facts.dtype)
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def write_tensors(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    target: FrozenTarget,
+    stem: str = "model",
+) -> None:
+    """`{stem}.safetensors` in the dtype of the target's checkpoint, and `config.json`."""
+    dtype = stored_dtype(target)
+    stored = {
+        key: (each.to(dtype) if each.is_floating_point() else each).detach().cpu().contiguous()
+        for key, each in tensors.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{stem}.safetensors.partial"
+    save_file(stored, partial, metadata={"format": "pt"})
+    place(partial, folder / f"{stem}.safetensors")
+    named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    replace(folder / "config.json", json.dumps(named, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a file atomically."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def place(made: Path, path: Path) -> None:
+    """Moves a file to `path` with the permissions of a new file there."""
+    ordinary = path.with_name(path.name + ".mode")
+    ordinary.unlink(missing_ok=True)
+    ordinary.touch()
+    made.chmod(ordinary.stat().st_mode & 0o777)
+    ordinary.unlink()
+    os.replace(made, path)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..drafters.messages import Drafted, DraftStep
+from ..drafters.protocol import Drafted, DraftStep
 from ..scheduler.types import (
     DraftProbs,
     IntArray,
@@ -27,8 +27,8 @@ from ..scheduler.types import (
 from .collective import Collective
 from .model import PagedModel
 from .seats import Seats
-from .verify.sample import draw, draw_with_probs
-from .verify.settings import DrawSettings
+from .verify.process import DrawSettings
+from .verify.sample import draw, draw_siblings
 
 
 class DraftService:
@@ -124,9 +124,11 @@ class DraftService:
         """Rank 0's tokens [num_rows], and ids and probs [num_rows, top] if requested."""
         positions, settings = first + level, DrawSettings.of(sampling, rows)
         if step.probs_top:
-            tokens, ids, probs = draw_with_probs(
-                logits, positions, settings, step.probs_top, first if step.salted else None
+            rounds = first if step.salted else None
+            drawn, ids, probs = draw_siblings(
+                logits, positions, settings, step.probs_top, rounds=rounds
             )
+            tokens = drawn[:, 0]
         else:
             tokens = draw(logits, positions, settings)
         tokens = self._collective.broadcast(tokens.contiguous())

@@ -14,15 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..drafters.messages import Drafted, DraftStep
+from ..drafters.protocol import Drafted, DraftStep
 from ..errors import WorkerDiedError
-from ..scheduler import joining
-from ..scheduler.plan import Batch, StepPlan
-from ..scheduler.types import Draft, Verdict
+from ..scheduler.types import Batch, Draft, Verdict
 from .restart_policy import RestartPolicy
+from .seats import gather
 from .spec import DeviceStepReport, ModelReport, RankLocation, WorkerReport, WorkerSpec
-from .transport.channel import Channel, NoAnswerError
-from .transport.thread_channel import ThreadChannel
+from .transport.channel import Channel, NoAnswerError, ThreadChannel
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -209,12 +207,12 @@ class GroupTarget:
         self.num_blocks = agreed_blocks(group.reports)[0]
 
     def verify(self, batch: Batch, drafts: Sequence[Draft]) -> Verdict:
-        verdict = self._group.call(_with_drafts(batch, drafts))
+        verdict = self._group.call(replace(batch.plan, drafts=gather(drafts, batch.samples)))
         assert isinstance(verdict, Verdict), type(verdict)
         return verdict
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
-        self._group.send(_with_drafts(batch, drafts))
+        self._group.send(replace(batch.plan, drafts=gather(drafts, batch.samples)))
 
     def collect(self) -> Verdict:
         try:
@@ -224,10 +222,6 @@ class GroupTarget:
             raise WorkerDiedError(f"no answer within {self._timeout_s} s") from None
         assert isinstance(verdict, Verdict), type(verdict)
         return verdict
-
-
-def _with_drafts(batch: Batch, drafts: Sequence[Draft]) -> StepPlan:
-    return replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
 
 
 class GroupDraftModel:

@@ -1,7 +1,7 @@
 """The engine's proxy of a separate head: requests, answers, feature links and restarts.
 
-Used in the engine's thread. Features go from the target's rank 0 directly to the head; the engine
-only exchanges addresses (`transport/links.py`), once per link. When either group restarts or the
+Features go from the target's rank 0 directly to the head; the engine only exchanges addresses
+(`transport/channel.py`), once per link. When either group restarts or the
 link breaks, a new link is opened and the head starts with an empty cache.
 """
 
@@ -11,12 +11,11 @@ import logging
 import time
 from typing import Any, Literal
 
-from ..drafters.messages import HeadAnswer, HeadAsk
+from ..drafters.protocol import HeadAnswer, HeadAsk
 from ..errors import WorkerDiedError, WorkerError
 from .group import WorkerGroup
 from .restart_policy import Backoff, RestartPolicy
-from .transport.channel import NoAnswerError
-from .transport.links import LinkOffer, ListenFeatures, OpenFeatures
+from .transport.channel import LinkOffer, ListenFeatures, NoAnswerError, OpenFeatures
 
 log = logging.getLogger(__name__)
 _LINK_TIMEOUT_S = 10.0

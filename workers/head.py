@@ -3,7 +3,7 @@
 `HeadRunner` runs a head wherever it is placed. `HeadService` runs one inside the target's worker,
 right after the verification rule; hidden states are replicated on every rank. Where steps are
 computed on the device, every rank runs it, with the target's embedding and output layer as they are
-sharded, and with its own weights divided where that pays (`model/head_shards.py`): all ranks draft
+sharded, and with its own weights divided where that pays (`model/sharding.py`): all ranks draft
 the same. Otherwise rank 0 alone runs it, without collectives and with a full copy of what is
 sharded. `remote_head.py` runs a head in a worker of its own.
 """
@@ -11,7 +11,6 @@ sharded. `remote_head.py` runs a head in a worker of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -22,21 +21,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..config import HeadConfig
-from ..drafters.heads.draft_attention import DraftAttention
-from ..drafters.heads.protocol import Attend, DraftLevels, Frontier, TargetFacts, Verified
+from ..drafters.heads.protocol import (
+    Attend,
+    DraftLevels,
+    Expansion,
+    Frontier,
+    TargetFacts,
+    Verified,
+)
+from ..drafters.heads.tree_drafting import draft
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
-from .attention import KVCache, KVShape, StepAttention
+from .attention import KVCache, KVShape
 from .collective import Collective
 from .head_attention import PagedAttend, PagedLevels, committed_rows
-from .head_loading import load_head
+from .head_layers import load_head
 from .model import PagedModel, whole_module
-from .model.head_shards import MIN_SAVED_BYTES, WHOLE, HeadShards
-from .model.parallel import ShardedOutput
-from .ops import PlannedOps, make_ops, missing_kernels
+from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
+from .ops import PlannedOps, make_ops
 from .spec import HeadReport
-from .verify.kernels import argmax
+from .verify.noise import argmax
+from .verify.process import GREEDY_BELOW, DrawSettings
 from .verify.sample import draw
-from .verify.settings import GREEDY_BELOW, DrawSettings
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +51,7 @@ class HeadRunner:
 
     Args:
         ends: the target's embedding and output layer, unsharded.
-        planned: the operations that run its layers; None: they run as torch modules.
-        begin: plans a step's attention over a cache, where `planned` is None.
+        planned: the operations that run its layers and their attention.
         first_layer: the head's first layer in that cache.
         max_num_seqs: sequences that draft at once, at most.
         fused: False: layers stay torch modules, for comparisons.
@@ -58,8 +62,7 @@ class HeadRunner:
         config: HeadConfig,
         target: TargetFacts,
         ends: tuple[nn.Module, nn.Module],
-        planned: PlannedOps | None,
-        begin: Callable[[StepInput, KVCache], StepAttention],
+        planned: PlannedOps,
         first_layer: int = 0,
         max_num_seqs: int = 1,
         *,
@@ -67,12 +70,10 @@ class HeadRunner:
         shards: HeadShards = WHOLE,
     ) -> None:
         self.target, self._shards = target, shards
-        loaded = load_head(config, target, planned, shards, fused=fused)
         # `module_reason`: why its layers are torch modules; "": they are not
-        self.head, self.module_reason = loaded.head, loaded.module_reason
-        self._kv_cut = shards.size if loaded.is_cut else 1
+        self.head, self.module_reason = load_head(config, target, planned, shards, fused=fused)
         self._embedding, self._output = ends
-        self.planned, self._begin, self._max_num_seqs = planned, begin, max_num_seqs
+        self.planned, self._max_num_seqs = planned, max_num_seqs
         self._shares_noise = config.shares_noise
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
@@ -98,10 +99,10 @@ class HeadRunner:
         """KV shapes of the head's layers."""
         return tuple(
             KVShape(
-                max(1, layer.num_kv_heads // self._kv_cut),
+                layer.num_kv_heads,
                 layer.head_dim,
-                layer.head_dim if layer.value_dim is None else layer.value_dim,
-                layer.num_draft_rows * self._max_num_seqs if self.planned else 0,
+                layer.value_width,
+                layer.num_draft_rows * self._max_num_seqs,
             )
             for layer in self.head.layers
         )
@@ -130,7 +131,7 @@ class HeadRunner:
         """
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
         try:
-            return self.head.draft(done, self)
+            return draft(self.head, done, self)
         except Exception as error:  # costs this step's drafts, as with any drafter
             if self._shards.size > 1:
                 raise
@@ -143,10 +144,6 @@ class HeadRunner:
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         states: Tensor = self._embedding(token_ids)
         return states
-
-    def unembed(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
-        logits: Tensor = self._output(states)
-        return logits
 
     def part_of_logits(
         self,
@@ -180,33 +177,22 @@ class HeadRunner:
 
     def attention(self, step: StepInput) -> Attend:
         assert self._cache is not None, "no cache is attached"
-        if self.planned is not None:
-            plan = self.planned.plan(step, self._cache)
-            return PagedAttend(self.planned, plan, self._cache, self.first_layer)
-        planned, first = self._begin(step, self._cache), self.first_layer
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            return planned.attend(first + layer, query, key, value, scale, None, None, None)
-
-        return attend
+        plan = self.planned.plan(step, self._cache)
+        return PagedAttend(self.planned, plan, self._cache, self.first_layer)
 
     def draft_attention(
-        self,
-        step: StepInput,
-        verdict: Verdict,
-        ends: Frontier,
-        num_layers: int,
-        room: int,
-        *,
-        branches: bool,
+        self, step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
     ) -> DraftLevels:
         assert self._cache is not None, "no cache is attached"
-        if self.planned is None:
-            return DraftAttention(step, verdict, ends, self, num_layers, room)
         assert len(ends.seqs) <= self._max_num_seqs, (len(ends.seqs), self._max_num_seqs)
-        rows = committed_rows(step, verdict, ends, self._cache, room)
+        rows = committed_rows(step, verdict, ends, self._cache, drafting.room)
         return PagedLevels(
-            self.planned, self._cache, self.first_layer, rows, room, branches=branches
+            self.planned,
+            self._cache,
+            self.first_layer,
+            rows,
+            drafting.room,
+            branches=drafting.branches,
         )
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,36 +255,28 @@ class HeadService(HeadRunner):
         allow_pickle: bool = False,
         on_every_rank: bool = False,
         min_saved_bytes: int = MIN_SAVED_BYTES,  # for which weights are divided
-        dense: bool = False,  # for comparisons: modules, over attention that copies contexts
     ) -> None:
         info = model.info
         target = TargetFacts(
             info.hidden_size, info.vocab_size, info.num_layers, info.dtype, model.device
         )
-        backend = model.runner.backend
-        planned = backend if isinstance(backend, PlannedOps) else plan_ops(model.device, info.dtype)
+        planned = model.runner.planned or PlannedOps(make_ops(model.device, info.dtype))
         self.on_every_rank = on_every_rank
         collective = model.collective if on_every_rank else Collective.single()
         super().__init__(
             config,
             target,
             model.ends if on_every_rank else _ends(model, path, allow_pickle),
-            None if dense else planned,
-            model.attention,
+            planned,
             len(model.kv_shapes),
             max_num_seqs,
-            fused=fused and not dense,
+            fused=fused,
             shards=HeadShards(collective, min_saved_bytes),
         )
 
     def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
         """`verdict` with the drafts for the next step."""
         return replace(verdict, next_drafts=self.run(step, verdict, hidden))
-
-
-def plan_ops(device: torch.device, dtype: torch.dtype) -> PlannedOps | None:
-    """The device's operations, if there are kernels for it."""
-    return None if missing_kernels(device, dtype) else PlannedOps(make_ops(device, dtype))
 
 
 def _ends(model: PagedModel, path: Path, allow_pickle: bool) -> tuple[nn.Module, nn.Module]:

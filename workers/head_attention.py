@@ -4,8 +4,6 @@ A draft's rows lie in slots behind those of the blocks (`KVShape.num_spare`) and
 the next draft: keys that come from the head's own guesses never enter a block. A level of a draft
 is planned like a step of the target, with ancestor bits, so a context is never copied. Blocks have
 one slot each there, because accepted nodes are still in the slots that the step gave them.
-
-Called by `head.py`; where a device has no kernels, `drafters/heads/draft_attention.py` serves.
 """
 
 from __future__ import annotations
@@ -17,13 +15,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.heads.draft_attention import committed
 from ..drafters.heads.protocol import Frontier
-from ..scheduler.types import StepInput, Verdict, ints
+from ..scheduler.types import IntArray, StepInput, Verdict, ints, slots_of
 from .attention import KVCache
 from .ops import PagedStep, PlannedOps
-from .ops.attention import OpsAttention
 from .ops.plan import WORD_BITS
+from .ops.protocol import OpsAttention
+
+
+def committed(
+    step: StepInput, verdict: Verdict, ends: Frontier, block_size: int, room: int
+) -> tuple[IntArray, IntArray]:  # [num_drafts, key_len + room], [num_drafts]
+    """Slots of all committed rows of the sequences, and their number.
+
+    Accepted nodes are still in the slots that the step gave them; they move before the next step.
+    """
+    # The token just emitted has no row yet.
+    chunks, roots = step.query_lens - step.num_nodes, step.root_rows
+    known = (step.context_lens + chunks + verdict.num_accepted)[ends.seqs]
+    index = np.arange(int(known.max(initial=0)) + room)
+    tables = step.block_tables[ends.seqs]
+    within = np.minimum(index, tables.shape[1] * block_size - 1)
+    slots = slots_of(tables, within[None], block_size)
+    slots[index >= known[:, None]] = 0
+    for draft, seq in enumerate(ends.seqs.tolist()):
+        path = verdict.nodes(seq)
+        if len(path):
+            rows = roots[seq] + 1 + path
+            slots[draft, known[draft] - len(path) : known[draft]] = step.slot_mapping[rows]
+    return slots, known
 
 
 @dataclass(frozen=True, slots=True)

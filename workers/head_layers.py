@@ -1,246 +1,280 @@
-"""A head's layers on the operations of the target's: packed products, eight calls a layer.
+"""A head's layers on the family decoder's stack.
 
-The modules of `drafters/heads/llama.py` are what training differentiates. Here each layer, norm and
-rotary embedding of one is replaced by the operations of `workers/ops/`, after both were compared
-on a short text and a tree; layers that differ, or that the operations cannot express, stay modules.
-Called by `head_loading.py`.
+Checkpoints are read into torch modules (`FeatureModule`), which training differentiates. At load
+the stack takes over the weights of a module's layers, after both were compared on a short text and
+a tree; no weight is in memory twice. Layers that are not of the family, or that differ, stay torch
+modules. With several ranks the weights are divided as those of the target's layers are, where that
+pays.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..drafters.heads import llama
-from ..drafters.heads.protocol import Attend
+from ..config import HeadConfig
+from ..drafters.heads.block import DecoderBlock
+from ..drafters.heads.llama import LlamaModule
+from ..drafters.heads.protocol import Attend, FeatureModule, Head, HeadLayer, TargetFacts
+from ..drafters.registry import build_head
+from ..errors import ConfigError
 from ..scheduler.types import Draft, StepInput, ints
-from .attention import KVCache, KVShape, SdpaBackend
+from .attention import KVCache, KVShape, SdpaAttention
+from .collective import Collective
 from .head_attention import PagedAttend
-from .model.family.builder import Reduce, as_is, joined_weight
-from .model.family.compare import BLOCK_SIZE, PARENTS, PROMPT_LEN, mismatch
-from .model.family.sample_step import sample_step
-from .model.head_shards import WHOLE, HeadShards
+from .model.bridge import tp_hints
+from .model.family import FamilySpec, LayerStack, build_layers, read_spec
+from .model.family.compare import BLOCK_SIZE, PARENTS, PROMPT_LEN, mismatch, sample_step
+from .model.family.decoder import Builder, Rope, read_ropes
+from .model.family.spec import Temperature
+from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
+from .model.target import pack_linears
 from .ops import Ops, PlannedOps
-from .ops.protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
+from .ops.protocol import AttentionSpec, Gate, GateKind, Norm
 
-_SILU = Gate(GateKind.SILU)
-SAMPLE_TABLE = (2, 0, 3)
+log = logging.getLogger(__name__)
+_TABLE = (2, 0, 3)  # blocks of the sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FusedLayer:
-    """`llama.Layer.decode` in operations."""
+class StackedLayers:
+    """`FeatureModule.decode` in operations."""
 
-    ops: Ops
-    joined: Projection
-    output: Projection
-    rotated: AttentionSpec
-    unrotated: AttentionSpec
-    norm: Norm
-    gate_up: Projection
-    down: Projection
-    reduce: Reduce = as_is
+    stack: LayerStack
+    layer: int  # the first, of the head
 
     def __call__(
         self,
-        residual: Tensor,  # [num_tokens, hidden_size]
-        read: Tensor,  # [num_tokens, input_size]
-        rotation: Rotation | None,
-        layer: int,
+        states: Tensor,  # [num_rows, hidden_size]
+        read: Tensor | None,  # [num_rows, input_size]
+        positions: Tensor,  # [num_rows], as in the plan
         attend: Attend,
-        factors: Tensor | None = None,  # [num_tokens] float32
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
         assert isinstance(attend, PagedAttend), type(attend)
-        ops = self.ops
-        out = ops.rope_store_attend(
-            self.joined(read),
-            rotation,
-            factors,
-            attend.plan,
-            attend.cache,
-            attend.first + layer,
-            self.unrotated if rotation is None else self.rotated,
-        )
-        states = residual.clone()  # the caller's, which `add_norm` would overwrite
-        inner = ops.add_norm(states, self.reduce(self.output(out)), None, 1.0, self.norm)
-        update = self.reduce(self.down(ops.gate(self.gate_up(inner), _SILU)))
-        return ops.add_norm(states, update, None, 1.0, None)
-
-
-def fuse_layers(
-    module: nn.Module, planned: PlannedOps, dtype: torch.dtype, shards: HeadShards
-) -> tuple[str, bool]:
-    """Replaces the layers of `module`, if all of them agree with their replacements.
-
-    Returns the reason why they stay modules, or nothing, and whether a rank has a part of them.
-    Plain weights are freed.
-    """
-    layers = [part for part in module.modules() if isinstance(part, llama.Layer)]
-    ropes = [part for part in module.modules() if isinstance(part, llama.Rope)]
-    if not layers or len(ropes) != 1:
-        return "its layers are not of the kind that is fused", False
-    is_cut = all(_can_cut(layer, shards) for layer in layers)
-    device = layers[0].self_attn.o_proj.weight.device
-    fused = []
-    for index, layer in enumerate(layers):
-        found = _fused(layer, planned.ops, shards if is_cut else None)
-        if why := _difference(layer, found, ropes[0], planned, dtype, shards):
-            return f"layer {index} differs from its module: {why}", False
-        fused.append(found)
-    for layer, found in zip(layers, fused, strict=True):
-        object.__setattr__(layer, "decode", found)
-        for name in ("self_attn", "mlp", "post_attention_layernorm"):
-            setattr(layer, name, nn.Identity())
-    for part in module.modules():
-        if isinstance(part, llama.Norm):
-            object.__setattr__(part, "forward", _Normed(planned.ops, _norm(part)))
-    frequencies = ropes[0].frequencies.to(device)
-    object.__setattr__(ropes[0], "forward", _Rotation(planned.ops, frequencies))
-    return "", is_cut
-
-
-def _can_cut(layer: llama.Layer, shards: HeadShards) -> bool:
-    """Whether its weights can be divided, and two sums over the ranks cost less than they save."""
-    weights = [weight for weight in layer.parameters() if weight.dim() == 2]
-    if not shards.pays(sum(each.numel() * each.element_size() for each in weights), 2):
-        return False
-    sizes, size = layer.sizes, shards.size
-    shared = sizes.num_kv_heads % size == 0 or size % sizes.num_kv_heads == 0
-    return shared and sizes.num_heads % size == 0 and sizes.intermediate_size % size == 0
+        step = self.stack.context(attend.plan, attend.cache)
+        if read is not None:
+            states = states.clone()  # the caller's
+        normed, _ = self.stack.run(states, step, attend.first + self.layer, read=read)
+        return states, normed if self.stack.norm is None else normed.clone()
 
 
 class _Normed:
-    """`llama.Norm.forward` in one operation."""
+    """A norm's forward in one operation."""
 
     def __init__(self, ops: Ops, norm: Norm) -> None:
         self._ops, self._norm = ops, norm
 
-    def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, size], alike
+    def __call__(self, states: Tensor) -> Tensor:  # [num_rows, size], alike
         return self._ops.norm(states, self._norm).clone()  # the next norm reuses its buffer
 
 
-class _Rotation:
-    """`llama.Rope.forward` in the form that the operations read."""
+def load_head(
+    config: HeadConfig,
+    target: TargetFacts,
+    planned: PlannedOps,
+    shards: HeadShards,
+    *,
+    fused: bool = True,
+) -> tuple[Head, str]:
+    """The head of `config`, and why its layers are torch modules; "": they are not.
 
-    def __init__(self, ops: Ops, frequencies: Tensor) -> None:
-        self._ops, self._frequencies = ops, frequencies
+    Args:
+        shards: how it is divided among the ranks that run it; collective if there are several.
+        fused: False: layers stay modules, for comparisons.
 
-    def __call__(self, positions: Tensor) -> Rotation:  # [num_tokens]
-        return self._ops.rotation(positions, self._frequencies, 1.0)
+    Raises as `build_head` does.
+    """
+    head, reason = build_head(config, target), "the caller asked for modules"
+    if not head.layers:
+        reason = "it has no decoder layers"
+    elif fused:
+        layers = stack_layers(head.module, head.layers, planned, target.dtype, shards)
+        if isinstance(layers, str):
+            reason = layers
+            log.warning("the head's layers run as torch modules: %s", reason)
+            head = build_head(config, target)  # some may have lost their weights
+        else:
+            head.layers, reason = layers, ""
+    cut = [(output, shards.cut_output(output)) for output in head.outputs]
+    pack_linears(head.module, target.device, None if reason else planned.ops)
+    for output, vocab_size in cut:
+        if vocab_size is not None:
+            shards.connect_output(output, vocab_size)
+    return head, reason
 
 
-def _fused(layer: llama.Layer, ops: Ops, shards: HeadShards | None) -> FusedLayer:
-    """The layer in operations; with `shards`, this rank's part of it."""
-    attention, mlp, sizes = layer.self_attn, layer.mlp, layer.sizes
-    heads = (shards or WHOLE).heads(sizes.num_heads, sizes.num_kv_heads)
-    begin, end = heads.kv_range
-    spec = AttentionSpec(
-        heads.local,
-        end - begin,
-        sizes.head_dim,
-        sizes.head_dim,
-        sizes.head_dim**-0.5,
+def stack_layers(
+    head: nn.Module,
+    layers: Sequence[HeadLayer],
+    planned: PlannedOps,
+    dtype: torch.dtype,
+    shards: HeadShards = WHOLE,
+) -> tuple[HeadLayer, ...] | str:
+    """Replaces the layers of a head's modules; collective if `shards` are several.
+
+    Returns what this rank stores of each layer: latents where keys are not expanded. Or why the
+    layers stay modules, of which some may have lost their weights.
+    """
+    kept = list(layers)
+    for module in head.modules():
+        if not isinstance(module, FeatureModule):
+            continue
+        spec, first = describe(module), module.layer
+        if isinstance(spec, str):
+            return spec
+        facts, wanted = _observe(module, layers[first:], dtype)
+        try:
+            stack = _stack(module, spec, planned.ops, facts, shards)
+            found = _outputs(module, stack.kv_shapes, dtype, partial(_paged, planned, first))
+        except (AttributeError, ValueError) as error:
+            return f"layer {first} is not of the family: {error}"
+        if difference := mismatch(found, wanted, dtype, shards.collective):
+            return f"layer {first} differs from its module: {difference}"
+        for index, shape in enumerate(stack.kv_shapes, first):
+            kept[index] = replace(
+                kept[index],
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                value_dim=shape.value_dim,
+            )
+    return tuple(kept)
+
+
+def describe(module: FeatureModule) -> FamilySpec | str:
+    """The family's description of a module's layers, or why they have none."""
+    if not isinstance(module, LlamaModule):
+        return read_spec(_block(module).whole.config)
+    scaling = module.temperature
+    return FamilySpec(
+        Gate(GateKind.SILU),
+        rotated=tuple(index not in module.no_rope_layers for index in range(len(module.layers))),
+        temperature=None if scaling is None else Temperature(scaling.scale, scaling.floor),
     )
-    if sizes.qk_norm:
-        norms = _norm(attention.q_norm), _norm(attention.k_norm)
-        spec = replace(spec, query_norm=norms[0], key_norm=norms[1])
-    rotated = replace(spec, rotary_dim=sizes.head_dim)
-    if sizes.unit_qk:
-        unit = Norm(None, sizes.eps)
-        rotated = replace(rotated, query_norm=unit, key_norm=unit, norms_after_rotation=True)
-    first = heads.rank * heads.local
-    queries = slice(first * sizes.head_dim, (first + heads.local) * sizes.head_dim)
-    keys = slice(begin * sizes.head_dim, end * sizes.head_dim)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    joined = [
-        _rows(linear, rows) for linear, rows in zip(projections, (queries, keys, keys), strict=True)
-    ]
-    width = sizes.intermediate_size // heads.size
-    inner = slice(heads.rank * width, (heads.rank + 1) * width)
-    return FusedLayer(
-        ops,
-        ops.pack(*joined_weight(joined)),
-        ops.pack(*_columns(attention.o_proj, queries, heads.rank)),
-        rotated,
-        spec,
-        _norm(layer.post_attention_layernorm),
-        ops.pack(*joined_weight([_rows(part, inner) for part in (mlp.gate_proj, mlp.up_proj)])),
-        ops.pack(*_columns(mlp.down_proj, inner, heads.rank)),
-        as_is if shards is None else shards.collective.all_reduce,
-    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a linear layer."""
-
-    weight: Tensor  # [num_rows, in_features]
-    bias: Tensor | None  # [num_rows]
+def _block(module: FeatureModule) -> DecoderBlock:
+    assert isinstance(module.block, DecoderBlock), type(module)
+    return module.block
 
 
-def _rows(linear: nn.Linear, rows: slice) -> _Rows:
-    return _Rows(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+def _stack(
+    module: FeatureModule,
+    spec: FamilySpec,
+    ops: Ops,
+    facts: Sequence[AttentionSpec],  # per layer, of all ranks
+    shards: HeadShards,
+) -> LayerStack:
+    """The stack of the module's weights, which takes its `decode` and norms over."""
+    owner: Any  # the names in a shard plan are its own
+    base: Any  # has the layers
+    if isinstance(module, LlamaModule):
+        owner, base, prefix, hints = module, module, "", {}
+        device = next(module.parameters()).device
+        ropes = {"": Rope(module.rope.frequencies.to(device), 1.0)}
+    else:
+        block = _block(module)
+        owner, base, prefix = block.whole, block.base, f"{block.whole.base_model_prefix}."
+        hints, ropes = tp_hints(owner), read_ropes(base.rotary_emb, spec.rope_kinds)
+    facts, plan, collective = _cut(owner, base.layers, hints, facts, shards)
+    builder = Builder(spec, ops, plan, collective)
+    layers = build_layers(builder, base, prefix, facts, ropes)
+    norm = builder.norm_or_none(module, "norm")
+    stack = LayerStack(ops, spec, layers, tuple(ropes.values()), norm)
+    object.__setattr__(module, "decode", StackedLayers(stack, module.layer))
+    module.block = module.norm = nn.Identity()
+    for part in module.modules():
+        if "RMSNorm" in type(part).__name__:
+            object.__setattr__(part, "forward", _Normed(ops, builder.norm(part)))
+    return stack
 
 
-def _columns(linear: nn.Linear, columns: slice, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Columns of a linear layer whose results are summed over the ranks: one adds the bias."""
-    weight = linear.weight.detach()[:, columns].contiguous()
-    bias = None if linear.bias is None else linear.bias.detach()
-    return weight, bias if bias is None or rank == 0 else torch.zeros_like(bias)
+def _cut(
+    owner: nn.Module,
+    layers: nn.Module,
+    hints: Mapping[str, str],
+    facts: Sequence[AttentionSpec],
+    shards: HeadShards,
+) -> tuple[Sequence[AttentionSpec], ShardPlan, Collective]:
+    """Drops the other ranks' parts of the weights, if two sums a layer cost less than they save.
+
+    Returns this rank's facts, what was cut, and the ranks that share it.
+    """
+    uncut = facts, ShardPlan(), Collective.single()
+    num_bytes = sum(each.numel() * each.element_size() for each in layers.parameters())
+    if not shards.pays(num_bytes, 2 * len(facts)):
+        return uncut
+    heads = shards.heads(facts[0].num_heads, facts[0].num_kv_heads)
+    try:
+        plan = plan_shards(owner, heads, hints)
+    except ConfigError:  # the ranks do not divide its sizes
+        return uncut
+    for name, parameter in owner.named_parameters():
+        if (shard := plan.shards.get(name)) is not None:
+            parts = [parameter.data.narrow(shard.dim, a, b - a) for a, b in shard.ranges]
+            parameter.data = torch.cat(parts, dim=shard.dim)
+        if name in plan.rank0_only and shards.rank:
+            parameter.data = torch.zeros_like(parameter.data)
+    if plan.attentions:
+        begin, end = heads.kv_range
+        facts = [replace(each, num_heads=heads.local, num_kv_heads=end - begin) for each in facts]
+    return facts, plan, shards.collective
 
 
-def _norm(module: llama.Norm) -> Norm:
-    return Norm(module.weight.detach().float(), module.eps)
+def _observe(
+    module: FeatureModule, layers: Sequence[HeadLayer], dtype: torch.dtype
+) -> tuple[list[AttentionSpec], Tensor]:  # per layer; [num_rows, 2 * hidden_size] float32
+    """What attention is called with in the torch module, and the module's outputs."""
+    facts: dict[int, AttentionSpec] = {}
+
+    def attention(step: StepInput, cache: KVCache) -> Attend:
+        planned = SdpaAttention(step, cache)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            layer -= module.layer
+            sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+            facts[layer] = AttentionSpec(*sizes, scale)
+            return planned.attend(layer, query, key, value, scale)
+
+        return attend
+
+    shapes = [KVShape(each.num_kv_heads, each.head_dim, each.value_width) for each in layers]
+    outputs = _outputs(module, shapes, dtype, attention)
+    return [facts[layer] for layer in sorted(facts)], outputs
+
+
+def _paged(planned: PlannedOps, first: int, step: StepInput, cache: KVCache) -> PagedAttend:
+    """Attention over a cache without the head's layers before `first`."""
+    return PagedAttend(planned, planned.plan(step, cache), cache, -first)
 
 
 @torch.inference_mode()
-def _difference(
-    layer: llama.Layer,
-    fused: FusedLayer,
-    rope: llama.Rope,
-    planned: PlannedOps,
+def _outputs(
+    module: FeatureModule,
+    shapes: Sequence[KVShape],
     dtype: torch.dtype,
-    shards: HeadShards,
-) -> str:
-    """How far module and replacement are apart on random rows, if it is too far."""
-    sizes, device = layer.sizes, layer.self_attn.o_proj.weight.device
-    caches = [
-        KVCache(
-            [KVShape(num_kv_heads, sizes.head_dim, sizes.head_dim)],
-            len(SAMPLE_TABLE) + 1,
-            BLOCK_SIZE,
-            dtype,
-            device,
-        )
-        for num_kv_heads in (sizes.num_kv_heads, fused.rotated.num_kv_heads)
-    ]
-    source = torch.Generator().manual_seed(0)
-    wanted, found = [], []
-    for step in sample_steps():
-        count = len(step.token_ids)
-        residual, read = (
-            torch.randn(count, width, generator=source).to(device, dtype)
-            for width in (sizes.hidden_size, sizes.input_size)
+    attention: Callable[[StepInput, KVCache], Attend],
+) -> Tensor:  # [num_rows, 2 * hidden_size] float32
+    """Of random rows of a short text and of a tree after it."""
+    device, source = next(module.parameters()).device, torch.Generator().manual_seed(0)
+    cache = KVCache(shapes, len(_TABLE) + 1, BLOCK_SIZE, dtype, device)
+    draft = Draft(ints(np.zeros(len(PARENTS))), ints(PARENTS))
+    outputs = []
+    for step in (
+        sample_step([0] * (PROMPT_LEN - 1), 0, _TABLE, block_size=BLOCK_SIZE),
+        sample_step([0], PROMPT_LEN - 1, _TABLE, draft, block_size=BLOCK_SIZE),
+    ):
+        embedded, feature = (
+            torch.randn(len(step.token_ids), width, generator=source).to(device, dtype)
+            for width in (module.embedding_size, module.hidden_size)
         )
         positions = torch.from_numpy(step.positions).to(device, torch.int64)
-        module_attend = SdpaBackend().begin(step, caches[0]).attend
-        attend = PagedAttend(planned, planned.plan(step, caches[1]), caches[1], 0)
-        rotation = _Rotation(planned.ops, rope.frequencies.to(device))(positions)
-        factors = 1 + positions / 8
-        wanted.append(layer.decode(residual, read, rope(positions), 0, module_attend))
-        found.append(fused(residual, read, rotation, 0, attend))
-        wanted.append(layer.decode(residual, read, None, 0, module_attend, factors))
-        found.append(fused(residual, read, None, 0, attend, factors))
-    return mismatch(torch.cat(found).float(), torch.cat(wanted).float(), dtype, shards.collective)
-
-
-def sample_steps() -> tuple[StepInput, StepInput]:
-    """A short text, and a tree after it."""
-    draft = Draft(ints(np.zeros(len(PARENTS))), ints(PARENTS))
-    return (
-        sample_step([0] * (PROMPT_LEN - 1), 0, SAMPLE_TABLE, block_size=BLOCK_SIZE),
-        sample_step([0], PROMPT_LEN - 1, SAMPLE_TABLE, draft, block_size=BLOCK_SIZE),
-    )
+        rows = module(embedded, feature, positions, attention(step, cache))
+        outputs.append(torch.cat(rows, dim=1).float())
+    return torch.cat(outputs)

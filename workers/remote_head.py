@@ -3,7 +3,7 @@
 The cache has the target's number of slots, so the slots, block tables, moves and rewinds in each
 step apply unchanged. Steps are processed in order, each once; the engine's request is answered with
 the drafts after the last one. Rows whose features were lost are excluded from all later steps
-(`SlotValidity.visible`), so the head only reads rows that it wrote. Called by `worker.py`.
+(`SlotValidity.visible`), so the head only reads rows that it wrote.
 """
 
 from __future__ import annotations
@@ -15,23 +15,92 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import HeadConfig
 from ..drafters.heads.protocol import TargetFacts
-from ..drafters.messages import HeadAnswer, HeadAsk
+from ..drafters.protocol import HeadAnswer, HeadAsk
 from ..errors import ConfigError, WorkerError
-from ..scheduler.types import NextDrafts
-from .attention import KVCache, SdpaBackend
-from .head import HeadRunner, plan_ops
+from ..scheduler.types import IntArray, NextDrafts, StepInput, slots_of
+from .attention import KVCache
+from .head import HeadRunner
 from .model import load_ends
-from .slot_validity import SlotValidity
+from .ops import PlannedOps, make_ops
 from .spec import HeadReport, ModelSpec
 from .threads import Threads
-from .transport.features import FeatureQueue, FeatureReceiver, Features, SocketReceiver
-from .transport.links import LinkOffer, ListenFeatures
+from .transport.channel import LinkOffer, ListenFeatures
+from .transport.features import FeatureQueue, Features, SocketReceiver
 
 _HALFWAY = -1  # matches no step's serial: a step that fails halfway counts as missed
+
+
+class SlotValidity:
+    """A head's cache, with one bit per slot: whether its row was written from received features.
+
+    The target's accounting assigns slots to requests, but features can be lost on their way to the
+    head. A row without features is excluded from all later steps, so that the head attends neither
+    to zeros nor to rows of the slot's previous owner.
+
+    Validity is kept per slot, not per request: a step's tokens overwrite their slots before any
+    later step reads them as context, so the bit always describes the last write.
+
+    Layers without values hold state from which the next token's row is computed. Where that state
+    is missing, the sequence restarts for the head: no context rows, and zeros as previous state.
+    """
+
+    def __init__(self, cache: KVCache, block_size: int) -> None:
+        self._cache = cache
+        self._block_size = block_size
+        layers = zip(cache.keys, cache.values, strict=True)
+        self._carried = [keys for keys, values in layers if not values.numel()]
+        self.valid = np.zeros(cache.num_slots, dtype=np.bool_)
+
+    def invalidate_all(self) -> None:
+        """Marks all slots invalid: steps were missed, or the target restarted."""
+        self.valid[:] = False
+
+    def apply_moves(self, kv_moves: IntArray) -> None:  # [num_moves, 2], (source, destination)
+        """Applies the target's compaction to rows and validity."""
+        self._cache.apply_moves(kv_moves)
+        if len(kv_moves):
+            self.valid[kv_moves[:, 1]] = self.valid[kv_moves[:, 0]]
+
+    def invalidate(self, step: StepInput) -> None:
+        """Marks the slots that `step` overwrites as invalid."""
+        self.valid[step.slot_mapping] = False
+
+    def mark_valid(self, step: StepInput, rows: IntArray) -> None:  # [num_rows], flat, ascending
+        """Marks the slots of `rows` as valid."""
+        self.valid[step.slot_mapping[rows]] = True
+
+    def visible(self, step: StepInput) -> StepInput:
+        """`step` over blocks of one slot, without the context rows that are not valid."""
+        size, longest = self._block_size, int(step.context_lens.max(initial=0))
+        blocks = step.block_tables[:, : -(-longest // size), None]
+        slots = (blocks * size + np.arange(size, dtype=np.int32)).reshape(step.num_seqs, -1)
+        index = np.arange(slots.shape[1])
+        seen = self.valid[slots] & (index < step.context_lens[:, None])
+        if self._carried:
+            seen &= self._previous_row_valid(step)[:, None]
+        begin = seen.sum(axis=1)[:, None]
+        end = begin + step.query_lens[:, None]
+        lane = np.arange(int(end.max(initial=0)))
+        tables = np.zeros((step.num_seqs, len(lane)), dtype=np.int32)
+        tables[lane < begin] = slots[seen]
+        tables[(lane >= begin) & (lane < end)] = step.slot_mapping
+        return replace(step, block_tables=tables, context_lens=begin[:, 0].astype(np.int32))
+
+    def _previous_row_valid(self, step: StepInput) -> NDArray[np.bool_]:  # [num_seqs]
+        """Whether the row before the new tokens is valid; where it is not, zeroes that row."""
+        last = np.maximum(step.context_lens - 1, 0)
+        going = self.valid[slots_of(step.block_tables, last[:, None], self._block_size)[:, 0]]
+        going &= step.context_lens > 0
+        # A new sequence reads the slot of its own first token before that slot is written.
+        first = step.slot_mapping[step.query_start[:-1][~going]]
+        for layer in self._carried:
+            layer[torch.from_numpy(first).to(layer.device, torch.int64)] = 0
+        return going
 
 
 class RemoteHeadWorker:
@@ -63,8 +132,7 @@ class RemoteHeadWorker:
             config,
             facts,
             (ends[0], ends[1]),
-            plan_ops(device, info.dtype),
-            SdpaBackend().begin,
+            PlannedOps(make_ops(device, info.dtype)),
             max_num_seqs=spec.max_num_seqs,
         )
         self._spec = spec
@@ -72,7 +140,7 @@ class RemoteHeadWorker:
         self._host = host
         self._timeout_s = timeout_s
         self._rows: SlotValidity | None = None
-        self._receiver: FeatureReceiver | None = None
+        self._receiver: FeatureQueue | SocketReceiver | None = None
         self._serial = 0  # expected of the next step
         self._processed = -1  # number of the last step
 

@@ -1,7 +1,4 @@
-"""Restarts a drafter's workers in the background, with growing pauses between attempts.
-
-Used by the engine's proxies of worker groups (`group.py`, `group_head.py`).
-"""
+"""Restarts a drafter's workers in the background, with growing pauses between attempts."""
 
 from __future__ import annotations
 

@@ -1,30 +1,168 @@
 """A rank's rows of running requests: tokens, block tables and sampling settings, by seat.
 
 The scheduler's sequences are the truth; seats are a copy of them that each `StepPlan` brings up to
-date, so that no message carries a context. They grow as seats and contexts do. Used by the target
-and by draft models.
+date, so that no message carries a context. They grow as seats and contexts do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheduler import joining, tree
-from ..scheduler.plan import JoinedDrafts, Opening, SeatSettings, StepPlan
+from ..scheduler import tree
 from ..scheduler.types import (
+    NO_INTS,
+    NO_MOVES,
     Bias,
     Draft,
+    DraftProbs,
     IntArray,
-    KnownTokens,
-    NextDrafts,
+    JoinedDrafts,
+    Masks,
+    Opening,
     Penalties,
     SamplingRows,
+    SeatSettings,
     StepInput,
+    StepPlan,
     Verdict,
     ints,
     starts_of,
 )
+
+_NO_ROW = np.iinfo(np.int32).max  # beyond every token of a sequence
+
+
+def gather(
+    drafts: Sequence[Draft],  # [num_seqs]
+    samples: NDArray[np.bool_],  # [num_seqs]
+) -> JoinedDrafts | None:
+    """The drafts of a step's sequences, end to end; None if there is nothing in them."""
+    counts, windows, has_masks, has_probs = [], [], False, False
+    for draft in drafts:
+        counts.append(len(draft.tokens))
+        windows.append(draft.num_window)
+        has_masks |= draft.masks is not None
+        has_probs |= draft.probs is not None
+    masks = _join_masks(drafts, samples) if has_masks else None
+    if masks is None and not any(counts):
+        return None
+    has_branches = False
+    for draft in drafts:
+        has_branches |= not tree.is_chain(draft.parents)
+    return JoinedDrafts(
+        tokens=np.concatenate([draft.tokens for draft in drafts]),
+        num_nodes=ints(counts),
+        parents=np.concatenate([draft.parents for draft in drafts]) if has_branches else None,
+        probs=_join_probs(drafts) if has_probs else None,
+        num_window=ints(windows) if any(windows) else None,
+        masks=masks,
+    )
+
+
+def lay_out(
+    *,
+    token_ids: IntArray,  # [num_tokens], known
+    query_start: IntArray,  # [num_seqs + 1], of the known tokens
+    context_lens: IntArray,  # [num_seqs]
+    block_tables: IntArray,  # [num_seqs, max_blocks]
+    samples: NDArray[np.bool_],  # [num_seqs]
+    max_nodes: IntArray,  # [num_seqs]
+    sampling: SamplingRows,
+    drafts: JoinedDrafts | None,
+    block_size: int,
+    step: int = 0,
+    kv_moves: IntArray = NO_MOVES,  # [num_moves, 2]
+    next_tokens: IntArray | None = None,  # [num_seqs]
+) -> StepInput:
+    """A step's known tokens with the draft nodes joined on.
+
+    Numpy over the flat tokens of all sequences: no Python statement runs once per sequence.
+    """
+    num_seqs, query_lens = len(context_lens), query_start[1:] - query_start[:-1]
+    known_lens = context_lens + query_lens
+    draft_start = np.zeros(num_seqs + 1, dtype=np.int32)
+    if drafts is not None:
+        num_nodes = drafts.num_nodes
+        assert (num_nodes <= max_nodes).all(), (num_nodes, max_nodes)
+        query_lens = query_lens + num_nodes
+        query_start, draft_start = starts_of(query_lens), starts_of(num_nodes)
+    total = int(query_start[-1])
+    owner, index = np.arange(num_seqs), context_lens
+    if total != num_seqs:  # not a token each
+        owner = owner.repeat(query_lens)
+        index = np.arange(total, dtype=np.int32) + (context_lens - query_start[:-1])[owner]
+    block = index // block_size
+    slots = block_tables[owner, block] * block_size + (index - block * block_size)
+    tokens, positions, parents = token_ids, index, NO_INTS
+    if drafts is not None and total > len(tokens):
+        parents = tree.chains(num_nodes) if drafts.parents is None else drafts.parents
+        tokens = np.empty(total, dtype=np.int32)
+        is_node = index >= known_lens[owner]
+        tokens[~is_node], tokens[is_node] = token_ids, drafts.tokens
+        if drafts.parents is not None:
+            positions, roots = index.copy(), (known_lens - 1).repeat(num_nodes)
+            positions[is_node] = roots + tree.flat_depths(parents, draft_start, num_nodes)
+    # From the root on: the chunk's last token and the nodes.
+    from_root = index >= np.where(samples, known_lens - 1, _NO_ROW)[owner]
+    return StepInput(
+        step=step,
+        token_ids=tokens,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        samples=samples,
+        draft_tokens=NO_INTS if drafts is None else drafts.tokens,
+        draft_parents=parents,
+        draft_start=draft_start,
+        draft_probs=None if drafts is None else drafts.probs,
+        rows=from_root.nonzero()[0].astype(np.int32),
+        kv_moves=kv_moves,
+        sampling=sampling,
+        num_window=None if drafts is None else drafts.num_window,
+        max_nodes=max_nodes,
+        next_tokens=next_tokens,
+        masks=None if drafts is None else drafts.masks,
+    )
+
+
+def _join_masks(drafts: Sequence[Draft], samples: NDArray[np.bool_]) -> Masks | None:
+    """The masks of sampled sequences, by logit row of the step."""
+    parts: list[Masks] = []
+    num_rows = 0
+    for draft, sampled in zip(drafts, samples.tolist(), strict=True):
+        if sampled and draft.masks is not None:
+            parts.append(Masks(draft.masks.rows + num_rows, draft.masks.bits))
+        num_rows += (draft.num_nodes + 1) * sampled
+    if not parts:
+        return None
+    rows = np.concatenate([part.rows for part in parts])
+    return Masks(ints(rows), np.concatenate([part.bits for part in parts]))
+
+
+def _join_probs(drafts: Sequence[Draft]) -> DraftProbs | None:
+    """Every draft's probabilities, padded to one width; zeros for deterministic nodes."""
+    widths = [draft.probs.ids.shape[1] for draft in drafts if draft.probs is not None]
+    width = max(widths)
+    if width == 0:
+        return None
+    total = sum(draft.num_nodes for draft in drafts)
+    ids = np.zeros((total, width), dtype=np.int32)
+    probs = np.zeros((total, width), dtype=np.float32)
+    begin = 0
+    for draft in drafts:
+        if draft.probs is not None:
+            top = draft.probs.ids.shape[1]
+            ids[begin : begin + draft.num_nodes, :top] = draft.probs.ids
+            probs[begin : begin + draft.num_nodes, :top] = draft.probs.probs
+        begin += draft.num_nodes
+    return DraftProbs(ids, probs)
+
 
 _COLUMNS = np.dtype(
     [
@@ -36,7 +174,7 @@ _COLUMNS = np.dtype(
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
         ("min_tokens", np.int32),
-        ("num_prompt", np.int32),
+        ("num_prompt", np.int32),  # of the opening; the others are of its settings
     ]
 )
 
@@ -65,15 +203,32 @@ class _History:
         )
 
 
+class SeatMirror(Protocol):
+    """A copy of the seats elsewhere, which follows every change."""
+
+    def open(self, opening: Opening) -> None: ...
+
+    def set_blocks(self, blocks: IntArray) -> None: ...  # [num_blocks, 3]
+
+    def extend(
+        self,
+        seats: IntArray,  # [num_seqs]
+        old: IntArray,  # [num_seqs], tokens that were known
+        counts: IntArray,  # [num_seqs]
+        tokens: IntArray,  # [sum of counts]
+    ) -> None: ...
+
+
 class Seats:
     """One row per seat.
 
     Args:
         block_size: tokens in a KV block.
+        mirror: where else every change goes.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, mirror: SeatMirror | None = None) -> None:
+        self._block_size, self._mirror = block_size, mirror
         self._tokens = np.zeros((1, 64), dtype=np.int32)  # [num_seats, max_tokens]
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
         self._num_tokens = np.zeros(1, dtype=np.int32)  # [num_seats]
@@ -81,7 +236,6 @@ class Seats:
         self._settings: dict[int, SeatSettings] = {}  # of taken seats
         self._histories: dict[int, _History] = {}  # of seats with penalties
         self._packed: tuple[bytes, SamplingRows] | None = None  # settings of the last step's seats
-        self._drafts: dict[int, Draft] = {}  # by seat, of a head in this rank
 
     def expand(self, plan: StepPlan) -> StepInput:
         """Takes in what `plan` changes, and lays the step out."""
@@ -90,94 +244,6 @@ class Seats:
 
     def lay_out(self, plan: StepPlan) -> StepInput:
         """The step of a plan that was applied."""
-        drafts = self._own_drafts(plan) if plan.own_drafts else plan.drafts
-        return joining.join(self._known(plan), drafts, self._block_size)
-
-    def keep_drafts(self, plan: StepPlan, drafts: NextDrafts | None) -> None:
-        """Replaces the drafts of the plan's seats by what a head made for the next step."""
-        for row, seat in enumerate(plan.seats.tolist()):
-            self._drafts.pop(seat, None)
-            if drafts is not None:
-                span = slice(drafts.start[row], drafts.start[row + 1])
-                self._drafts[seat] = Draft(drafts.tokens[span], drafts.parents[span])
-
-    def _own_drafts(self, plan: StepPlan) -> JoinedDrafts | None:
-        pairs = zip(plan.seats.tolist(), plan.max_nodes.tolist(), strict=True)
-        kept = [tree.truncate(self._drafts.get(seat, tree.EMPTY), room) for seat, room in pairs]
-        return joining.gather(kept, np.ones(len(kept), dtype=np.bool_))
-
-    def append(self, plan: StepPlan, verdict: Verdict) -> None:
-        """Appends what a step emitted."""
-        self._extend(plan.seats, verdict.num_emitted, verdict.emitted)
-
-    def apply(self, plan: StepPlan) -> None:
-        """Takes in what `plan` changes."""
-        for seat in plan.closings.tolist():
-            self._settings.pop(seat, None)
-            self._histories.pop(seat, None)
-        for opening in plan.openings:
-            self._open(opening)
-        if len(plan.blocks):
-            seats, index, blocks = plan.blocks.T
-            self._tables = _room_for(self._tables, 0, int(index.max()) + 1)
-            self._tables[seats, index] = blocks
-        if len(plan.tokens):
-            self._append(plan)
-
-    def _open(self, opening: Opening) -> None:
-        seat, settings, num_tokens = opening.seat, opening.settings, len(opening.tokens)
-        self._tokens = _room_for(self._tokens, seat + 1, num_tokens)
-        self._tables = _room_for(self._tables, seat + 1, 0)
-        self._num_tokens = _room_for(self._num_tokens, seat + 1)
-        self._columns = _room_for(self._columns, seat + 1)
-        self._tokens[seat, :num_tokens] = opening.tokens
-        self._num_tokens[seat] = num_tokens
-        self._columns[seat] = (
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            settings.seed,
-            settings.num_logprobs,
-            settings.num_prompt_logprobs,
-            settings.min_tokens,
-            opening.num_prompt,
-        )
-        self._settings[seat] = settings
-        self._histories.pop(seat, None)
-        if settings.has_penalties:
-            prompt, output = np.split(opening.tokens, [opening.num_prompt])
-            self._histories[seat] = _History(prompt, output)
-        self._packed = None
-
-    def _append(self, plan: StepPlan) -> None:
-        """The tokens that became known since the seats' last plan."""
-        old = self._num_tokens[plan.seats]
-        counts: IntArray = np.maximum(plan.context_lens + plan.chunk_lens - old, 0)
-        self._extend(plan.seats, counts, plan.tokens)
-
-    def _extend(
-        self,
-        seats: IntArray,  # [num_seqs]
-        counts: IntArray,  # [num_seqs]
-        tokens: IntArray,  # [sum of counts]
-    ) -> None:
-        old, starts = self._num_tokens[seats], starts_of(counts)
-        assert starts[-1] == len(tokens), (counts, len(tokens))
-        ends = old + counts
-        self._tokens = _room_for(self._tokens, 0, int(ends.max()))
-        rows, index = seats, old
-        if not len(tokens) == np.count_nonzero(counts) == len(seats):  # not a token each
-            rows = seats.repeat(counts)
-            index = np.arange(len(tokens), dtype=np.int32) + (old - starts[:-1]).repeat(counts)
-        self._tokens[rows, index] = tokens
-        self._num_tokens[seats] = ends
-        if self._histories:
-            for row, seat in enumerate(seats.tolist()):
-                if seat in self._histories:
-                    self._histories[seat].extend(tokens[starts[row] : starts[row + 1]])
-
-    def _known(self, plan: StepPlan) -> KnownTokens:
         seats, context_lens, chunk_lens = plan.seats, plan.context_lens, plan.chunk_lens
         ahead = context_lens < 0
         if np.count_nonzero(ahead):
@@ -196,18 +262,92 @@ class Seats:
             following[partial] = self._tokens[seats[partial], ends[partial]]
         longest = int((ends + plan.max_nodes).max(initial=0))
         width = min(-(-longest // self._block_size), self._tables.shape[1])
-        return KnownTokens(
-            step=plan.step,
+        return lay_out(
             token_ids=tokens,
             query_start=query_start,
             context_lens=context_lens,
             block_tables=self._tables[seats, :width],
             samples=samples,
             max_nodes=plan.max_nodes,
-            kv_moves=plan.kv_moves,
             sampling=self._sampling(plan),
+            drafts=plan.drafts,
+            block_size=self._block_size,
+            step=plan.step,
+            kv_moves=plan.kv_moves,
             next_tokens=following,
         )
+
+    def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
+        """Tokens of the plan's seats."""
+        return self._num_tokens[plan.seats]
+
+    def append(self, plan: StepPlan, verdict: Verdict, *, is_mirrored: bool = False) -> None:
+        """Appends what a step emitted; `is_mirrored`: the mirror has it already."""
+        mirror = None if is_mirrored else self._mirror
+        self._extend(plan.seats, verdict.num_emitted, verdict.emitted, mirror)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Takes in what `plan` changes."""
+        for seat in plan.closings.tolist():
+            self._settings.pop(seat, None)
+            self._histories.pop(seat, None)
+        for opening in plan.openings:
+            self._open(opening)
+        if len(plan.blocks):
+            seats, index, blocks = plan.blocks.T
+            self._tables = _room_for(self._tables, 0, int(index.max()) + 1)
+            self._tables[seats, index] = blocks
+            if self._mirror is not None:
+                self._mirror.set_blocks(plan.blocks)
+        if len(plan.tokens):  # that became known since the seats' last plan
+            ends = plan.context_lens + plan.chunk_lens
+            counts: IntArray = np.maximum(ends - self._num_tokens[plan.seats], 0)
+            self._extend(plan.seats, counts, plan.tokens, self._mirror)
+
+    def _open(self, opening: Opening) -> None:
+        seat, settings, num_tokens = opening.seat, opening.settings, len(opening.tokens)
+        self._tokens = _room_for(self._tokens, seat + 1, num_tokens)
+        self._tables = _room_for(self._tables, seat + 1, 0)
+        self._num_tokens = _room_for(self._num_tokens, seat + 1)
+        self._columns = _room_for(self._columns, seat + 1)
+        self._tokens[seat, :num_tokens] = opening.tokens
+        self._num_tokens[seat] = num_tokens
+        *names, _ = _COLUMNS.names or ()
+        columns = [getattr(settings, name) for name in names]
+        self._columns[seat] = (*columns, opening.num_prompt)
+        self._settings[seat] = settings
+        self._histories.pop(seat, None)
+        if settings.has_penalties:
+            prompt, output = np.split(opening.tokens, [opening.num_prompt])
+            self._histories[seat] = _History(prompt, output)
+        self._packed = None
+        if self._mirror is not None:
+            self._mirror.open(opening)
+
+    def _extend(
+        self,
+        seats: IntArray,  # [num_seqs]
+        counts: IntArray,  # [num_seqs]
+        tokens: IntArray,  # [sum of counts]
+        mirror: SeatMirror | None,
+    ) -> None:
+        old, starts = self._num_tokens[seats], starts_of(counts)
+        assert starts[-1] == len(tokens), (counts, len(tokens))
+        ends = old + counts
+        if (longest := int(ends.max())) > self._tokens.shape[1]:
+            self._tokens = _room_for(self._tokens, 0, longest)
+        rows, index = seats, old
+        if not len(tokens) == np.count_nonzero(counts) == len(seats):  # not a token each
+            rows = seats.repeat(counts)
+            index = np.arange(len(tokens), dtype=np.int32) + (old - starts[:-1]).repeat(counts)
+        self._tokens[rows, index] = tokens
+        self._num_tokens[seats] = ends
+        if mirror is not None:
+            mirror.extend(seats, old, counts, tokens)
+        if self._histories:
+            for row, seat in enumerate(seats.tolist()):
+                if seat in self._histories:
+                    self._histories[seat].extend(tokens[starts[row] : starts[row + 1]])
 
     def _sampling(self, plan: StepPlan) -> SamplingRows:
         """Settings by row; kept while the same requests run and none depends on its history."""

@@ -8,29 +8,177 @@ Hidden states that heads read are passed to the head in this process and sent to
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from ..scheduler.plan import StepPlan
-from ..scheduler.types import IntArray, StepInput, Verdict, ints
+from ..scheduler.types import IntArray, Logprobs, StepInput, StepPlan, Verdict, ints
 from .device_step.seats import SeatSizes
 from .device_step.service import DeviceStepService
 from .device_step.shape import StepShape
-from .feed import Feed
 from .head import HeadService
 from .model import PagedModel
-from .prompt_rows import PromptRows
-from .seats import Seats
-from .transport.later import Later, finished
-from .transport.links import OpenFeatures
+from .seats import Seats, gather
+from .transport.channel import OpenFeatures, PendingReply
+from .transport.features import FeatureQueue, Features, FeatureSender
 from .verify import Rule, verify
+from .verify.process import token_logprobs
+
+log = logging.getLogger(__name__)
 
 
-class PostedVerdict(Later):
+class Feed:
+    """The target's end of a feature link: queues what one separate head reads of each step.
+
+    Nothing waits for the head: states are gathered (on a GPU the copy is started) and queued. An
+    error closes the link and never fails a step.
+    """
+
+    def __init__(self, message: OpenFeatures, device: torch.device) -> None:
+        self.capture = message.capture
+        self._serial = 0
+        self._queue: FeatureQueue = message.offer.queue or FeatureQueue()
+        self._leaves_process = message.offer.queue is None
+        self._leaves_device = self._leaves_process and message.offer.store is None
+        self._sender: FeatureSender | None = None
+        if self._leaves_process:
+            self._sender = FeatureSender(self._queue, message.offer, device, message.timeout_s)
+
+    def push(
+        self,
+        step: StepInput,
+        verdict: Verdict,
+        states: Mapping[int, Tensor],  # by captured layer, [num_tokens, hidden_size]
+    ) -> None:
+        """Queues the states of known tokens and accepted nodes, without those of rejected nodes."""
+        if self._queue.closed:
+            return
+        try:
+            self._queue.put(self._gathered(step, verdict, states))
+        except Exception:  # most likely out of memory; costs drafts, must not fail requests
+            log.warning("closing a feature link after an error", exc_info=True)
+            self.close()
+        self._serial += 1
+
+    def close(self) -> None:
+        """Closes the link without waiting."""
+        self._queue.close()
+
+    def join(self) -> None:
+        """Waits for the sender to end, after `close`."""
+        if self._sender is not None:
+            self._sender.join()
+
+    def _gathered(
+        self, step: StepInput, verdict: Verdict, states: Mapping[int, Tensor]
+    ) -> Features:
+        rows = kept_rows(step, verdict)
+        hidden = [states[layer] for layer in self.capture]
+        if len(rows) < len(step.token_ids):
+            index = torch.from_numpy(rows).to(hidden[0].device)
+            hidden = [each.index_select(0, index) for each in hidden]
+        ready = None
+        if hidden[0].is_cuda and self._leaves_process:
+            if self._leaves_device:
+                hidden = [_pinned(each) for each in hidden]
+            ready = torch.cuda.Event()
+            ready.record()
+        hidden = [each.contiguous() for each in hidden]
+        return Features(
+            self._serial, _head_step(step), _head_verdict(verdict), rows, tuple(hidden), ready
+        )
+
+
+def kept_rows(step: StepInput, verdict: Verdict) -> IntArray:  # [num_rows], ascending
+    """Flat rows that stay in the sequences: known tokens and accepted nodes."""
+    last = np.repeat(step.root_rows, step.query_lens)
+    kept: NDArray[np.bool_] = np.arange(len(step.token_ids)) <= last
+    kept[verdict.accepted_rows(step)] = True
+    return np.flatnonzero(kept).astype(np.int32)
+
+
+def _pinned(states: Tensor) -> Tensor:  # [num_rows, hidden_size], same shape
+    """An asynchronous copy to pinned host memory."""
+    copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+    return copy.copy_(states, non_blocking=True)
+
+
+def _head_step(step: StepInput) -> StepInput:
+    """`step` without the fields that only the verification rule reads."""
+    sampling = replace(step.sampling, ends=(), penalties=(), biases=())
+    return replace(step, draft_probs=None, masks=None, sampling=sampling)
+
+
+def _head_verdict(verdict: Verdict) -> Verdict:
+    """`verdict` without the fields that no head reads."""
+    return replace(verdict, logprobs=None, window=None, window_start=None, next_drafts=None)
+
+
+_MAX_LOGITS = 2**24  # numbers at a time: 64 MiB in float32
+# Products take so many rows, or a multiple: oneDNN keeps some 100 KB for every number of rows that
+# it ever met, for good.
+_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of prompts whose log-probabilities are asked for: another known token follows them.
+
+    Only these rows get logits beside the sampled ones, a bounded number at a time.
+    """
+
+    rows: IntArray  # [num_scored], in the flat query
+    next_tokens: IntArray  # [num_scored], the token whose log-probability each row gives
+    top: int  # the most rivals that a sequence needs
+
+    @classmethod
+    def of(cls, step: StepInput) -> PromptRows | None:
+        """The rows that `step` has to score; None: there are none."""
+        wanted = step.sampling.num_prompt_logprobs
+        if wanted is None:
+            return None
+        assert step.next_tokens is not None, "the scheduler's steps name the following tokens"
+        rows: list[IntArray] = []
+        tokens: list[IntArray] = []
+        for seq in np.flatnonzero(wanted >= 0).tolist():
+            begin, root = int(step.query_start[seq]), int(step.root_rows[seq])
+            tokens.append(step.token_ids[begin + 1 : root + 1])
+            rows.append(np.arange(begin, root, dtype=np.int32))
+            if not step.samples[seq]:  # the chunk's last token is not the prompt's
+                rows.append(ints([root]))
+                tokens.append(step.next_tokens[seq : seq + 1])
+        found = ints(np.concatenate(rows))
+        return cls(found, ints(np.concatenate(tokens)), int(wanted.max())) if len(found) else None
+
+    def logprobs(
+        self,
+        model: PagedModel,
+        states: Tensor,  # [num_tokens, hidden_size], behind the final norm
+    ) -> Logprobs:
+        """Their log-probabilities; collective."""
+        size = max(1, _MAX_LOGITS // model.info.vocab_size // _ROWS) * _ROWS
+        parts = []
+        for begin in range(0, len(self.rows), size):
+            tokens = self.next_tokens[begin : begin + size]
+            rows = self.rows[begin : begin + size]
+            padded = np.resize(rows, -(-len(rows) // _ROWS) * _ROWS)
+            chosen = torch.from_numpy(padded).to(states.device, torch.int64)
+            logits = model.logits(states.index_select(0, chosen))
+            parts.append(token_logprobs(logits[: len(rows)], tokens, self.top))
+        return Logprobs(
+            np.concatenate([part.chosen for part in parts]),
+            np.concatenate([part.top_ids for part in parts]),
+            np.concatenate([part.top for part in parts]),
+        )
+
+
+class PostedVerdict(PendingReply):
     """The verdict on a step that the device computes; None on ranks other than 0."""
 
     def __init__(self, service: DeviceStepService, collect: Callable[[], Verdict | None]) -> None:
@@ -79,19 +227,16 @@ class TargetService:
         if device_step is not None:
             drafting = head if device_step.num_draft_nodes else None
             self.device_step = DeviceStepService(model, self._cache, device_step, drafting)
-        self._seats = Seats(block_size)
+        mirror = None if self.device_step is None else self.device_step.seats
+        self._seats = Seats(block_size, mirror)
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
+        self._capture = self._captured_layers()
         self._posted: PostedVerdict | None = None  # the last step that the device was given
         self._free_at = 0.0  # when the device had finished the step before, at the latest
         if head is not None:
             head.attach(self._cache)
-
-    def verify(self, plan: StepPlan, rank: int) -> Verdict | None:
-        """The verdict on a step; None on ranks other than 0."""
-        verdict: Verdict | None = finished(self.post(plan, rank))
-        return verdict
 
     def post(self, plan: StepPlan, rank: int) -> Verdict | PostedVerdict | None:
         """The verdict, or one that the device computes; results are taken in order."""
@@ -104,10 +249,16 @@ class TargetService:
             return self._post(plan, shape, rank, start)
         if self._posted is not None:
             self._posted.settle()
+        if self.device_step is not None and plan.own_drafts:
+            made = self.device_step.seats.read_drafts(plan.seats, plan.max_nodes)
+            drafts = gather(made, np.ones(len(made), dtype=np.bool_))
+            plan = replace(plan, drafts=drafts, own_drafts=False)
         step = self._seats.lay_out(plan)
         with torch.inference_mode():
-            scored, last = PromptRows.of(step), self._model.info.num_layers
-            capture = self._capture() if scored is None else self._capture(last)
+            scored, last, capture = None, self._model.info.num_layers, self._capture
+            if step.sampling.num_prompt_logprobs is not None:
+                scored = PromptRows.of(step)
+                capture = capture if last in capture else (*capture, last)
             logits, hidden = self._model.forward_capturing(step, self._cache, capture)
             states = dict(zip(capture, hidden, strict=True))
             prompt = scored.logprobs(self._model, states[last]) if scored else None
@@ -136,9 +287,9 @@ class TargetService:
         """Brings the seats up to date, so that a step planned before this verdict can be next."""
         self._cache.apply_moves(moves_of(step, verdict))
         self._seats.append(plan, verdict)
-        self._seats.keep_drafts(plan, verdict.next_drafts)
         if self.device_step is not None:
-            self.device_step.append(plan, verdict)
+            self.device_step.seats.put_drafts(plan.seats, verdict.next_drafts)
+            self.device_step.seats.flush()
         return replace(verdict, compacted=True)
 
     def _post(self, plan: StepPlan, shape: StepShape, rank: int, start: float) -> PostedVerdict:
@@ -152,10 +303,9 @@ class TargetService:
             before.settle()  # while the device computes this one
 
         def collect() -> Verdict | None:
-            verdict = service.collect(posted)
+            verdict = service.collect(posted, self._seats.known_lens(plan))
             if plan.appends:
-                self._seats.append(plan, verdict)
-                self._seats.keep_drafts(plan, verdict.next_drafts)
+                self._seats.append(plan, verdict, is_mirrored=True)
             begin, self._free_at = max(start, self._free_at), time.perf_counter()
             spent_ms = (self._free_at - begin) * 1e3
             return replace(verdict, forward_ms=spent_ms) if rank == 0 else None
@@ -169,6 +319,7 @@ class TargetService:
         if old is not None:
             old.close()
         self._feeds[message.link] = Feed(message, self._model.device)
+        self._capture = self._captured_layers()
 
     def close_feeds(self) -> None:
         """Closes the links to separate heads."""
@@ -177,9 +328,9 @@ class TargetService:
         for feed in self._feeds.values():
             feed.join()
 
-    def _capture(self, *more: int) -> tuple[int, ...]:
-        """Layers whose inputs any head reads, and `more`, ascending."""
-        layers = {*more, *(self._head.capture if self._head else ())}
+    def _captured_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs any head reads, ascending."""
+        layers = set(self._head.capture if self._head else ())
         for feed in self._feeds.values():
             layers.update(feed.capture)
         return tuple(sorted(layers))

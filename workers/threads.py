@@ -18,8 +18,8 @@ from statistics import median
 
 import torch
 
-from ..cores import num_cores
-from ..scheduler.timer import ThreadChoice
+from ..scheduler.types import ThreadChoice
+from .transport.socket_channel import num_cores
 
 MANY_TOKENS = 16  # from this size on, all threads are the first guess: rows can be shared out
 _SIZES = sorted({1, *(base * 2**power for base in (2, 3) for power in range(20))})
@@ -117,7 +117,7 @@ class Threads:
         self._learns = on_cpu and fixed is None and num_ranks == 1 and self._all > 1
         self._clock = clock
         self._choices: dict[int, SizeChoice] = {}  # by index of the smallest size
-        self._news = False
+        self.has_news = False  # a comparison since the last call of `news`
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
@@ -127,20 +127,19 @@ class Threads:
                 _set(self._all)
             yield
             return
-        choice = self._choice(num_tokens)
+        index = bisect_right(_SIZES, max(num_tokens, 1)) - 1
+        choice = self._choices.get(index) or self._new_choice(index, num_tokens)
         compared = choice.compares
         _set(self._all if choice.takes_all != compared else 1)
         start_s = self._clock()
         yield  # a step that raises is not counted
         time_s = (self._clock() - start_s) / (num_tokens + _FIXED_TOKENS)
         choice.record(time_s, compared=compared)
-        self._news = self._news or compared
+        self.has_news |= compared
 
-    def news(self) -> tuple[ThreadChoice, ...] | None:
-        """What is known of each size, if there was a comparison since the last call."""
-        if not self._news:
-            return None
-        self._news = False
+    def news(self) -> tuple[ThreadChoice, ...]:
+        """What is known of each size."""
+        self.has_news = False
         found = []
         for index, choice in sorted(self._choices.items()):
             if (times_s := choice.times_s()) is not None:
@@ -150,20 +149,18 @@ class Threads:
                 found.append(ThreadChoice(_SIZES[index], num_threads, one_ms, all_ms))
         return tuple(found)
 
-    def _choice(self, num_tokens: int) -> SizeChoice:
-        """That of the step's size; a new one begins with what is known of other sizes."""
-        index = bisect_right(_SIZES, max(num_tokens, 1)) - 1
-        if index not in self._choices:
-            known = {
-                each: choice.takes_all for each, choice in self._choices.items() if choice.times_s()
-            }
-            takes_all = num_tokens >= MANY_TOKENS
-            if takes_all:
-                takes_all = all(known[each] for each in known if each > index)
-            else:
-                takes_all = any(known[each] for each in known if each < index)
-            self._choices[index] = SizeChoice(takes_all=takes_all)
-        return self._choices[index]
+    def _new_choice(self, index: int, num_tokens: int) -> SizeChoice:
+        """A size's first choice, by what is known of other sizes."""
+        known = {
+            each: choice.takes_all for each, choice in self._choices.items() if choice.times_s()
+        }
+        takes_all = num_tokens >= MANY_TOKENS
+        if takes_all:
+            takes_all = all(known[each] for each in known if each > index)
+        else:
+            takes_all = any(known[each] for each in known if each < index)
+        choice = self._choices[index] = SizeChoice(takes_all=takes_all)
+        return choice
 
 
 def _set(num_threads: int) -> None:

@@ -14,14 +14,12 @@ from typing import Literal
 
 import torch
 
-from ..drafters.messages import Drafted, DraftStep, HeadAnswer, HeadAsk
+from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..errors import ConfigError
-from ..scheduler.plan import StepPlan
-from ..scheduler.types import Verdict
+from ..scheduler.types import StepPlan, Verdict
 from .collective import Agreement, Collective
 from .device_step.draft import head_obstacle
-from .device_step.memory import reserved_bytes
-from .device_step.seats import SeatSizes
+from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
@@ -40,8 +38,7 @@ from .spec import (
 )
 from .target import TargetService
 from .threads import Threads
-from .transport.later import Later, finished
-from .transport.links import LinkOffer, ListenFeatures, OpenFeatures
+from .transport.channel import LinkOffer, ListenFeatures, OpenFeatures, PendingReply
 from .verify import make_rule
 
 log = logging.getLogger(__name__)
@@ -203,10 +200,10 @@ class Worker:
 
     def handle(self, message: Message) -> Reply:
         """Handles `message`; returns None on ranks whose answer is not used."""
-        reply: Reply = finished(self.begin(message))
-        return reply
+        reply = self.begin(message)
+        return reply.result() if isinstance(reply, PendingReply) else reply
 
-    def begin(self, message: Message) -> Reply | Later:
+    def begin(self, message: Message) -> Reply | PendingReply:
         """`handle`, without waiting for a step that a device computes."""
         if isinstance(message, HeadAsk | ListenFeatures | OpenFeatures):
             return self._handle_head(message)
@@ -216,16 +213,15 @@ class Worker:
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
 
-    def _verify(self, plan: StepPlan) -> Verdict | Later | None:
+    def _verify(self, plan: StepPlan) -> Verdict | PendingReply | None:
         assert self._target is not None, "no target was allocated"
         with self._threads.step(plan.num_tokens):
             verdict = self._target.post(plan, self._collective.rank)
-        if isinstance(verdict, Later):
+        if isinstance(verdict, PendingReply):
             return verdict
-        news = self._threads.news()
-        if verdict is None or news is None:
+        if verdict is None or not self._threads.has_news:
             return verdict
-        return replace(verdict, thread_choices=news)
+        return replace(verdict, thread_choices=self._threads.news())
 
     def close_links(self) -> None:
         """Closes feature links; the channel is closed already."""

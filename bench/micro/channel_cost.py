@@ -22,11 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...scheduler.plan import StepPlan
-from ...scheduler.types import Verdict, ints, starts_of
-from ...workers.transport.channel import Channel
+from ...scheduler.types import StepPlan, Verdict, ints, starts_of
+from ...workers.transport.channel import Channel, ThreadChannel
 from ...workers.transport.socket_channel import SocketChannel, serve
-from ...workers.transport.thread_channel import ThreadChannel
 from .operations import decode_plan
 
 _ROUND = 50  # steps before the other takes its turn

@@ -5,9 +5,8 @@
 Three whole steps in one process, without a scheduler: one token a sequence; a root and a chain of
 `--nodes` drafted tokens, without a head; the same with the head's rows and its draft loop. Each is
 captured in a CUDA graph on a CUDA device, as an engine does. Random weights accept nothing, so the
-last figure is the number of tokens a step has to emit for the head to pay. `--device cpu --size
-tiny` runs the same code anywhere; `--dry-run` with TRITON_INTERPRET=1 in the environment does so
-with the GPU's kernels. Their figures mean nothing.
+last figure is the number of tokens a step has to emit for the head to pay. `--dry-run` with
+TRITON_INTERPRET=1 in the environment runs the same code on a CPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from torch import nn
 
 from ...config import Eagle3Config
 from ...drafters.heads.protocol import TargetFacts
-from ...scheduler import joining, tree
-from ...scheduler.plan import Opening, SeatSettings, StepPlan
-from ...scheduler.types import ints
-from ...workers.attention import KVCache, KVShape, SdpaBackend
+from ...scheduler import tree
+from ...scheduler.types import Opening, SeatSettings, StepPlan, ints
+from ...workers.attention import KVCache, KVShape
 from ...workers.device_step.draft import DeviceHead
 from ...workers.device_step.seats import DeviceSeats, SeatSizes
-from ...workers.device_step.shape import MAX_NODES, SeatKinds, StepShape, smallest
+from ...workers.device_step.shape import MAX_NODES, StepShape, smallest
 from ...workers.device_step.step import DeviceStep
 from ...workers.head import HeadRunner
 from ...workers.model.family import FamilyModel
-from ...workers.ops import Ops, PlannedOps, ReferenceOps
+from ...workers.ops import Ops, PlannedOps
+from ...workers.seats import Seats, gather
 from ..forward import BLOCK_SIZE, DTYPES
 from ..gpu import SIZES, Machine, Size, begin_dry_run, describe, machine_of, random_model
 
@@ -88,7 +87,6 @@ def random_head(
         facts,
         (table, output),
         PlannedOps(ops),
-        SdpaBackend().begin,
         size.num_layers,
         batch,
     )
@@ -127,13 +125,11 @@ def staged(step: DeviceStep, batch: int, context_len: int, num_nodes: int, vocab
             Opening(int(s), ints(source.integers(0, vocab, context_len + 1)), 1, SeatSettings(0))
             for s in seats
         ),
-        drafts=joining.gather(drafts, np.ones(batch, dtype=np.bool_)),
+        drafts=gather(drafts, np.ones(batch, dtype=np.bool_)),
     )
-    kinds = SeatKinds(batch, sizes.num_draft_nodes)
-    kinds.apply(plan)
-    shape = kinds.shape(plan)
+    Seats(BLOCK_SIZE, step.seats).apply(plan)
+    shape = step.seats.kinds.shape(plan)
     assert shape is not None, (batch, num_nodes)
-    step.seats.apply(plan)
     step.seats.stage(plan, shape)
     step.seats.flush()
     return shape
@@ -153,8 +149,7 @@ def report(
     size: Size, machine: Machine, batches: list[int], context_len: int, num_nodes: int
 ) -> list[str]:
     """The lines of a report."""
-    on_device = machine.device.type == "cuda"
-    ops = machine.ops() if on_device or machine.is_dry else ReferenceOps()
+    ops = machine.ops()
     model, _ = random_model(size, machine, ops)
     lines = [
         f"device: {describe(machine.device)}, operations: {ops.name}, torch {torch.__version__}, "
@@ -186,7 +181,7 @@ def report(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.micro.gpu_head")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.set_defaults(device="cuda")
     parser.add_argument("--size", default="8b", choices=tuple(SIZES))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
@@ -203,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not 1 <= options.nodes <= MAX_NODES or smallest_size(options) is None:
         parser.error("--nodes: no step of the device has room for --batch times so many")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device; `--dry-run` tries the code")
+        parser.error("no CUDA device; `--dry-run` tries the code")
     machine = machine_of(options)
     found = report(SIZES[options.size], machine, options.batch, options.context, options.nodes)
     for line in found:

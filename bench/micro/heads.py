@@ -1,12 +1,10 @@
 """A head's draft round: layers on the target's operations against the same layers as torch modules.
 
     python -m outrider.bench.micro.heads [--rounds 50] [--dtype bfloat16 ...] [--length 400 ...]
-        [--against dense paged]
 
-The modules attend over a dense copy of the context (`dense`), which shares no code with the
-operations, or over the paged cache (`paged`), as a layer does that the operations cannot express.
-The demo target and its heads, one sequence, one thread, CPU time of the thread. A round computes
-the rows of a verified step of five nodes and drafts the next step's nodes.
+The modules attend over the paged cache, as layers do that are not of the family. The demo target
+and its heads, one sequence, one thread, CPU time of the thread. A round computes the rows of a
+verified step of five nodes and drafts the next step's nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ...scheduler.types import Draft, StepInput, Verdict, ints
 from ...workers.collective import Collective
 from ...workers.head import HeadService
 from ...workers.model import PagedModel, load_model
-from ...workers.model.family.sample_step import sample_step
+from ...workers.model.family.compare import sample_step
 from .timing import Pair, timed
 
 MODELS = Path(__file__).parents[2] / "demo" / "models"
@@ -48,15 +46,12 @@ CASES: list[tuple[str, str, type[HeadConfig], dict[str, Any]]] = [
 ]
 
 
-REFERENCES: dict[str, dict[str, bool]] = {"dense": {"dense": True}, "paged": {"fused": False}}
-
-
 class _Round:
     """One head over the rows of a text, in a cache of its own."""
 
-    def __init__(self, model: PagedModel, config: HeadConfig, length: int, **options: bool) -> None:
+    def __init__(self, model: PagedModel, config: HeadConfig, length: int, *, fused: bool) -> None:
         self._model = model
-        self._head = HeadService(config, model, MODELS / "target", **options)
+        self._head = HeadService(config, model, MODELS / "target", fused=fused)
         num_blocks = length // BLOCK_SIZE + 2
         self._cache = model.new_cache(num_blocks, BLOCK_SIZE, self._head.kv_shapes)
         self._head.attach(self._cache)
@@ -85,17 +80,15 @@ def _verdict(num_accepted: int) -> Verdict:
     return Verdict(0, emitted, ints([0, len(emitted)]), path, ints([0, num_accepted]))
 
 
-def rounds(dtype: torch.dtype, length: int, against: str) -> Iterator[Pair]:
+def rounds(dtype: torch.dtype, length: int) -> Iterator[Pair]:
     """Every head at one length of the text."""
     cpu, alone = torch.device("cpu"), Collective(0, 1, None)
     model = load_model(MODELS / "target", dtype=dtype, device=cpu, collective=alone)
     name = str(dtype).removeprefix("torch.")
     for head, shape, section, options in CASES:
         config = parse(section, {"speculative_model": str(MODELS / head), **options})
-        ours, plain = (
-            _Round(model, config, length, **options) for options in ({}, REFERENCES[against])
-        )
-        yield Pair(f"{head}, {shape}", f"{name}, {length} tokens, {against}", ours, plain)
+        ours, plain = (_Round(model, config, length, fused=fused) for fused in (True, False))
+        yield Pair(f"{head}, {shape}", f"{name}, {length} tokens", ours, plain)
 
 
 @torch.inference_mode()
@@ -105,18 +98,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--length", nargs="+", type=int, default=[400, 1800])
-    parser.add_argument("--against", nargs="+", default=["dense"], choices=REFERENCES)
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=140)
     console.print("| head | case | operations, us | modules, us | ratio |\n|---|---|---|---|---|")
     for dtype in options.dtype:
         for length in options.length:
-            for against in options.against:
-                for pair in rounds(getattr(torch, dtype), length, against):
-                    found = timed(pair, options.rounds)
-                    times = f"{found.ours_us:.0f} | {found.reference_us:.0f} | {found.ratio:.2f}"
-                    console.print(f"| {found.part} | {found.case} | {times} |")
+            for pair in rounds(getattr(torch, dtype), length):
+                found = timed(pair, options.rounds)
+                times = f"{found.ours_us:.0f} | {found.reference_us:.0f} | {found.ratio:.2f}"
+                console.print(f"| {found.part} | {found.case} | {times} |")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import torch
 
 from ...config import EngineConfig
 from ...scheduler.blocks import BlockPool
-from ...scheduler.joining import gather, join
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.tree import EMPTY, ancestor_mask
 from ...scheduler.types import Draft, Request, Verdict, ints
-from ...workers.attention.plan import build_plan
+from ...workers.attention import build_plan
 from ...workers.ops.plan import plan_step
+from ...workers.seats import gather, lay_out
 from ...workers.transport import wire
 from ...workers.transport.socket_channel import SocketChannel, serve
 from ...workers.verify import DrawSettings, draw, make_rule, noise, verify
@@ -66,7 +66,7 @@ def _trees() -> Iterator[Pair]:
             drafts, step = [draft] * batch_size, decode_step(batch_size, 200, num_nodes)
 
             def layout(known=known, drafts=drafts) -> object:  # type: ignore[no-untyped-def]
-                return join(known, gather(drafts, known.samples), BLOCK_SIZE)
+                return lay_out(**known, drafts=gather(drafts, known["samples"]))
 
             def masks(drafts=drafts) -> object:  # type: ignore[no-untyped-def]
                 return [ancestor_mask(draft.parents) for draft in drafts]

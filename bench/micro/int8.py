@@ -5,7 +5,8 @@
 What torch has: `_weight_int8pack_mm` multiplies bfloat16 activations by int8 weights with a scale
 per row (weight-only); oneDNN's `qlinear_pointwise`, `_int_mm` and fbgemm's `linear_dynamic`
 multiply by quantised activations, here with a scale per row of them or one for all, found in the
-call. Against them stand the products that serve: kernels up to `SMALL` elements, oneDNN beyond.
+call. Against them stand the products that serve: kernels up to `SMALL` elements, oneDNN beyond
+where it packs the dtype.
 
 Shapes are those of a decoder with 400 million parameters: hidden size 1024, 24 layers. One thread,
 on its own time on a CPU; the weights of the copies do not fit into the caches together, so every
@@ -98,7 +99,10 @@ def dynamic_fbgemm(weight: Tensor) -> Product:
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     quantised = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
     packed = torch.ops.quantized.linear_prepack(quantised, None)
-    return lambda states: torch.ops.quantized.linear_dynamic(states.float(), packed, False)
+    # Without VNNI, fbgemm adds pairs of products in 16 bits, which saturate: activations then take
+    # 7 bits (PyTorch's `reduce_range`).
+    reduce_range = not torch.cpu.get_capabilities().get("avx512_vnni", False)
+    return lambda states: torch.ops.quantized.linear_dynamic(states.float(), packed, reduce_range)
 
 
 KINDS = (

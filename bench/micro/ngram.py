@@ -33,9 +33,8 @@ from ...drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ...drafters.protocol import Drafter
 from ...drafters.registry import build
 from ...drafters.vocabulary import fingerprint
-from ...scheduler.plan import Batch, StepPlan
 from ...scheduler.sampling import SamplingParams
-from ...scheduler.types import Draft, IntArray, Request, Verdict, ints
+from ...scheduler.types import Batch, Draft, IntArray, Request, StepPlan, Verdict, ints
 
 VOCAB = 32_000
 _PHRASES, _PHRASE_LEN = 40, 60

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...scheduler.joining import gather, join
-from ...scheduler.plan import StepPlan
-from ...scheduler.types import Draft, KnownTokens, SamplingRows, StepInput, ints
+from ...scheduler.types import Draft, SamplingRows, StepInput, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps
-from ...workers.ops.grouped import GroupedOps
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm, Rotation
+from ...workers.ops.reference import GroupedOps
+from ...workers.seats import gather, lay_out
 from .timing import Pair, Run
 
 BLOCK_SIZE = 16
@@ -27,31 +27,30 @@ def random_parents(num_nodes: int) -> list[int]:
     return [int(rng.integers(-1, node)) for node in range(num_nodes)]
 
 
-def decode_batch(batch_size: int, context_len: int, num_nodes: int) -> KnownTokens:
-    """Sequences of one known token each, over blocks in no order."""
+def decode_batch(batch_size: int, context_len: int, num_nodes: int) -> dict[str, Any]:
+    """Arguments of `lay_out`: sequences of one known token each, over blocks in no order."""
     max_blocks = (context_len + num_nodes) // BLOCK_SIZE + 1
     tables = np.random.default_rng(0).permutation(max_blocks * batch_size)
     zeros, none = np.zeros(batch_size, np.float32), np.zeros(batch_size, np.int32)
-    return KnownTokens(
-        step=0,
-        token_ids=none,
-        query_start=ints(np.arange(batch_size + 1)),
-        context_lens=none + np.int32(context_len),
-        block_tables=ints(tables.reshape(batch_size, max_blocks)),
-        samples=np.ones(batch_size, np.bool_),
-        max_nodes=none + np.int32(num_nodes),
-        kv_moves=ints([]).reshape(0, 2),
-        sampling=SamplingRows(
+    return {
+        "token_ids": none,
+        "query_start": ints(np.arange(batch_size + 1)),
+        "context_lens": none + np.int32(context_len),
+        "block_tables": ints(tables.reshape(batch_size, max_blocks)),
+        "samples": np.ones(batch_size, np.bool_),
+        "max_nodes": none + np.int32(num_nodes),
+        "block_size": BLOCK_SIZE,
+        "sampling": SamplingRows(
             zeros, none, zeros + 1, zeros, np.arange(batch_size), none, none - np.int32(1)
         ),
-    )
+    }
 
 
 def decode_step(batch_size: int, context_len: int, num_nodes: int) -> StepInput:
     """The same with a tree drafted for each."""
     draft = Draft(ints(np.arange(num_nodes)), ints(random_parents(num_nodes)))
     known = decode_batch(batch_size, context_len, num_nodes)
-    return join(known, gather([draft] * batch_size, known.samples), BLOCK_SIZE)
+    return lay_out(**known, drafts=gather([draft] * batch_size, known["samples"]))
 
 
 def decode_plan(batch_size: int, context_len: int, num_nodes: int) -> StepPlan:

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from ...config import EngineConfig
 from ...drafters.drafting import Drafting
-from ...drafters.none import NoDrafter
-from ...scheduler import joining
+from ...drafters.protocol import NoDrafter
 from ...scheduler.loop import Loop
 from ...scheduler.overlap import OverlapLoop
-from ...scheduler.plan import Batch
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.types import Draft, Request, StepInput, Verdict, ints
+from ...scheduler.types import Batch, Draft, Request, StepInput, Verdict, ints
+from ...workers import seats
 from ...workers.attention import KVCache
 from ...workers.collective import Collective
 from ...workers.device_step.seats import SeatSizes
@@ -39,6 +38,7 @@ from ...workers.model import PagedModel, load_model
 from ...workers.ops import ReferenceOps
 from ...workers.target import TargetService
 from ...workers.transport import wire
+from ...workers.transport.channel import finished
 from ...workers.verify import make_rule
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
@@ -93,12 +93,12 @@ class TimedRanks:
         return self.collect()
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
-        message = wire.encode(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
+        message = wire.encode(replace(batch.plan, drafts=seats.gather(drafts, batch.samples)))
         self.cost.num_steps += 1
         self.cost.num_bytes += len(message) * len(self._services)
         start, found = time.thread_time(), []
         for rank, service in enumerate(self._services):
-            found.append(service.verify(wire.decode(message), rank))
+            found.append(finished(service.post(wire.decode(message), rank)))
         self.cost.rank_s += time.thread_time() - start
         assert found[0] is not None, "rank 0 answers"
         self._verdicts.append(found[0])

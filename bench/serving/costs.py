@@ -1,7 +1,4 @@
-"""What measurements of processor time behind HTTP servers share: the servers, and their processes.
-
-Called by `http_cost.py` and `serving/request_cost.py`.
-"""
+"""Servers and their processes, for measurements of processor time behind HTTP."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
     python -m outrider.bench.soak --minutes 30
 
-Starts a server over the demo models (`demo_server.py`) and sends random requests of every kind
-(`traffic.py`): whole answers, streams, slow readers, clients that leave in the middle, streams
-that break and are resumed. At the end every KV block has to be free. Reports requests by outcome,
-and each process's own memory over time: its growth is measured from the end of the warm-up.
+Starts a server over the demo models (`bench/serving/demo_server.py`) and sends random requests of
+every kind (`traffic.py`): whole answers, streams, slow readers, clients that leave in the middle,
+streams that break and are resumed. At the end every KV block has to be free. Reports requests by
+outcome, and each process's own memory over time: its growth is measured from the end of the
+warm-up.
 """
 
 from __future__ import annotations

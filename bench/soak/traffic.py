@@ -1,4 +1,4 @@
-"""Random requests of every kind that the HTTP API takes, for `soak.py`."""
+"""Random requests of every kind that the HTTP API takes."""
 
 from __future__ import annotations
 

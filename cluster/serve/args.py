@@ -8,17 +8,50 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
-from ...config.strict import at_key
-from ...config.yaml_text import read_yaml
+from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError
-from .autoscaling import check_autoscaling
 from .connections import ConnectionLimits
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
+_LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
+_AUTO_MAX_REPLICAS = 100  # as Serve's own `num_replicas: auto`
+
+
+def check_autoscaling(given: dict[str, Any]) -> None:
+    """For validators: raises what names a key or a value that Serve's autoscaler does not have."""
+    from ray.serve.config import AutoscalingConfig
+
+    where = "autoscaling_config"
+    known = [name for name in AutoscalingConfig.model_fields if not name.startswith("_")]
+    for key in given:
+        if key not in known:
+            path = f"{where}.{key}"
+            raise at_key(path, unknown_key(path, key, known).message)
+    try:
+        AutoscalingConfig(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([where, *map(str, first["loc"])])
+        raise at_key(key, first["msg"].removeprefix("Value error, ")) from None
+
+
+def autoscaling(section: DeploymentConfig, max_num_seqs: int) -> dict[str, Any] | None:
+    """Serve's `autoscaling_config`; None: a fixed number of engines.
+
+    An engine is added where more than `target_ongoing_requests` run and wait for each; the default
+    is a full batch. Serve counts a request from its arrival to its last token, queued or running;
+    its own default of 2 would start an engine for every second request.
+    """
+    given = section.autoscaling_config
+    if given is None and section.num_replicas != "auto":
+        return None
+    if section.num_replicas == "auto":
+        given = {"min_replicas": 1, "max_replicas": _AUTO_MAX_REPLICAS, **(given or {})}
+    return {"target_ongoing_requests": max_num_seqs, **(given or {})}
 
 
 class DeploymentConfig(Strict):
@@ -58,6 +91,11 @@ class DeploymentConfig(Strict):
     user_config: dict[str, Any] | None = Field(
         None, description="Speculation at run time: {enabled: bool, max_draft_len: int or null}."
     )
+
+    @property
+    def health_hold_s(self) -> float:
+        """How long a check is held: up to the next one, and well within the time it may take."""
+        return min(_LATER_THAN_NEXT * self.health_check_period_s, self.health_check_timeout_s / 3)
 
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> DeploymentConfig:
@@ -127,11 +165,6 @@ class ServeConfig(DeploymentConfig):
         return ConnectionLimits(self.header_timeout_s, write_timeout_s=self.write_timeout_s)
 
     @property
-    def keeps(self) -> tuple[float, int]:
-        """How long, and how many, tokens of resumable streams are kept."""
-        return self.resume_window_s, self.resume_max_values
-
-    @property
     def deployment(self) -> DeploymentConfig:
         """The part that is about engines."""
         return DeploymentConfig(**self.model_dump(include=set(DeploymentConfig.model_fields)))
@@ -141,11 +174,11 @@ def check_acceptance(config: EngineConfig) -> None:
     """Raises `ConfigError` where clients would be served what coins accepted, unless allowed."""
     section = config.speculative_config
     if section.is_synthetic and not config.allow_synthetic_acceptance:
-        raise ConfigError(
-            f"speculative_config.synthetic_acceptance_rate: {section.synthetic_acceptance_rate:g} "
+        raise ConfigError.at(
+            "speculative_config.synthetic_acceptance_rate",
+            f"{section.synthetic_acceptance_rate:g} "
             "makes a server emit text that is not the model's; it is for benchmarks only: set "
             "`allow_synthetic_acceptance: true` as well to serve it",
-            field="speculative_config.synthetic_acceptance_rate",
         )
 
 
@@ -158,11 +191,11 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
     data = _structured(args)
     serve = data.pop("serve", None) or {}
     if not isinstance(serve, dict):
-        raise ConfigError(f"serve: expected a mapping, got {serve!r}", field="serve")
+        raise ConfigError.at("serve", f"expected a mapping, got {serve!r}")
     try:
         section = parse(ServeConfig, serve)
     except ConfigError as error:
-        raise ConfigError(f"serve.{error.message}", field=f"serve.{error.field}") from None
+        raise error.below("serve") from None
     for key in data:
         if difflib.get_close_matches(key, ["serve"], cutoff=0.8):
             raise unknown_key(key, key, ["serve"])
@@ -172,21 +205,21 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
 def _structured(args: dict[str, Any]) -> dict[str, Any]:
     """`serve.num_replicas=2` nested, and sections given as JSON or YAML text read."""
     data: dict[str, Any] = {}
-    dotted: dict[str, dict[str, Any]] = {}
+    dotted: list[tuple[str, str, Any]] = []
     for key, value in args.items():
-        parsed = value
-        if key in _SECTIONS and isinstance(value, str):
-            parsed = read_yaml(value, key, "it")
         section, dot, rest = key.partition(".")
-        if dot and section in _SECTIONS:
-            # A value on the command line is text: "null", "true", "2".
-            inner = read_yaml(value, key, "it") if isinstance(value, str) else value
-            dotted.setdefault(section, {})[rest] = inner
+        if section not in _SECTIONS:
+            data[key] = value
+            continue
+        # A value on the command line is text: "null", "true", "2".
+        parsed = read_yaml(value, key, "it") if isinstance(value, str) else value
+        if dot:
+            dotted.append((section, rest, parsed))
         else:
             data[key] = parsed
-    for section, keys in dotted.items():
+    for section, rest, parsed in dotted:
         given = data.get(section) or {}
         if not isinstance(given, dict):
-            raise ConfigError(f"{section}: expected a mapping, got {given!r}", field=section)
-        data[section] = {**given, **keys}
+            raise ConfigError.at(section, f"expected a mapping, got {given!r}")
+        data[section] = {**given, rest: parsed}
     return data

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import ConfigError
-from ..watchdog import silence_of_environment, start_watchdog
+from ..process import silence_of_environment, start_watchdog
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
@@ -66,7 +66,7 @@ class ConnectionLimits:
             except ValueError:
                 value = math.nan
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{variable}: a number above 0, got {text!r}", field=variable)
+                raise ConfigError.at(variable, f"a number above 0, got {text!r}")
             given[field.name] = value if field.name.endswith("_s") else int(value)
         return cls(**given)
 
@@ -88,7 +88,7 @@ def guard() -> list[Middleware]:
     import ray
     from starlette.middleware import Middleware
 
-    from .relay.proxy import ProxyRelay
+    from .relay import ProxyRelay
 
     install(ConnectionLimits.from_environment())
     silence_s = silence_of_environment()

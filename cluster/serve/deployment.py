@@ -1,11 +1,12 @@
 """The application on a cluster's Serve: what is there already, deploying, and taking it down.
 
-Called by `cli/serve.py`. A cluster has one Serve with one HTTP port; applications share it under
-names and routes of their own, and none of them may touch another.
+A cluster has one Serve with one HTTP port; applications share it under names and routes of their
+own, and none of them may touch another.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -62,25 +63,25 @@ def check_room(running: RunningServe, section: ServeConfig, host: str, port: int
     """
     others = ", ".join(f"{name!r} at {route}" for name, route in running.routes.items())
     if section.name in running.routes:
-        raise ConfigError(
-            f"name: this cluster already serves an application {section.name!r} at "
+        raise ConfigError.at(
+            "name",
+            f"this cluster already serves an application {section.name!r} at "
             f"{running.routes[section.name]} (port {running.port}); "
             "give this one another --name and --route-prefix",
-            field="name",
         )
     for name, route in running.routes.items():
         if route == section.route_prefix:
-            raise ConfigError(
-                f"route_prefix: {route} belongs to the application {name!r} on this cluster "
+            raise ConfigError.at(
+                "route_prefix",
+                f"{route} belongs to the application {name!r} on this cluster "
                 f"(port {running.port}); give this one another --route-prefix",
-                field="route_prefix",
             )
     for key, mine, theirs in (("port", port, running.port), ("host", host, running.host)):
         if mine != theirs and not (key == "host" and theirs == "0.0.0.0"):
-            raise ConfigError(
-                f"{key}: Serve on this cluster listens on {running.host}:{running.port} for all "
+            raise ConfigError.at(
+                key,
+                f"Serve on this cluster listens on {running.host}:{running.port} for all "
                 f"its applications ({others or 'none now'}), not on {mine}; give --{key} {theirs}",
-                field=key,
             )
 
 
@@ -174,3 +175,20 @@ def _own_error(messages: list[str]) -> OutriderError | None:
             if isinstance(kind, type) and issubclass(kind, OutriderError):
                 return kind(text.strip())
     return None
+
+
+# How soon deaths are noticed by the Ray that `outrider serve` starts. One that runs already has
+# what `ray start` was given; `docs/operations.md` lists the variables.
+DETECTION = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",  # a proxy is replaced after three failures
+    # An engine's answers to all ingresses wait behind those to one that died, one after the other,
+    # each for this time (whole seconds) and for the check behind it.
+    "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
+    "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
+}
+
+
+def set_detection() -> None:
+    """Sets what the environment does not set already, for processes that Ray starts."""
+    for name, value in DETECTION.items():
+        os.environ.setdefault(name, value)

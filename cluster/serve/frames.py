@@ -1,8 +1,7 @@
 """Framed connections in an event loop: listening sockets, and a protocol that cuts out frames.
 
-Called by `edge.py` (engine to ingress) and `relay/` (ingress to proxy). Listening and handshakes
-take a thread; what arrives afterwards is read by the event loop itself, so that a message wakes one
-thread and not two. The frames are those of `workers/transport/framing.py`.
+Listening and handshakes take a thread; what arrives afterwards is read by the event loop itself, so
+that a message wakes one thread and not two. The frames are those of `workers/transport/framing.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import asyncio
 import logging
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import cast
 
 from ...workers.transport import framing
+from ..process import start_thread
 
 log = logging.getLogger(__name__)
-_HEADER = struct.Struct("<Q")
 _ACCEPT_POLL_S = 1.0
 
 
@@ -48,14 +46,14 @@ class FrameProtocol(asyncio.Protocol):
         buffer += data
         begin = 0
         try:
-            while len(buffer) - begin >= _HEADER.size:
-                (size,) = _HEADER.unpack_from(buffer, begin)
+            while len(buffer) - begin >= framing.HEADER.size:
+                (size,) = framing.HEADER.unpack_from(buffer, begin)
                 if size > framing.MAX_FRAME_BYTES:
                     raise ValueError(f"a frame of {size} bytes")
-                end = begin + _HEADER.size + size
+                end = begin + framing.HEADER.size + size
                 if end > len(buffer):
                     break
-                self._on_frame(bytes(memoryview(buffer)[begin + _HEADER.size : end]))
+                self._on_frame(bytes(memoryview(buffer)[begin + framing.HEADER.size : end]))
                 begin = end
         except Exception:
             log.exception("a connection is closed: its data cannot be read")
@@ -68,7 +66,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def send(self, body: bytes) -> None:
         """Writes one frame; does not wait."""
-        self.transport.write(_HEADER.pack(len(body)) + body)
+        self.transport.write(framing.frame(body))
 
 
 class FrameListener:
@@ -111,9 +109,7 @@ class FrameListener:
         server, address = framing.listen(host, folder)
         self._servers.append(server)
         acceptor = framing.Acceptor(server, self.secret)
-        threading.Thread(
-            target=self._accept, args=(acceptor,), name="outrider-accept", daemon=True
-        ).start()
+        start_thread("accept", self._accept, acceptor)
         return address
 
     def _accept(self, acceptor: framing.Acceptor) -> None:

@@ -12,26 +12,21 @@ from ray.serve.handle import DeploymentHandle
 
 from ...config import parse
 from ...config.access import AccessConfig
-from ...engine.checkpoints import resolved
-from ...engine.encoder import load_tokenizer
+from ...engine.checkpoints import load_tokenizer, resolved
 from ...engine.frontend import Frontend
-from ...engine.info import EngineInfo
-from ..lean import without_torch
-from ..trim import keep_trimmed
-from ..watchdog import start_watchdog
+from ...engine.statistics import EngineInfo
+from ..process import keep_trimmed, start_watchdog, without_torch
 from .access.access import Access
 from .args import ServeConfig
-from .client import ServeClient
 from .connections import install
 from .edge import EdgeListener
-from .health import HeldCheck, hold_s
-from .logs import configure_logging
 from .metrics import EdgeMetrics
-from .models import ServedModel
+from .models import HeldCheck, ServedModel
 from .openai.resuming import ResumePolicy
 from .openai.routes import Edge, build_http
-from .relay.ingress import IngressRelay
-from .tracing import Tracing
+from .relay import IngressRelay
+from .serve_client import ServeClient
+from .telemetry import Tracing, configure_logging
 
 INGRESS = "Ingress"
 
@@ -63,9 +58,7 @@ class Ingress:
         endpoint = self._section.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing.to(endpoint)
         self._listener: EdgeListener | None = None
-        self._health = HeldCheck(
-            hold_s(self._section.health_check_period_s, self._section.health_check_timeout_s)
-        )
+        self._health = HeldCheck(self._section.health_hold_s)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, in the replica's event loop; it waits for all engines to be up."""
@@ -80,10 +73,12 @@ class Ingress:
             asyncio.get_running_loop(),
         )
         siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
-        edges = [
-            await self._edge(*each, siblings, self._listener)
-            for each in zip(self._models, infos, tokenizers, strict=True)
-        ]
+        edges = []
+        for model, engines, *found in zip(self._models, handles, infos, tokenizers, strict=True):
+            replayed = self._metrics[model.name].replayed
+            client = ServeClient(engines, siblings, self._listener, replayed)
+            frontend = await asyncio.to_thread(Frontend, model.config, *found)
+            edges.append(self._edge(model, client, frontend))
         app = build_http(*edges)
         app.add_middleware(IngressRelay, node=ray.get_runtime_context().get_node_id())
         return app
@@ -94,35 +89,23 @@ class Ingress:
         with without_torch(unless=own_code):
             return [await asyncio.to_thread(_load_tokenizer, each) for each in self._models]
 
-    async def _edge(
-        self,
-        model: ServedModel,
-        info: EngineInfo,
-        tokenizer: Any,
-        siblings: DeploymentHandle[Any],
-        listener: EdgeListener,
-    ) -> Edge:
+    def _edge(self, model: ServedModel, client: ServeClient, frontend: Frontend) -> Edge:
+        rule, section = model.config.speculative_config, self._section
         return Edge(
             tracing=self._tracing,
-            client=ServeClient(
-                self._engines[model.name], siblings, listener, self._metrics[model.name].replayed
-            ),
-            frontend=await asyncio.to_thread(Frontend, model.config, info, tokenizer),
+            client=client,
+            frontend=frontend,
             metrics=self._metrics[model.name],
-            max_body_bytes=self._section.max_body_bytes,
-            request_timeout_s=self._section.request_timeout_s,
-            body_timeout_s=self._section.body_timeout_s,
+            max_body_bytes=section.max_body_bytes,
+            request_timeout_s=section.request_timeout_s,
+            body_timeout_s=section.body_timeout_s,
             max_completions=model.max_completions,
             access=self._access,
-            resuming=self._resuming(model),
-        )
-
-    def _resuming(self, model: ServedModel) -> ResumePolicy:
-        rule = model.config.speculative_config
-        return ResumePolicy(
-            enabled=self._section.resume_window_s > 0,
-            coupled=rule.verification == "coupled",
-            lossless=not rule.lossy,
+            resuming=ResumePolicy(
+                enabled=section.resume_window_s > 0,
+                coupled=rule.verification == "coupled",
+                lossless=not rule.lossy,
+            ),
         )
 
     async def check_health(self) -> None:

@@ -7,20 +7,168 @@ Names follow vLLM's, so that its dashboards need one word changed. Engine figure
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from ...scheduler.types import RequestTimes
-from .engine_metrics import PREFIX as _PREFIX
-from .engine_metrics import engine_families
 
+PREFIX = "outrider:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Families of `Engine.stats()`, with their help: first its numbers, by key.
+_GAUGES = {
+    "running": ("num_requests_running", "Requests in the batch"),
+    "waiting": ("num_requests_waiting", "Requests queued in the engine"),
+}
+_TOTALS = {
+    "num_failed_steps": ("failed_steps", "Steps in which a worker raised"),
+    "num_restarts": ("worker_restarts", "Restarts of the worker group"),
+}
+_REQUESTS = {
+    "num_finished": ("requests_finished", "Requests that ran to their end"),
+    "num_preemptions": ("num_preemptions", "Requests sent back to the queue for want of KV"),
+    "num_prompt_tokens": ("engine_prompt_tokens", "Prompt tokens taken in"),
+    "num_output_tokens": ("engine_generation_tokens", "Tokens emitted by the target"),
+    "num_looked_up_tokens": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
+    "num_hit_tokens": ("prefix_cache_hits", "Tokens found in the prefix cache"),
+}
+_STEPS = {  # sums over steps
+    "num_steps": ("engine_steps", "Steps of the loop"),
+    "num_sequences": ("engine_step_sequences", "Sequences of all steps: batch sizes, summed"),
+    "num_sampled": ("engine_step_sampled_sequences", "Of those, sequences that emitted"),
+    "num_tokens": ("engine_step_tokens", "Tokens of target forwards, draft nodes included"),
+    "num_granted_nodes": ("spec_decode_num_granted_nodes", "Draft nodes that the budget allowed"),
+    "num_draft_nodes": ("spec_decode_num_verified_nodes", "Draft nodes that were verified"),
+}
+_DRAFTS = {  # of each drafter
+    "num_gen_drafts": ("spec_decode_num_drafts", "Drafts proposed"),
+    "num_gen_tokens": ("spec_decode_num_draft_tokens", "Draft tokens proposed"),
+    "num_acc_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens accepted"),
+    "num_acc_drafts": ("spec_decode_num_accepted_drafts", "Drafts accepted at least in part"),
+    "faults": ("spec_decode_faults", "Failures of the drafter; each cost one draft"),
+}
+_VERBS = {"begin_ms": "begin", "gen_ms": "generate", "acc_ms": "accept"}
+# Then what is computed from them: help, and labels beside model and replica.
+_COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
+    GaugeMetricFamily: {
+        "kv_cache_usage_perc": ("KV blocks in use; 1 is all",),
+        "num_spare_workers": ("Processes that wait to replace a lost worker",),
+        "spec_decode_synthetic_acceptance_rate": (
+            "Rate of the coins that accept drafts in place of the target; absent: the target does",
+        ),
+        "spec_decode_drafter_up": ("1: it drafts; 0: late, down or disabled", "drafter"),
+    },
+    CounterMetricFamily: {
+        "step_seconds": ("Where the time of steps went; `forward` is a part of `verify`", "phase"),
+        "spec_decode_num_accepted_tokens_per_pos": (
+            "Draft tokens accepted, by their place in the draft",
+            "drafter",
+            "position",
+        ),
+        "spec_decode_seconds": ("Time in the drafter's verbs", "drafter", "verb"),
+    },
+    HistogramMetricFamily: {
+        "worker_recovery_seconds": (
+            "From the loss of the target's workers until new ones can compute",
+        ),
+        "step_phase_seconds": (
+            "Time of a step in drafting, verification and the rest of the loop",
+            "phase",
+        ),
+    },
+}
+
+
+def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:
+    """Engines' statistics, by replica and drafter."""
+    families: dict[str, Any] = {}
+
+    def declare(kind: type[Metric], name: str, text: str, *labels: str) -> None:
+        families[name] = kind(PREFIX + name, text, labels=["model", "replica", *labels])  # type: ignore[call-arg]
+
+    for row in _GAUGES.values():
+        declare(GaugeMetricFamily, *row)
+    for row in (*_TOTALS.values(), *_REQUESTS.values(), *_STEPS.values()):
+        declare(CounterMetricFamily, *row)
+    for row in _DRAFTS.values():
+        declare(CounterMetricFamily, *row, "drafter")
+    for kind, table in _COMPUTED.items():
+        for name, columns in table.items():
+            declare(kind, name, *columns)
+    for replica, stats in engines.items():
+        for name, value, *labels in chain(_of_engine(stats), _of_drafters(stats)):
+            if isinstance(value, dict):  # a histogram's counts by bucket
+                bounds = [*(str(bound) for bound in value["bounds"]), "+Inf"]
+                buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
+                families[name].add_metric([model, replica, *labels], buckets, value["sum"])
+            else:
+                families[name].add_metric([model, replica, *labels], value)
+    yield from families.values()
+
+
+def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Samples of one replica: name, value, further labels."""
+    steps = stats.get("steps") or {}
+    for table, values in (
+        (_GAUGES, stats),
+        (_TOTALS, stats),
+        (_REQUESTS, stats.get("requests") or {}),
+        (_STEPS, steps),
+    ):
+        for key, (name, _) in table.items():
+            yield name, values.get(key, 0)
+    kv = stats.get("kv") or {}
+    total = kv.get("num_blocks", 0)
+    yield "kv_cache_usage_perc", 1 - kv.get("num_free_blocks", 0) / total if total else 0
+    if stats.get("recovery_seconds"):
+        yield "worker_recovery_seconds", stats["recovery_seconds"]
+    states = [each["state"] for each in stats.get("workers") or ()]
+    yield "num_spare_workers", states.count("spare")
+    for key, value in steps.items():
+        if key.endswith("_ms"):
+            yield "step_seconds", value / 1e3, key.removesuffix("_ms")
+    for phase, counted in (stats.get("histograms") or {}).items():
+        yield "step_phase_seconds", counted, phase
+    rate = (stats.get("speculation") or {}).get("synthetic_acceptance_rate")
+    if rate is not None:
+        yield "spec_decode_synthetic_acceptance_rate", rate
+
+
+def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Samples of a replica's drafters, as `_of_engine`."""
+    for drafter, values in (stats.get("drafters") or {}).items():
+        for key, (name, _) in _DRAFTS.items():
+            yield name, values.get(key, 0), drafter
+        for position, count in enumerate(values.get("acc_tokens_per_pos", ())):
+            yield "spec_decode_num_accepted_tokens_per_pos", count, drafter, str(position)
+        for key, verb in _VERBS.items():
+            yield "spec_decode_seconds", values.get(key, 0.0) / 1e3, drafter, verb
+        state = (values.get("health") or {}).get("state")
+        if state is not None:
+            yield "spec_decode_drafter_up", float(state == "active"), drafter
+
+
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 4.0)
+_GAP = "inter_token_latency_seconds"
+_TIMES = {  # histograms of an edge
+    "time_to_first_token_seconds": "From the request to its first token",
+    _GAP: "Between two tokens, drafts shared out",
+    "e2e_request_latency_seconds": "From the request to its last token",
+    "request_queue_time_seconds": "From the engine's queue to a seat",
+    "request_prefill_time_seconds": "From the seat to the first token",
+    "request_decode_time_seconds": "From the first token to the last",
+    "request_replay_seconds": "From the loss of a request's engine to its next token elsewhere",
+}
 _MAX_GAPS = 512  # of how many the histogram is kept waiting
 
 
@@ -32,46 +180,24 @@ class EdgeMetrics:
         self._labels = {"model": model, "ingress": ingress}
         names = tuple(self._labels)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            family = Histogram(_PREFIX + name, text, names, registry=self.registry, buckets=buckets)
-            return family.labels(**self._labels)
+        def counter(name: str, text: str, *further: str) -> Counter:
+            return Counter(PREFIX + name, text, (*names, *further), registry=self.registry)
 
-        def counter(name: str, text: str) -> Any:
-            family = Counter(_PREFIX + name, text, names, registry=self.registry)
-            return family.labels(**self._labels)
-
-        self._first = histogram(
-            "time_to_first_token_seconds", "From the request to its first token", _SECONDS
-        )
-        self._gap = histogram(
-            "inter_token_latency_seconds", "Between two tokens, drafts shared out", _GAP_SECONDS
-        )
-        self._whole = histogram(
-            "e2e_request_latency_seconds", "From the request to its last token", _SECONDS
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "From the engine's queue to a seat", _SECONDS
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From the seat to the first token", _SECONDS
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "From the first token to the last", _SECONDS
-        )
-        self._replay = histogram(
-            "request_replay_seconds",
-            "From the loss of a request's engine to its next token elsewhere",
-            _SECONDS,
-        )
+        self._times: dict[str, Histogram] = {}
+        for name, text in _TIMES.items():
+            buckets = _GAP_SECONDS if name == _GAP else _SECONDS
+            family = Histogram(PREFIX + name, text, names, registry=self.registry, buckets=buckets)
+            self._times[name] = family.labels(**self._labels)
         self._gaps_s: list[float] = []  # not yet in the histogram
         self._num_output = 0  # not yet in the counter
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests at this edge")
-        self._output_tokens = counter("generation_tokens", "Tokens sent by this edge")
-        self._requests = Counter(
-            _PREFIX + "request_success",
-            "Completions by how they ended",
-            (*names, "finished_reason"),
-            registry=self.registry,
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of requests at this edge"
+        ).labels(**self._labels)
+        self._output_tokens = counter("generation_tokens", "Tokens sent by this edge").labels(
+            **self._labels
+        )
+        self._requests = counter(
+            "request_success", "Completions by how they ended", "finished_reason"
         )
 
     def started(self, num_prompt_tokens: int) -> None:
@@ -94,9 +220,17 @@ class EdgeMetrics:
             if len(self._gaps_s) > _MAX_GAPS:
                 self._count()
 
+    def observe(self, name: str, seconds: float) -> None:
+        """Another value of the histogram `name`."""
+        self._times[name].observe(seconds)
+
     def replayed(self, pause_s: float) -> None:
         """A request's engine was lost, and another has continued it."""
-        self._replay.observe(pause_s)
+        self.observe("request_replay_seconds", pause_s)
+
+    def ended(self, reason: str) -> None:
+        """A completion has ended, for `reason`."""
+        self._requests.labels(**self._labels, finished_reason=reason).inc()
 
     def families(self) -> list[Metric]:
         """A snapshot that can be sent to another process."""
@@ -107,7 +241,7 @@ class EdgeMetrics:
         self._output_tokens.inc(self._num_output)
         gaps_s, self._gaps_s, self._num_output = self._gaps_s, [], 0
         for gap_s in gaps_s:
-            self._gap.observe(gap_s)
+            self.observe(_GAP, gap_s)
 
 
 class Stopwatch:
@@ -125,7 +259,7 @@ class Stopwatch:
         now = time.perf_counter()
         if self._first_s is None:
             self._first_s = now
-            self._metrics._first.observe(now - self._start_s)
+            self._metrics.observe("time_to_first_token_seconds", now - self._start_s)
             self._metrics.tokens(count, None)
         else:
             self._metrics.tokens(count, (now - self._last_s) / count)
@@ -133,8 +267,8 @@ class Stopwatch:
 
     def before_first(self, times: RequestTimes) -> None:
         """What the engine measured before the first token."""
-        self._metrics._queue.observe(times.queue_s)
-        self._metrics._prefill.observe(times.prefill_s)
+        self._metrics.observe("request_queue_time_seconds", times.queue_s)
+        self._metrics.observe("request_prefill_time_seconds", times.prefill_s)
 
     @property
     def elapsed_s(self) -> float:
@@ -145,9 +279,9 @@ class Stopwatch:
         """The completion's end."""
         metrics = self._metrics
         if self._first_s is not None:
-            metrics._decode.observe(self._last_s - self._first_s)
-        metrics._requests.labels(**metrics._labels, finished_reason=reason).inc()
-        metrics._whole.observe(self.elapsed_s)
+            metrics.observe("request_decode_time_seconds", self._last_s - self._first_s)
+        metrics.ended(reason)
+        metrics.observe("e2e_request_latency_seconds", self.elapsed_s)
 
 
 def exposition(edges: Iterable[Metric], engines: Mapping[str, dict[str, dict[str, Any]]]) -> bytes:

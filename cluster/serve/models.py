@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from ...config import EngineConfig
-from .args import DeploymentConfig
-from .autoscaling import autoscaling
-from .health import hold_s
+from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
 _CALLS_BESIDE = 64  # that are not for completions
+
+
+class HeldCheck:
+    """Holds every health check but the first, which a replica's start waits for.
+
+    Serve's controller notices the death of a replica by the failure of a call to it, and makes none
+    but one health check per period. A check that is held until the next one is due fails within
+    milliseconds of the process's death.
+    """
+
+    def __init__(self, hold_s: float) -> None:
+        self._hold_s = hold_s
+        self._has_begun = False
+
+    async def hold(self) -> None:
+        if self._has_begun:
+            await asyncio.sleep(self._hold_s)
+        self._has_begun = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +69,6 @@ class ServedModel:
         if queued is None:
             return self.config.max_queued_requests
         return max(1, queued) if queued >= 0 else None
-
-    @property
-    def health_hold_s(self) -> float:
-        """How long an engine holds a health check."""
-        return hold_s(self.deployment.health_check_period_s, self.deployment.health_check_timeout_s)
 
     def serve_options(self) -> dict[str, Any]:
         """Arguments of `serve.deployment` for the engines."""

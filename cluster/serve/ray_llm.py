@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ...config import EngineConfig, Strict, parse
-from ...config.strict import at_key
-from ...config.yaml_text import read_yaml
+from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError
 from .args import DeploymentConfig, ServeConfig
 from .models import ServedModel
@@ -25,6 +24,12 @@ _REFUSED = {
     "experimental_configs": "tokens are sent without batching delay; the number of ingress "
     "replicas is ingress_deployment_config.num_replicas",
     "server_cls": "the engine is Outrider's",
+}
+
+_OF_LOADING = {
+    "model": "model_source",
+    "served_model_name": "model_id",
+    "tokenizer": "tokenizer_source",
 }
 
 
@@ -125,17 +130,18 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
     """
     alone = _ENTRY not in args and "model_loading_config" in args
     given = parse(ServingArgs, {_ENTRY: [args]} if alone else args)
-    models = []
+    models: list[ServedModel] = []
     for index, entry in enumerate(given.llm_configs):
-        at = "" if alone else f"{_ENTRY}.{index}."
         try:
-            models.append(_served_model(_read_entry(entry)))
+            model = _served_model(_read_entry(entry))
+            if model.name in [each.name for each in models]:
+                field = "model_loading_config.model_id"
+                raise ConfigError.at(field, f"a second model {model.name!r}")
         except ConfigError as error:
-            raise ConfigError(f"{at}{error.message}", field=f"{at}{error.field}") from None
-        name = models[-1].name
-        if name in [each.name for each in models[:-1]]:
-            field = f"{at}model_loading_config.model_id"
-            raise ConfigError(f"{field}: a second model {name!r}", field=field)
+            if alone:
+                raise
+            raise error.below(f"{_ENTRY}.{index}") from None
+        models.append(model)
     return models, _endpoint(given)
 
 
@@ -145,7 +151,7 @@ def _read_entry(entry: dict[str, Any] | str) -> dict[str, Any]:
     try:
         data = read_yaml(Path(entry).read_text(encoding="utf-8"), _ENTRY, entry)
     except OSError as error:
-        raise ConfigError(f"{entry}: {error.strerror}", field=entry) from None
+        raise ConfigError.at(entry, f"{error.strerror}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{entry} must hold a mapping of keys", field=entry)
     return data
@@ -156,9 +162,8 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
     loading, kwargs = parsed.model_loading_config, parsed.engine_kwargs
     for key, source in _OF_LOADING.items():
         if key in kwargs:
-            raise ConfigError(
-                f"engine_kwargs.{key}: give model_loading_config.{source} instead",
-                field=f"engine_kwargs.{key}",
+            raise ConfigError.at(
+                f"engine_kwargs.{key}", f"give model_loading_config.{source} instead"
             )
     data: dict[str, Any] = {
         "model": loading.model_source or loading.model_id,
@@ -167,13 +172,13 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
     }
     if loading.tokenizer_source is not None:
         data["tokenizer"] = loading.tokenizer_source
+    resources = data.get("resources") or {}
     if parsed.placement_group_config is not None:
-        data["resources"] = _resources(parsed.placement_group_config, kwargs)
+        resources = _resources(parsed.placement_group_config, kwargs)
     if parsed.accelerator_type is not None:
-        data["resources"] = {
-            **(data.get("resources") or {}),
-            "accelerator_type": parsed.accelerator_type,
-        }
+        resources = {**resources, "accelerator_type": parsed.accelerator_type}
+    if resources:
+        data["resources"] = resources
     deployment = parsed.deployment_config
     if parsed.runtime_env is not None:
         options = deployment.ray_actor_options
@@ -182,67 +187,53 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
             raise ConfigError(message, field="runtime_env")
         options = {**options, "runtime_env": parsed.runtime_env}
         deployment = deployment.model_copy(update={"ray_actor_options": options})
-    return ServedModel(_engine(data), deployment)
-
-
-_OF_LOADING = {
-    "model": "model_source",
-    "served_model_name": "model_id",
-    "tokenizer": "tokenizer_source",
-}
-
-
-def _engine(data: dict[str, Any]) -> EngineConfig:
     try:
-        return EngineConfig.load(data)
+        return ServedModel(EngineConfig.load(data), deployment)
     except ConfigError as error:
-        field = f"engine_kwargs.{error.field}"
-        raise ConfigError(f"engine_kwargs.{error.message}", field=field) from None
+        raise error.below("engine_kwargs") from None
 
 
 def _endpoint(given: ServingArgs) -> ServeConfig:
     """The endpoint's settings; what is about engines belongs to each model."""
     for key in given.serve:
         if key in DeploymentConfig.model_fields and key != "graceful_shutdown_timeout_s":
-            raise ConfigError(
-                f"serve.{key}: belongs to a model; give it in its deployment_config",
-                field=f"serve.{key}",
+            raise ConfigError.at(
+                f"serve.{key}", "belongs to a model; give it in its deployment_config"
             )
     if "num_ingress_replicas" in given.serve:
-        raise ConfigError(
-            "serve.num_ingress_replicas: give ingress_deployment_config.num_replicas",
-            field="serve.num_ingress_replicas",
+        raise ConfigError.at(
+            "serve.num_ingress_replicas", "give ingress_deployment_config.num_replicas"
         )
     replicas = given.ingress_deployment_config.num_replicas
     try:
         return parse(ServeConfig, {**given.serve, "num_ingress_replicas": replicas})
     except ConfigError as error:
-        raise ConfigError(f"serve.{error.message}", field=f"serve.{error.field}") from None
+        raise error.below("serve") from None
 
 
 def _resources(group: PlacementGroup, engine: dict[str, Any]) -> dict[str, Any]:
     """What each rank gets, from bundles of one shape."""
     where = "placement_group_config"
     if (group.bundles is None) == (group.bundle_per_worker is None):
-        raise ConfigError(f"{where}: either bundles or bundle_per_worker", field=where)
+        raise ConfigError.at(where, "either bundles or bundle_per_worker")
     if "resources" in engine:
-        raise ConfigError(f"{where}: engine_kwargs.resources says the same", field=where)
+        raise ConfigError.at(where, "engine_kwargs.resources says the same")
     bundle = group.bundle_per_worker
     if group.bundles is not None:
         size = engine.get("tensor_parallel_size", engine.get("tp_size", 1))
         if str(len(group.bundles)) != str(size) or any(
             each != group.bundles[0] for each in group.bundles
         ):
-            raise ConfigError(
-                f"{where}.bundles: one per rank, all alike; got {len(group.bundles)} for "
+            raise ConfigError.at(
+                f"{where}.bundles",
+                f"one per rank, all alike; got {len(group.bundles)} for "
                 f"tensor_parallel_size = {size}",
-                field=f"{where}.bundles",
             )
         bundle = group.bundles[0]
     assert bundle is not None
     unknown = set(bundle) - {"CPU", "GPU"}
     if unknown:
-        raise ConfigError(f"{where}: only CPU and GPU, got {sorted(unknown)}", field=where)
+        raise ConfigError.at(where, f"only CPU and GPU, got {sorted(unknown)}")
     return {
         "cpus_per_worker": bundle.get("CPU", 0),
         "gpus_per_worker": bundle.get("GPU", 0),

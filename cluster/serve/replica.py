@@ -14,25 +14,23 @@ from ray import serve
 
 from ...config import EngineConfig, UserConfig
 from ...engine.engine import Engine
-from ...engine.info import EngineInfo
+from ...engine.statistics import EngineInfo
 from ...errors import OutriderError, WorkerError
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.types import Delta, Request, ints
 from ...workers.transport.wire import decode
 from ..backend import backend_of
 from ..keeper import Successors
-from ..lean import without_torch
-from ..trim import keep_trimmed
-from ..watchdog import start_watchdog
+from ..process import keep_trimmed, start_watchdog, without_torch
 from .edge import EdgeLink, ReplyTo
-from .health import HeldCheck
-from .kept import KeptTokens, TokenStore
-from .logs import configure_logging
-from .openai.client import LocalClient
+from .models import HeldCheck
+from .openai.engine_client import LocalClient
+from .resume_tokens import ResumeTokens, TokenStore
+from .telemetry import configure_logging
 
 
 class EngineReplica:
-    """One engine, its loop in a thread, its ranks in actors that die with it.
+    """One engine, its loop in a thread, its ranks in actors of their own.
 
     Raises:
         ConfigError, CheckpointError, ResourcesError, WorkerError: it cannot start.
@@ -49,7 +47,7 @@ class EngineReplica:
         start_watchdog(hung_after_s)
         keep_trimmed()
         self._engine: Engine | None = None
-        self._kept = TokenStore(resume_window_s, resume_max_values)
+        self._store = TokenStore(resume_window_s, resume_max_values)
         self._links: dict[str, EdgeLink] = {}
         self._node = ray.get_runtime_context().get_node_id()
         self._health = HeldCheck(health_hold_s)
@@ -80,7 +78,7 @@ class EngineReplica:
         assert isinstance(request, Request)
         link = await self._link(reply_to)
         last = link.expect(request.id)
-        self._kept.begin(request)
+        self._store.begin(request)
         submitted = self._threads.submit(engine.submit, request, link)
         finished = False
         try:
@@ -95,15 +93,15 @@ class EngineReplica:
             if not finished:
                 # Behind the submission, should it still be under way.
                 submitted.add_done_callback(lambda _: engine.abort(request.id))
-            self._kept.release(request.id)
+            self._store.release(request.id)
 
-    async def count_kept(self, stream_id: str, owner: str) -> dict[int, int]:
+    async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
         """How many tokens of a resumable stream's completions are kept here."""
-        return self._kept.count(stream_id, owner)
+        return self._store.count(stream_id, owner)
 
-    async def take(self, stream_id: str, owner: str) -> dict[int, KeptTokens]:
+    async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
         """What is kept of a resumable stream; its requests end here."""
-        taken, running = self._kept.take(stream_id, owner)
+        taken, running = self._store.take(stream_id, owner)
         for request_id in running:
             self._alive().abort(request_id)
         return taken
@@ -114,13 +112,13 @@ class EngineReplica:
             engine = self._alive()
             engine.check()
             stats = await asyncio.to_thread(engine.stats)  # it may ask other processes
-            return self._name, {**stats, "resumable": self._kept.stats()}
+            return self._name, {**stats, "resumable": self._store.stats()}
         except OutriderError as error:
             return self._name, {"error": error.message}
 
     async def check_health(self) -> None:
         """Asks the loop's thread nothing, so that a long step is no illness."""
-        self._kept.expire()
+        self._store.expire()
         self._alive().check()
         await self._health.hold()
 
@@ -143,7 +141,7 @@ class EngineReplica:
     async def _link(self, reply_to: ReplyTo) -> EdgeLink:
         link = self._links.get(reply_to.ingress)
         if link is None or link.lost:
-            link = await asyncio.to_thread(EdgeLink, reply_to, self._node, self._kept)
+            link = await asyncio.to_thread(EdgeLink, reply_to, self._node, self._store)
             known = self._links.get(reply_to.ingress)
             if known is not None and not known.lost:  # another request was faster
                 link.close()

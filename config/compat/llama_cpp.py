@@ -6,7 +6,12 @@ drafts are for every drafter that has them.
 
 from __future__ import annotations
 
-from .table import Dialect, Entry, Name, Only, Refused, To
+from .table import Dialect, Entry, Keys, Name, Only, Refused, To
+
+
+def _three(given: Keys) -> Keys:
+    return {"max_draft_len": 3}
+
 
 _NOT_RUN = "this drafter is not implemented"
 # In the order in which llama.cpp asks them, whatever the order they are given in
@@ -19,8 +24,8 @@ METHODS: dict[str, Name] = {
     "ngram-mod": To("NGramMod"),
     "ngram-cache": To("NGramCache"),
     "draft-simple": To("DraftTarget"),
-    "draft-eagle3": To("Eagle3"),
-    "draft-mtp": To("MTP"),
+    "draft-eagle3": To("Eagle3", defaults=_three),
+    "draft-mtp": To("MTP", defaults=_three),
     "draft-mtp-adaptive": Refused(_NOT_RUN, "draft-mtp"),
     "draft-dflash": Refused(_NOT_RUN, "draft-eagle3"),
     "draft-dspark": Refused(_NOT_RUN, "draft-eagle3"),
@@ -87,12 +92,18 @@ KEYS: dict[str, Entry] = {
         _PLACED,
     ),
 }
+SHORT = {  # options of one dash
+    "-td": "threads_draft",
+    "-tbd": "threads_batch_draft",
+    "-ngld": "n_gpu_layers_draft",
+    "-devd": "device_draft",
+    "-ctkd": "cache_type_k_draft",
+    "-ctvd": "cache_type_v_draft",
+    "-otd": "override_tensor_draft",
+    "-cmoed": "cpu_moe_draft",
+    "-ncmoed": "n_cpu_moe_draft",
+    "-cd": "ctx_size_draft",
+    "-hfd": "hf_repo_draft",
+}
 
-
-def _three(given: dict[str, object]) -> dict[str, object]:
-    return {"max_draft_len": 3}
-
-
-DIALECT = Dialect(
-    "llama.cpp", ("spec_type",), METHODS, KEYS, defaults={"Eagle3": _three, "MTP": _three}
-)
+DIALECT = Dialect("llama.cpp", ("spec_type",), METHODS, KEYS)

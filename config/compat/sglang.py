@@ -9,19 +9,57 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from . import chat_parsers
+from . import vllm
 from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To
 
 log = logging.getLogger(__name__)
 
+
+def _length(steps: int | None, nodes: int | None) -> int:
+    """Of a chain, where the number of steps prevails, as in SGLang."""
+    if steps and nodes and steps != nodes:
+        log.warning(
+            "speculative_num_draft_tokens: %d is taken as %d, because a chain of "
+            "speculative_num_steps: %d has as many draft tokens, and the last known one counts too",
+            *(nodes + 1, steps + 1, steps),
+        )
+    return steps or nodes or 3
+
+
+def _grown(given: Keys) -> Keys:
+    """A chain of 3 by default (SGLang's default for all but Llama and Grok)."""
+    steps, topk, nodes = (given.get(key) for key in ("num_steps", "topk", "num_nodes"))
+    if topk in (None, 1):
+        return {"max_draft_len": _length(steps, nodes)}
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": topk, "max_draft_len": steps or 5}
+    return tree if nodes is None else {**tree, "max_total_draft_tokens": nodes}
+
+
+def _chain(given: Keys) -> Keys:
+    if given.get("topk") not in (None, 1):
+        raise ValueError("speculative_eagle_topk: a draft model drafts a chain; allowed: 1")
+    return {"max_draft_len": _length(given.get("num_steps"), given.get("num_nodes"))}
+
+
+def _lookup(given: Keys) -> Keys:
+    if "num_steps" in given:
+        raise ValueError(
+            "speculative_num_steps: a look-up has none; use speculative_num_draft_tokens"
+        )
+    shape = "chain" if given.get("topk") == 1 else "tree"
+    return {"max_draft_len": given.get("num_nodes", 11), "max_tree_depth": 18, "shape": shape}
+
+
 _NOT_RUN = "this drafter is not implemented"
 METHODS: dict[str, Name] = {
-    "EAGLE": To("Eagle"),
-    "EAGLE3": To("Eagle3"),
-    "NEXTN": To("MTP"),
-    "MTP": To("MTP"),
-    "STANDALONE": To("DraftTarget"),
-    "NGRAM": To("Suffix", "continuations by frequency, of all of a tenant's requests"),
+    "EAGLE": To("Eagle", defaults=_grown),
+    "EAGLE3": To("Eagle3", defaults=_grown),
+    "NEXTN": To("MTP", defaults=_grown),
+    "MTP": To("MTP", defaults=_grown),
+    "STANDALONE": To("DraftTarget", defaults=_chain),
+    "NGRAM": To(
+        "Suffix", "continuations by frequency, of all of a tenant's requests", defaults=_lookup
+    ),
     "NONE": To("None"),
     "DFLASH": Refused(_NOT_RUN, "EAGLE3"),
     "DSPARK": Refused(_NOT_RUN, "EAGLE3"),
@@ -105,50 +143,6 @@ KEYS: dict[str, Entry] = {
 }
 
 
-def _length(steps: int | None, nodes: int | None) -> int:
-    """Of a chain, where the number of steps prevails, as in SGLang."""
-    if steps and nodes and steps != nodes:
-        log.warning(
-            "speculative_num_draft_tokens: %d is taken as %d, because a chain of "
-            "speculative_num_steps: %d has as many draft tokens, and the last known one counts too",
-            *(nodes + 1, steps + 1, steps),
-        )
-    return steps or nodes or 3
-
-
-def _grown(given: Keys) -> Keys:
-    """A chain of 3 by default (SGLang's default for all but Llama and Grok)."""
-    steps, topk, nodes = (given.get(key) for key in ("num_steps", "topk", "num_nodes"))
-    if topk in (None, 1):
-        return {"max_draft_len": _length(steps, nodes)}
-    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": topk, "max_draft_len": steps or 5}
-    return tree if nodes is None else {**tree, "max_total_draft_tokens": nodes}
-
-
-def _chain(given: Keys) -> Keys:
-    if given.get("topk") not in (None, 1):
-        raise ValueError("speculative_eagle_topk: a draft model drafts a chain; allowed: 1")
-    return {"max_draft_len": _length(given.get("num_steps"), given.get("num_nodes"))}
-
-
-def _lookup(given: Keys) -> Keys:
-    if "num_steps" in given:
-        raise ValueError(
-            "speculative_num_steps: a look-up has none; use speculative_num_draft_tokens"
-        )
-    shape = "chain" if given.get("topk") == 1 else "tree"
-    return {"max_draft_len": given.get("num_nodes", 11), "max_tree_depth": 18, "shape": shape}
-
-
-DIALECT = Dialect(
-    "SGLang",
-    ("speculative_algorithm",),
-    METHODS,
-    KEYS,
-    chat_parsers.ENGINE,
-    defaults={
-        "Eagle": _grown, "Eagle3": _grown, "MTP": _grown, "DraftTarget": _chain, "Suffix": _lookup,
-    },
-)  # fmt: skip
+DIALECT = Dialect("SGLang", ("speculative_algorithm",), METHODS, KEYS, vllm.CHAT_PARSERS)
 # Keys that only `defaults` read.
 INTERIM = frozenset({"num_steps", "topk", "num_nodes"})

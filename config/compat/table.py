@@ -1,6 +1,6 @@
 """What a table of a foreign dialect is made of: an entry per key, an entry per name of a drafter.
 
-Read by `translate.py`, which parses with the tables, and by `page.py`, which prints them.
+`translate.py` parses with the tables; `docs/scripts/compatibility.py` prints them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Keys = dict[str, Any]
+Defaults = Callable[[Keys], Keys]  # what was given -> what the dialect takes for granted beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class To:
         value: the value by our meaning; raises `ValueError` with the reason.
         owner: the only drafter that the key is for; None is every one that has it.
         agrees: may be given beside another spelling of the same key if both have one value.
+        defaults: of a drafter's name; takes out of its argument what must not be passed on.
     """
 
     key: str
@@ -27,6 +29,7 @@ class To:
     value: Callable[[Any], Any] | None = None
     owner: str | None = None
     agrees: bool = False
+    defaults: Defaults | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,6 @@ class Dialect:
         methods: its names of drafters; `To.key` is the `decoding_type`.
         keys: of a speculative section.
         engine: top-level keys.
-        defaults: per `decoding_type`, what the dialect's own defaults add to what was given.
     """
 
     name: str
@@ -78,7 +80,11 @@ class Dialect:
     methods: Mapping[str, Name]
     keys: Mapping[str, Entry]
     engine: Mapping[str, Entry] = field(default_factory=dict)
-    defaults: Mapping[str, Callable[[Keys], Keys]] = field(default_factory=dict)
+
+
+def hint(entry: Only | Refused) -> str:
+    """What to use instead, as the end of a message."""
+    return f"; nearest: {entry.nearest}" if entry.nearest else ""
 
 
 def as_yaml(value: Any) -> str:

@@ -8,11 +8,25 @@ from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To, paths, s
 
 _NOT_RUN = "this drafter is not implemented"
 _BLOCK_DRAFTERS = "an EAGLE-3, MTP or draft-model checkpoint (Eagle3, MTP, DraftTarget)"
+
+
+def _sa_defaults(given: Keys) -> Keys:
+    size = given.get("max_matching_ngram_size", -1)
+    if size != -1:
+        return {"is_use_oldest": False, "min_matching_ngram_size": size}
+    given.pop("max_matching_ngram_size", None)
+    return {"is_use_oldest": False, "max_matching_ngram_size": 64}
+
+
 _SEPARATE: Keys = {"placement": "separate"}
 _ONE_MODEL = "false: `placement: separate`"
 METHODS: dict[str, Name] = {
     "Draft_Target": To("DraftTarget"),
-    "SA": To("NGram", "the newest continuation of the longest match of up to 64 tokens"),
+    "SA": To(
+        "NGram",
+        "the newest continuation of the longest match of up to 64 tokens",
+        defaults=_sa_defaults,
+    ),
     "AUTO": Refused("which drafter it means depends on the version", "NGram or Suffix"),
     "User_Provided": Refused("its drafter is a Python object", "User, with an import path"),
     "SaveState": Refused("it writes hidden states and drafts nothing", "outrider train"),
@@ -45,12 +59,6 @@ def _suffix_automaton(value: Any) -> Keys:
         "pool_scope": "tenant" if value.get("enable_global_pool") else "request",
     }
     return {"before": member}
-
-
-def _sa_defaults(given: Keys) -> Keys:
-    size = given.get("max_matching_ngram_size", -1)
-    sizes = {"max_matching_ngram_size": 64} if size == -1 else {"min_matching_ngram_size": size}
-    return {"is_use_oldest": False, **sizes}
 
 
 KEYS: dict[str, Entry] = {
@@ -134,4 +142,4 @@ KV_CACHE: dict[str, Entry] = {
     "dtype": Only(("auto", None), "the KV cache has the model's type", "dtype"),
 }
 
-DIALECT = Dialect("TensorRT-LLM", ("decoding_type",), METHODS, KEYS, ENGINE, {"SA": _sa_defaults})
+DIALECT = Dialect("TensorRT-LLM", ("decoding_type",), METHODS, KEYS, ENGINE)

@@ -1,6 +1,6 @@
 """Foreign spellings of the configuration as ours, by the dialects' tables.
 
-    foreign spelling -> canonical keys -> one merge (`merge.py`) -> parsed, frozen model
+    foreign spelling -> canonical keys -> `merge` of the sources -> parsed, frozen model
 
 A drafter is named by `decoding_type` (TensorRT-LLM's key and ours), `method` (vLLM),
 `spec_type` (llama.cpp) or `speculative_algorithm` (SGLang); its dialect's defaults hold then. Keys
@@ -11,18 +11,159 @@ strict check reports it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError
-from ..speculation import SECTIONS
-from . import infer, llama_cpp, sglang, tensorrt_llm, vllm
-from .members import Given, compose, fields_of, in_order, own_name, with_model
-from .table import Dialect, Entry, Into, Keys, Only, Refused, To, as_yaml
+from ..section import SpeculationBase
+from ..speculation import SECTIONS, ComposeConfig
+from ..strict import unknown_key
+from . import llama_cpp, sglang, tensorrt_llm, vllm
+from .llama_cpp import ORDER
+from .table import Defaults, Dialect, Entry, Into, Keys, Only, Refused, To, as_yaml, hint
 
 DIALECTS = (tensorrt_llm.DIALECT, vllm.DIALECT, llama_cpp.DIALECT, sglang.DIALECT)
 _SELECTORS = tuple(selector for dialect in DIALECTS for selector in dialect.selectors)
 _LISTS = ("method", "spec_type")  # take names of several drafters, by either dialect
+_AT = "speculative_config."
 _BEFORE = "before"  # a member that is asked first
+_MODEL = "speculative_model"
+LENGTH = "max_draft_len"
+_OF_MEMBERS = frozenset({LENGTH})  # each member has its own, and so may all together
+SHARED = frozenset(SpeculationBase.model_fields) - _OF_MEMBERS  # said once for all members
+_ABOVE = frozenset(ComposeConfig.model_fields) - _OF_MEMBERS
+# What a drafter calls a key where it has a name of its own for it.
+_OTHERWISE = {
+    "NGramMod": {"draft_min": "n_min", "ngram_size_n": "n_match"},
+    "Eagle": {"choices": "eagle_choices"},
+    "Eagle3": {"choices": "eagle_choices"},
+    "MTP": {"choices": "mtp_choices"},
+    "Medusa": {"choices": "medusa_choices"},
+}
+Drafter = tuple[Any, Defaults | None]  # its `decoding_type`, as it was given, and its defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One key as it was spelled, and its canonical key and value."""
+
+    source: str
+    key: str
+    value: Any
+    owner: str | None = None  # the only drafter that it is for
+    agrees: bool = False  # may repeat the value of another spelling
+
+
+def fields_of(kind: Any) -> frozenset[str]:
+    """Keys of a drafter's section; none if there is no such drafter."""
+    section = SECTIONS.get(kind) if isinstance(kind, str) else None
+    return frozenset(section.model_fields) if section else frozenset()
+
+
+def own_name(kind: Any, key: str) -> str:
+    """What a drafter calls a key."""
+    return _OTHERWISE.get(kind, {}).get(key, key) if isinstance(kind, str) else key
+
+
+def with_model(kinds: list[str]) -> list[str]:
+    """The drafters of a section that names a model: where none takes one, it drafts after them."""
+    if kinds[0] in ("None", "Compose") or any(_takes_model(kind) for kind in kinds):
+        return kinds
+    return [*kinds, "DraftTarget"]
+
+
+def compose(kinds: Sequence[Any], given: Sequence[Given], at: str) -> dict[str, Any]:
+    """A section of one drafter, or of several by precedence.
+
+    Raises:
+        ConfigError: a key is another drafter's, of none of several, or says what another says.
+    """
+    if len(kinds) == 1:
+        return {"decoding_type": kinds[0], **own_keys(kinds[0], given, at)}
+    above, parts = spread(kinds, given, at)
+    members = [{"decoding_type": kind, **part} for kind, part in zip(kinds, parts, strict=True)]
+    return {"decoding_type": "Compose", **above, "members": members}
+
+
+def own_keys(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
+    """`given` by the names of one drafter's section; unknown keys are left for the check."""
+    fields = fields_of(kind)
+    for each in given:
+        foreign = each.key != each.source and own_name(kind, each.key) not in fields
+        if each.owner not in (None, kind) or (fields and foreign):
+            raise _misplaced(each, [kind], at)
+    return _joined(kind, given, at)
+
+
+def spread(
+    kinds: Sequence[str], given: Sequence[Given], at: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Splits keys into those of a composition and those of each member.
+
+    A key goes to every member that has it; one with a member's name goes to that alone and wins.
+    """
+    wanting = [kind for kind in kinds if _needs_model(kind)]
+    model = next((each for each in given if each.key == _MODEL), None)
+    if model is not None and len(wanting) > 1:
+        raise ConfigError.at(
+            f"{at}{model.source}", f"{' and '.join(wanting)} want one each; give them in `members`"
+        )
+    parts, taken = [], set[str]()
+    for kind in kinds:
+        fields = fields_of(kind) - _ABOVE
+        if wanting and kind not in wanting:
+            fields -= {_MODEL}
+        known = [each for each in given if own_name(kind, each.key) in fields]
+        shared = [each for each in known if each.owner is None]
+        own = [each for each in known if each.owner == kind]
+        parts.append(_joined(kind, shared, at) | _joined(kind, own, at))
+        taken.update(each.source for each in (*shared, *own))
+    above = [each for each in given if each.source not in taken]
+    for each in above:
+        if each.owner is not None or (each.key != each.source and each.key not in _ABOVE):
+            raise _misplaced(each, kinds, at)
+        if each.key not in _ABOVE:
+            known_keys = {name for kind in kinds for name in fields_of(kind)}
+            raise unknown_key(f"{at}{each.source}", each.source, sorted(known_keys | _ABOVE))
+    return _joined("Compose", above, at), parts
+
+
+def _joined(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
+    """Keys by the drafter's own names.
+
+    Raises:
+        ConfigError: two of them mean the same.
+    """
+    joined: dict[str, Any] = {}
+    said: dict[str, Given] = {}
+    for each in given:
+        key = own_name(kind, each.key)
+        other = said.get(key)
+        if other is not None and not ((each.agrees or other.agrees) and other.value == each.value):
+            raise ConfigError.at(
+                f"{at}{each.source}", f"given twice; {other.source} means the same"
+            )
+        joined[key], said[key] = each.value, each
+    return joined
+
+
+def _takes_model(kind: str) -> bool:
+    return _MODEL in SECTIONS[kind].model_fields
+
+
+def _needs_model(kind: str) -> bool:
+    return _takes_model(kind) and SECTIONS[kind].model_fields[_MODEL].is_required()
+
+
+def _misplaced(given: Given, kinds: Sequence[Any], at: str) -> ConfigError:
+    known = [given.owner] if given.owner else [
+        kind for kind in SECTIONS if own_name(kind, given.key) in fields_of(kind)
+    ]  # fmt: skip
+    whose = "/".join(str(kind) for kind in known) or "no drafter"
+    return ConfigError.at(
+        f"{at}{given.source}",
+        f"it is an option of {whose}; drafting here is {', '.join(map(str, kinds))}",
+    )
 
 
 def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,15 +179,12 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
             section[name] = engine.pop(key)
     cache = engine.pop("kv_cache_config", None)
     if not isinstance(cache, dict | None):
-        raise ConfigError(
-            f"kv_cache_config: expected a mapping, got {cache!r}", field="kv_cache_config"
-        )
+        raise ConfigError.at("kv_cache_config", f"expected a mapping, got {cache!r}")
     for key in cache or {}:
         if key not in tensorrt_llm.KV_CACHE:
-            raise ConfigError(
-                f"kv_cache_config.{key}: unknown key; known keys: "
-                f"{', '.join(tensorrt_llm.KV_CACHE)}",
-                field=f"kv_cache_config.{key}",
+            raise ConfigError.at(
+                f"kv_cache_config.{key}",
+                f"unknown key; known keys: {', '.join(tensorrt_llm.KV_CACHE)}",
             )
     given = _read_all(engine, {**vllm.DIALECT.engine, **tensorrt_llm.ENGINE}, "")
     cached = _read_all(cache or {}, tensorrt_llm.KV_CACHE, "kv_cache_config.")
@@ -58,8 +196,12 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
     if tokens is not None:
         size = ours.get("block_size")
         ours.setdefault("num_kv_blocks", -(-tokens // (size if type(size) is int and size else 16)))
-    if section:
-        ours["speculative_config"] = _with_section(ours.get("speculative_config"), section)
+    if section:  # the whole of it in SGLang
+        if ours.get("speculative_config") is not None:
+            raise ConfigError.at(
+                next(iter(section)), "speculative_config says it; give one of them"
+            )
+        ours["speculative_config"] = section
     return ours
 
 
@@ -71,17 +213,18 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
             refused; names the key.
     """
     data = dict(data)
-    dialects, kinds = _drafters(data, at)
+    drafters = _drafters(data, at)
+    kinds = [kind for kind, _ in drafters]
     given = read_keys(data, kinds, at)
     if "MTP" not in kinds and kinds != ["Compose"]:
-        given = [each for each in given if not (each.key == "speculative_model"
-                                                and infer.is_name(each.value))]  # fmt: skip
+        given = [each for each in given if each.key != _MODEL or not vllm.is_name(each.value)]
     first = [each.value for each in given if each.key == _BEFORE]
     given = [each for each in given if each.key != _BEFORE]
-    for kind, dialect in zip(kinds, dialects, strict=True):
-        given = _with_defaults(kind, dialect, given, at)
+    for kind, defaults in drafters:
+        if defaults is not None:
+            given = _with_defaults(kind, defaults, given, at)
     given = [each for each in given if each.key not in sglang.INTERIM]
-    section = compose(_named(kinds), given, at)
+    section = compose(kinds, given, at)
     members = section.get("members")
     if isinstance(members, list):
         section["members"] = [
@@ -91,22 +234,13 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
     return _behind(first[0], section) if first else section
 
 
-def drafters(names: Any, at: str) -> list[str]:
-    """The `decoding_type`s of one or several names, as `method` and `--spec-type` have them.
-
-    Raises:
-        ConfigError: one is unknown; names `at`.
-    """
-    return [kind for kind, _ in _listed(names, at)]
-
-
 def read_keys(data: Mapping[str, Any], kinds: Sequence[Any], at: str) -> list[Given]:
     """The keys of a section of drafters of `kinds` in our words.
 
     Raises:
         ConfigError: one is refused; names it, the reason and what to use instead.
     """
-    own = frozenset().union(*(fields_of(kind) for kind in _named(kinds)), fields_of("Compose"))
+    own = frozenset().union(*map(fields_of, kinds), fields_of("Compose"))
     table: dict[str, Entry] = {}
     for dialect in DIALECTS:
         for key, entry in dialect.keys.items():
@@ -133,128 +267,98 @@ def _read(key: str, value: Any, entry: Entry | None, at: str) -> list[Given]:
         if isinstance(entry, Into):
             return [Given(key, name, each) for name, each in entry.make(value).items()]
     except ValueError as error:
-        raise ConfigError(f"{at}{key}: {error} (got {value!r})", field=f"{at}{key}") from None
+        raise ConfigError.at(f"{at}{key}", f"{error} (got {value!r})") from None
     if isinstance(entry, Only):
         if any(value is each or (value == each and type(value) is type(each))
                for each in entry.values):  # fmt: skip
             return []
         shown = " or ".join(as_yaml(each) for each in entry.values)
-        raise ConfigError(
-            f"{at}{key}: {entry.why}; allowed: {shown}, not {value!r}{_hint(entry)}",
-            field=f"{at}{key}",
+        raise ConfigError.at(
+            f"{at}{key}", f"{entry.why}; allowed: {shown}, not {value!r}{hint(entry)}"
         )
-    raise ConfigError(f"{at}{key}: refused: {entry.why}{_hint(entry)}", field=f"{at}{key}")
+    raise ConfigError.at(f"{at}{key}", f"refused: {entry.why}{hint(entry)}")
 
 
-def _hint(entry: Only | Refused) -> str:
-    return f"; nearest: {entry.nearest}" if entry.nearest else ""
-
-
-def _drafters(data: Keys, at: str) -> tuple[list[Dialect | None], list[Any]]:
-    """What drafters a section is of, each with the dialect that named it; takes the keys that say
-    so from `data`."""
-    if data.get("spec_default") is True and not any(data.get(key) for key in _SELECTORS):
+def _drafters(data: Keys, at: str) -> list[Drafter]:
+    """The drafters that a section is of; takes the keys that say so from `data`."""
+    if data.pop("spec_default", None) is True and not any(data.get(key) for key in _SELECTORS):
         data["spec_type"] = "ngram-mod"  # what llama.cpp's switch stands for
-    if data.get("spec_default") is not None:
-        del data["spec_default"]
     said = [key for key in _SELECTORS if data.get(key) is not None]
     if len(said) > 1:
-        raise ConfigError(f"{at}{said[1]}: {said[0]} says it; give one of them", field=at + said[1])
+        raise ConfigError.at(at + said[1], f"{said[0]} says it; give one of them")
     values = {key: data.pop(key, None) for key in _SELECTORS}
     if not said and "model" in data:  # vLLM finds out
-        return [vllm.DIALECT], [infer.drafter_of(data["model"], f"{at}model")]
+        method = vllm.method_of(data["model"], f"{at}model")
+        return [_drafter(vllm.DIALECT, "method", method, at)]
     if not said:
-        raise ConfigError(
-            f"{at}decoding_type: this key is required (or vLLM's `method`, llama.cpp's "
-            "`spec_type`, SGLang's `speculative_algorithm`)",
-            field=f"{at}decoding_type",
+        raise ConfigError.at(
+            f"{at}decoding_type",
+            "this key is required (or vLLM's `method`, llama.cpp's `spec_type`, SGLang's "
+            "`speculative_algorithm`)",
         )
-    key = said[0]
+    (key,) = said
     if key not in _LISTS:
         dialect = next(each for each in DIALECTS if key in each.selectors)
-        return [dialect], [_one(dialect, key, values[key], at)]
-    pairs = _listed(values[key], at + key)
-    kinds = [kind for kind, _ in pairs]
-    named = {given.key for given in read_keys(data, kinds, at) if not infer.is_name(given.value)}
-    kinds = with_model(kinds) if "speculative_model" in named else kinds
-    dialects = dict(pairs)
-    return [dialects.get(kind) for kind in kinds], kinds
+        return [_drafter(dialect, key, values[key], at)]
+    found = _listed(values[key], at + key)
+    keys = read_keys(data, list(found), at)
+    if any(each.key == _MODEL and not vllm.is_name(each.value) for each in keys):
+        return [(kind, found.get(kind)) for kind in with_model(list(found))]
+    return list(found.items())
 
 
-def _one(dialect: Dialect, key: str, name: Any, at: str) -> Any:
+def _drafter(dialect: Dialect, key: str, name: Any, at: str) -> Drafter:
     """A single drafter by a dialect's name, or by ours."""
     entry = dialect.methods.get(name) if isinstance(name, str) else None
     if isinstance(entry, Refused):
-        raise ConfigError(f"{at}{key}: {name!r} is refused: {entry.why}{_near(entry)}",
-                          field=at + key)  # fmt: skip
-    if entry is None and dialect is sglang.DIALECT:
-        raise ConfigError(
-            f"{at}{key}: unknown algorithm {name!r}; allowed: {', '.join(dialect.methods)}",
-            field=at + key,
-        )
-    if name == "SA":
-        return name  # its defaults are its own
-    return name if entry is None else entry.key
+        raise ConfigError.at(at + key, f"{name!r} is refused: {entry.why}{hint(entry)}")
+    if entry is not None:
+        return entry.key, entry.defaults
+    if dialect is sglang.DIALECT:
+        allowed = ", ".join(dialect.methods)
+        raise ConfigError.at(at + key, f"unknown algorithm {name!r}; allowed: {allowed}")
+    return name, None
 
 
-def _near(entry: Refused) -> str:
-    return f"; nearest: {entry.nearest}" if entry.nearest else ""
+def _listed(names: Any, at: str) -> dict[str, Defaults | None]:
+    """Drafters by vLLM's, llama.cpp's and our names, in the order in which they are asked.
 
+    That is llama.cpp's for its own, and those with a model last.
 
-def _listed(names: Any, at: str) -> list[tuple[str, Dialect | None]]:
-    """Drafters by vLLM's, llama.cpp's and our names, in the order in which they are asked."""
+    Raises:
+        ConfigError: one is unknown, or cannot have others beside it; names `at`.
+    """
     if not isinstance(names, str):
-        raise ConfigError(
-            f"{at}: expected a name, or several with commas between, got {names!r}", field=at
-        )
-    found: dict[str, Dialect | None] = {}
+        raise ConfigError.at(at, f"expected a name, or several with commas between, got {names!r}")
+    found: dict[str, Defaults | None] = {}
     for name in (each.strip() for each in names.split(",")):
-        dialect = next((d for d in (vllm.DIALECT, llama_cpp.DIALECT) if name in d.methods), None)
-        entry = dialect.methods[name] if dialect else None
-        if isinstance(entry, Refused):
-            raise ConfigError(f"{at}: {name!r} is refused: {entry.why}{_near(entry)}", field=at)
-        kind = entry.key if entry else name
+        dialect = llama_cpp.DIALECT if name in llama_cpp.METHODS else vllm.DIALECT
+        kind, defaults = _drafter(dialect, "", name, at)
         if kind not in SECTIONS:
-            allowed = [*vllm.METHODS, *llama_cpp.METHODS]
-            raise ConfigError(
-                f"{at}: unknown drafter {name!r}; allowed: {', '.join(allowed)}", field=at
-            )
-        found[kind] = dialect
-    return [(kind, found[kind]) for kind in in_order(found, at)]
+            allowed = ", ".join((*vllm.METHODS, *llama_cpp.METHODS))
+            raise ConfigError.at(at, f"unknown drafter {name!r}; allowed: {allowed}")
+        found[kind] = defaults
+    if "None" in found:
+        return {"None": None}
+    if "Compose" in found and len(found) > 1:
+        raise ConfigError.at(at, "Compose goes with no other drafter")
+    places = {kind: place for place, kind in enumerate(ORDER)}
+    kinds = sorted(found, key=lambda kind: (_takes_model(kind), places.get(kind, len(ORDER))))
+    return {kind: found[kind] for kind in kinds}
 
 
-def _named(kinds: Sequence[Any]) -> list[Any]:
-    """`decoding_type`s, also of names that have defaults of their own."""
-    return ["NGram" if kind == "SA" else kind for kind in kinds]
-
-
-def _with_defaults(kind: Any, dialect: Dialect | None, given: list[Given], at: str) -> list[Given]:
+def _with_defaults(kind: Any, defaults: Defaults, given: list[Given], at: str) -> list[Given]:
     """`given`, and what the dialect that named a drafter takes for granted."""
-    rule = dialect.defaults.get(kind) if dialect and isinstance(kind, str) else None
-    if rule is None:
-        return given
-    kind = _named([kind])[0]
-    known = {own_name(kind, each.key): each.value for each in given
-             if each.owner in (None, kind)}  # fmt: skip
+    own = {own_name(kind, each.key): each.value for each in given if each.owner in (None, kind)}
+    known = dict(own)
     try:
-        more = rule(known)
+        more = defaults(known)
     except ValueError as error:
         key, _, reason = str(error).partition(": ")
-        raise ConfigError(f"{at}{key}: {reason}", field=f"{at}{key}") from None
-    added = [Given(key, key, value, kind) for key, value in more.items()
-             if known.get(key) is None]  # fmt: skip
-    if kind == "NGram":  # SA's -1 is no size
-        given = [each for each in given
-                 if not (each.key == "max_matching_ngram_size" and each.value == -1)]  # fmt: skip
-    return [*given, *added]
-
-
-def _with_section(section: Any, keys: Keys) -> Any:
-    """A section with SGLang's top-level keys, which are the whole of it in SGLang."""
-    if section is not None:
-        key = next(iter(keys))
-        raise ConfigError(f"{key}: speculative_config says it; give one of them", field=key)
-    return keys
+        raise ConfigError.at(f"{at}{key}", reason) from None
+    dropped = own.keys() - known.keys()
+    added = [Given(key, key, each, kind) for key, each in more.items() if known.get(key) is None]
+    return [*(each for each in given if each.key not in dropped), *added]
 
 
 def _behind(first: Keys, section: Keys) -> Keys:
@@ -263,3 +367,110 @@ def _behind(first: Keys, section: Keys) -> Keys:
             if key in ("verification", "lossy", "max_concurrency")}  # fmt: skip
     length = {"max_draft_len": section["max_draft_len"]} if "max_draft_len" in section else {}
     return {"decoding_type": "Compose", **rule, "members": [{**first, **length}, section]}
+
+
+# Keys that select the drafter where none is named.
+_MERGE_SELECTORS = frozenset({"decoding_type", "method", "speculative_algorithm", "spec_default"})
+_IMPLIES = {
+    "lookup_cache_static": "NGramCache",
+    "lookup_cache_dynamic": "NGramCache",
+    "drafter": "User",
+}
+
+
+def merge(
+    section: Mapping[str, Any], spec_type: str | None, keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`section` (any dialect, may be empty) with the drafters of `spec_type` and with `keys`.
+
+    A drafter that `section` has keeps its keys; any other starts with the defaults.
+
+    Raises:
+        ConfigError: one of the sources contradicts itself; names the key.
+    """
+    base = translate_section(section) if section else {}
+    if _MERGE_SELECTORS & keys.keys():
+        return _replaced(base, spec_type, keys)
+    parts = _parts(base)
+    if parts is None:
+        return base  # malformed: reported by the check
+    had = [part["decoding_type"] for part in parts]
+    kinds = had
+    if spec_type is not None:
+        kinds = list(_listed(spec_type, "spec_type"))
+    elif not had:
+        kinds = list(dict.fromkeys(kind for key, kind in _IMPLIES.items() if key in keys))
+    if "model" in keys and not kinds:  # vLLM finds out
+        method = vllm.method_of(keys["model"], f"{_AT}model")
+        kinds = [_drafter(vllm.DIALECT, "method", method, _AT)[0]]
+        keys = {key: value for key, value in keys.items() if not vllm.is_name(value)}
+    if any(given.key == _MODEL for given in read_keys(keys, kinds, _AT)):
+        if spec_type is None and kinds in ([], ["None"]):
+            kinds = ["DraftTarget"]
+        kinds = with_model(kinds)
+    if not kinds:
+        return {**base, **keys}
+    given = read_keys(keys, kinds, _AT)
+    same = sorted(kinds) == sorted(had)
+    if not same:
+        base = _retyped(base, parts, kinds)
+    if "members" not in base:
+        return {**base, **own_keys(kinds[0], given, _AT)}
+    return _with_members(base, given, is_new=not same)
+
+
+def _replaced(
+    base: dict[str, Any], spec_type: str | None, keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keys that name their drafter are a section of their own, over the same drafter's."""
+    given = keys if spec_type is None else {**keys, "spec_type": spec_type}
+    own = translate_section(given)
+    same = "members" not in own and own["decoding_type"] == base.get("decoding_type")
+    return {**base, **own} if same else own
+
+
+def _parts(base: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The sections of single drafters; None if something is not as it should be."""
+    if not base:
+        return []
+    parts = base.get("members") if base["decoding_type"] == "Compose" else [base]
+    is_valid = isinstance(parts, list) and all(
+        isinstance(part, dict)
+        and isinstance(part["decoding_type"], str)
+        and part["decoding_type"] in SECTIONS
+        for part in parts
+    )
+    return parts if is_valid else None
+
+
+def _retyped(
+    base: dict[str, Any], parts: Sequence[dict[str, Any]], kinds: Sequence[str]
+) -> dict[str, Any]:
+    """A section of drafters of `kinds`, with the keys of `base` for those and for all together."""
+    kept = [
+        {"decoding_type": kind, **{key: each[key] for key in each if key not in SHARED}}
+        for kind in dict.fromkeys(kinds)
+        for each in [part for part in parts if part["decoding_type"] == kind] or [{}]
+    ]
+    shared: dict[str, Any] = {}
+    if any(part["decoding_type"] in kinds for part in parts):
+        both = len(kept) > 1 and "members" in base  # a composition still: its own keys too
+        shared = {key: base[key] for key in base if both or key in SHARED}
+    if len(kept) == 1:
+        return {**shared, **kept[0]}
+    return {**shared, "decoding_type": "Compose", "members": kept}
+
+
+def _with_members(base: dict[str, Any], given: Sequence[Given], *, is_new: bool) -> dict[str, Any]:
+    """A composition with the keys: its own, and its members'."""
+    kinds = [part["decoding_type"] for part in base["members"]]
+    left, whole = list(given), {}
+    length = next((each for each in given if each.key == LENGTH and each.owner is None), None)
+    if length is not None and (LENGTH in base or not (is_new or set(kinds) <= set(ORDER))):
+        # A composition that was written as one is bounded as a whole: not every member's nodes
+        # are a chain that can be shortened.
+        whole = {LENGTH: length.value}
+        left.remove(length)
+    above, added = spread(kinds, left, _AT)
+    members = [{**part, **more} for part, more in zip(base["members"], added, strict=True)]
+    return {**base, **above, **whole, "members": members}

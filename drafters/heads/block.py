@@ -1,9 +1,9 @@
 """A decoder layer of the target's architecture, used as a head's layer.
 
 Wraps a one-layer transformers model of the target's class without its embedding, final norm and
-output layer: it maps states to states with transformers' rotary positions, experts and scales.
-The given `Attend` decides which keys and values a row reads. Used by `mtp.py`, in serving and in
-training. All contact of heads with transformers is in this file.
+output layer: it maps states to states with transformers' rotary positions, experts and scales. The
+given `Attend` decides which keys and values a row reads. All contact of heads with transformers is
+in this file.
 
 Assumptions (transformers 5.23): those of `workers/model/bridge.py`; a base model has `layers` and
 `norm` and accepts `inputs_embeds`; per-layer lists of a configuration have `num_hidden_layers`
@@ -13,7 +13,6 @@ entries.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
@@ -33,9 +32,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ...config.trust import reason
+from ...config.hub import reason
 from .load import fail
-from .protocol import Attend, HeadLayer
+from .protocol import Attend
 
 ATTENTION = "outrider_head"
 REFUSED = {"llama4_text": "its attention takes positions and temperatures from the mask"}
@@ -140,16 +139,6 @@ class DecoderBlock(nn.Module):
         after: Tensor = out.last_hidden_state[0]
         return after
 
-    def materialise(self, device: torch.device) -> None:
-        """Computes buffers that checkpoints do not contain: rotary frequencies."""
-        for module in self.whole.modules():
-            names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
-            for name in names:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            if names:
-                with torch.no_grad():
-                    self.whole._init_weights(module)
-
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor is kept when the model runs in `dtype`."""
         wide = self.whole._keep_in_fp32_modules_strict or ()
@@ -192,10 +181,7 @@ class DecoderBlock(nn.Module):
         self, stored: Mapping[str, Reader], wanted: Mapping[str, Tensor], where: str
     ) -> dict[str, Tensor]:
         """Applies transformers' checkpoint conversion of this architecture to `stored`."""
-        transforms = get_model_conversion_mapping(self.whole)
-        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        renamings, converters, by_pattern = conversions(self.whole)
         found: dict[str, Tensor] = {}
         merging: dict[str, Any] = {}
         for name in sorted(stored, key=dot_natural_key):
@@ -220,23 +206,26 @@ class DecoderBlock(nn.Module):
         return found
 
 
-class BlockModule(nn.Module, ABC):
-    """A block over a projection of two normed rows, an embedding and a feature, and a norm of it.
+@torch.no_grad()
+def materialise_constants(model: Any, device: torch.device) -> None:
+    """Computes what is in no checkpoint: rotary frequencies, embedding scales."""
+    for module in model.modules():
+        names = [name for name in module._non_persistent_buffers_set if name in module._buffers]
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        if names:  # weights of such a module, if any, are not loaded yet
+            model._init_weights(module)
 
-    Workers compute such a module on the target's operations (`workers/head_family.py`).
-    """
 
-    block: DecoderBlock
-    enorm: nn.Module  # of the embedding
-    hnorm: nn.Module  # of the feature
-    eh_proj: nn.Linear
-    norm: nn.Module  # of the block's output
-    layer: int  # of the head's cache
-    pre_norm: bool  # whether the next feature is the block's output itself
-
-    @abstractmethod
-    def kept(self) -> HeadLayer:
-        """KV shape of the layer (raises `CheckpointError` if heads cannot have it)."""
+def conversions(
+    model: Any,
+) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str, WeightConverter]]:
+    """How transformers converts checkpoints of a model; converters also by source pattern."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    return renamings, converters, by_pattern
 
 
 def head_attention(

@@ -1,4 +1,4 @@
-"""A Llama-like decoder layer with injected attention, the building block of EAGLE's heads.
+"""Llama-like decoder layers with injected attention, of which EAGLE's heads are made.
 
 Sizes come from a checkpoint's shapes. Rotary positions are those of the target's tokens; the
 frequencies are computed here, since a head's may differ from the target's.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from .protocol import Attend
+from .protocol import Attend, FeatureModule
 
 SCALING = {
     "default": (),
@@ -47,8 +47,8 @@ class LayerSizes:
     unit_qk: bool = False  # Llama-4: RMSNorm without weights, in layers with rotary positions
 
 
-class Norm(nn.Module):
-    """RMSNorm."""
+class RMSNorm(nn.Module):
+    """RMSNorm, with its weight in the dtype of the states."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -58,6 +58,17 @@ class Norm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:  # [..., size], same shape
         # In training, weights are float32 and states bfloat16.
         return rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
+
+
+class UnitNorm(nn.Module):
+    """RMSNorm without weights."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:  # [..., size], same shape
+        return rms_norm(states, states.shape[-1:], None, self.eps)
 
 
 class Attention(nn.Module):
@@ -72,8 +83,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(sizes.input_size, kv_heads, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(heads, sizes.hidden_size, bias=sizes.output_bias)
         if sizes.qk_norm:
-            self.q_norm = Norm(sizes.head_dim, sizes.eps)
-            self.k_norm = Norm(sizes.head_dim, sizes.eps)
+            self.q_norm = RMSNorm(sizes.head_dim, sizes.eps)
+            self.k_norm = RMSNorm(sizes.head_dim, sizes.eps)
+        self.qk_norm = UnitNorm(sizes.eps) if sizes.unit_qk else None
 
     def forward(
         self,
@@ -84,35 +96,20 @@ class Attention(nn.Module):
         factors: Tensor | None = None,  # [num_tokens] float32, of the queries
     ) -> Tensor:  # [num_tokens, hidden_size]
         query, key, value = (
-            part.unflatten(-1, (-1, self.sizes.head_dim)) for part in self._projected(states)
+            project(states).unflatten(-1, (-1, self.sizes.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.sizes.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-            if self.sizes.unit_qk:
-                query, key = self._unit(query), self._unit(key)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query), self.qk_norm(key)
         if factors is not None:
             query = (query * factors[:, None, None]).to(query.dtype)
         out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected
-
-    def join(self) -> None:
-        """Replaces the projections of query, key and value by a joined one."""
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        self._widths = [part.out_features for part in parts]
-        self.qkv_proj = _joined(parts)
-        del self.q_proj, self.k_proj, self.v_proj
-
-    def _projected(self, states: Tensor) -> Sequence[Tensor]:
-        if "qkv_proj" in self._modules:
-            parts: Sequence[Tensor] = self.qkv_proj(states).split(self._widths, dim=-1)
-            return parts
-        return self.q_proj(states), self.k_proj(states), self.v_proj(states)
-
-    def _unit(self, states: Tensor) -> Tensor:  # [num_tokens, num_heads, head_dim], same shape
-        return rms_norm(states, states.shape[-1:], None, self.sizes.eps)
 
 
 class Mlp(nn.Module):
@@ -125,54 +122,89 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], same shape
-        if "gate_up_proj" in self._modules:
-            gate, up = self.gate_up_proj(states).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(states), self.up_proj(states)
-        out: Tensor = self.down_proj(silu(gate) * up)
+        out: Tensor = self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
         return out
-
-    def join(self) -> None:
-        """Replaces the two input projections by a joined one."""
-        self.gate_up_proj = _joined((self.gate_proj, self.up_proj))
-        del self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
-    """A pre-norm layer; without `input_norm` it has no first norm, like EAGLE-1's layer 0."""
+    """A pre-norm layer; layer 0 may have no first norm."""
 
     def __init__(self, sizes: LayerSizes, *, input_norm: bool = True) -> None:
         super().__init__()
         self.self_attn = Attention(sizes)
         self.mlp = Mlp(sizes)
-        self.post_attention_layernorm = Norm(sizes.hidden_size, sizes.eps)
-        self.input_layernorm = Norm(sizes.hidden_size, sizes.eps) if input_norm else nn.Identity()
-        self.sizes = sizes
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.eps)
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.eps) if input_norm else None
 
     def forward(
         self,
-        states: Tensor,
+        states: Tensor,  # [num_tokens, hidden_size]
+        read: Tensor | None,  # [num_tokens, input_size], by the attention; None: normed states
         rotation: tuple[Tensor, Tensor] | None,
         layer: int,
         attend: Attend,
-        factors: Tensor | None = None,
+        factors: Tensor | None = None,  # [num_tokens] float32
     ) -> Tensor:  # [num_tokens, hidden_size]
-        read = self.input_layernorm(states)
-        return self.decode(states, read, rotation, layer, attend, factors)
-
-    def decode(
-        self,
-        residual: Tensor,  # [num_tokens, hidden_size]
-        read: Tensor,  # [num_tokens, input_size], what the attention reads
-        rotation: tuple[Tensor, Tensor] | None,
-        layer: int,
-        attend: Attend,
-        factors: Tensor | None = None,
-    ) -> Tensor:  # [num_tokens, hidden_size]
-        """The layer behind its first norm. Serving replaces it (`workers/head_layers.py`)."""
-        states = residual + self.self_attn(read, rotation, layer, attend, factors)
+        if read is None:
+            read = states if self.input_layernorm is None else self.input_layernorm(states)
+        states = states + self.self_attn(read, rotation, layer, attend, factors)
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
+
+
+class LlamaModule(FeatureModule):
+    """A `FeatureModule` of such layers.
+
+    Args:
+        sizes: of each layer.
+        input_norm: whether layer 0 has a norm of what its attention reads.
+        no_rope_layers: layers without rotary positions.
+        temperature: of the queries in those.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[LayerSizes],
+        rope: Rope,
+        *,
+        embedding_size: int,
+        vocab_size: int | None,  # of an embedding of its own
+        draft_vocab_size: int | None,  # None: the target's output layer
+        input_norm: bool = True,
+        final_norm: bool = True,
+        norm_output: bool = False,
+        no_rope_layers: tuple[int, ...] = (),
+        temperature: Temperature | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, still = sizes[0].hidden_size, no_rope_layers
+        self.hidden_size, self.embedding_size = hidden, embedding_size
+        self.layer_sizes, self.rope, self.norm_output = tuple(sizes), rope, norm_output
+        self.no_rope_layers, self.temperature = still, temperature
+        self.layers = nn.ModuleList(
+            Layer(
+                replace(each, unit_qk=each.unit_qk and i not in still),
+                input_norm=input_norm or i > 0,
+            )
+            for i, each in enumerate(sizes)
+        )
+        self.norm = RMSNorm(hidden, sizes[0].eps) if final_norm else None
+        self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, embedding_size)
+        self.lm_head = (
+            None if draft_vocab_size is None else nn.Linear(hidden, draft_vocab_size, bias=False)
+        )
+
+    def decode(
+        self, states: Tensor, read: Tensor | None, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        rotation, factors = self.rope(positions), None
+        if self.temperature is not None:
+            factors = self.temperature.factors(positions)
+        for index, layer in enumerate(self.layers):
+            turned = index not in self.no_rope_layers
+            how = (rotation, index, attend) if turned else (None, index, attend, factors)
+            states = layer(states, None if index else read, *how)
+        return states, states if self.norm is None else self.norm(states)
 
 
 class Rope(nn.Module):
@@ -189,26 +221,6 @@ class Rope(nn.Module):
         angles = positions.float()[:, None, None] * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
-
-
-def join_projections(module: nn.Module) -> None:
-    """Joins the projections of `module` in place, for serving; weight names change."""
-    for part in list(module.modules()):
-        if isinstance(part, (Attention, Mlp)):
-            part.join()
-
-
-def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """One linear layer whose rows are those of `parts`, which share their input."""
-    first = parts[0]
-    rows = sum(part.out_features for part in parts)
-    with torch.device("meta"):
-        whole = nn.Linear(first.in_features, rows, bias=first.bias is not None)
-    with torch.no_grad():
-        whole.weight = nn.Parameter(torch.cat([part.weight for part in parts]), False)
-        if first.bias is not None:
-            whole.bias = nn.Parameter(torch.cat([part.bias for part in parts]), False)
-    return whole
 
 
 def rotate(

@@ -7,6 +7,7 @@ taken. Reads safetensors and torch's own format, the latter without unpickling c
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -17,15 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import CheckpointError
 
 FIELD = "speculative_config.speculative_model"
 _SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 _HEAD_TENSORS = ("d2t", "t2d", "fc.", "model.fc.", "midlayer.", "lm_heads.", "0.linear.", "mtp.")
 
 
@@ -104,6 +103,15 @@ class Tensors:
         """The weight called `name` (raises as `expect` and `weight` do)."""
         self.expect(name, *shape)
         return self.weight(name, self.reader(name)())
+
+    def state_of(
+        self, module: nn.Module, stored_name: Callable[[str], str] = lambda name: name
+    ) -> dict[str, Tensor]:
+        """The weights of all parameters of `module`, in its shapes (raises as `take` does)."""
+        return {
+            name: self.take(stored_name(name), *empty.shape)
+            for name, empty in module.state_dict().items()
+        }
 
     def take_ids(self, name: str, *shape: int) -> Tensor:
         """The integer tensor called `name`, as int64 (raises as `take` does)."""
@@ -239,3 +247,69 @@ def _stored(opened: Any, name: str, *, dry: bool = False) -> Tensor:
 def _mapped(tensor: Tensor, *, dry: bool = False) -> Tensor:
     """A tensor of torch's own format, which is memory-mapped and read at its first use."""
     return tensor.to("meta") if dry else tensor
+
+
+class ConfigReader:
+    """One mapping of a `config.json`: present values are checked, absent ones have defaults.
+
+    Args:
+        folder: folder of the file, for error messages.
+    """
+
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        self._folder, self._file = folder, str(folder / "config.json")
+        self.values = values
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a key is present and not null."""
+        return self.values.get(key) is not None
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        """The error for an invalid value."""
+        return fail(f"{key} of {self._file!r} is {self.values.get(key)!r}, expected {wanted}")
+
+    def section(self, key: str) -> ConfigReader:
+        """A nested mapping; empty if absent."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.wrong(key, "a mapping")
+        return ConfigReader(self._folder, value)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0; required if there is no default."""
+        value = self.values[key] if key in self else default
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a whole number above 0")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number above 0; required if there is no default."""
+        value = self.values[key] if key in self else default
+        if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+            raise self.wrong(key, "a number above 0")
+        return float(value)  # type: ignore[arg-type]
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.values[key] if key in self else default
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false")
+        return value
+
+    def layers(self, key: str) -> tuple[int, ...]:
+        """A list of target layers; empty if absent."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+            raise self.wrong(key, "a list of layers")
+        return tuple(value)
+
+    def only(self, key: str, *allowed: Any, why: str) -> None:
+        """Raises `CheckpointError` if a key is present with a value that is not `allowed`."""
+        if key in self and self.values[key] not in allowed:
+            raise fail(f"{key} of {self._file!r} is {self.values[key]!r}: {why}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks `vocab_size` for a head without a tensor that shows it."""
+        wanted = f"the target's {vocab_size}: the head is of another model"
+        if "vocab_size" in self and self.values["vocab_size"] != vocab_size:
+            raise self.wrong("vocab_size", wanted)

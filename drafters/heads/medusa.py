@@ -12,28 +12,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from ...config import MedusaConfig
 from ...errors import ConfigError
-from ...scheduler.types import NextDrafts, ints
 from .load import Tensors, fail
-from .protocol import (
-    DraftStart,
-    Expansion,
-    HeadHost,
-    HeadLayer,
-    HeadRows,
-    TargetFacts,
-    Trees,
-    Verified,
-    drafts_of,
-    frontier,
-    on,
-)
+from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .tree_drafting import FixedTree
 
 _FILES = ("medusa_lm_head", "model", "pytorch_model")
 _PREFIX = re.compile(r"^(medusa_head|medusa_heads)\.")
@@ -104,17 +91,7 @@ class MedusaHead:
                     f"but the checkpoint has {module.num_heads} heads",
                     field="speculative_config.medusa_choices",
                 )
-        place = {path: index for index, path in enumerate(nodes)}
-        parents = [place.get(path[:-1], -1) for path in nodes]
-        depths = [len(path) for path in nodes]
-        self._widths = [
-            1 + max(path[-1] for path in nodes if len(path) == depth + 1)
-            for depth in range(max(depths))
-        ]
-        starts = np.concatenate([[0], np.cumsum(self._widths)])
-        columns = [starts[len(path) - 1] + path[-1] for path in nodes]
-        self._tree = ints([parents, columns])
-        self._placed: dict[torch.device, Tensor] = {}  # `_tree`, once per device
+        self._tree = FixedTree(nodes)
 
     @property
     def drafting(self) -> Expansion:
@@ -124,37 +101,24 @@ class MedusaHead:
     def outputs(self) -> list[nn.Linear]:
         return list(self.module.lm_heads)  # type: ignore[arg-type]
 
-    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
-        ends = frontier(done.step, done.verdict)
-        hidden = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]
-        tokens, parents = torch.stack(self._filled(hidden, host)).cpu().numpy()
-        return drafts_of(done.step, ends, ints(tokens), ints(parents))
-
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         hidden = step.hidden[self.capture[0]]
         return hidden, hidden
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
-        return Trees(*self._filled(start.read, host))
-
-    def _filled(
-        self,
-        hidden: Tensor,  # [num_drafts, hidden_size]
-        host: HeadHost,
-    ) -> tuple[Tensor, Tensor]:  # [num_drafts, num_nodes] each
-        """The tokens of the static tree, and its parents."""
-        if hidden.device not in self._placed:
-            self._placed[hidden.device] = on(self._tree, hidden.device)
-        parents, columns = self._placed[hidden.device]
-        best = [self._best(head, width, hidden, host) for head, width in enumerate(self._widths)]
-        tokens = torch.cat(best, dim=1)[:, columns]
-        return tokens, parents.expand_as(tokens)
+        tree = self._tree.on(start.read.device)
+        ranked = [
+            self._best(head, level.width, start.read, host)[:, level.ranks]
+            for head, level in enumerate(tree.levels)
+        ]
+        tokens = torch.cat(ranked, dim=1)[:, tree.order]
+        return Trees(tokens, tree.parents.expand_as(tokens))
 
     def _best(self, head: int, width: int, hidden: Tensor, host: HeadHost) -> Tensor:
         """The head's most likely tokens [num_drafts, width], best first."""
         states = self.module.states(head, hidden)
         shared = len(self.module.lm_heads) == 0
-        logits = host.unembed(states) if shared else self.module.lm_heads[head](states)
+        logits = host.draft_logits(states) if shared else self.module.lm_heads[head](states)
         if self._token_map is not None and shared:
             logits = logits[:, self._token_map]
         ranked = logits.topk(width, dim=1).indices
@@ -188,41 +152,28 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
                 f"tensor 'token_map' of {str(config.folder)!r} must hold distinct ids of the "
                 f"target's {vocab} tokens"
             )
-        vocab = len(token_map) if names.own_output else vocab
-    state_rows = None  # of full-size output layers, those that the map leaves
-    if token_map is not None and names.own_output:
-        first = names.output.format(head=0, layer=names.num_layers)
-        full = first in tensors and tensors.shape(first)[:1] == (target.vocab_size,)
-        state_rows = token_map if full else None
-    state: dict[str, Tensor] = {}
-    for head in range(names.num_heads):
-        for layer in range(names.num_layers):
-            name = names.linear.format(head=head, layer=layer)
-            state[f"blocks.{head}.{layer}.weight"] = tensors.take(f"{name}.weight", hidden, hidden)
-            if names.bias:
-                state[f"blocks.{head}.{layer}.bias"] = tensors.take(f"{name}.bias", hidden)
-        if names.own_output:
-            name = names.output.format(head=head, layer=names.num_layers)
-            if state_rows is None:
-                state[f"lm_heads.{head}.weight"] = tensors.take(name, vocab, hidden)
-            else:
-                rows = tensors.take(name, target.vocab_size, hidden)
-                state[f"lm_heads.{head}.weight"] = rows[state_rows.to(rows.device)]
-    tensors.finish(names.ignored)
+        token_map = token_map.to(target.device)
+    is_full = True  # whether output layers have a row per token of the target
+    if token_map is not None:
+        first = names.stored("lm_heads.0.weight")
+        is_full = first in tensors and tensors.shape(first)[:1] == (vocab,)
     with torch.device("meta"):
         module = MedusaModule(
             hidden,
-            vocab,
+            vocab if is_full or token_map is None else len(token_map),
             names.num_heads,
             names.num_layers,
             bias=names.bias,
             own_output=names.own_output,
         )
-    module.load_state_dict(state, assign=True)
+    module.load_state_dict(tensors.state_of(module, names.stored), assign=True)
+    tensors.finish(names.ignored)
     module.to(target.device, target.dtype).eval().requires_grad_(False)
-    return MedusaHead(
-        module, config, target, None if token_map is None else token_map.to(target.device)
-    )
+    if is_full and token_map is not None:
+        for output in module.lm_heads:
+            assert isinstance(output, nn.Linear), type(output)
+            output.weight = nn.Parameter(output.weight[token_map], requires_grad=False)
+    return MedusaHead(module, config, target, token_map)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +187,13 @@ class _Names:
     bias: bool
     own_output: bool
     ignored: str = "(?!)"
+
+    def stored(self, name: str) -> str:
+        """The file's name of a module's weight: blocks.{head}.{layer}.{kind}, lm_heads.{head}."""
+        kind, head, layer, *rest = name.split(".")
+        if kind == "blocks":
+            return ".".join([self.linear.format(head=head, layer=layer), *rest])
+        return self.output.format(head=head, layer=self.num_layers)
 
 
 def _names(tensors: Tensors) -> _Names:

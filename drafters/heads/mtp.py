@@ -7,25 +7,37 @@ of token i + 1, and predicts token i + 2:
 
 Embedding and output layer are the target's. The next feature is z, or y with `pre_norm`. A second
 module reads the first one's feature of row i and the embedding of token i + 2, and so on; a single
-module reads its own feature, as EAGLE's do. `mtp_head.py` runs the modules in the worker;
-`mtp_load.py` reads their files.
+module reads its own feature, as EAGLE's do.
 
 Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .block import BlockModule, DecoderBlock
-from .load import fail
-from .protocol import Attend, HeadLayer
+from ...config import MTPConfig
+from .block import DecoderBlock, materialise_constants, read_block_config
+from .load import ConfigReader, Tensors, fail
+from .protocol import (
+    Attend,
+    EarlierRows,
+    FeatureModule,
+    HeadHost,
+    HeadLayer,
+    HeadRows,
+    TargetFacts,
+)
+from .tree_drafting import TreeDrafter, room_of
 
 
-class MTPModule(BlockModule):
+class MTPModule(FeatureModule):
     """One module, built without weights on the meta device.
 
     Args:
@@ -33,32 +45,25 @@ class MTPModule(BlockModule):
         layer: cache layer of the head that holds this module's keys and values.
     """
 
-    lm_head: nn.Linear | None = None  # the target's
-
     def __init__(self, config: Any, *, layer: int = 0, pre_norm: bool = False) -> None:
         super().__init__()
         hidden = config.hidden_size
+        self.hidden_size = self.embedding_size = hidden
         self.block = DecoderBlock(config)
         self.enorm, self.hnorm = self.block.new_norm(), self.block.new_norm()
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False, device="meta")
         self.norm = self.block.new_norm()
-        self.layer, self.pre_norm = layer, pre_norm
+        self.layer, self.norm_output = layer, not pre_norm
+        self.embed_tokens = self.lm_head = None
 
-    def fuse(self, features: Tensor) -> Tensor:  # [num_rows, hidden_size], same shape
-        """The first feature is the target's state itself."""
-        return features
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, None]:
+        return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1)), None
 
-    def forward(
-        self,
-        embedded: Tensor,  # [num_rows, hidden_size]
-        feature: Tensor,  # [num_rows, hidden_size]
-        positions: Tensor,  # [num_rows]
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each: next feature, output layer's input
-        states = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1))
+    def decode(
+        self, states: Tensor, read: Tensor | None, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         states = self.block(states, positions, self.layer, attend)
-        normed: Tensor = self.norm(states)
-        return (states if self.pre_norm else normed), normed
+        return states, self.norm(states)
 
     @torch.inference_mode()
     def kept(self) -> HeadLayer:
@@ -81,3 +86,278 @@ class MTPModule(BlockModule):
             raise fail(f"the layer described by config.json does not run: {error}") from None
         assert len(shapes) == 1, (len(shapes), "a layer has one attention")
         return shapes[0]
+
+
+_FILES = ("model", "pytorch_model", "mtp")
+_SCALE = "_scale_inv"
+_BLOCK = (128, 128)
+DEEPSEEK = {
+    "enorm": "enorm.weight",
+    "hnorm": "hnorm.weight",
+    "eh_proj": "eh_proj.weight",
+    "norm": "shared_head.norm.weight",
+}
+QWEN = {
+    "enorm": "pre_fc_norm_embedding.weight",
+    "hnorm": "pre_fc_norm_hidden.weight",
+    "eh_proj": "fc.weight",
+    "norm": "norm.weight",
+}
+_FOREIGN = {  # layouts that are refused by name
+    r"mtp_layers\..*": "the speculators library's",
+    r"model\.mtp_layers\..*": "MiMo's",
+    r"model\.mtp_block\..*": "Ernie's",
+}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleNames:
+    """Checkpoint names of one module."""
+
+    stem: str  # prefix of the tensors outside the layer
+    layer: str  # prefix of the layer's tensors
+    names: dict[str, str]  # by attribute of `MTPModule`
+
+
+def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
+    """Loads the modules of `config`'s folder that are used, in order.
+
+    Raises:
+        CheckpointError: there are none or too few, or a tensor is missing, superfluous, or does
+            not fit the target.
+    """
+    block_config = read_block_config(config.folder)
+    ConfigReader(config.folder, block_config.to_dict()).check_vocabulary(target.vocab_size)
+    tensors, places = _find(config, block_config.num_hidden_layers, target.device)
+    if config.use_mtp_vanilla and config.draft_len > len(places):
+        raise fail(
+            f"use_mtp_vanilla needs one module per token, {config.draft_len} "
+            f"(max_draft_len), but {str(config.folder)!r} holds {len(places)}: "
+            f"{', '.join(place.stem + '*' for place in places)}"
+        )
+    used = places[:1] if config.use_mtp_vanilla is False else places[: config.draft_len]
+    modules = nn.ModuleList()
+    for index, place in enumerate(used):
+        module = MTPModule(block_config, layer=index, pre_norm=config.recycle == "pre_norm")
+        _fill(module, place, tensors, target)
+        modules.append(module)
+    unused = [re.escape(place.layer) + ".*" for place in places[len(used) :]]
+    tensors.finish("|".join([r".*rotary_emb\.inv_freq", *unused]))
+    return modules.eval().requires_grad_(False)
+
+
+def dequantised(
+    weight: Tensor,  # [num_rows, num_columns], float8
+    scale: Tensor,  # [row blocks, column blocks], float32
+    block: tuple[int, int] = _BLOCK,
+) -> Tensor:  # [num_rows, num_columns], float32
+    """Dequantises DeepSeek's FP8 blocks: each block times its scale."""
+    rows, columns = weight.shape
+    wide = scale.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * wide.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _find(
+    config: MTPConfig, num_layers: int, device: torch.device
+) -> tuple[Tensors, list[_ModuleNames]]:
+    """Finds the folder's modules, in order.
+
+    Two layouts, often in the target's own folder: DeepSeek's (and GLM-4.5's), `model.layers.{n}.`
+    after the target's last layer, or from 0 in a folder with only the module; and Qwen3-Next's,
+    `mtp.`, whose modules share all tensors except their layers.
+    """
+    for first in (num_layers, 0):
+        tensors = Tensors(config.folder, _FILES, _from(first), device)
+        if tensors.matches(r"mtp\..*"):
+            found = tensors.matches(r"mtp\.layers\.(\d+)\..*")
+            layers = sorted({0, *(int(match[1]) for match in found)})
+            return tensors, [_ModuleNames("mtp.", f"mtp.layers.{layer}.", QWEN) for layer in layers]
+        own = r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\..*"
+        layers = sorted({int(match[1]) for match in tensors.matches(own)})
+        if layers:
+            stems = [f"model.layers.{layer}." for layer in layers]
+            return tensors, [_ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
+    _refuse_foreign(config, device)
+    raise fail(
+        f"{str(config.folder)!r} holds no MTP module: neither "
+        f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
+    )
+
+
+def _refuse_foreign(config: MTPConfig, device: torch.device) -> None:
+    """Raises `CheckpointError` for a layout that is known and not read."""
+    tensors = Tensors(config.folder, _FILES, lambda stored: stored, device)
+    for pattern, whose in _FOREIGN.items():
+        if found := tensors.matches(pattern):
+            raise fail(
+                f"tensor {found[0][0]!r} of {str(config.folder)!r} is in {whose} layout of MTP "
+                "modules, which is not read; the layouts of DeepSeek-V3, GLM-4.5 and Qwen3-Next are"
+            )
+
+
+def _from(first: int) -> Callable[[str], str | None]:
+    """Renames to the published names; ignores layers before `first`."""
+
+    def rename(stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        if name.startswith("mtp."):
+            return name
+        match = re.match(r"layers\.(\d+)\.", name)
+        return f"model.{name}" if match and int(match[1]) >= first else None
+
+    return rename
+
+
+def _fill(module: MTPModule, place: _ModuleNames, tensors: Tensors, target: TargetFacts) -> None:
+    """Loads one module's weights onto the target's device."""
+    hidden = target.hidden_size
+    shapes = {"eh_proj": (hidden, 2 * hidden)}
+    state: dict[str, Tensor] = {}
+    for name, public in place.names.items():
+        full = place.stem + public
+        tensors.expect(full, *shapes.get(name, (hidden,)))
+        state[f"{name}.weight"] = _reader(tensors, full)()
+    for copy in _COPIES:
+        if place.stem + copy in tensors:
+            tensors.expect(place.stem + copy, target.vocab_size, hidden)
+    rest = {
+        match[0]: _reader(tensors, match[0])
+        for match in tensors.matches(re.escape(place.layer) + r"(?!.*rotary_emb\.inv_freq).*")
+        if not match[0].endswith(_SCALE) and not _is_outside(match[0], place)
+    }
+    below = {name.removeprefix(place.layer): read for name, read in rest.items()}
+    layer = module.block.states_from(below, place.layer)
+    state.update({f"block.{name}": tensor for name, tensor in layer.items()})
+    cast = module.block.dtype_of
+    state = {
+        name: tensor.to(target.device, cast(name, target.dtype)) for name, tensor in state.items()
+    }
+    module.load_state_dict(state, assign=True)
+    materialise_constants(module.block.whole, target.device)
+
+
+def _is_outside(name: str, place: _ModuleNames) -> bool:
+    """Whether a tensor is outside the layer, in a layout where both share one prefix."""
+    return name.removeprefix(place.stem) in {*place.names.values(), *_COPIES}
+
+
+def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
+    """A reader of a tensor that dequantises FP8."""
+    read, scale = tensors.reader(name), name + _SCALE
+    scaled: Any = tensors.reader(scale) if scale in tensors else None
+    if scaled is not None:
+        shape = tensors.shape(name)
+        blocks = tuple(-(-size // step) for size, step in zip(shape, _BLOCK, strict=False))
+        if len(shape) != 2 or tensors.shape(scale) != blocks:
+            raise fail(
+                f"tensor {scale!r} has shape {list(tensors.shape(scale))}; blocks of "
+                f"{list(_BLOCK)} of {name!r} {list(shape)} need {list(blocks)}"
+            )
+
+    def get() -> Tensor:
+        tensor = read()
+        if scaled is not None:
+            return dequantised(tensor, scaled())
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            raise fail(f"tensor {name!r} is {tensor.dtype}, but {scale!r} is missing")
+        return tensors.weight(name, tensor)
+
+    return get
+
+
+class MTPHead:
+    """Runs the modules over a step.
+
+    Each computed token has one row per module, in its own slot. In token j's slot, module m stores
+    its row j - m, which consumes the embedding of token j + 1 and the feature of module m - 1 at
+    token j - 1. No row depends on tokens beyond j + 1. The next step needs the features at the last
+    token; they are cached next to the keys and so survive a rewind, a replay or a prefix hit.
+    Before the first token there are no features: module m reads zeros at its first m tokens.
+
+    While drafting, module l predicts level l. A draft longer than the number of modules starts
+    again with the first one, which reads the last module's feature in place of the target's.
+    """
+
+    target_ids: Tensor | None = None  # draft ids are the target's
+    outputs: tuple[nn.Linear, ...] = ()  # the target's output layer serves
+
+    def __init__(self, config: MTPConfig, target: TargetFacts) -> None:
+        self.module: nn.ModuleList = read_mtp(config, target)
+        count = len(self.module)
+        self.capture: tuple[int, ...] = (target.num_layers,)
+        # The modules' own layers, then the stored features of all but the last module.
+        self.layers = (
+            *(
+                replace(module.kept(), num_draft_rows=room_of(config))  # type: ignore[operator]
+                for module in self.module
+            ),
+            *(HeadLayer(1, target.hidden_size, 0) for _ in range(count - 1)),
+        )
+        self._zero_first = config.zero_first_embedding
+        self._begins_again = config.draft_len > count
+        self.drafting = TreeDrafter(config, self)
+
+    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
+        assert step.attend is not None, "modules attend"
+        assert step.earlier is not None, "modules read features of the token before"
+        embedded = host.embed(step.next_tokens)
+        if self._zero_first:
+            embedded = embedded.masked_fill((step.positions == 0)[:, None], 0)
+        feature, features = step.hidden[self.capture[0]], []
+        first = feature
+        for index in range(len(self.module)):
+            if index:
+                feature = self._a_token_earlier(index - 1, feature, step.earlier(), host)
+            feature, read = self._run(index, embedded, feature, step.positions, step.attend)
+            features.append(feature)
+            if index == 0:
+                first = read
+        return torch.cat(features, dim=-1), first
+
+    def advance(
+        self,
+        level: int,
+        token_ids: Tensor,  # [num_rows]
+        feature: Tensor,  # [num_rows, num_modules * hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+        host: HeadHost,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, num_modules * hidden_size]; [num_rows, hidden_size]
+        """Runs every module whose feature a later level may read; returns the level's output."""
+        count = len(self.module)
+        above = feature.chunk(count, dim=-1)
+        here, embedded = list(above), host.embed(token_ids)
+        first = 0 if self._begins_again else level
+        read = feature
+        for index in range(first, count):
+            source = above[index - 1] if index else above[(level - 1) % count]
+            here[index], normed = self._run(index, embedded, source, positions, attend)
+            if index == level % count:
+                read = normed
+        return torch.cat(here, dim=-1), read
+
+    def _run(
+        self,
+        index: int,
+        embedded: Tensor,  # [num_rows, hidden_size]
+        feature: Tensor,  # [num_rows, hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        """Runs one module; its first `index` positions read zeros."""
+        if index:
+            before = (positions < index)[:, None]
+            embedded, feature = embedded.masked_fill(before, 0), feature.masked_fill(before, 0)
+        out: tuple[Tensor, Tensor] = self.module[index](embedded, feature, positions, attend)
+        return out
+
+    def _a_token_earlier(
+        self, index: int, feature: Tensor, earlier: EarlierRows, host: HeadHost
+    ) -> Tensor:  # [num_rows, hidden_size], same shape
+        """Stores module `index`'s features; returns those of the token before each."""
+        layer = len(self.module) + index
+        left = host.cached(layer, earlier.last_slots)[0][:, 0]
+        nothing = feature.new_zeros(len(feature), 1, 0)
+        host.keep(layer, earlier.slots, feature[:, None], nothing)
+        return torch.cat([feature, left])[earlier.rows]

@@ -7,9 +7,10 @@ their modules.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +47,10 @@ class HeadLayer:
     head_dim: int
     value_dim: int | None = None  # None: head_dim
     num_draft_rows: int = 0  # rows that one draft adds to the layer, at most
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 class Attend(Protocol):
@@ -84,13 +89,64 @@ class EarlierRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A step's rows as a head reads them, on the device."""
+    """A step's rows as a head reads them, on the device.
+
+    On the host, a head without layers gets hidden states alone.
+    """
 
     next_tokens: Tensor  # [num_rows] int64, the token after each; of rejected nodes any
     positions: Tensor  # [num_rows] int64
     hidden: dict[int, Tensor]  # by captured layer, [num_rows, hidden_size]
-    attend: Attend
-    earlier: Callable[[], EarlierRows]  # for heads that read features of the token before
+    attend: Attend | None
+    earlier: Callable[[], EarlierRows] | None  # for heads that read features of the token before
+
+
+class FeatureModule(nn.Module, ABC):
+    """Decoder layers that predict a token's feature from its embedding and the feature before.
+
+    Training differentiates the module. Workers replace `decode` by the family decoder's layer
+    stack (`workers/head_layers.py`).
+    """
+
+    layer = 0  # its first layer among those of the head
+    embedding_size: int
+    hidden_size: int
+    norm_output: bool  # the next feature is the output after the final norm
+    embed_tokens: nn.Embedding | None  # its own; None: the target's
+    lm_head: nn.Linear | None  # its own; None: the target's
+
+    def fuse(self, features: Tensor) -> Tensor:  # [num_rows, all features] -> [.., hidden_size]
+        """The target's states as one feature."""
+        return features
+
+    @abstractmethod
+    def enter(
+        self,
+        embedded: Tensor,  # [num_rows, embedding_size]
+        feature: Tensor,  # [num_rows, hidden_size]
+    ) -> tuple[Tensor, Tensor | None]:  # [num_rows, hidden_size]; [num_rows, input_size]
+        """The residual stream, and what the first attention reads if not a norm of it."""
+
+    @abstractmethod
+    def decode(
+        self,
+        states: Tensor,  # [num_rows, hidden_size]
+        read: Tensor | None,  # [num_rows, input_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        """The layers' output, and its final norm."""
+
+    def forward(
+        self,
+        embedded: Tensor,  # [num_rows, embedding_size]
+        feature: Tensor,  # [num_rows, hidden_size]
+        positions: Tensor,  # [num_rows]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        """The next feature, and what the output layer reads."""
+        states, normed = self.decode(*self.enter(embedded, feature), positions, attend)
+        return (normed if self.norm_output else states), normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +186,10 @@ class HeadHost(Protocol):
         """The target's embedding."""
         ...
 
-    def unembed(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
-        """The target's output layer."""
+    def draft_logits(
+        self, states: Tensor
+    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
+        """Logits of the layer that drafts are drawn from: the head's own, or the target's."""
         ...
 
     def attention(self, step: StepInput) -> Attend:
@@ -139,14 +197,7 @@ class HeadHost(Protocol):
         ...
 
     def draft_attention(
-        self,
-        step: StepInput,
-        verdict: Verdict,
-        ends: Frontier,
-        num_layers: int,  # with attention
-        room: int,  # rows that may be added per sequence
-        *,
-        branches: bool,  # whether a row may have siblings
+        self, step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
     ) -> DraftLevels:
         """Attention of one draft of every sequence of `ends`, over its committed rows."""
         ...
@@ -181,10 +232,11 @@ class Verified:
 
 
 class Head(Protocol):
-    """Drafts from hidden states."""
+    """Drafts from hidden states, without a value on the host."""
 
     capture: tuple[int, ...]  # layers whose inputs it reads, in order; num_layers: the final state
     layers: tuple[HeadLayer, ...]  # its cached layers
+    target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
 
     @property
     def module(self) -> nn.Module:
@@ -198,20 +250,6 @@ class Head(Protocol):
         A head whose drafts are drawn has one or none: then the target's serves.
         """
         ...
-
-    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
-        """Drafts for the next step; also updates the head's cache for the verified tokens."""
-        ...
-
-
-@runtime_checkable
-class TensorHead(Head, Protocol):
-    """A head that drafts without a value on the host, so that the device step runs it.
-
-    `draft` is the same between arrays on the host.
-    """
-
-    target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
 
     @property
     def drafting(self) -> Expansion:
@@ -243,10 +281,10 @@ class Expansion(Protocol):
     def expand(
         self,
         start: DraftStart,
-        depth: int,  # levels of a chain; trees have all of theirs
+        depth: int,  # bound of a chain's levels and of beams' nodes; other trees have all of theirs
         host: HeadHost,
     ) -> Trees:
-        """The drafts, without a value on the host."""
+        """The drafts."""
         ...
 
 

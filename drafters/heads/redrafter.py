@@ -18,28 +18,13 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from ...config import ReDrafterConfig
-from ...scheduler.types import NextDrafts, ints
 from .load import Tensors, fail
-from .protocol import (
-    DraftStart,
-    Expansion,
-    HeadHost,
-    HeadLayer,
-    HeadRows,
-    TargetFacts,
-    Trees,
-    Verified,
-    drafts_of,
-    frontier,
-    last_emitted,
-    on,
-)
+from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
 
 TOP = 50  # tokens per step with a probability
 
@@ -121,22 +106,6 @@ class ReDrafterHead:
         assert isinstance(output, nn.Linear), type(output)
         return (output,)
 
-    def draft(self, done: Verified, host: HeadHost) -> NextDrafts:
-        step, verdict = done.step, done.verdict
-        ends = frontier(step, verdict)
-        if not len(ends.seqs):
-            return drafts_of(step, ends, ints([]).reshape(0, 0), ints([]))
-        context = done.hidden[self.capture[0]][on(ends.rows, host.target.device)]
-        emitted, room = on(last_emitted(verdict, ends), host.target.device), self._max_nodes
-        if step.max_nodes is not None:
-            room = min(room, int(step.max_nodes[ends.seqs].max()))
-        trees = self._grown(context, emitted, room, host)
-        assert trees.sizes is not None, "beams share prefixes"
-        parts = [trees.tokens, trees.parents, trees.sizes[:, None]]
-        rows = ints(torch.cat(parts, dim=1).cpu().numpy())
-        tokens, parents = np.split(rows[:, :-1], 2, axis=1)
-        return drafts_of(step, ends, tokens, parents, rows[:, -1])
-
     @property
     def drafting(self) -> Expansion:
         return self
@@ -146,17 +115,9 @@ class ReDrafterHead:
         return hidden, hidden
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
-        return self._grown(start.read, start.emitted, min(depth, self._max_nodes), host)
-
-    def _grown(
-        self,
-        context: Tensor,  # [num_drafts, hidden_size]
-        emitted: Tensor,  # [num_drafts], first token of all beams
-        room: int,  # nodes of a tree
-        host: HeadHost,
-    ) -> Trees:
+        room = min(depth, self._max_nodes)
         length = min(self._length, room)  # a path cannot have more nodes than the tree
-        return self._search(context, emitted, length, host).merged(room)
+        return self._search(start.read, start.emitted, length, host).merged(room)
 
     def _search(
         self,
@@ -266,22 +227,11 @@ def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
     hidden, vocab = target.hidden_size, target.vocab_size
     shape = tensors.shape(output)
     exit_dim = shape[1] if len(shape) == 2 else 2 * hidden
-    state = {output: tensors.take(output, vocab, exit_dim)}
-    for layer in range(num_layers):
-        name = f"lm_head.{layer}.linear"
-        state[f"{name}.weight"] = tensors.take(f"{name}.weight", exit_dim, exit_dim)
-        state[f"{name}.bias"] = tensors.take(f"{name}.bias", exit_dim)
-    if exit_dim != 2 * hidden:
-        state["input_proj.weight"] = tensors.take("input_proj.weight", exit_dim, 2 * hidden)
-        state["input_proj.bias"] = tensors.take("input_proj.bias", exit_dim)
     rnn = bool(tensors.matches(r"rnn_[uw]\.(weight|bias)"))
-    if rnn:
-        state["rnn_u.weight"] = tensors.take("rnn_u.weight", hidden, hidden)
-        state["rnn_u.bias"] = tensors.take("rnn_u.bias", hidden)
-        state["rnn_w.weight"] = tensors.take("rnn_w.weight", hidden, hidden)
-    tensors.finish()
     with torch.device("meta"):
         module = ReDrafterModule(hidden, vocab, exit_dim, num_layers, rnn=rnn)
+    state = tensors.state_of(module)
+    tensors.finish()
     module.load_state_dict(state, assign=True)
     return module
 

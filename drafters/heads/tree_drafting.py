@@ -5,26 +5,30 @@ as the next feature. A chain is drawn with the target's noise; a fixed tree take
 EAGLE-2's dynamic tree expands the highest products of probabilities (arXiv:2406.16858).
 
 `TreeDrafter.expand` is the whole loop as torch operations without a value on the host. The device
-step runs it as it is (`workers/device_step/draft.py`); `TreeDrafter.draft` plans on the host what
-the loop reads, and copies its result.
+step runs it as it is (`workers/device_step/draft.py`); `draft` plans on the host what any head's
+loop reads, and copies its result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...config.tree_drafting import TreeDraftingConfig
-from ...scheduler.types import NextDrafts, ints
-from .fixed_tree import FixedTree
+from ...config.heads import Choice, TreeDraftingConfig
+from ...scheduler.types import IntArray, NextDrafts, StepInput, Verdict, ints
 from .protocol import (
     Attend,
     DraftStart,
+    EarlierRows,
+    Head,
     HeadHost,
+    HeadRows,
     Trees,
     Verified,
     drafts_of,
@@ -32,6 +36,61 @@ from .protocol import (
     last_emitted,
     on,
 )
+
+MAX_DEPTH = np.iinfo(np.int32).max  # of drafts whose length a step does not bound
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLevel:
+    """One level; int64."""
+
+    rows: Tensor  # [num_nodes], parent row in the level above
+    ranks: Tensor  # [num_nodes]
+    inner: Tensor  # nodes with children, in the order of their rows
+    width: int  # ranks that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTree:
+    """The tree on a device; int64."""
+
+    levels: tuple[TreeLevel, ...]
+    order: Tensor  # [num_nodes], the draft's nodes among those of all levels
+    parents: Tensor  # [num_nodes], of the draft's nodes
+
+
+class FixedTree:
+    """The tree of rank paths `nodes`, parents first, as the index tensors that fill it."""
+
+    def __init__(self, nodes: tuple[Choice, ...]) -> None:
+        place = {path: index for index, path in enumerate(nodes)}
+        inner = {path[:-1] for path in nodes}
+        rows: dict[Choice, int] = {(): 0}
+        self._parents = ints([place.get(path[:-1], -1) for path in nodes])
+        self._levels: list[tuple[IntArray, IntArray, IntArray]] = []  # rows, ranks, inner
+        columns: list[int] = []
+        for depth in range(1, max(map(len, nodes)) + 1):
+            paths = [path for path in nodes if len(path) == depth]
+            with_children = [index for index, path in enumerate(paths) if path in inner]
+            parents = ints([rows[path[:-1]] for path in paths])
+            self._levels.append((parents, ints([path[-1] for path in paths]), ints(with_children)))
+            columns += [place[path] for path in paths]
+            rows = {paths[index]: row for row, index in enumerate(with_children)}
+        self._order = np.argsort(columns)
+        self._placed: dict[torch.device, PlacedTree] = {}
+
+    def on(self, device: torch.device) -> PlacedTree:
+        """The tree's tensors, made by the first call: a captured step copies nothing to it."""
+        if device not in self._placed:
+            levels = tuple(
+                TreeLevel(
+                    on(rows, device), on(ranks, device), on(inner, device), int(ranks.max()) + 1
+                )
+                for rows, ranks, inner in self._levels
+            )
+            order, parents = on(self._order, device), on(self._parents, device)
+            self._placed[device] = PlacedTree(levels, order, parents)
+        return self._placed[device]
 
 
 class Recurrence(Protocol):
@@ -50,11 +109,6 @@ class Recurrence(Protocol):
     ) -> tuple[Tensor, Tensor]:  # next feature [num_rows, feature], output [num_rows, hidden_size]
         ...
 
-    def logits(
-        self, read: Tensor, host: HeadHost
-    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
-        ...
-
 
 @dataclass(slots=True)
 class _Level:
@@ -66,16 +120,11 @@ class _Level:
 
 
 class TreeDrafter:
-    """Builds the drafts of one head.
+    """Builds the drafts of one head."""
 
-    Args:
-        num_layers: number of the head's layers with attention.
-    """
-
-    def __init__(self, config: TreeDraftingConfig, head: Recurrence, num_layers: int) -> None:
+    def __init__(self, config: TreeDraftingConfig, head: Recurrence) -> None:
         self._config = config
         self._head = head
-        self._num_layers = num_layers
         self._tree = None if config.nodes is None else FixedTree(config.nodes)
 
     @property
@@ -88,53 +137,17 @@ class TreeDrafter:
         """Rows that one draft computes, at most."""
         return room_of(self._config)
 
-    def draft(
-        self,
-        done: Verified,
-        feature: Tensor,  # [num_tokens, feature], of the step's rows
-        read: Tensor,  # [num_tokens, hidden_size]
-        host: HeadHost,
-    ) -> NextDrafts:
-        """Drafts from the last committed row of every sequence that may draft."""
-        step, device, ids = done.step, host.target.device, self._head.target_ids
-        ends = frontier(step, done.verdict)
-        depth = self._config.draft_len
-        if step.max_nodes is not None and not self.branches:
-            depth = min(depth, int(step.max_nodes[ends.seqs].max(initial=0)))
-        if not len(ends.seqs) or not depth:
-            return drafts_of(step, ends, np.zeros((len(ends.seqs), 0), dtype=np.int32), ints([]))
-
-        def draw(read: Tensor, level: int) -> Tensor:
-            logits = self._head.logits(read, host)
-            return host.draw(logits, step.sampling, ends.seqs, ints(ends.lens + level), ids)
-
-        rows = on(ends.rows, device)
-        start = DraftStart(
-            on(step.positions[ends.rows], device),
-            on(last_emitted(done.verdict, ends), device),
-            feature[rows],
-            read[rows],
-            host.draft_attention(
-                step, done.verdict, ends, self._num_layers, self.room, branches=self.branches
-            ),
-            draw,
-        )
-        trees = self.expand(start, depth, host)
-        tokens, parents = torch.stack([trees.tokens, trees.parents]).cpu().numpy()
-        return drafts_of(step, ends, ints(tokens), ints(parents))
-
     def expand(
         self,
         start: DraftStart,
-        depth: int,  # levels of a chain; trees have all of theirs
+        depth: int,
         host: HeadHost,
     ) -> Trees:
-        """The drafts, without a value on the host."""
         if self._tree is not None:
             return Trees(*self._fixed(self._tree, start, host))
         if self.branches:
             return Trees(*self._dynamic(start, host))
-        return Trees(*self._chain(start, depth, host))
+        return Trees(*self._chain(start, min(depth, self._config.draft_len), host))
 
     def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> tuple[Tensor, Tensor]:
         state, device = _Level(start.feature[:, None], start.read[:, None]), start.base.device
@@ -208,7 +221,7 @@ class TreeDrafter:
         return _Level(feature.unflatten(0, tokens.shape), read.unflatten(0, tokens.shape), depth)
 
     def _logits(self, read: Tensor, host: HeadHost) -> Tensor:  # [..., draft vocab], float32
-        logits = self._head.logits(read.reshape(-1, read.shape[-1]), host)
+        logits = host.draft_logits(read.reshape(-1, read.shape[-1]))
         return logits.float().unflatten(0, read.shape[:-1])
 
     def _ids(self, ranked: Tensor) -> Tensor:
@@ -239,3 +252,91 @@ def _best(
     parents = above.gather(1, kept)
     found = place.gather(1, parents.clamp(min=0))
     return ids.gather(1, kept), torch.where(parents < 0, -1, found)
+
+
+def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
+    """Computes a head's rows of a step on the host, then drafts from the last committed ones."""
+    step, drafting, device = done.step, head.drafting, host.target.device
+    ends = frontier(step, done.verdict)
+    feature, read = head.rows(rows_of(done, host, attends=bool(head.layers)), host)
+    if not len(ends.seqs):
+        return drafts_of(step, ends, ints([]).reshape(0, 0), ints([]))
+    depth = MAX_DEPTH
+    if step.max_nodes is not None:
+        depth = int(step.max_nodes[ends.seqs].max())
+
+    def draw(read: Tensor, level: int) -> Tensor:
+        positions = ints(ends.lens + level)
+        return host.draw(
+            host.draft_logits(read), step.sampling, ends.seqs, positions, head.target_ids
+        )
+
+    rows = on(ends.rows, device)
+    start = DraftStart(
+        on(step.positions[ends.rows], device),
+        on(last_emitted(done.verdict, ends), device),
+        feature[rows],
+        read[rows],
+        host.draft_attention(step, done.verdict, ends, drafting) if drafting.room else None,
+        draw,
+    )
+    trees = drafting.expand(start, depth, host)
+    parts = [trees.tokens, trees.parents]
+    if trees.sizes is not None:
+        parts.append(trees.sizes[:, None])
+    num_nodes, values = trees.tokens.shape[1], ints(torch.cat(parts, dim=1).cpu().numpy())
+    tokens, parents = values[:, :num_nodes], values[:, num_nodes : 2 * num_nodes]
+    sizes = None if trees.sizes is None else values[:, -1]
+    return drafts_of(step, ends, tokens, parents, sizes)
+
+
+def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows:
+    """The rows of a step on the host; without attention only their hidden states."""
+    step, device = done.step, host.target.device
+    if not attends:
+        none = torch.empty(0, dtype=torch.int64)
+        return HeadRows(none, none, done.hidden, None, None)
+
+    @cache  # modules of one head share it
+    def before() -> EarlierRows:
+        ends, size = np.maximum(step.context_lens - 1, 0), host.block_size
+        blocks = step.block_tables[np.arange(step.num_seqs), ends // size]
+        return EarlierRows(
+            on(step.slot_mapping, device),
+            on(earlier(step), device),
+            on(blocks * size + ends % size, device),
+        )
+
+    next_ids = on(next_tokens(step, done.verdict), device)
+    positions = on(step.positions, device)
+    return HeadRows(next_ids, positions, done.hidden, host.attention(step), before)
+
+
+def next_tokens(step: StepInput, verdict: Verdict) -> IntArray:  # [num_tokens]
+    """The token after each computed one; unspecified for rejected nodes."""
+    roots = step.root_rows
+    ids = np.append(step.token_ids[1:], 0).astype(np.int32)
+    if step.next_tokens is not None:
+        partial = ~step.samples
+        ids[roots[partial]] = step.next_tokens[partial]
+    emitting = np.flatnonzero(verdict.num_emitted)
+    first = roots[emitting]
+    ids[first] = verdict.emitted[verdict.emitted_start[emitting]]
+    later = np.ones(len(verdict.emitted), dtype=np.bool_)
+    later[verdict.emitted_start[emitting]] = False
+    ids[verdict.accepted_rows(step)] = verdict.emitted[later]
+    return ids
+
+
+def earlier(step: StepInput) -> NDArray[np.int64]:  # [num_tokens]
+    """The row of the token before each; for a node, its parent's row.
+
+    num_tokens + i stands for the last token of sequence i before the step.
+    """
+    num_nodes = step.num_nodes
+    rows = np.arange(-1, len(step.token_ids) - 1)
+    roots = np.repeat(step.root_rows, num_nodes)
+    nodes = np.arange(len(step.draft_parents)) - np.repeat(step.draft_start[:-1], num_nodes)
+    rows[roots + 1 + nodes] = roots + 1 + step.draft_parents  # parent -1 is the root
+    rows[step.query_start[:-1]] = len(rows) + np.arange(step.num_seqs)
+    return rows

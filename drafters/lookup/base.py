@@ -1,47 +1,83 @@
 """What drafters that look tokens up share: a memory per request, and its walk through a step.
 
-Called by `Drafting`; the memories are in the drafters' own files. This is a hot path (tens of
-requests, thousands of tokens each, every step): tokens are Python's compact arrays, a slice's
-bytes are a key, and nothing is looked at twice.
+This is a hot path (tens of requests, thousands of tokens each, every step): tokens are Python's
+compact arrays, a slice's bytes are a key, and nothing is looked at twice.
 
-A step indexes tokens in proportion to its forward (`allowance.py`), so that no prompt holds up the
+A step indexes tokens in proportion to its forward (`Allowance`), so that no prompt holds up the
 batch: what was emitted first, then what waits of prompts, in order of arrival. Until its prompt is
-indexed to the end, a request drafts from what is known of it, or not at all.
+indexed to the end, a request drafts from the part that is, or not at all.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ...scheduler import tree
-from ...scheduler.plan import Batch
-from ...scheduler.types import Draft, IntArray, Request, Verdict
+from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from ..protocol import Needs
-from .allowance import Allowance
+
+_SHARE = 0.25  # of the forward's time
+_LONGEST_S = 0.2  # a stall is no forward
+_PIECE = 128  # tokens between two looks at the clock
+
+
+class Allowance:
+    """How many tokens one drafter may index in the current step.
+
+    It has three parts: a fixed number of tokens; as many as the target computed in the step, so
+    that a prompt is indexed when its prefill is done; and whatever can be indexed in a share of
+    the forward's time, for prompts whose prefill was found in the prefix cache.
+
+    Args:
+        fixed: tokens of every step; an eighth of them are left for what waits, whatever is emitted.
+    """
+
+    def __init__(self, fixed: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._fixed, self._clock = fixed, clock
+        self._num_left = fixed
+        self._started_s: float | None = None  # when the forward began
+        self._until_s = 0.0
+
+    def forward_begins(self) -> None:
+        """Drafts were proposed; the target runs next."""
+        self._started_s = self._clock()
+
+    def forward_ended(self, num_computed: int, num_indexed: int = 0) -> None:
+        """The target computed `num_computed` known tokens in the step; of what it emitted,
+        `num_indexed` are indexed already."""
+        self._num_left = max(self._num_left + num_computed - num_indexed, self._fixed // 8)
+        if self._started_s is not None:
+            now_s = self._clock()
+            self._until_s = now_s + _SHARE * min(now_s - self._started_s, _LONGEST_S)
+            self._started_s = None
+
+    def spend(self, num_tokens: int) -> None:
+        """Counts indexed tokens."""
+        self._num_left -= num_tokens
+
+    def tokens(self) -> int:
+        """How many may be indexed before this is asked again; 0: none in this step."""
+        if self._num_left > 0:
+            return self._num_left
+        return _PIECE if self._clock() < self._until_s else 0
+
+    def renew(self) -> int:
+        """Ends the step; returns the tokens that are left for work which can wait."""
+        num_spare = max(self._num_left, self._fixed // 8)
+        self._num_left, self._until_s = self._fixed, 0.0
+        return num_spare
+
 
 INT32 = "i"
-_INT32 = np.dtype(np.int32)
-
-
-def tokens_of(*parts: IntArray) -> array[int]:
-    """Tokens as a compact array."""
-    tokens = array(INT32)
-    for part in parts:
-        tokens.frombytes(np.ascontiguousarray(part, dtype=np.int32).view(np.uint8).data)
-    return tokens
-
-
-def chain(tokens: array[int], source: str) -> Draft:
-    """`tree.chain` without its copies."""
-    return chain_of(np.frombuffer(tokens, _INT32), source)
 
 
 def chain_of(ids: IntArray, source: str) -> Draft:
-    """`tree.chain` of tokens that are nobody else's."""
+    """`tree.chain` without its copy, of tokens that nothing else refers to."""
     return Draft(ids, tree.chain_parents(len(ids)), None, source)
 
 
@@ -59,13 +95,13 @@ def num_agreeing(drafted: Sequence[int], emitted: Sequence[int]) -> int:
 
 
 class Memory:
-    """One request's tokens, and what a drafter knows of them."""
+    """One request's tokens, and an index of them."""
 
     __slots__ = ("num_indexed", "tokens")
 
     def __init__(self, request: Request) -> None:
-        self.tokens = tokens_of(request.prompt, request.emitted)
-        self.num_indexed = 0  # tokens that were taken in
+        self.tokens = array(INT32, request.prompt.tobytes() + request.emitted.tobytes())
+        self.num_indexed = 0  # tokens
 
     def find(self, budget: int) -> array[int] | None:
         """The tokens that may follow; None or empty if there is no guess. May be too long."""
@@ -76,7 +112,7 @@ class Memory:
         raise NotImplementedError
 
     def index(self, max_tokens: int) -> int:
-        """Takes in what waits, up to so many tokens; how many it was."""
+        """Indexes what waits, up to `max_tokens`; returns the number of tokens."""
         begin = self.num_indexed
         end = self.num_indexed = min(len(self.tokens), begin + max_tokens)
         if begin < end:
@@ -84,90 +120,58 @@ class Memory:
         return end - begin
 
     def learn(self, emitted: list[int]) -> int:
-        """The target's tokens, which come next; how many are indexed at once."""
+        """Appends the target's tokens; returns how many are indexed at once."""
         begin = len(self.tokens)
         self.tokens.extend(emitted)
-        if self.num_indexed != begin or not emitted:
+        if self.num_indexed != begin:
             return 0
         self.num_indexed = begin + len(emitted)
         self.take(begin, self.num_indexed)
         return len(emitted)
 
-    def pick(self, budget: int, least: int) -> array[int] | None:
-        """At most `budget` tokens; None if fewer than `least` are found."""
-        found = self.find(budget) if budget > 0 else None
-        if not found:
-            return None
-        if len(found) > budget:
-            found = found[:budget]
-        return found if len(found) >= least else None
-
     def draft(self, budget: int, least: int, source: str) -> Draft:
-        found = self.pick(budget, least)
-        return tree.EMPTY if found is None else chain(found, source)
-
-    def observe(self, emitted: list[int]) -> int:
-        """The step's outcome; returns as `learn`."""
-        return self.learn(emitted)
-
-
-class JudgingMemory(Memory):
-    """A memory that is told how good its drafts were."""
-
-    __slots__ = ("drafted",)
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.drafted: array[int] | None = None  # in the step that runs
-
-    def judge(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of the draft. `learn` follows."""
-        raise NotImplementedError
-
-    def pick(self, budget: int, least: int) -> array[int] | None:
-        self.drafted = super().pick(budget, least)  # what a step left that came to nothing is gone
-        return self.drafted
-
-    def observe(self, emitted: list[int]) -> int:
-        drafted = self.drafted
-        if drafted is not None:
-            self.drafted = None
-            self.judge(len(drafted), num_agreeing(drafted, emitted))
-        return self.learn(emitted)
+        """At most `budget` tokens; `EMPTY` if fewer than `least` are found."""
+        found = self.find(budget) if budget > 0 else None
+        if not found or min(len(found), budget) < least:
+            return tree.EMPTY
+        return chain_of(np.frombuffer(found, np.int32)[:budget], source)
 
 
 Kept = TypeVar("Kept", bound=Memory)
 
 
 class LookupDrafter(Generic[Kept]):
-    """Opens, asks and tells one memory per request."""
+    """Opens, asks and updates one memory per request.
 
-    name = "lookup"
-    needs = Needs()
-    max_indexed = 512  # tokens of all requests that a step indexes whatever its forward takes
+    Args:
+        name: in statistics.
+        memory: returns the memory of a new request; None: the request gets no drafts.
+        draft_min: shorter drafts are dropped.
+        max_indexed: tokens of all requests that a step indexes whatever its forward takes.
+    """
 
-    def __init__(self, draft_min: int = 0) -> None:
-        self._draft_min = draft_min
+    def __init__(
+        self,
+        name: str,
+        memory: Callable[[Request], Kept | None],
+        draft_min: int = 0,
+        max_indexed: int = 512,
+    ) -> None:
+        self.name, self.needs = name, Needs()
+        self._memory, self._draft_min = memory, draft_min
         self._memories: dict[str, Kept] = {}
         self._behind: dict[str, Kept] = {}  # whose tokens are not all indexed, in order of arrival
-        self._allowance = Allowance(self.max_indexed)
-        self.num_spare = 0  # tokens that `observe` left for what else there is to index
+        self._allowance = Allowance(max_indexed)
+        self._num_spare = 0  # tokens that `observe` left for what else there is to index
 
     @property
     def num_waiting(self) -> int:
         """Tokens that are known and not indexed yet."""
         return sum(len(each.tokens) - each.num_indexed for each in self._behind.values())
 
-    def remember(self, request: Request) -> Kept | None:
-        """The memory of a new request; None: it goes without drafts."""
-        raise NotImplementedError
-
-    def forget(self, memory: Kept) -> None:
-        """The request is done."""
-
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            memory = self.remember(request)
+            memory = self._memory(request)
             if memory is not None:
                 self._memories[request.id] = self._behind[request.id] = memory
         self._catch_up()
@@ -188,23 +192,27 @@ class LookupDrafter(Generic[Kept]):
         for row, request_id in enumerate(batch.request_ids):
             begin, end = starts[row], starts[row + 1]
             if begin < end and (memory := memories.get(request_id)) is not None:
-                num_indexed += memory.observe(emitted[begin:end])
+                num_indexed += memory.learn(emitted[begin:end])
                 if memory.num_indexed < len(memory.tokens):
                     behind[request_id] = memory
         self._allowance.forward_ended(batch.num_tokens, num_indexed)
-        self._catch_up()
-        self.num_spare = self._allowance.renew()
+        if behind:
+            self._catch_up()
+        self._num_spare = self._allowance.renew()
 
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._behind.pop(request_id, None)
             memory = self._memories.pop(request_id, None)
             if memory is not None:
-                self.forget(memory)
+                self._closed(memory)
 
     def shutdown(self) -> None:
         self._memories.clear()
         self._behind.clear()
+
+    def _closed(self, memory: Kept) -> None:
+        """Takes from a finished request what outlives it; nothing by default."""
 
     def _catch_up(self) -> None:
         """Indexes what waits, as far as the step's allowance goes."""

@@ -21,21 +21,107 @@ import numpy as np
 from ...config import NGramCacheConfig
 from ...errors import TableFileError
 from ...scheduler import tree
-from ...scheduler.plan import Batch
-from ...scheduler.types import Draft, IntArray, Request, Verdict
+from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from ..files import check_writable
 from ..vocabulary import fingerprint
 from .base import LookupDrafter, Memory, chain_of
-from .count_table import CountTable
-from .kernels.cache import STATIC_ORDER, draft
-from .kernels.counts import ORDERS
+from .kernels import hashing
+from .kernels import ngrams as loops
+from .kernels.hashing import grown, new_table
+from .kernels.ngrams import ORDERS, STATIC_ORDER, draft
 from .ngram_file import Arrays, load, save
 
 log = logging.getLogger(__name__)
 
+_ROWS_PER_TOKEN = 6  # of text that hardly repeats
 _MERGED_PER_STEP = 2048  # rows of finished requests
 _MARGIN = 256  # tokens that a request emits before its table has to grow
 _MAX_TENANTS = 1024  # from here on, tenants of whom nothing is known are dropped
+
+
+class CountTable:
+    """N-grams of orders 1 to 4, what followed them, and how often."""
+
+    __slots__ = ("hashed",)
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        """With room for a text of so many tokens, of which it takes up what it needs."""
+        self.hashed = new_table(loops.COLUMNS, 1, _ROWS_PER_TOKEN * num_tokens)
+
+    @property
+    def rows(self) -> IntArray:
+        return self.hashed[0]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.hashed[2][hashing.NUM_ROWS])
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.hashed[2][loops.NUM_KEYS])
+
+    def extend(self, text: IntArray, begin: int) -> None:
+        """Counts `text[begin:]` as what follows the tokens before it."""
+        while True:
+            begin = loops.extend(self.hashed, text, begin)
+            if begin == len(text):
+                return
+            self._grow()
+
+    def merge(
+        self,
+        source: CountTable,
+        begin: int,
+        end: int,
+        older: CountTable,
+        *,
+        is_only_new: bool = False,
+    ) -> None:
+        """Adds the keys of some rows, or those alone that are not known here.
+
+        Those that `older` has come over from there first.
+        """
+        while True:
+            begin = loops.merge(self.hashed, older.hashed, source.rows, begin, end, is_only_new)
+            if begin == end:
+                return
+            self._grow()
+
+    def fill(self, arrays: Arrays) -> None:
+        """Adds all that a file holds in one table."""
+        keys, counts, pairs = arrays.keys, arrays.counts, arrays.pairs
+        firsts, begin = np.cumsum(counts, dtype=np.int64) - counts, 0
+        while begin < len(keys):
+            begin = loops.fill(self.hashed, keys, counts, pairs, begin, int(firsts[begin]))
+            if begin < len(keys):
+                self._grow()
+
+    def arrays(self, tenant: str) -> list[Arrays]:
+        """As a file holds it: a table for each order that has keys."""
+        rows = self.rows[: self.num_rows]
+        is_pair = rows[:, 3] == loops.PAIR
+        is_single = ~is_pair & (rows[:, loops.LAST] < 0)
+        orders = np.where(is_pair, 0, (rows[:, :ORDERS] >= 0).sum(axis=1))
+        # Whose pair, which token, how often; in order of the keys and then of arrival.
+        pairs = np.stack([rows[:, 0], rows[:, 1], rows[:, loops.COUNT]], axis=1)[is_pair]
+        (single,) = np.nonzero(is_single)
+        singles = np.stack([single, *rows[single][:, [loops.BEST, loops.BEST_COUNT]].T], axis=1)
+        pairs = np.concatenate([pairs, singles])
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")].astype(np.int32)
+        found = []
+        for order in range(1, ORDERS + 1):
+            (keys,) = np.nonzero(orders == order)
+            if len(keys):
+                own = pairs[orders[pairs[:, 0]] == order]
+                counts = np.unique(own[:, 0], return_counts=True)[1].astype(np.int32)
+                tokens = np.ascontiguousarray(rows[keys, :order][:, ::-1])
+                found.append(Arrays(tenant, tokens, counts, np.ascontiguousarray(own[:, 1:])))
+        return found
+
+    def _grow(self) -> None:
+        self.hashed = grown(self.hashed, len(self.rows))
+
+
 _NOTHING = CountTable()  # never written to
 
 
@@ -175,11 +261,8 @@ class DynamicTables:
 class NGramCache(LookupDrafter[CacheMemory]):
     """Drafts what was counted most, in the context, in the past, in a corpus."""
 
-    name = "ngram_cache"
-    max_indexed = 1024
-
     def __init__(self, config: NGramCacheConfig, tokenizer: Path, vocab_size: int) -> None:
-        super().__init__(config.draft_min)
+        super().__init__("ngram_cache", self._cache_memory, config.draft_min, max_indexed=1024)
         self._static = CountTable()
         self._room: IntArray = np.empty(config.draft_len, dtype=np.int32)
         self._fingerprint = ""
@@ -192,11 +275,9 @@ class NGramCache(LookupDrafter[CacheMemory]):
             path = Path(config.lookup_cache_static)
             for arrays in load(path, field, self._fingerprint, vocab_size):
                 if arrays.tenant:
-                    raise TableFileError(
-                        f"{field}: {path} holds what tenants' requests counted, which is not for "
-                        "everybody; give it as lookup_cache_dynamic",
-                        field=field,
-                    )
+                    text = "holds what tenants' requests counted, which is not for everybody"
+                    reason = f"{field}: {path} {text}; give it as lookup_cache_dynamic"
+                    raise TableFileError(reason, field=field)
                 if arrays.keys.shape[1] == STATIC_ORDER:
                     self._static.fill(arrays)
         if config.lookup_cache_dynamic is not None:
@@ -205,12 +286,6 @@ class NGramCache(LookupDrafter[CacheMemory]):
             check_writable(self._file, field)
             if self._file.exists():
                 self.dynamic.fill(load(self._file, field, self._fingerprint, vocab_size))
-
-    def remember(self, request: Request) -> CacheMemory:
-        return CacheMemory(request, self.dynamic.of(request.tenant), self._static, self._room)
-
-    def forget(self, memory: CacheMemory) -> None:
-        self.dynamic.join(memory.tenant, memory.context)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
@@ -222,3 +297,9 @@ class NGramCache(LookupDrafter[CacheMemory]):
             self.dynamic.work()
             save(self._file, self.dynamic.arrays(), self._fingerprint, {"kind": "dynamic"})
             log.info("n-gram cache saved to %s", self._file)
+
+    def _cache_memory(self, request: Request) -> CacheMemory:
+        return CacheMemory(request, self.dynamic.of(request.tenant), self._static, self._room)
+
+    def _closed(self, memory: CacheMemory) -> None:
+        self.dynamic.join(memory.tenant, memory.context)

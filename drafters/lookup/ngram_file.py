@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,30 +154,33 @@ def _problem(arrays: Arrays, vocab_size: int) -> str | None:
     return None
 
 
+_HEADER_KEYS: Mapping[str, type | range] = {"tokenizer": str, "tables": list, "facts": dict}
+_SIZES = range(2**31 + 1)
+_TABLE_KEYS: Mapping[str, type | range] = {
+    "tenant": str, "order": range(1, MAX_ORDER + 1), "num_keys": _SIZES, "num_pairs": _SIZES,
+}  # fmt: skip
+
+
 def _header(data: Any) -> Header:
     """Raises `ValueError` with the key at fault."""
-    _check_keys(data, Header, "the header")
-    for name, kind in (("tokenizer", str), ("tables", list), ("facts", dict)):
-        if type(data[name]) is not kind:
-            raise ValueError(f"{name}: a {kind.__name__} is wanted")
-    infos = []
+    _check(data, _HEADER_KEYS, "the header", "")
     for index, each in enumerate(data["tables"]):
-        where = f"tables.{index}"
-        _check_keys(each, TableInfo, where)
-        if type(each["tenant"]) is not str:
-            raise ValueError(f"{where}.tenant: a str is wanted")
-        limits = {"order": (1, MAX_ORDER), "num_keys": (0, 2**31), "num_pairs": (0, 2**31)}
-        for name, (least, most) in limits.items():
-            if type(each[name]) is not int or not least <= each[name] <= most:
-                raise ValueError(f"{where}.{name}: a number from {least} to {most} is wanted")
-        infos.append(TableInfo(**each))
-    return Header(data["tokenizer"], tuple(infos), data["facts"])
+        _check(each, _TABLE_KEYS, f"tables.{index}", f"tables.{index}.")
+    infos = tuple(TableInfo(**each) for each in data["tables"])
+    return Header(data["tokenizer"], infos, data["facts"])
 
 
-def _check_keys(data: Any, kind: type[Header] | type[TableInfo], where: str) -> None:
-    names = [each.name for each in fields(kind)]
-    if not isinstance(data, dict) or sorted(data) != sorted(names):
-        raise ValueError(f"{where} must have {', '.join(names)} and nothing else")
+def _check(data: Any, keys: Mapping[str, type | range], where: str, prefix: str) -> None:
+    """Checks that `data` has these keys alone, each of its type, or a number in its range."""
+    if not isinstance(data, dict) or data.keys() != keys.keys():
+        raise ValueError(f"{where} must have {', '.join(keys)} and nothing else")
+    for name, kind in keys.items():
+        if isinstance(kind, range):
+            if type(data[name]) is not int or data[name] not in kind:
+                reason = f"a number from {kind[0]} to {kind[-1]} is wanted"
+                raise ValueError(f"{prefix}{name}: {reason}")
+        elif type(data[name]) is not kind:
+            raise ValueError(f"{prefix}{name}: a {kind.__name__} is wanted")
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:

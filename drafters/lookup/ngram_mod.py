@@ -9,28 +9,22 @@ A pool is shared by the requests of a tenant, never between tenants. There are a
 the one that idled longest gives way to a new tenant, and while all are in use a further tenant's
 requests go without drafts.
 
-A step indexes tokens in proportion to its forward (`allowance.py`), a long prompt over several.
 All pools are one array, so that one call rolls through all of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...config import NGramModConfig
 from ...scheduler import tree
-from ...scheduler.plan import Batch
-from ...scheduler.sequence import TokenBuffer
-from ...scheduler.types import Draft, IntArray, Request, Verdict
-from ..protocol import Needs
-from .allowance import Allowance
-from .base import chain_of, num_agreeing
-from .kernels.roll import EPOCH, FACTOR, roll
-from .rolling import powers_of, slots_of
+from ...scheduler.types import Batch, Draft, IntArray, Request
+from .base import LookupDrafter, Memory, chain_of, num_agreeing
+from .index import powers_of, slots_of
+from .kernels.ngrams import EPOCH, FACTOR, roll
 
 log = logging.getLogger(__name__)
 Slots = NDArray[np.uint32]
@@ -62,6 +56,7 @@ class ModPool:
 
     def __init__(self, pools: ModPools, number: int) -> None:
         self.number = number
+        self.n_match = len(pools.powers)
         self.num_requests = 0
         self._epochs, self._powers = pools.epochs, pools.powers
         self._slots = pools.slots[number]
@@ -89,98 +84,110 @@ class ModPool:
         self._epochs[self.number] = epoch
 
 
-class _Rolling:
-    """One request: its tokens, how far they are indexed, and its run of bad drafts."""
+class ModMemory(Memory):
+    """One request: how far its n-grams are in the pool, and its run of bad drafts.
 
-    __slots__ = (
-        "drafted", "is_opening", "num_indexed", "num_low", "num_opening", "pool", "tokens",
-    )  # fmt: skip
+    `num_indexed` counts tokens of the text that it opened with; later ones are indexed when it
+    drafts, and count at once.
+    """
+
+    __slots__ = ("_num_low", "drafted", "is_opening", "num_grams", "num_opening", "pool")
 
     def __init__(self, request: Request, pool: ModPool) -> None:
-        self.tokens = TokenBuffer(request.prompt, request.emitted)
+        super().__init__(request)
         self.pool = pool
-        self.num_opening = len(self.tokens)  # tokens that are known when it opens
+        self.num_opening = len(self.tokens)
         self.is_opening = True  # those are not indexed to the end
-        self.num_indexed = 0  # n-grams
-        self.num_low = 0
+        self.num_grams = 0  # indexed
         self.drafted: list[int] = []
+        self._num_low = 0
+
+    def index(self, max_tokens: int) -> int:
+        """Indexes n-grams whose successor is known: of the tokens that it opened with all, of
+        later ones all but the newest."""
+        begin, n = self.num_grams, self.pool.n_match
+        known = max(len(self.tokens) - 1, self.num_opening)
+        end = min(known, begin + n + max_tokens)
+        if begin + n < end:
+            self.pool.add(np.array(self.tokens[begin:end], dtype=np.int32))
+            self.num_grams = end - n
+        if self.is_opening and self.num_grams + n >= known:
+            self.is_opening = False
+            if self.pool.used > _MAX_OCCUPANCY * NUM_SLOTS:
+                self.pool.wipe()
+        self.num_indexed = self.num_grams if self.is_opening else len(self.tokens)
+        return self.num_grams - begin
+
+    def learn(self, emitted: list[int]) -> int:
+        if self.drafted:
+            self._judge(emitted)
+        self.tokens.extend(emitted)
+        if not self.is_opening:
+            self.num_indexed = len(self.tokens)
+        return 0
+
+    def _judge(self, emitted: list[int]) -> None:
+        num_accepted = num_agreeing(self.drafted, emitted)
+        is_low = num_accepted < _LOW_FRACTION * len(self.drafted)
+        self.drafted = []
+        self._num_low = self._num_low + 1 if is_low else 0
+        if self._num_low == _MAX_LOW:
+            self._num_low = 0
+            self.pool.wipe()
+            self.num_grams = 0  # indexed again before the next draft, with this step's tokens
 
 
-class NGramMod:
+class NGramMod(LookupDrafter[ModMemory]):
     """Drafts by rolling through the pools of the requests' tenants, all requests at once."""
 
-    name = "ngram_mod"
-    needs = Needs()
-
     def __init__(self, config: NGramModConfig) -> None:
+        super().__init__("ngram_mod", self._mod_memory, config.n_min, max_indexed=_FIXED)
         self._config = config
         if config.n_match < _ADVISED_N:
             log.warning("n_match is %d; below %d drafts are poor", config.n_match, _ADVISED_N)
-        self._memory = ModPools(config.max_pools, config.n_match)
+        self._slots = ModPools(config.max_pools, config.n_match)
         self._pools: dict[str, ModPool] = {}  # by tenant, least recently opened first
-        self._requests: dict[str, _Rolling] = {}
-        self._allowance = Allowance(_FIXED)
-
-    @property
-    def num_waiting(self) -> int:
-        """Tokens that are known and not indexed yet."""
-        return sum(
-            len(each.tokens) - each.num_indexed
-            for each in self._requests.values()
-            if each.is_opening
-        )
-
-    def open(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            pool = self._pool(request.tenant)
-            if pool is None:
-                continue
-            pool.num_requests += 1
-            rolling = self._requests[request.id] = _Rolling(request, pool)
-            self._index(rolling)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
         n = self._config.n_match
-        asked: list[tuple[int, int, _Rolling]] = []
+        asked: list[tuple[int, int, ModMemory]] = []
         for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
-            rolling = self._requests.get(request_id)
-            if rolling is None:
+            memory = self._memories.get(request_id)
+            if memory is None:
                 continue
-            rolling.drafted = []
-            if budget <= 0 or len(rolling.tokens) <= n:
+            memory.drafted = []
+            if budget <= 0 or len(memory.tokens) <= n:
                 continue
-            if rolling.is_opening or len(rolling.tokens) - 1 > rolling.num_indexed + _MAX_LAG:
-                self._index(rolling)
-            asked.append((row, budget, rolling))
+            if memory.is_opening or len(memory.tokens) - 1 > memory.num_grams + _MAX_LAG:
+                self._index(memory)
+            asked.append((row, budget, memory))
         if asked:
             self._roll(asked, drafts)
         self._allowance.forward_begins()
         return drafts
 
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        starts = verdict.emitted_start.tolist()
-        for row, request_id in enumerate(batch.request_ids):
-            begin, end = starts[row], starts[row + 1]
-            if begin < end and (rolling := self._requests.get(request_id)) is not None:
-                emitted = verdict.emitted[begin:end]
-                if rolling.drafted:
-                    self._judge(rolling, emitted.tolist())
-                rolling.tokens.extend(emitted)
-        self._allowance.forward_ended(batch.num_tokens)
-        for rolling in [each for each in self._requests.values() if each.is_opening]:
-            self._index(rolling)
-        self._allowance.renew()
-
-    def close(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            rolling = self._requests.pop(request_id, None)
-            if rolling is not None:
-                rolling.pool.num_requests -= 1
-
     def shutdown(self) -> None:
-        self._requests.clear()
+        super().shutdown()
         self._pools.clear()
+
+    def _mod_memory(self, request: Request) -> ModMemory | None:
+        pool = self._pool(request.tenant)
+        if pool is None:
+            return None
+        pool.num_requests += 1
+        return ModMemory(request, pool)
+
+    def _closed(self, memory: ModMemory) -> None:
+        memory.pool.num_requests -= 1
+
+    def _index(self, memory: ModMemory) -> None:
+        """What waits of one request, as far as the step's allowance goes."""
+        while num_tokens := self._allowance.tokens():
+            num_indexed = memory.index(num_tokens)
+            self._allowance.spend(num_indexed)
+            if not num_indexed:
+                return
 
     def _pool(self, tenant: str) -> ModPool | None:
         pool = self._pools.pop(tenant, None)
@@ -191,54 +198,25 @@ class NGramMod:
                 if idle is None:
                     return None
                 number = self._pools.pop(idle).number
-            pool = ModPool(self._memory, number)
+            pool = ModPool(self._slots, number)
         self._pools[tenant] = pool
         return pool
 
-    def _index(self, rolling: _Rolling) -> None:
-        """N-grams whose successor is known, as far as the step's allowance goes: what the request
-        opened with whole, of later tokens all but the newest."""
-        n = self._config.n_match
-        known = max(len(rolling.tokens) - 1, rolling.num_opening)
-        history = rolling.tokens.view[:known]
-        while (begin := rolling.num_indexed) + n < known and (left := self._allowance.tokens()) > 0:
-            end = min(known, begin + n + left)
-            rolling.pool.add(history[begin:end])
-            rolling.num_indexed = end - n
-            self._allowance.spend(end - n - begin)
-        if rolling.is_opening and rolling.num_indexed + n >= known:
-            rolling.is_opening = False
-            if rolling.pool.used > _MAX_OCCUPANCY * NUM_SLOTS:
-                rolling.pool.wipe()
-
-    def _roll(self, asked: list[tuple[int, int, _Rolling]], drafts: list[Draft]) -> None:
+    def _roll(self, asked: list[tuple[int, int, ModMemory]], drafts: list[Draft]) -> None:
         """Drafts for the rows that asked."""
-        n, n_min = self._config.n_match, self._config.n_min
+        n, n_min = self._config.n_match, self._draft_min
         tails: IntArray = np.empty((len(asked), n), dtype=np.int32)
-        for index, (_, _, rolling) in enumerate(asked):
-            tails[index] = rolling.tokens.view[-n:]
+        for index, (_, _, memory) in enumerate(asked):
+            tails[index] = memory.tokens[-n:]
         numbers: IntArray = np.array([each.pool.number for _, _, each in asked], dtype=np.int32)
         longest = max(max(budget for _, budget, _ in asked), n_min)
         num_steps = min(longest, self._config.draft_len)
         found: IntArray = np.empty((len(asked), num_steps), dtype=np.int32)
         lengths: IntArray = np.empty(len(asked), dtype=np.int32)
-        memory = self._memory
-        roll(memory.slots, memory.epochs, tails, numbers, num_steps, found, lengths)
+        roll(self._slots.slots, self._slots.epochs, tails, numbers, num_steps, found, lengths)
         for index, length in enumerate(lengths.tolist()):
-            row, budget, rolling = asked[index]
+            row, budget, memory = asked[index]
             if length and length >= n_min:
                 tokens = found[index, : min(length, budget)]
                 drafts[row] = chain_of(tokens, self.name)
-                rolling.drafted = tokens.tolist()
-
-    def _judge(self, rolling: _Rolling, emitted: list[int]) -> None:
-        drafted, num_accepted = rolling.drafted, num_agreeing(rolling.drafted, emitted)
-        rolling.drafted = []
-        if num_accepted >= _LOW_FRACTION * len(drafted):
-            rolling.num_low = 0
-            return
-        rolling.num_low += 1
-        if rolling.num_low >= _MAX_LOW:
-            rolling.num_low = 0
-            rolling.pool.wipe()
-            rolling.num_indexed = 0  # indexed again before the next draft, with this step's tokens
+                memory.drafted = tokens.tolist()

@@ -6,8 +6,7 @@ is its share of the occurrences. A guess has at most min(L * max_spec_factor + m
 max_tree_depth - L) nodes and goes on while the product of probabilities is at least
 `min_token_prob`; the sum of the products, the expected number of accepted tokens, is its score, and
 the best score wins (of equals the longest match, the request before the past). As a tree, the most
-probable nodes are taken one by one instead. What occurred is counted by suffix automata
-(`suffix_index.py`).
+probable nodes are taken one by one instead. What occurred is counted by suffix automata.
 """
 
 from __future__ import annotations
@@ -18,15 +17,79 @@ import numpy as np
 
 from ...config import SuffixConfig
 from ...scheduler import tree
-from ...scheduler.plan import Batch
-from ...scheduler.types import Draft, IntArray, Request, Verdict
+from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from ..protocol import Needs
 from .base import LookupDrafter, Memory
-from .kernels.guess import guess
-from .suffix_index import SuffixIndex
+from .kernels import hashing
+from .kernels import suffix as loops
+from .kernels.hashing import MIN_ROWS, grown, larger, new_table
+from .kernels.suffix import ROOT, guess
 
 _MAX_TENANTS = 1024  # whose past is kept
 _MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
+
+
+class SuffixIndex:
+    """A suffix automaton that counts how often every string of up to `max_depth` tokens occurred.
+
+    Blumer et al. 1985, cut at a depth: a state stands for all strings within `max_depth` that end
+    at the same places; their lengths are (length[link], length]. A link leads to the longest suffix
+    that ended in more places. A string as long as `max_depth` is counted and does not go on, so
+    that text which repeats makes no new states.
+
+    A token is appended in one walk over the suffixes of the text before it, longest first: what
+    each becomes is counted, and is its likeliest continuation unless another was seen more often;
+    of equals the one seen last. The tables double when they are full. An index covers one text, or
+    several: `begin_text` starts the next one.
+    """
+
+    __slots__ = ("edges", "max_depth", "nodes", "size", "walk")
+
+    def __init__(self, max_depth: int) -> None:
+        self.max_depth = max_depth
+        self.size = 0  # tokens of all texts
+        self.nodes: IntArray = np.empty((MIN_ROWS, loops.NODE), dtype=np.int32)
+        self.nodes[ROOT] = -1
+        self.nodes[ROOT, [loops.LENGTH, loops.COUNT, loops.DEGREE, loops.SEEN]] = 0
+        self.edges = new_table(loops.EDGE)
+        self.walk: IntArray = np.zeros(loops.SUFFIXES + max_depth + 2, dtype=np.int32)
+        self.walk[loops.NUM_STATES] = 1
+        self.begin_text()
+
+    @property
+    def num_states(self) -> int:
+        return int(self.walk[loops.NUM_STATES])
+
+    def begin_text(self) -> None:
+        """What comes next does not follow what came before."""
+        self.walk[loops.NUM_SUFFIXES] = 1
+        self.walk[loops.SUFFIXES] = ROOT
+
+    def extend(self, tokens: IntArray) -> None:
+        """Appends tokens to the current text."""
+        self.size += len(tokens)
+        while True:
+            done = loops.extend(self.nodes, self.edges, self.walk, self.max_depth, tokens)
+            if done == len(tokens):
+                return
+            tokens = tokens[done:]
+            self._grow()
+
+    def follow(self, matches: IntArray, row: int, tokens: IntArray) -> None:
+        """Goes on from the match (state, length) in that row: the longest suffix of what the
+        tokens make of it that occurs, below `max_depth`."""
+        loops.follow(self.nodes, self.edges, self.max_depth, matches, row, tokens)
+
+    def _grow(self) -> None:
+        """Makes room for a token at least."""
+        walk = self.walk
+        if walk[loops.NUM_STATES] + 2 > len(self.nodes):
+            self.nodes = larger(self.nodes, 2 * len(self.nodes))
+        rows, _, used = self.edges
+        needed = int(used[hashing.NUM_ROWS]) + int(walk[loops.MAX_DEGREE])
+        needed += 2 * int(walk[loops.NUM_SUFFIXES])
+        if needed > len(rows):
+            self.edges = grown(self.edges, needed)
 
 
 class Limits:
@@ -36,12 +99,12 @@ class Limits:
 
     def __init__(self, config: SuffixConfig) -> None:
         depth, factor = config.max_tree_depth, config.max_spec_factor
-        wanted = [int(size * factor + config.max_spec_offset + 1e-6) for size in range(depth)]
-        most = [min(max(0, wanted[size]), depth - size) if size else 0 for size in range(depth)]
-        # Of the lengths up to L, the one that may draft most; of equals the longest.
-        widest = [
-            max(range(size + 1), key=lambda known: (most[known], known)) for size in range(depth)
-        ]
+        most = [0] * depth  # nodes, by length
+        widest = [0] * depth  # of the lengths up to L, the one that may draft most
+        for size in range(1, depth):
+            wanted = int(size * factor + config.max_spec_offset + 1e-6)
+            most[size] = min(max(0, wanted), depth - size)
+            widest[size] = size if most[size] >= most[widest[size - 1]] else widest[size - 1]
         self.table: IntArray = np.array([most, widest], dtype=np.int32)
         self.min_prob = config.min_token_prob
         self.is_tree = int(config.shape == "tree")
@@ -112,9 +175,6 @@ class SuffixMemory(Memory):
             self._follow(np.array(emitted, dtype=np.int32))
         return num_indexed
 
-    def output(self) -> IntArray:
-        return np.array(self.tokens[self.num_prompt :], dtype=np.int32)
-
     def _match(self) -> None:
         """Finds its place in a past that is another one."""
         self._version = self._past.version
@@ -130,29 +190,16 @@ class SuffixMemory(Memory):
 class Suffix(LookupDrafter[SuffixMemory]):
     """Drafts what most often followed the newest tokens, as far as it is likely."""
 
-    name = "suffix"
-
     def __init__(self, config: SuffixConfig) -> None:
         # A token costs a look at each of the suffixes before it, `max_tree_depth` at most.
-        self.max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)
-        super().__init__()
+        max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)
+        super().__init__("suffix", self._suffix_memory, max_indexed=max_indexed)
         self.needs = Needs(shape=config.shape)
         self._config = config
         self._limits = Limits(config)
-        self._pasts: OrderedDict[str, PastTexts] = (
-            OrderedDict()
-        )  # by tenant, least recently used first
+        # By tenant, least recently used first.
+        self._pasts: OrderedDict[str, PastTexts] = OrderedDict()
         self._waiting: deque[tuple[str, IntArray]] = deque()  # outputs to be indexed
-
-    def remember(self, request: Request) -> SuffixMemory:
-        depth = self._config.max_tree_depth
-        past = self._past(request.tenant) if self._config.max_cached_requests else PastTexts(depth)
-        return SuffixMemory(request, past, self._limits, depth)
-
-    def forget(self, memory: SuffixMemory) -> None:
-        output = memory.output()
-        if len(output) and self._config.max_cached_requests:
-            self._waiting.append((memory.tenant, output))
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         widths = np.minimum(budgets, self._config.max_tree_depth).tolist()
@@ -169,7 +216,7 @@ class Suffix(LookupDrafter[SuffixMemory]):
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
         if self._waiting:
-            self.work(self.num_spare)
+            self.work(self._num_spare)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -189,6 +236,16 @@ class Suffix(LookupDrafter[SuffixMemory]):
                 self._waiting.popleft()
                 past.end_text()
                 self._shrink(past)
+
+    def _suffix_memory(self, request: Request) -> SuffixMemory:
+        depth = self._config.max_tree_depth
+        past = self._past(request.tenant) if self._config.max_cached_requests else PastTexts(depth)
+        return SuffixMemory(request, past, self._limits, depth)
+
+    def _closed(self, memory: SuffixMemory) -> None:
+        output = np.array(memory.tokens[memory.num_prompt :], dtype=np.int32)
+        if len(output) and self._config.max_cached_requests:
+            self._waiting.append((memory.tenant, output))
 
     def _past(self, tenant: str) -> PastTexts:
         past = self._pasts.get(tenant)

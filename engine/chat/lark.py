@@ -1,18 +1,83 @@
 """Grammars of tool calls and of the reasoning before an answer, in the library's Lark notation.
 
-A format describes its calls as a `Layout`; what is built of it holds the model to calls that the
+A format describes its calls as a `CallLayout`; the grammar built of it admits only calls that the
 format's parser reads. A mark that is one token of the vocabulary is written as that token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .functions import Function
-from .thinking import Block
+from .reader import Flow, Reader, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call.
+
+    Args:
+        parameters: JSON schema of its arguments; None: any object.
+        strict: whether arguments have to match the schema wherever that can be enforced.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments."""
+        return {"type": "object", **(self.parameters or {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The marks around reasoning before an answer, such as `<think>` and `</think>`.
+
+    Args:
+        always: the model reasons even if neither the prompt nor the text has the opening mark.
+    """
+
+    begin: str
+    end: str
+    always: bool = False
+
+    def is_open(self, prompt: str, continued: bool = False) -> bool:
+        """Whether a completion of `prompt` begins within the block.
+
+        Args:
+            continued: whether the prompt ends within an answer.
+        """
+        if continued:
+            return prompt.rfind(self.begin) > prompt.rfind(self.end)
+        if self.is_closed(prompt):
+            return False
+        return self.always or prompt.rstrip().endswith(self.begin)
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the template has closed the block: no reasoning is wanted."""
+        return prompt.rstrip().endswith(self.end)
+
+
+def split(reader: Reader, block: Block, is_open: bool) -> Flow[None]:
+    """Reads the block, if there is one; what follows is the answer."""
+    reader.begin()
+    if not is_open:
+        yield from reader.space()
+        if not (yield from reader.literal(block.begin)):
+            yield from reader.give_back()
+            return
+    else:
+        yield from reader.space()
+        yield from reader.literal(block.begin)  # some models repeat it
+    if (yield from reader.prose((block.end,), Reasoning)):
+        reader.begin()
+        yield from reader.space()
+    reader.begin()
+
 
 WHITESPACE: Final = r"[ \n\t\r]{1,32}"  # between JSON's tokens, at one place
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -20,7 +85,7 @@ _BREAK = "/\\n{0,2}/"  # between reasoning and answer
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CallLayout:
     """How a format writes calls; all but the trigger are Lark expressions, empty for nothing.
 
     Args:
@@ -94,7 +159,7 @@ def thinking_rules(lark: Lark, block: Block, is_open: bool) -> list[str]:
     return [f"lead: ({lark.mark(block.begin)} thought {_BREAK})?", *rules]
 
 
-def call_rules(layout: Layout, lark: Lark, parallel: bool) -> list[str]:
+def call_rules(layout: CallLayout, lark: Lark, parallel: bool) -> list[str]:
     """Rules of `calls`: one call, or several if `parallel`."""
     trigger = lark.mark(layout.trigger) if layout.trigger else ""
     more = parallel and layout.many
@@ -111,11 +176,12 @@ def call_rules(layout: Layout, lark: Lark, parallel: bool) -> list[str]:
     return [calls, group, *rules, *layout.rules]
 
 
-def grammar(start: str, rules: Sequence[str]) -> str:
-    """The whole grammar."""
-    return "\n".join([f"start: {start}", *rules, _TEXT])
+def grammar(start: str, rules: Sequence[str], lead: Sequence[str] = ()) -> str:
+    """The whole grammar; `lead` are the rules of what comes before `start`."""
+    start = f"lead {start}" if lead else start
+    return "\n".join([f"start: {start}", *lead, *rules, _TEXT])
 
 
-def free_calls(layout: Layout, lark: Lark) -> tuple[str, list[str]]:
+def free_calls(layout: CallLayout, lark: Lark) -> tuple[str, list[str]]:
     """The start, and rules, of any text with calls: behind a trigger nothing else may follow."""
     return "(triggered group)* TEXT", lark.until("triggered", layout.trigger)

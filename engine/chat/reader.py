@@ -8,14 +8,72 @@ taken since `begin` can be given back as content, where it turns out to be no ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from .events import Arguments, CallBegin, Content, Event, Flow, Prose, Reasoning, merged
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of the answer's text; `end` is where it ends in the text that was parsed."""
+
+    text: str
+    end: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the text that the model thinks with; `end` as in `Content`."""
+
+    text: str
+    end: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins; its arguments follow. `id`: the model's own, in formats that have one."""
+
+    index: int
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of a call's arguments, which are JSON together."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallBegin | Arguments
+Prose = type[Content] | type[Reasoning]
+# A parser's steps: events as they become certain, None where more text is needed.
+Flow = Generator[Event | None, None, Result]
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """`events` with neighbours of one kind joined."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if last is None or isinstance(event, CallBegin) or isinstance(last, CallBegin):
+            result.append(event)
+        elif type(event) is type(last):  # of one call: another one's beginning comes between
+            result[-1] = replace(event, text=last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
 
 _SPACE = re.compile(r"\s*")
 _OUTSIDE = re.compile(r'["{}\[\]]')  # of a JSON string
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]*")
+_NAME = re.compile(r"[\w.:/-]{1,128}")  # a function's
+_MAX_NAME = 192  # characters, with white space around it
 
 
 class Reader:
@@ -236,6 +294,91 @@ class Reader:
 
     # Calls.
 
+    def calls(
+        self,
+        begins: tuple[str, ...],
+        read: Callable[[str], Flow[bool]],
+        ends: tuple[str, ...] = (),
+        *,
+        in_section: bool = False,
+    ) -> Flow[None]:
+        """Text and calls in any order; what begins like a call and is none is text.
+
+        Args:
+            begins: the marks before a call.
+            read: reads a call behind one of `begins`; False: it is none.
+            ends: marks that are skipped behind a call.
+            in_section: whether any number of `ends` is skipped, anywhere behind the first call.
+        """
+        marks, trim = begins, False
+        while mark := (yield from self.prose(marks, Content, trim=trim)):
+            if not in_section:
+                marks = begins
+            if mark in ends:
+                continue
+            trim = yield from read(mark)
+            if trim:
+                marks = (*begins, *ends)
+            else:
+                yield from self.give_back()
+
+    def section(
+        self,
+        section: tuple[str, str],
+        call: tuple[str, str],
+        read: Callable[[Reader], Flow[bool]],
+    ) -> Flow[None]:
+        """As `calls`, of calls with marks around each, in sections with marks around all.
+
+        Args:
+            section: the marks of a section.
+            call: the marks of a call.
+            read: reads what is behind a call's first mark; False: it is no call.
+        """
+
+        def begun(mark: str) -> Flow[bool]:
+            is_call = mark == call[0]
+            if not is_call:
+                yield from self.space()
+                is_call = yield from self.literal(call[0])
+            return is_call and (yield from read(self))
+
+        ends = (call[1], section[1])
+        return self.calls((section[0], call[0]), begun, ends, in_section=True)
+
+    def calls_behind(
+        self, mark: str, read: Callable[[Reader], Flow[None]], *, leading: bool = False
+    ) -> Flow[None]:
+        """Text, and what `read` takes behind every mark; it gives back what are no calls.
+
+        Args:
+            leading: whether calls may begin the text, with or without the mark.
+        """
+        if leading:
+            self.begin()
+            yield from self.space()
+            yield from self.literal(mark)
+            yield from read(self)
+        while (yield from self.prose((mark,), Content, trim=self.num_calls > 0)):
+            yield from read(self)
+
+    def name(self, marks: Sequence[str]) -> Flow[tuple[str, str] | None]:
+        """A function's name and the first of `marks` behind it, both read; None: neither."""
+        found = yield from self.up_to(marks, _MAX_NAME)
+        if found is None or not is_name(found[0].strip()):
+            return None
+        return found[0].strip(), found[1]
+
+    def object_call(self, name: str, id: str | None = None) -> Flow[bool]:
+        """A call whose arguments follow as an object; False: no object follows."""
+        yield from self.space()
+        if (yield from self.peek()) != "{":
+            return False
+        yield self.call(name, id)
+        yield from self.value(self.arguments)
+        self.begin()
+        return True
+
     def call(self, name: str, id: str | None = None) -> CallBegin:
         """The beginning of the next call."""
         self.num_calls += 1
@@ -289,6 +432,11 @@ class Parser:
                 break
             events.append(event)
         return merged(events)
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def _extend(spans: list[tuple[int, int]], begin: int, end: int) -> None:

@@ -1,25 +1,190 @@
 """What a request's text has to match, as a grammar of the library llguidance, and its check.
 
-Called by the front end for every constrained request, before anything is queued, and by
-`compiler.py`. Time and memory are bounded by the limits of the library's parser; white space
+Time and memory are bounded by the limits of the library's parser; white space
 between JSON's tokens is bounded here, because a model may otherwise never stop writing it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from ...errors import InvalidRequestError
-from ...scheduler.sampling import SamplingParams
-from ...scheduler.structured import StructuredOutputs
+from ...scheduler.sampling import SamplingParams, StructuredOutputs
 from ..chat.lark import WHITESPACE
-from .bounds import check_lark, check_pattern, check_schema_bounds, check_text
+
+# Bounds of what the library's own limits do not count: a pattern of repeated text is written out
+# in full, a text that must come next is tokenized in full in every step, and a multiple is an
+# automaton with a state per remainder. One request could hold up all others for minutes with them.
+
+MAX_TEXT: Final = 8192  # characters of the shortest match of a pattern, or of one text
+MAX_MULTIPLE: Final = 10_000  # states of the automaton
+_MAX_MULTIPLES: Final = 20_000  # of all of a schema together
+_ENDLESS: Final = 10**12
+_LITERAL_KEYS = ("const", "enum")  # what is below them is no schema
+_PATTERN_KEYS = ("pattern", "whitespace_pattern")
+# What applies several schemas to one value; without it each multiple is an automaton of its own.
+_JOINING_KEYS: Final = {
+    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"),
+    *("patternProperties", "contains", "$ref", "$dynamicRef", "$recursiveRef"),
+}
+_COUNT = re.compile(r"\{(\d+)(?:,\d*)?\}")
+_ESCAPE = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x..|u....|U........|.)", re.DOTALL)
+_LARK_TOKEN = re.compile(
+    r"//[^\n]*|\"(?P<text>(?:\\.|[^\"\\\n])*)\"|/(?P<pattern>(?:\\.|[^/\\\n])+)/"
+)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises `ValueError` for a regular expression whose shortest match is too long."""
+    length = min_length(pattern)
+    if length > MAX_TEXT:
+        raise ValueError(
+            f"the shortest text that the pattern matches has {min(length, _ENDLESS)} characters; "
+            f"at most {MAX_TEXT}"
+        )
+
+
+def check_text(text: str) -> None:
+    """Raises `ValueError` for a text that is too long to be the only one that may come."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"a text of {len(text)} characters; at most {MAX_TEXT}")
+
+
+def check_lark(grammar: str) -> None:
+    """The patterns and texts of a grammar in Lark's notation (raises `ValueError`)."""
+    for token in _LARK_TOKEN.finditer(grammar):
+        if token["pattern"] is not None:
+            check_pattern(token["pattern"])
+        elif token["text"] is not None:
+            check_text(token["text"])
+
+
+def check_schema_bounds(schema: Any) -> None:
+    """The patterns, texts and multiples of a JSON schema (raises `ValueError`)."""
+    multiples: list[int] = []
+    joins = False
+    for key, value in _keywords(schema):
+        joins = joins or key in _JOINING_KEYS
+        if key in _PATTERN_KEYS and isinstance(value, str):
+            check_pattern(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            for pattern in value:
+                check_pattern(pattern)
+        elif key in _LITERAL_KEYS:
+            for text in _texts(value):
+                check_text(text)
+        elif key == "multipleOf" and isinstance(value, (int, float)):
+            multiples.append(_states(value))
+    # Those of one value are joined to their least common multiple, also across references.
+    states = math.lcm(*multiples) if joins else max(multiples, default=1)
+    if states > MAX_MULTIPLE or sum(multiples) > _MAX_MULTIPLES:
+        raise ValueError(
+            f"multipleOf: each in a schema is at most {MAX_MULTIPLE}, with allOf, $ref and the "
+            "like the least common multiple of all; and their sum at most "
+            f"{_MAX_MULTIPLES}, without decimal points"
+        )
+
+
+def min_length(pattern: str) -> int:
+    """Characters of the shortest match of a regular expression in Rust's syntax.
+
+    An upper bound: what it cannot read counts as one character. Alternatives count as the longest
+    of them, because each of them is written out.
+    """
+    # Of the groups that are open: the longest alternative, this one, its last item.
+    stack = [[0, 0, 0]]
+    place = 0
+    while place < len(pattern):
+        top = stack[-1]
+        char = pattern[place]
+        repeat = _COUNT.match(pattern, place)
+        place += 1
+        if char == "(":
+            top[1], top[2] = top[1] + top[2], 0
+            stack.append([0, 0, 0])
+            flags = re.compile(r"\?(?:P?<\w+>|[\w-]*:?)").match(pattern, place)
+            place = flags.end() if flags is not None else place
+        elif char == ")" and len(stack) > 1:
+            longest, done, last = stack.pop()
+            stack[-1][2] = max(longest, done + last)
+        elif char == "|":
+            top[0], top[1], top[2] = max(top[0], top[1] + top[2]), 0, 0
+        elif repeat is not None:
+            top[2] = min(top[2] * max(1, int(repeat[1][:12])), _ENDLESS)
+            place = repeat.end()
+        elif char not in "*+?":
+            top[1], top[2] = top[1] + top[2], 1
+            if char == "\\":
+                escape = _ESCAPE.match(pattern, place - 1)
+                place = escape.end() if escape is not None else place
+            elif char == "[":
+                place = _class_end(pattern, place)
+    while len(stack) > 1:  # a group that is not closed
+        longest, done, last = stack.pop()
+        stack[-1][2] = max(longest, done + last)
+    longest, done, last = stack[0]
+    return max(longest, done + last)
+
+
+def _class_end(pattern: str, place: int) -> int:
+    """The place behind a class that begins before `place`; classes can hold classes."""
+    depth, first = 1, True
+    while place < len(pattern) and depth:
+        char = pattern[place]
+        if char == "\\":
+            place += 1
+        elif char == "[":
+            depth += 1
+        elif char == "]" and not first:
+            depth -= 1
+        first = (first and char == "^") or char == "["
+        place += 1
+    return place
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value in a schema but those within literals; in no order."""
+    for node in _nodes(schema, _LITERAL_KEYS):
+        if isinstance(node, dict):
+            yield from node.items()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, names of members too."""
+    for node in _nodes(value):
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, dict):
+            yield from node
+
+
+def _nodes(value: Any, but: Sequence[str] = ()) -> Iterator[Any]:
+    """A value and all within it, without what is below the keys `but`."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, dict):
+            waiting += [below for key, below in node.items() if key not in but]
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _states(multiple: float) -> int:
+    """A multiple without decimal point and zeros behind: 0.25 has 25, 1000 has 1."""
+    number = Decimal(repr(multiple))
+    if not number.is_finite() or number == 0:
+        return 1  # the library refuses it
+    return int("".join(map(str, number.normalize().as_tuple().digits)))
+
 
 _MAX_NESTING: Final = 128  # brackets within brackets of a grammar
 _STOP_REASONS: Final = {"NoExtensionBias": "no text of finite length matches it"}
@@ -43,14 +208,17 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     Raises:
         ValueError: it cannot be translated, or asks for too much.
     """
-    _check_bounds(wanted)
     if wanted.frame is not None:
         return _framed(wanted.frame, wanted.model_copy(update={"frame": None}))
     if wanted.is_json:
-        return _json_grammar(wanted)
+        schema, options = _schema(wanted)
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
     if wanted.regex is not None:
+        check_pattern(wanted.regex)
         return str(LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
+        for text in wanted.choice:
+            check_text(text)
         texts = " | ".join(json.dumps(text) for text in wanted.choice)
         return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
     assert wanted.grammar is not None, wanted
@@ -81,20 +249,22 @@ def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str =
             )
     if not eos_token_ids:
         raise InvalidRequestError(f"{field}: this model has no end token", field=field)
-    try:
-        problem = LLMatcher.validate_grammar(grammar_of(wanted), limits=parser_limits())
-    except (ValueError, RecursionError) as error:
-        problem = str(error) or "nested too deeply"
-    if problem and not problem.startswith("WARNING"):
-        raise invalid(field, problem)
+    _check_grammar(lambda: grammar_of(wanted), field)
 
 
 def check_schema(schema: Mapping[str, Any], field: str) -> None:
     """Raises `InvalidRequestError`, which names `field`, for a JSON schema that has no grammar."""
-    try:
+
+    def grammar() -> str:
         check_schema_bounds(schema)
-        text = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-        problem = LLMatcher.validate_grammar(text, limits=parser_limits())
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+    _check_grammar(grammar, field)
+
+
+def _check_grammar(grammar: Callable[[], str], field: str) -> None:
+    try:
+        problem = LLMatcher.validate_grammar(grammar(), limits=parser_limits())
     except (ValueError, TypeError, RecursionError) as error:
         problem = str(error) or "nested too deeply"
     if problem and not problem.startswith("WARNING"):
@@ -110,18 +280,6 @@ def invalid(field: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {brief}", field=field)
 
 
-def _check_bounds(wanted: StructuredOutputs) -> None:
-    """Raises `ValueError` for what the library's own limits do not bound, but a grammar's."""
-    if wanted.regex is not None:
-        check_pattern(wanted.regex)
-    if wanted.whitespace_pattern is not None:
-        check_pattern(wanted.whitespace_pattern)
-    for text in wanted.choice or ():
-        check_text(text)
-    if wanted.json_schema is not None:
-        check_schema_bounds(_schema(wanted)[0])
-
-
 def _framed(frame: str, answer: StructuredOutputs) -> str:
     """The grammar `answer` within the frame."""
     _check_nesting(frame)
@@ -134,13 +292,8 @@ def _framed(frame: str, answer: StructuredOutputs) -> str:
     return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
 
 
-def _json_grammar(wanted: StructuredOutputs) -> str:
-    schema, options = _schema(wanted)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
-
-
 def _schema(wanted: StructuredOutputs) -> tuple[dict[str, Any], Any]:
-    """The JSON schema, and the library's options for it."""
+    """The JSON schema, and the library's options for it (raises `ValueError`)."""
     schema: Any = {"type": "object"}
     if wanted.json_schema is not None:
         try:
@@ -151,6 +304,9 @@ def _schema(wanted: StructuredOutputs) -> tuple[dict[str, Any], Any]:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
+    check_schema_bounds(schema)
+    if wanted.whitespace_pattern is not None:
+        check_pattern(wanted.whitespace_pattern)
     options: Any = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
     if wanted.disable_any_whitespace:
         options = {"whitespace_flexible": False}

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import outrider
-from outrider.cli.aliases import ALIASES, canonical
 from outrider.cli.app import SUMMARIES
+from outrider.cli.foreign import ALIASES, canonical
 from outrider.cli.options import EngineOptions
 from outrider.cluster.serve.args import ServeConfig
 from outrider.config import EngineConfig, NGramModConfig

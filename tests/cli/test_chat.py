@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from outrider.cli.chat import Local
 from outrider.cli.options import SamplingOptions
-from outrider.cluster.llm import LLM
+from outrider.cluster.backend import LLM
 
 from ..helpers.browser import serving
 

@@ -85,7 +85,7 @@ def test_pairs():
 def test_a_draft_models_shortest_draft():
     """llama-server: -md /d --draft-max 16 --draft-min 5."""
     section = (
-        EngineOptions(model="m", draft_model="d", draft_max=16, spec_draft_n_min=5)
+        EngineOptions(model="m", draft_model="d", max_draft_len=16, spec_draft_n_min=5)
         .resolve()
         .speculative_config
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from outrider.cli.key.options import AccessOptions
+from outrider.cli.serve import AccessOptions
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.args import read_args
 from outrider.errors import AuthenticationError, ConfigError

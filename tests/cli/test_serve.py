@@ -63,8 +63,8 @@ def test_mistakes_are_named(outrider_cli, free_port, args, field):
 
 
 def test_url_is_one_that_a_client_can_use():
-    assert _url(HttpOptions("0.0.0.0", 80), "/") == "http://127.0.0.1:80"
-    assert _url(HttpOptions("::", 80), "/llm") == "http://[::1]:80/llm"
+    assert _url(HttpOptions(host="0.0.0.0", port=80), "/") == "http://127.0.0.1:80"
+    assert _url(HttpOptions(host="::", port=80), "/llm") == "http://[::1]:80/llm"
 
 
 @pytest.mark.slow

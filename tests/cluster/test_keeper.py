@@ -156,8 +156,7 @@ def test_workers_of_other_settings_and_of_living_engines_are_not_taken(cluster, 
 
 
 def test_a_keeper_without_an_engine_ends(cluster):
-    from outrider.cluster.keeper import Successors
-    from outrider.cluster.keeper_link import KeeperLink
+    from outrider.cluster.keeper import KeeperLink, Successors
 
     link = KeeperLink(Successors("app#lonely", "same", 0.5))
     assert link.recall() is None

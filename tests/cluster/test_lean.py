@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.lean import without_torch
+from outrider.cluster.process import without_torch
 from outrider.config import EngineConfig
-from outrider.engine.encoder import load_tokenizer
+from outrider.engine.checkpoints import load_tokenizer
 
 _CODE = """
 import json, sys
-from outrider.cluster.lean import without_torch
+from outrider.cluster.process import without_torch
 from outrider.config import EngineConfig
-from outrider.engine.encoder import load_tokenizer
+from outrider.engine.checkpoints import load_tokenizer
 with without_torch():
     tokenizer = load_tokenizer(EngineConfig.load({"model": sys.argv[1]}))
 had = "torch" in sys.modules

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.config import NGramConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.lookup.ngram import NGram
+from outrider.drafters.lookup.ngram import ngram
 from outrider.drafters.lookup.pool import PoolStore
 from outrider.drafters.vocabulary import fingerprint as fingerprint_of
 from outrider.errors import ConfigError, PoolSnapshotError
@@ -249,7 +249,7 @@ def test_a_pool_that_hangs_costs_speed_only(
         monkeypatch.setattr(cluster, verb, told(getattr(cluster, verb)))
     link = pools.RayPoolLink(mark, 10**4, VOCAB, timeout_s=0.3)
     config = NGramConfig(pool_scope="cluster", max_draft_len=6)
-    drafting = Drafting(NGram(config, link), VOCAB)
+    drafting = Drafting(ngram(config, link), VOCAB)
     loop = make_loop(200, drafting=drafting)
 
     def serve() -> None:

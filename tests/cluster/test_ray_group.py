@@ -16,7 +16,7 @@ from outrider.tests.helpers.head_files import (
     write_eagle,
     write_medusa,
 )
-from outrider.workers.transport.leader import routes
+from outrider.workers.transport.socket_channel import routes
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.ports import wait_for

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from outrider.cluster.trim import keep_trimmed, trim
+from outrider.cluster.process import keep_trimmed, trim
 
 
 def resident_mb() -> float:
@@ -29,7 +29,7 @@ def test_gaps_are_given_back():
 
 def test_it_happens_by_itself(monkeypatch):
     calls = []
-    monkeypatch.setattr("outrider.cluster.trim.trim", lambda: calls.append(1))
+    monkeypatch.setattr("outrider.cluster.process.trim", lambda: calls.append(1))
     keep_trimmed(0.01)
     deadline = time.monotonic() + 20
     while len(calls) < 2 and time.monotonic() < deadline:

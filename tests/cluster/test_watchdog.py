@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from outrider.cluster import watchdog
+from outrider.cluster.process import VARIABLE, silence_of_environment
 from outrider.cluster.watch_parent import watch
 from outrider.errors import ConfigError
 
 WATCHED = """
 import time
-from outrider.cluster.watchdog import start_watchdog
+from outrider.cluster.process import start_watchdog
 start_watchdog(2.0)
 start_watchdog(2.0)
 print("up", flush=True)
@@ -54,8 +54,8 @@ def test_only_the_own_parent_is_killed() -> None:
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(watchdog.VARIABLE, text)
-    with pytest.raises(ConfigError, match=watchdog.VARIABLE):
-        watchdog.silence_of_environment()
-    monkeypatch.setenv(watchdog.VARIABLE, "0")
-    assert watchdog.silence_of_environment() == 0
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=VARIABLE):
+        silence_of_environment()
+    monkeypatch.setenv(VARIABLE, "0")
+    assert silence_of_environment() == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.cli import options as cli_options
 from outrider.cluster.serve import args as serve_args
 from outrider.config import SECTIONS, EngineConfig, SpeculationBase, Strict
 from outrider.config.section import RULE_KEYS
@@ -16,9 +17,15 @@ from outrider.tests.helpers.lookups import Host, observe, propose, request_of
 from outrider.training import options as training_options
 
 # `lossy` confirms a choice, `llm_engine` and `log_engine_metrics` have one value: their checks are
-# the only readers. Parameters of rules are read by name.
+# the only readers, and so does `enable_auto_tool_choice`. Parameters of rules are read by name, as
+# are llama.cpp's options, which become keys of the section.
 OF_RULES = {key for keys in RULE_KEYS.values() for key in keys}
-READ_OTHERWISE = {"lossy", "llm_engine", "log_engine_metrics", *OF_RULES}
+READ_OTHERWISE = {
+    *("lossy", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice", "spec_key"),
+    "spec_type",
+    *cli_options._LookupFields.model_fields,
+    *OF_RULES,
+}
 LOOKUPS = ("NGram", "PromptLookup", "NGramSimple", "NGramMapK", "NGramMapK4V", "NGramMod",
            "NGramCache", "Suffix")  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.config.yaml_text import read_json, read_yaml
+from outrider.config.strict import read_json, read_yaml
 from outrider.errors import ConfigError
 
 

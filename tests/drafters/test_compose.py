@@ -13,9 +13,8 @@ from outrider.drafters.compose import Compose, Member, own_verdict
 from outrider.drafters.draft_target import DraftTarget
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.lookahead import Lookahead
-from outrider.drafters.lookup.ngram import NGram
-from outrider.drafters.none import NoDrafter
-from outrider.drafters.protocol import Needs
+from outrider.drafters.lookup.ngram import ngram
+from outrider.drafters.protocol import Needs, NoDrafter
 from outrider.errors import ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, DraftProbs, Verdict, ints
@@ -92,7 +91,7 @@ def test_a_draft_models_cache_stays_right(make_loop, request_of, drive, mode, nu
     model = TokenCacheDraftModel(num_blocks)
     config = section(NGRAM, LOOKAHEAD, MODEL, mode=mode, max_draft_len=9)
     drafters = [
-        NGram(config.members[0]),
+        ngram(config.members[0]),
         Lookahead(config.members[1]),
         DraftTarget(config.members[2], model),
     ]
@@ -126,7 +125,7 @@ def test_failed_target_steps_leave_members_sound(make_loop, request_of):
     model = TokenCacheDraftModel(100)
     config = section(NGRAM, MODEL, mode="merge", max_draft_len=6)
     draft_target = DraftTarget(config.members[1], model)
-    members = [Member(NGram(config.members[0]), 4, False), Member(draft_target, 5, True)]
+    members = [Member(ngram(config.members[0]), 4, False), Member(draft_target, 5, True)]
     drafting = Drafting(Compose(config, members, VOCAB), VOCAB)
     loop = make_loop(200, drafting=drafting)
     wanted = continuation((1, 2, 3), 40)
@@ -256,7 +255,7 @@ def test_merging_what_is_drawn_is_refused_under_rejection():
 
 @pytest.mark.parametrize("mode", ["precedence", "merge"])
 def test_a_member_that_raises_hurts_nobody(make_loop, request_of, drive, caplog, mode):
-    truth = NGram(section().members[0])
+    truth = ngram(section().members[0])
     drafting = Drafting(scripted(Raising(), truth, mode=mode), VOCAB)
     loop = make_loop(drafting=drafting)
     prompt = (1, 2, 3, 4) * 4
@@ -276,7 +275,7 @@ def test_a_member_that_raises_hurts_nobody(make_loop, request_of, drive, caplog,
 
 def test_members_of_one_kind_have_names_of_their_own():
     config = section(NGRAM, {**NGRAM, "max_matching_ngram_size": 2})
-    members = [Member(NGram(each), 4, False) for each in config.members]
+    members = [Member(ngram(each), 4, False) for each in config.members]
     assert list(Compose(config, members, VOCAB).all_stats()) == ["ngram", "ngram-2"]
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.none import NoDrafter
-from outrider.drafters.protocol import DraftFault
+from outrider.drafters.protocol import DraftFault, NoDrafter
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, DraftProbs, ints
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.config import EngineConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import NoDrafter
 from outrider.scheduler import tree
 from outrider.scheduler.types import Verdict, ints
 from outrider.tests.helpers.lookups import batch_of

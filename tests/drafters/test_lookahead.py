@@ -88,7 +88,7 @@ def test_the_toy_language_is_kept_and_guesses_are_accepted(
     loop = make_loop(
         200, drafting=drafting, max_draft_len=64, max_num_batched_tokens=400, max_model_len=150
     )
-    loop.scheduler.budget.set_max_draft_len(shape.draft_len)
+    loop.scheduler.budget.max_draft_len = shape.draft_len
     wanted = {}
     for index in range(5):
         prompt = tuple(range(index, index + 9))

@@ -9,9 +9,8 @@ import pytest
 
 from outrider.config import UserConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.none import NoDrafter
-from outrider.drafters.readonly import readonly
-from outrider.drafters.user import User
+from outrider.drafters.protocol import NoDrafter
+from outrider.drafters.user import User, readonly
 from outrider.scheduler import tree
 
 from ..helpers.toy import VOCAB, continuation, next_token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.scheduler.lengths.adaptive import DraftLengths
+from outrider.scheduler.budget import DraftLengths
 from outrider.workers.group import LocalGroup
 
 from ..helpers.engines import complete, engine_of, random_prompts

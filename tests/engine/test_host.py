@@ -11,9 +11,8 @@ import pytest
 
 from outrider.cluster.backend import backend_of
 from outrider.config import EngineConfig
-from outrider.engine.backend import LocalBackend
-from outrider.engine.checks import check_vocabulary
-from outrider.engine.host import EngineHost
+from outrider.engine.host import Backend, EngineHost
+from outrider.engine.preflight import check_models
 from outrider.errors import CheckpointError, ConfigError
 
 from ..helpers.engines import tokenizer_at
@@ -36,6 +35,12 @@ def model_of(tmp_path, tiny):
     return make
 
 
+def pair_of(target: str, draft: str, **options) -> EngineConfig:
+    """A target and a draft model."""
+    section = {"decoding_type": "DraftTarget", "speculative_model": draft}
+    return EngineConfig.load({"model": target, "speculative_config": section, **options})
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "words"),
     [
@@ -53,26 +58,26 @@ def model_of(tmp_path, tiny):
 def test_a_draft_model_speaks_the_targets_tokens(model_of, target, draft, words):
     target, draft = model_of("target", *target), model_of("draft", *draft)
     if words is None:
-        check_vocabulary(target, draft, 1)
+        check_models(pair_of(target, draft))
         return
     with pytest.raises(ConfigError, match=words) as caught:
-        check_vocabulary(target, draft, 1)
+        check_models(pair_of(target, draft))
     assert caught.value.field == FIELD
 
 
 def test_the_tokenizer_that_is_used_counts(model_of, tmp_path):
     target, draft = model_of("target"), model_of("draft", {"a": 0, "c": 1})
-    check_vocabulary(target, draft, 1)
+    check_models(pair_of(target, draft))
     other = str(tokenizer_at(tmp_path / "other", {"a": 0, "b": 1}))
     with pytest.raises(ConfigError, match="another tokenizer"):
-        check_vocabulary(target, draft, 1, FIELD, other)
+        check_models(pair_of(target, draft, tokenizer=other))
 
 
 def test_a_broken_tokenizer_is_named(model_of, tmp_path):
     target, draft = model_of("target", PLAIN), model_of("draft", PLAIN)
     (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps({"model": 3}))
     with pytest.raises(ConfigError, match="tokenizer.json") as caught:
-        check_vocabulary(target, draft, 1)
+        check_models(pair_of(target, draft))
     assert caught.value.field == FIELD
 
 
@@ -104,7 +109,7 @@ def test_a_pool_that_is_shared_or_kept_needs_a_tokenizer(
     assert caught.value.field == "tokenizer"
 
 
-class _Apart(LocalBackend):
+class _Apart(Backend):
     """Groups in processes of their own would start at once: each waits until the other starts."""
 
     def __init__(self, failing: str = "") -> None:

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from outrider.drafters.lookup.ngram import _MAX_STORED
-from outrider.drafters.lookup.ngram_pool import SharedPools
+from outrider.drafters.lookup.ngram import _MAX_STORED, SharedNGram
 from outrider.errors import OutriderError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, ints
@@ -74,7 +73,7 @@ def test_nothing_is_left_of_requests_that_have_ended(tiny, overlaps):
         assert not left, [list(table)[:3] for table in left]
         requests = [each for each in gc.get_objects() if type(each) is Request]
         assert not [each.id for each in requests if each.id in names]
-        pools = [each for each in gc.get_objects() if type(each) is SharedPools]
+        pools = [each for each in gc.get_objects() if type(each) is SharedNGram]
         assert pools
         for each in pools:  # evicted behind every step, which learns `_MAX_STORED` at most
             assert sum(map(len, each._pools.values())) <= MAX_PATTERNS + _MAX_STORED

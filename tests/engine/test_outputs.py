@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.outputs import Assembler, add_usage
-from outrider.engine.text import Vocabulary
+from outrider.engine.outputs import Assembler, Vocabulary, add_usage
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, SpeculationUsage, TokenLogprobs
 

@@ -11,7 +11,7 @@ from outrider.engine import engine as engine_module
 from outrider.engine.outputs import Logprob
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, ints
-from outrider.workers import prompt_rows
+from outrider.workers import target
 
 from ..helpers.engines import Box, complete, engine_of, random_prompts
 
@@ -75,8 +75,8 @@ def run(engine, *, prefix: str = "", emitted=(), **sampling):
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_drafter_and_size(tiny, oracle, name, size, monkeypatch):
     """Twice, so that the prefix cache has the prompts; a few rows of logits at a time."""
-    monkeypatch.setattr(prompt_rows, "_MAX_LOGITS", 96 * 5)
-    monkeypatch.setattr(prompt_rows, "_ROWS", 4)
+    monkeypatch.setattr(target, "_MAX_LOGITS", 96 * 5)
+    monkeypatch.setattr(target, "_ROWS", 4)
     section = DRAFTERS[name] and {**DRAFTERS[name]}
     if name == "draft":
         section["speculative_model"] = tiny.draft

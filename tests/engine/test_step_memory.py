@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.scheduler.plan import StepPlan
+from outrider.scheduler.types import StepPlan
 from outrider.workers.target import TargetService
 
 from ..helpers.engines import complete, engine_of, random_prompts

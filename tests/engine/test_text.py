@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.engine.text import REPLACEMENT, Detokenizer, StopMatcher, Vocabulary
+from outrider.engine.outputs import REPLACEMENT, Detokenizer, StopMatcher, Vocabulary
 
 TEXTS = [
     "the cat sat on the mat",

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.engine.frontend import Frontend
-from outrider.engine.text_bound import text_bound
+from outrider.engine.frontend import Frontend, text_bound
 from outrider.errors import PromptTooLongError
 
 PIECES = [
@@ -69,7 +68,7 @@ def test_a_text_that_cannot_fit_is_never_encoded(config: Any, limits: Any) -> No
             raise AssertionError("it was encoded")
 
     frontend = Frontend(config, limits)
-    frontend._encoder._backend = NotCalled()
+    frontend._backend = NotCalled()
     with pytest.raises(PromptTooLongError, match="at least"):
         frontend.text_prompt("the cat" * 10**6)
     with pytest.raises(PromptTooLongError) as caught:
@@ -79,7 +78,7 @@ def test_a_text_that_cannot_fit_is_never_encoded(config: Any, limits: Any) -> No
 
 def test_the_quick_way_encodes_alike(config: Any, limits: Any, tokenizer: Any) -> None:
     frontend = Frontend(config, limits)
-    assert frontend._encoder._backend is not None
+    assert frontend._backend is not None
     for text in ("", "the cat<|eos|> sat", *PIECES):
         for special in (True, False):
             expected = tokenizer.encode(text, add_special_tokens=special)

@@ -83,7 +83,7 @@ def test_shapes_are_captured(tiny):
     worker.allocate(64, 0)
     assert worker._target is not None
     assert worker._target.device_step is not None
-    assert worker._target.device_step.num_captured == len(all_shapes(8))
+    assert worker._target.device_step.report.num_captured == len(all_shapes(8))
 
 
 def test_steps_queue_behind_one_another(tiny):

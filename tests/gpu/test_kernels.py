@@ -12,8 +12,8 @@ from outrider.tests.helpers.steps import random_tree, step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import PagedStep, ReferenceOps, make_ops
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
+from outrider.workers.verify.process import DrawSettings
 from outrider.workers.verify.sample import draw
-from outrider.workers.verify.settings import DrawSettings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters.messages import Drafted, DraftStep
+from outrider.drafters.protocol import Drafted, DraftStep
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.types import ints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.tests.helpers.engines import complete, engine_of
 
 
@@ -10,7 +10,7 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, **opti
     """Every (text, tokens, parents) that was drafted, and the engine's statistics."""
     texts = {str(index): list(prompt) for index, prompt in enumerate(prompts)}
     seen = []
-    observe = colocated.Colocated.observe
+    observe = head_drafters.Colocated.observe
 
     def spy(self, batch, verdict):
         drafts = verdict.next_drafts
@@ -24,7 +24,7 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, **opti
         observe(self, batch, verdict)
 
     with monkeypatch.context() as patch, engine_of(target, speculative, **options) as engine:
-        patch.setattr(colocated.Colocated, "observe", spy)
+        patch.setattr(head_drafters.Colocated, "observe", spy)
         complete(engine, prompts, max_tokens=max_tokens)
         stats = engine.stats()
     assert all(drafter["faults"] == 0 for drafter in stats["drafters"].values())

@@ -10,15 +10,14 @@ from safetensors.torch import load_file
 
 from outrider.tests.helpers.drafts import drafts_seen
 from outrider.tests.helpers.eagle import Reference
-from outrider.training.protocol import TargetStates, Windows
-from outrider.training.target import LoadedTarget
+from outrider.training.protocol import FrozenTarget, TargetStates, Windows
 
 PROMPTS = [[7, 3, 50, 21, 9, 4, 33, 80, 61], [5, 6], [11, 12, 13, 90, 14, 15, 16]]
 WEIGHTS = (0, 1, 1, 1, 0, 0, 1, 0.5, 1, 1, 1)
 
 
-def loaded(folder: str) -> LoadedTarget:
-    return LoadedTarget(Path(folder), torch.device("cpu"))
+def loaded(folder: str) -> FrozenTarget:
+    return FrozenTarget(Path(folder), torch.device("cpu"))
 
 
 def scramble(method, seed: int = 0) -> None:
@@ -98,7 +97,7 @@ def slow_losses(reference: Reference, text, weights, options, known=None):
     return total / scale, agreed, judged
 
 
-def check_learning(method, fresh, target: LoadedTarget, num_passes: int) -> None:
+def check_learning(method, fresh, target: FrozenTarget, num_passes: int) -> None:
     """A few steps of two passes lower the loss; `fresh` judges `num_passes` where not told."""
     optimizer = torch.optim.AdamW(method.module.parameters(), lr=5e-3)
     tokens = torch.randint(2, 96, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()

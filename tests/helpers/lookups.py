@@ -13,9 +13,8 @@ from outrider.config import EngineConfig
 from outrider.drafters.lookup.ngram_file import Arrays
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.registry import build
-from outrider.scheduler.plan import Batch, StepPlan
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Draft, Request, Verdict, ints
+from outrider.scheduler.types import Batch, Draft, Request, StepPlan, Verdict, ints
 
 
 class Host:

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.scheduler import joining, tree
-from outrider.scheduler.plan import Batch
+from outrider.scheduler import tree
 from outrider.scheduler.types import (
+    Batch,
     Draft,
     Logprobs,
     NextDrafts,
@@ -21,9 +21,9 @@ from outrider.scheduler.types import (
     slots_of,
     starts_of,
 )
-from outrider.workers.prompt_rows import PromptRows
+from outrider.workers import seats
 from outrider.workers.seats import Seats
-from outrider.workers.target import moves_of
+from outrider.workers.target import PromptRows, moves_of
 
 VOCAB = 50
 
@@ -53,6 +53,7 @@ class TokenCacheTarget:
         self.fail_next = False
         self.verdicts: deque[Verdict] = deque()
         self.head: OracleDrafting | None = None  # drafts in the ranks
+        self.kept: dict[int, Draft] = {}  # by seat, what it drafted
 
     def verify(self, batch: Batch, drafts: list[Draft]) -> Verdict:
         self.post(batch, drafts)
@@ -66,7 +67,10 @@ class TokenCacheTarget:
         return self.verdicts.popleft()
 
     def _computed(self, batch: Batch, drafts: list[Draft]) -> Verdict:
-        step = self.seats.expand(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
+        if batch.plan.own_drafts:
+            pairs = zip(batch.plan.seats.tolist(), batch.max_nodes.tolist(), strict=True)
+            drafts = [tree.truncate(self.kept.get(seat, tree.EMPTY), room) for seat, room in pairs]
+        step = self.seats.expand(replace(batch.plan, drafts=seats.gather(drafts, batch.samples)))
         self.max_tokens_seen = max(self.max_tokens_seen, len(step.token_ids))
         moved = self.slots[step.kv_moves[:, 0]].copy()
         self.slots[step.kv_moves[:, 1]] = moved
@@ -75,8 +79,7 @@ class TokenCacheTarget:
         path: list[list[int]] = []
         window: list[list[int]] = []
         for row in range(batch.num_seqs):
-            draft = _draft_of(step, row) if batch.plan.own_drafts else drafts[row]
-            tokens, nodes, after = self._walk(batch, step, draft, row)
+            tokens, nodes, after = self._walk(batch, step, drafts[row], row)
             emitted.append(tokens)
             path.append(nodes)
             window.append(after)
@@ -97,7 +100,10 @@ class TokenCacheTarget:
             verdict = replace(verdict, compacted=True)
         if self.head is not None:
             verdict = replace(verdict, next_drafts=self._next_drafts(batch, step, emitted))
-            self.seats.keep_drafts(batch.plan, verdict.next_drafts)
+            made = verdict.next_drafts
+            for row, seat in enumerate(batch.plan.seats.tolist()):
+                span = slice(made.start[row], made.start[row + 1])
+                self.kept[seat] = Draft(made.tokens[span], made.parents[span])
         return verdict
 
     def _next_drafts(self, batch, step, emitted: list[list[int]]) -> NextDrafts:
@@ -140,12 +146,6 @@ class TokenCacheTarget:
                 return tokens, nodes, after
             at = match[0]
             nodes.append(at)
-
-
-def _draft_of(step, row: int) -> Draft:
-    """The nodes that a step has of a sequence."""
-    span = slice(step.draft_start[row], step.draft_start[row + 1])
-    return Draft(step.draft_tokens[span], step.draft_parents[span])
 
 
 def _scores(scored: PromptRows | None) -> Logprobs | None:

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from outrider.scheduler import joining
 from outrider.scheduler.types import (
     Draft,
     DraftProbs,
-    KnownTokens,
     Penalties,
     SamplingRows,
     StepInput,
     ints,
 )
+from outrider.workers import seats
 from outrider.workers.verify import DrawSettings, block, rejection
-from outrider.workers.verify import layout as layouts
-from outrider.workers.verify.coupled import match
+from outrider.workers.verify import rules as layouts
+from outrider.workers.verify.rules import match
 
 Prefix = tuple[int, ...]
 Law = dict[Prefix, float]
@@ -57,18 +56,19 @@ def make_step(
     """A step in which sequence i knows `lengths[i]` tokens, the last of which is the root."""
     num_seqs = len(drafts)
     context = np.broadcast_to(np.asarray(lengths), num_seqs) - 1
-    known = KnownTokens(
+    sampled = np.ones(num_seqs, dtype=bool) if samples is None else np.asarray(samples)
+    return seats.lay_out(
         step=7,
         token_ids=ints(np.zeros(num_seqs)),
         query_start=ints(np.arange(num_seqs + 1)),
         context_lens=ints(context),
         block_tables=ints(np.zeros((num_seqs, 64))),
-        samples=np.ones(num_seqs, dtype=bool) if samples is None else np.asarray(samples),
+        samples=sampled,
         max_nodes=ints([draft.num_nodes for draft in drafts]),
-        kv_moves=ints(np.zeros((0, 2))),
         sampling=sampling or sampling_rows(num_seqs),
+        drafts=seats.gather(drafts, sampled),
+        block_size=16,
     )
-    return joining.join(known, joining.gather(drafts, known.samples), block_size=16)
 
 
 def prefixes(prefix: Prefix, draft: Draft) -> list[Prefix]:
@@ -149,7 +149,7 @@ def sampled_drafter(
 
 def coupled_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
     """Enumerates the target's draw at every row."""
-    rows = layouts.layout(make_step([draft]))
+    rows = layouts.rows_of(make_step([draft]))
     laws = [target(seen) for seen in prefixes(prefix, draft)]
     law: Law = defaultdict(float)
     for drawn in itertools.product(range(len(laws[0])), repeat=len(laws)):
@@ -194,7 +194,7 @@ def block_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
 def _weighed(target: Target, prefix: Prefix, draft: Draft):
     """What a rule that weighs probabilities sees of one round."""
     step = make_step([draft])
-    rows = layouts.layout(step)
+    rows = layouts.rows_of(step)
     family = rejection.siblings(rows, step.draft_probs, np.zeros(rows.num_rows, dtype=bool))
     laws = np.stack([target(seen) for seen in prefixes(prefix, draft)])
     inside = np.where(

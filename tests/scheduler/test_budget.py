@@ -11,11 +11,10 @@ from outrider.config import ComposeConfig, LookaheadConfig
 from outrider.drafters.compose import Compose, Member
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.lookahead import Lookahead
-from outrider.drafters.none import NoDrafter
-from outrider.drafters.protocol import Needs
-from outrider.scheduler import joining, tree
+from outrider.drafters.protocol import Needs, NoDrafter
+from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, ints
-from outrider.workers.seats import Seats
+from outrider.workers.seats import Seats, gather
 
 from ..helpers.toy import VOCAB, continuation, next_token
 
@@ -84,7 +83,7 @@ def watch(loop) -> list[Seen]:
     verify, seats = loop.target.verify, Seats(loop.target.block_size)
 
     def spy(batch, drafts):
-        step = seats.expand(replace(batch.plan, drafts=joining.gather(drafts, batch.samples)))
+        step = seats.expand(replace(batch.plan, drafts=gather(drafts, batch.samples)))
         for row, draft in enumerate(drafts):
             if not batch.samples[row]:
                 continue
@@ -174,7 +173,7 @@ def test_a_window_rides_to_the_end(make_loop, request_of, drive):
     section = LookaheadConfig(max_window_size=15, max_ngram_size=5)
     drafting = Drafting(Lookahead(section), VOCAB)
     loop = make_loop(200, drafting=drafting, max_num_batched_tokens=600)
-    loop.scheduler.budget.set_max_draft_len(section.draft_len)
+    loop.scheduler.budget.max_draft_len = section.draft_len
     seen = watch(loop)
     wanted = {}
     for index in range(3):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.drafters.validate import all_chains
-from outrider.scheduler import joining, tree
+from outrider.drafters.drafting import all_chains
+from outrider.scheduler import tree
 from outrider.scheduler.sequence import TokenBuffer
 from outrider.scheduler.types import Draft, ints
+from outrider.workers import seats
 
 VOCAB = 50
 
@@ -27,12 +28,12 @@ def test_a_step_of_chains_sends_no_parents():
     shared, own = tree.chain([3, 4, 5], "a"), Draft(ints([7, 8]), ints([-1, 0]))
     branching = Draft(ints([1, 2]), ints([-1, -1]))
     samples = np.ones(3, dtype=np.bool_)
-    joined = joining.gather([shared, tree.EMPTY, own], samples)
+    joined = seats.gather([shared, tree.EMPTY, own], samples)
     assert joined is not None
     assert joined.parents is None
     assert joined.tokens.tolist() == [3, 4, 5, 7, 8]
     assert joined.num_nodes.tolist() == [3, 0, 2]
-    joined = joining.gather([shared, tree.EMPTY, branching], samples)
+    joined = seats.gather([shared, tree.EMPTY, branching], samples)
     assert joined is not None
     assert joined.parents is not None
     assert joined.parents.tolist() == [-1, 0, 1, -1, -1]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from outrider.scheduler.fairness import Shares, WaitingQueue
+from outrider.scheduler.fairness import TenantService, WaitingQueue
 from outrider.scheduler.sequence import Sequence
 
 from ..helpers.toy import continuation
@@ -62,7 +62,7 @@ def test_prompts_of_two_tenants_are_computed_in_even_shares(make_loop, request_o
 
 
 def test_a_tenant_that_was_idle_has_saved_up_nothing():
-    shares = Shares()
+    shares = TenantService()
     shares.join("busy")
     shares.charge("busy", 1000)
     shares.join("idle")
@@ -77,7 +77,7 @@ def test_a_tenant_that_was_idle_has_saved_up_nothing():
 def test_the_queue_against_sorting(request_of, num_tenants):
     """With one tenant the order is that of priority and arrival alone."""
     rng = random.Random(num_tenants)
-    shares, waiting = Shares(), {}
+    shares, waiting = TenantService(), {}
     queue = WaitingQueue(shares)
     for arrival in range(400):
         tenant, priority = str(rng.randrange(num_tenants)), rng.choice([0, 0, 0, 1])
@@ -109,7 +109,7 @@ def test_the_queue_against_sorting(request_of, num_tenants):
             lost = Sequence(rng.choice(list(waiting.values())).request, 0, 9)
             lost.num_computed = rng.randrange(40)
             queue.give_back_computed(lost)
-        assert len(queue) == len(waiting)
+        assert queue.size == len(waiting)
 
 
 def test_work_that_failures_void_is_charged_once(make_loop, request_of):
@@ -141,7 +141,7 @@ def test_work_that_failures_void_is_charged_once(make_loop, request_of):
 
 
 def test_many_waiting_requests_of_a_tenant_are_one_entry(request_of):
-    shares = Shares()
+    shares = TenantService()
     queue = WaitingQueue(shares)
     for arrival in range(100):
         shares.join("one")

@@ -7,9 +7,9 @@ from collections import deque
 
 import pytest
 
-from outrider.drafters.colocated import Colocated
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.none import NoDrafter
+from outrider.drafters.head_drafters import Colocated
+from outrider.drafters.protocol import NoDrafter
 from outrider.errors import InvalidRequestError, WorkerDiedError, WorkerError
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop

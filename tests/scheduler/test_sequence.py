@@ -6,10 +6,9 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.scheduler.blocks import BlockPool
-from outrider.scheduler.plan import SeatSettings
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.sequence import PagedTokens
-from outrider.scheduler.types import Request, ints
+from outrider.scheduler.types import Request, SeatSettings, ints
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6)  # two blocks
 

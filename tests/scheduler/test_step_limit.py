@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.scheduler.step_limit import StepLimit
+from outrider.scheduler.scheduler import StepLimit
 
 
 def test_the_budget_halves_and_grows_back() -> None:

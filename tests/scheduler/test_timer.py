@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.scheduler.histogram import Histogram
+from outrider.scheduler.timer import Histogram
 
 
 def test_a_value_at_a_bound_belongs_below_it():

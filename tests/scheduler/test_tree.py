@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from outrider.scheduler import joining, tree
+from outrider.scheduler import tree
 from outrider.scheduler.types import (
     Draft,
     DraftProbs,
-    KnownTokens,
     Masks,
     SamplingRows,
     ints,
     starts_of,
 )
+from outrider.workers import seats
 
 VOCAB = 500
 
@@ -68,13 +69,13 @@ def test_pruning_keeps_the_paths_that_are_short_enough():
     assert min(num_cut, num_windows) > 50
 
 
-def random_batch(rng: random.Random, drafts: list[Draft]) -> KnownTokens:
+def random_batch(rng: random.Random, drafts: list[Draft]) -> SimpleNamespace:
     """Chunks of random lengths; a sequence without nodes may be in the middle of its prompt."""
     chunks = [rng.randrange(1, 5) for _ in drafts]
     contexts = [rng.randrange(40) for _ in drafts]
     samples = [draft.num_nodes > 0 or rng.random() < 0.6 for draft in drafts]
     none = ints([0] * len(drafts))
-    return KnownTokens(
+    return SimpleNamespace(
         step=3,
         token_ids=ints(rng.choices(range(VOCAB), k=sum(chunks))),
         query_start=starts_of(chunks),
@@ -87,8 +88,8 @@ def random_batch(rng: random.Random, drafts: list[Draft]) -> KnownTokens:
     )
 
 
-def joined_by_walks(batch: KnownTokens, drafts: list[Draft]) -> dict[str, list[int]]:
-    """The flat arrays of `joining.join`, sequence by sequence and node by node."""
+def joined_by_walks(batch: SimpleNamespace, drafts: list[Draft]) -> dict[str, list[int]]:
+    """The flat arrays of `seats.lay_out`, sequence by sequence and node by node."""
     flat: dict[str, list[int]] = {
         name: [] for name in ("token_ids", "positions", "slot_mapping", "rows", "masks")
     }
@@ -125,7 +126,9 @@ def test_a_joined_step_is_what_walks_over_every_sequence_give(few, monkeypatch):
             drafts = [replace(each, masks=mask) if each.num_nodes else each for each in drafts]
         batch = random_batch(rng, drafts)
         before = batch.token_ids.tolist()
-        step = joining.join(batch, joining.gather(drafts, batch.samples), 4)
+        step = seats.lay_out(
+            **vars(batch), drafts=seats.gather(drafts, batch.samples), block_size=4
+        )
         wanted = joined_by_walks(batch, drafts)
         masked = [] if step.masks is None else step.masks.rows.tolist()
         assert masked == wanted.pop("masks")
@@ -138,6 +141,6 @@ def test_a_joined_step_is_what_walks_over_every_sequence_give(few, monkeypatch):
         assert np.diff(step.draft_start).tolist() == [draft.num_nodes for draft in drafts]
         assert (
             np.diff(step.query_start).tolist()
-            == (batch.chunk_lens + np.diff(step.draft_start)).tolist()
+            == (np.diff(batch.query_start) + np.diff(step.draft_start)).tolist()
         )
         assert batch.token_ids.tolist() == before

@@ -63,9 +63,9 @@ def target(target_path):
     """In float32."""
     import torch
 
-    from outrider.training.target import LoadedTarget
+    from outrider.training.protocol import FrozenTarget
 
-    return LoadedTarget(target_path, torch.device("cpu"))
+    return FrozenTarget(target_path, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,16 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.training import data
-from outrider.training.batches import (
+from outrider.training.data import (
     Batches,
     CorpusWindows,
     DocumentWindows,
+    Reader,
     in_order,
     micro_batches,
+    pack,
+    split,
 )
-from outrider.training.data import Reader, pack, split
 
 from .conftest import EOS, VOCAB_SIZE, ids_of
 

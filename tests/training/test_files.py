@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import EagleConfig, parse
-from outrider.drafters.heads.eagle_load import read_eagle
+from outrider.drafters.heads.eagle_head import read_eagle
 from outrider.training.registry import METHODS
 
 from .conftest import VOCAB_SIZE

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training import state
 from outrider.training.loop import train
-from outrider.training.methods.options import DraftOptions, MedusaOptions
 from outrider.training.optim import Optimization, rate
-from outrider.training.options import TrainingOptions
+from outrider.training.options import DraftOptions, MedusaOptions, TrainingOptions
 
 FILE = "model.safetensors"
 

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.scheduler import joining, tree
+from outrider.scheduler import tree
 from outrider.scheduler.types import (
     Draft,
     IntArray,
-    KnownTokens,
     SamplingRows,
     StepInput,
     Verdict,
     ints,
 )
+from outrider.tests.helpers.dense_head import attend_densely
+from outrider.workers import seats
 from outrider.workers.collective import Collective
 from outrider.workers.head import HeadService
 from outrider.workers.model import load_model
@@ -60,19 +61,19 @@ def build_step() -> Callable[..., StepInput]:
     ) -> StepInput:
         chunks = [len(part.tokens) for part in parts]
         width = max(len(part.table) for part in parts)
-        known = KnownTokens(
-            step=0,
+        samples = np.ones(len(parts), dtype=np.bool_)
+        return seats.lay_out(
             token_ids=ints([token for part in parts for token in part.tokens]),
             query_start=ints(np.concatenate([[0], np.cumsum(chunks)])),
             context_lens=ints([part.context_len for part in parts]),
             block_tables=ints([[*part.table, *[0] * (width - len(part.table))] for part in parts]),
-            samples=np.ones(len(parts), dtype=np.bool_),
+            samples=samples,
             max_nodes=ints([part.draft.num_nodes for part in parts]),
             kv_moves=ints(list(kv_moves)).reshape(-1, 2),
             sampling=greedy(len(parts)),
+            drafts=seats.gather([part.draft for part in parts], samples),
+            block_size=block_size,
         )
-        drafts = joining.gather([part.draft for part in parts], known.samples)
-        return joining.join(known, drafts, block_size)
 
     return build
 
@@ -81,20 +82,23 @@ def build_step() -> Callable[..., StepInput]:
 def head_drafts(part, build_step):
     """`head_drafts(target, config)`: the head, and its drafts of two sequences.
 
-    They are drafted after the prompts, and after a tree that was judged.
+    They are drafted after the prompts, and after a tree that was judged. With `dense`, by torch
+    modules over dense copies of the context.
     """
 
     @torch.inference_mode()
-    def run(target: str, config, **options) -> tuple[HeadService, list]:
+    def run(target: str, config, *, dense: bool = False) -> tuple[HeadService, list]:
         model = load_model(
             Path(target),
             dtype=torch.float32,
             device=torch.device("cpu"),
             collective=Collective(0, 1, None),
         )
-        head = HeadService(config, model, Path(target), max_num_seqs=2, **options)
+        head = HeadService(config, model, Path(target), max_num_seqs=2, fused=not dense)
         cache = model.new_cache(16, 4, head.kv_shapes)
         head.attach(cache)
+        if dense:
+            attend_densely(head)
         tables = [4, 2, 7, 9], [1, 3, 8, 11]
         prompts = build_step(
             [part([7, 3, 50, 21, 9, 4], 0, tables[0]), part([11, 12, 13], 0, tables[1])], 4

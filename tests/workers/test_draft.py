@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.drafters.messages import DraftStep
+from outrider.drafters.protocol import DraftStep
 from outrider.scheduler.blocks import BlockPool
-from outrider.scheduler.plan import SeatSettings, StepPlan
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.seating import Row, Seating
 from outrider.scheduler.sequence import PagedTokens
-from outrider.scheduler.types import Request, ints
+from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective
 from outrider.workers.draft import DraftService
-from outrider.workers.verify import DrawSettings, draw_with_probs
+from outrider.workers.verify import DrawSettings, draw_siblings
 
 VOCAB, DEPTH = 20, 3
 LOGITS = torch.linspace(-1, 1, VOCAB)
@@ -81,8 +80,10 @@ def test_a_salted_round_shares_no_noise_with_another():
     assert agree < 0.3  # by chance alone
     sampling = sampling_rows(DEPTH, temperature=1.0, seeds=3)
     rounds = ints(np.full(DEPTH, 9))
-    tokens, _, _ = draw_with_probs(
+    tokens, _, _ = draw_siblings(
         LOGITS.expand(DEPTH, VOCAB), rounds + ints(range(DEPTH)),
-        DrawSettings.of(sampling, ints(range(DEPTH))), VOCAB, rounds,
+        DrawSettings.of(sampling, ints(range(DEPTH))), VOCAB, rounds=rounds,
     )  # fmt: skip
-    assert by_round[8].tolist() == tokens.tolist()  # nine tokens known: the round that begins at 9
+    assert (
+        by_round[8].tolist() == tokens[:, 0].tolist()
+    )  # nine tokens known: the round that begins at 9

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.drafters.messages import Drafted
+from outrider.drafters.protocol import Drafted
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import ints
 from outrider.workers.group import GroupDraftModel

@@ -6,12 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.drafters.messages import HeadAnswer, HeadAsk
+from outrider.drafters.protocol import HeadAnswer, HeadAsk
 from outrider.errors import WorkerDiedError, WorkerError
 from outrider.workers.group_head import GroupHead
 from outrider.workers.spec import RankLocation
-from outrider.workers.transport.channel import NoAnswerError
-from outrider.workers.transport.links import LinkOffer, ListenFeatures, OpenFeatures
+from outrider.workers.transport.channel import (
+    LinkOffer,
+    ListenFeatures,
+    NoAnswerError,
+    OpenFeatures,
+)
 
 
 class Group:

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.config import EagleConfig, MedusaConfig
-from outrider.drafters.heads.draft_attention import committed
 from outrider.drafters.heads.protocol import frontier
-from outrider.drafters.heads.step_rows import next_tokens
+from outrider.drafters.heads.tree_drafting import next_tokens
 from outrider.scheduler.types import Draft, NextDrafts, Verdict, ints
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
 from outrider.workers.head import HeadService
+from outrider.workers.head_attention import committed
 from outrider.workers.model import load_model
 from outrider.workers.transport import wire
 
@@ -51,7 +51,7 @@ def test_ends_of_a_sharded_target_are_whole_on_rank_0(target, tmp_path, run_rank
         service = HeadService(config, model, Path(target))  # no other rank takes part
         states = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
-            return service.embed(torch.tensor([0, 50, 94])), service.unembed(states), states
+            return service.embed(torch.tensor([0, 50, 94])), service._output(states), states
 
     for size in (1, 2):
         embedded, logits, states = run_ranks(size, work)[0]

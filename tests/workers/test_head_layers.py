@@ -74,12 +74,12 @@ def test_layers_that_differ_stay_modules(six, heads, head_drafts, monkeypatch, c
     section, folder = heads["three"]
     config = section(speculative_model=folder, **SHAPES["chain"])
     _, wanted = head_drafts(six, config, dense=True)
-    fused = head_layers._fused
+    described = head_layers.describe
 
-    def wrong(*arguments):
-        return replace(fused(*arguments), norm=head_layers.Norm(None, 1e-6))
+    def wrong(module):
+        return replace(described(module), residual_scale=0.5)
 
-    monkeypatch.setattr(head_layers, "_fused", wrong)
+    monkeypatch.setattr(head_layers, "describe", wrong)
     with torch.no_grad(), caplog.at_level("INFO"):
         head, found = head_drafts(six, config)
     assert "layer 0 differs from its module" in head.module_reason

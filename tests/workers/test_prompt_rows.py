@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from outrider.scheduler.types import ints
-from outrider.workers.prompt_rows import PromptRows
+from outrider.workers.target import PromptRows
 
 
 def test_any_number_of_rows_is_one_of_a_few_for_the_output_layer():

@@ -18,7 +18,7 @@ from outrider.tests.helpers.heads.remote import (
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.ports import wait_for
 from outrider.workers.head import HeadRunner
-from outrider.workers.slot_validity import SlotValidity
+from outrider.workers.remote_head import SlotValidity
 from outrider.workers.transport import features
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.scheduler import joining, tree
+from outrider.scheduler import tree
 from outrider.scheduler.blocks import BlockPool
-from outrider.scheduler.plan import StepPlan
 from outrider.scheduler.seating import Row, Seating
 from outrider.scheduler.sequence import Sequence
-from outrider.scheduler.types import StepInput, ints
-from outrider.workers.seats import Seats
+from outrider.scheduler.types import StepInput, StepPlan, ints
+from outrider.workers.seats import Seats, gather
 from outrider.workers.transport import wire
 
 BLOCK, VOCAB = 4, 30
@@ -138,7 +137,7 @@ def test_a_random_life(seed, request_of):
             continue
         drafts, plan = life.drafts(rows), life.seating.plan(step, rows)
         samples = [row.num_chunk == row.sequence.num_uncomputed for row in rows]
-        plan = replace(plan, drafts=joining.gather(drafts, np.array(samples)))
+        plan = replace(plan, drafts=gather(drafts, np.array(samples)))
         if step % 2:
             plan = wire.decode(wire.encode(plan))
         assert isinstance(plan, StepPlan)

@@ -8,7 +8,7 @@ import torch
 
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.attention import KVCache, KVShape
-from outrider.workers.slot_validity import SlotValidity
+from outrider.workers.remote_head import SlotValidity
 
 SIZE = 4
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.errors import WorkerError
-from outrider.workers import symmetric_memory as symmetric
-from outrider.workers.symmetric_memory import RankPlace, SymmetricSums, Way, obstacle, open_sums
+from outrider.workers import collective as symmetric
+from outrider.workers.collective import RankPlace, SymmetricSums, Way, obstacle, open_sums
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")

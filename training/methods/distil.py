@@ -1,11 +1,12 @@
-"""Learning from the target's distributions, and counting what it would have accepted.
+"""What the training methods share: distillation losses, and weights taken from the target.
 
-Used by every method whose head gives logits. The teacher's distributions are computed once per
-batch; heads that draft several positions read them shifted.
+The teacher's distributions are computed once per batch; heads that draft several positions read
+them shifted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..protocol import FrozenTarget, Losses, TargetStates, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,47 @@ class Agreement:
     def totals(self) -> tuple[Tensor, Tensor]:  # [num_positions] each
         """How many agreed up to each position, of how many."""
         return torch.stack(self._agreed), torch.stack(self._judged)
+
+
+def chain_losses(
+    levels: Iterable[tuple[Tensor, Tensor | float]],
+    windows: Windows,
+    states: TargetStates,
+    *,
+    argmax_weight: float,
+    decay: float,
+    num_trained: int,
+    target_ids: Tensor | None = None,  # [draft_vocab], the head's vocabulary; None: all
+) -> Losses:
+    """The mean over draft positions, each with `decay` times the weight of the one before.
+
+    Row t of position d predicts token t + 2 + d, so its teacher is the target at position
+    t + 1 + d.
+
+    Args:
+        levels: by position, logits [num_windows, num_rows, draft_vocab] of the rows whose token is
+            within the window, and a loss that is added to theirs.
+        num_trained: positions with a loss; later ones are only judged.
+    """
+    teacher = teacher_of(states.logits, argmax_weight, target_ids)
+    agreement, total = Agreement(), 0.0
+    loss = windows.weights.new_zeros(())
+    for level, (logits, further) in enumerate(levels):
+        here = slice(1 + level, 1 + level + logits.shape[1])
+        weights = windows.weights[:, 2 + level :]
+        guessed = likeliest(logits)
+        if target_ids is not None:
+            guessed = target_ids[guessed]
+        agreement.add(guessed, teacher.best[:, here], weights > 0)
+        if level < num_trained:
+            share = decay**level
+            learnt = soft_cross_entropy(logits, teacher.probs[:, here], weights)
+            loss, total = loss + share * (learnt + further), total + share
+    return Losses(loss / total, *agreement.totals())
+
+
+def output_rows(target: FrozenTarget) -> Tensor:  # [vocab, hidden_size] float32
+    """The target's output layer, of which a bias is left out."""
+    axes = torch.eye(target.facts.hidden_size, device=target.facts.device)
+    with torch.no_grad():
+        return (target.unembed(axes) - target.unembed(torch.zeros_like(axes[:1]))).T.contiguous()

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...config.trust import reason
+from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
-from ..files import place, stored_dtype
+from ..options import DraftOptions
 from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..state import place, stored_dtype
 from .distil import Agreement, soft_cross_entropy, teacher_of
-from .options import DraftOptions
 
 # Beside the weights: what a text needs to become the same tokens as the target's.
 _CARRIED = (
@@ -147,8 +147,3 @@ def _sizes(options: DraftOptions, config: Any) -> dict[str, int]:
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
     }
-
-
-def build(options: DraftOptions, target: FrozenTarget) -> DraftMethod:
-    """The method, as the registry asks for it."""
-    return DraftMethod(options, target)

@@ -1,28 +1,33 @@
-"""Method `eagle`: heads of EAGLE-1 and EAGLE-2, which guess the target's next feature.
+"""Methods `eagle` and `eagle3`: EAGLE's heads, whose files have the published keys and names.
 
-The loss is the papers': distance of the guessed feature, and the target's own distribution
-through its own output layer (arXiv:2401.15077, 2406.16858); several passes as HASS has them
-(2408.15766).
+EAGLE-1 and EAGLE-2 (arXiv:2401.15077, 2406.16858) guess the target's next feature: the loss is
+the distance of that feature, and the target's own distribution through its own output layer, over
+several passes as in HASS (2408.15766). EAGLE-3 (2503.01840) reads features of several layers and is
+trained by training-time test.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from ...drafters.heads.eagle import Eagle1Module
-from ...drafters.heads.llama import Rope
-from ..protocol import FrozenTarget
-from .eagle_files import fill, last_layer, layer_sizes, write_head
-from .options import EagleOptions
+from ...drafters.heads.eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
+from ...drafters.heads.llama import LayerSizes, LlamaModule, Rope
+from ...drafters.heads.load import Tensors
+from ...errors import ConfigError
+from ..options import Eagle3TrainOptions, EagleOptions, UnrollOptions
+from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..state import target_config, write_tensors
+from .distil import draft_vocabulary, most_frequent, output_rows
 from .unroll import UnrolledMethod
 
 
 class EagleMethod(UnrolledMethod):
-    """Trains one layer over `fc`."""
+    """EAGLE-1 and EAGLE-2: trains one layer over `fc`."""
 
     module: Eagle1Module
 
@@ -32,7 +37,13 @@ class EagleMethod(UnrolledMethod):
         module = Eagle1Module(sizes, 1, Rope(sizes.head_dim, options.rope_theta), fc_bias=False)
         super().__init__(module, (target.facts.num_layers,), options)
         self._own, self._target = options, target
-        _begin(module, target, options)
+        begin(module, target, from_target=options.init_from_target)
+        with torch.no_grad():  # the feature is let through, the layer adds what it learns
+            hidden, layer = target.facts.hidden_size, module.layers[0]
+            module.fc.weight[:, hidden:] += torch.eye(hidden)
+            # A residual stream may be many times larger than the normed feature that it ends in.
+            layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
+            layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
         module.to(target.facts.device)
 
     def export(self, folder: Path) -> None:
@@ -58,22 +69,186 @@ class EagleMethod(UnrolledMethod):
         return self._own.feature_weight * mean
 
 
-def _begin(module: Eagle1Module, target: FrozenTarget, options: EagleOptions) -> None:
-    """First weights: the feature is let through, the layer adds what it learns."""
-    hidden = target.facts.hidden_size
+class Eagle3Method(UnrolledMethod):
+    """EAGLE-3: trains `fc`, one layer and an output layer."""
+
+    module: Eagle3Module
+
+    def __init__(self, options: Eagle3TrainOptions, target: FrozenTarget) -> None:
+        facts = target.facts
+        capture = _capture(options, facts.num_layers)
+        vocab = draft_vocabulary(options.draft_vocab_size, facts.vocab_size)
+        sizes = layer_sizes(options, target, 2 * facts.hidden_size)
+        module = Eagle3Module(
+            sizes,
+            1,
+            Rope(sizes.head_dim, options.rope_theta),
+            Eagle3Options(
+                num_features=len(capture), norm_before_residual=options.norm_before_residual
+            ),
+            target_hidden_size=facts.hidden_size,
+            draft_vocab_size=vocab,
+        )
+        super().__init__(module, capture, options)
+        self._own, self._target = options, target
+        self._partial = vocab < facts.vocab_size
+        begin(module, target, from_target=options.init_from_target)
+        if options.init_from_target:
+            assert module.lm_head is not None
+            fill(module.lm_head.weight, output_rows(target))
+        module.to(facts.device)
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
+        """The draft vocabulary is the most frequent tokens; among equals, the first."""
+        if not self._partial:
+            return
+        assert self.module.lm_head is not None
+        ids = most_frequent(token_counts, self.module.lm_head.out_features)
+        self.target_ids = ids.to(self._target.facts.device)
+        if self._own.init_from_target:
+            fill(self.module.lm_head.weight, output_rows(self._target)[self.target_ids])
+
+    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
+        assert not self._partial or self.target_ids is not None, "prepare() comes first"
+        return super().loss(windows, states, target)
+
+    def export(self, folder: Path) -> None:
+        facts = self._target.facts
+        tensors = {
+            f"midlayer.{name}"
+            if name.startswith(BESIDE)
+            else name.replace("layers.0.", "midlayer."): tensor
+            for name, tensor in self.module.state_dict().items()
+        }
+        if self.target_ids is not None:
+            ids = self.target_ids.cpu()
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            known = torch.zeros(facts.vocab_size, dtype=torch.bool)
+            tensors["t2d"] = known.index_fill_(0, ids, True)
+        inputs, key = list(self.capture), "eagle_aux_hidden_state_layer_ids"
+        keys: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "bias": False,
+            "draft_vocab_size": len(tensors["lm_head.weight"]),
+            "target_hidden_size": facts.hidden_size,
+            "num_aux_hidden_states": len(inputs),
+            "norm_before_residual": self._own.norm_before_residual,
+            # One key, two meanings: at the top the layers whose inputs are read, inside
+            # `eagle_config` those whose outputs are. Engines read the one or the other.
+            key: inputs,
+            "eagle_config": {
+                key: [layer - 1 for layer in inputs],
+                "use_aux_hidden_state": True,
+            },
+        }
+        write_head(folder, self.module, self._own, self._target, tensors, keys)
+
+
+def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
+    layers = options.layers
+    if layers is None:
+        layers = tuple(sorted((2, num_layers // 2, num_layers - 3)))
+    if list(layers) != sorted(layers):  # engines gather them on their way up
+        raise ConfigError(f"layers: {list(layers)} do not ascend", field="layers")
+    if not layers or not all(0 <= layer < num_layers for layer in layers):
+        raise ConfigError(
+            f"layers: inputs of layers {list(layers)} are asked for, the target has layers 0 to "
+            f"{num_layers - 1}",
+            field="layers",
+        )
+    return layers
+
+
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_LAYER = r"(?:.*\.)?layers\.{last}\.(self_attn\.[qkvo]_proj|mlp\.\w+_proj|\w+_layernorm)\.weight"
+
+
+def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -> LayerSizes:
+    """Dimensions of the head's layer.
+
+    Raises:
+        ConfigError: an option is not given and the target has no such key, or they do not fit.
+    """
+    config, hidden = target_config(target), target.facts.hidden_size
+
+    def number(key: str, *otherwise: int | None) -> int:
+        for found in (getattr(options, key), config.get(key), *otherwise):
+            if isinstance(found, int):
+                return found
+        raise ConfigError(
+            f"{key}: config.json of {str(target.path)!r} lacks it; set it here", field=key
+        )
+
+    heads = number("num_attention_heads")
+    kv_heads = number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}",
+            field="num_key_value_heads",
+        )
+    return LayerSizes(
+        hidden_size=hidden,
+        input_size=input_size,
+        intermediate_size=number("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=number("head_dim", hidden // heads),
+        eps=float(config.get("rms_norm_eps") or 1e-6),
+    )
+
+
+def last_layer(target: FrozenTarget) -> dict[str, Tensor]:
+    """Weights of the target's last layer under a Llama layer's names; what it lacks is left out."""
+    stored = Tensors(target.path, ("model", "pytorch_model"))
+    last = target.facts.num_layers - 1
+    found = stored.matches(_LAYER.format(last=last))
+    return {f"{m[1]}.weight": stored.take(m[0], *stored.shape(m[0])).float() for m in found}
+
+
+@torch.no_grad()
+def begin(module: LlamaModule, target: FrozenTarget, *, from_target: bool) -> None:
+    """First weights: random matrices, and the target's last layer where it fits."""
     for weight in module.parameters():
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.02)
-    layer = last_layer(target) if options.init_from_target else {}
-    for name, weight in module.layers[0].named_parameters():
+    layer = last_layer(target) if from_target else {}
+    beside = ((name, weight) for name, weight in module.named_parameters() if name in layer)
+    for name, weight in (*module.layers[0].named_parameters(), *beside):
         fill(weight, layer.get(name))
-    with torch.no_grad():
-        module.fc.weight[:, hidden:] += torch.eye(hidden)
-        # A residual stream may be many times larger than the normed feature that it ends in.
-        module.layers[0].self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
-        module.layers[0].mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
 
 
-def build(options: EagleOptions, target: FrozenTarget) -> EagleMethod:
-    """The method, as the registry asks for it."""
-    return EagleMethod(options, target)
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor | None) -> None:
+    """Sets first weights if there are any and they fit."""
+    if values is not None and values.shape == parameter.shape:
+        parameter.copy_(values)
+
+
+def write_head(
+    folder: Path,
+    module: LlamaModule,
+    options: UnrollOptions,
+    target: FrozenTarget,
+    tensors: dict[str, Tensor],
+    keys: dict[str, Any],
+) -> None:
+    """`model.safetensors`, numbers in the dtype of the target's checkpoint, and `config.json`."""
+    theirs, sizes = target_config(target), module.layer_sizes[0]
+    config = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": len(module.layer_sizes),
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "rms_norm_eps": sizes.eps,
+        "rope_theta": options.rope_theta,
+        "vocab_size": target.facts.vocab_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        **{key: theirs[key] for key in _CARRIED if theirs.get(key) is not None},
+        **keys,
+    }
+    write_tensors(folder, tensors, config, target)

@@ -9,7 +9,7 @@ distributions in place of the text's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,17 +20,10 @@ from torch import Tensor, nn
 
 from ...drafters.heads.medusa import MedusaModule
 from ...errors import ConfigError
-from ..files import write_tensors
+from ..options import MedusaOptions
 from ..protocol import FrozenTarget, Losses, TargetStates, Windows
-from .distil import (
-    Agreement,
-    draft_vocabulary,
-    most_frequent,
-    soft_cross_entropy,
-    teacher_of,
-)
-from .eagle_files import output_rows
-from .options import MedusaOptions
+from ..state import write_tensors
+from .distil import chain_losses, draft_vocabulary, most_frequent, output_rows
 
 
 class MedusaMethod:
@@ -69,25 +62,23 @@ class MedusaMethod:
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The mean over heads, each over the rows whose token is within the window."""
-        options, window_len = self._options, windows.tokens.shape[1]
-        teacher = teacher_of(states.logits, options.argmax_weight, self._target_ids)
+        options, num_rows = self._options, windows.tokens.shape[1] - 2
         hidden = states.hidden[self.capture[0]].float()
-        agreement = Agreement()
-        loss, total = hidden.new_zeros(()), 0.0
-        for head in range(min(options.num_heads, window_len - 2)):
-            inside = window_len - 2 - head
-            here = slice(1 + head, 1 + head + inside)
-            read = self.module.states(head, hidden[:, :inside])
-            logits = self.module.lm_heads[head](read)
-            weights = windows.weights[:, 2 + head :]
-            guessed = logits.max(-1).indices
-            if self._target_ids is not None:
-                guessed = self._target_ids[guessed]
-            agreement.add(guessed, teacher.best[:, here], weights > 0)
-            share = options.head_decay**head
-            loss = loss + share * soft_cross_entropy(logits, teacher.probs[:, here], weights)
-            total += share
-        return Losses(loss / total, *agreement.totals())
+
+        def levels() -> Iterator[tuple[Tensor, float]]:
+            for head in range(min(options.num_heads, num_rows)):
+                read = self.module.states(head, hidden[:, : num_rows - head])
+                yield self.module.lm_heads[head](read), 0.0
+
+        return chain_losses(
+            levels(),
+            windows,
+            states,
+            argmax_weight=options.argmax_weight,
+            decay=options.head_decay,
+            num_trained=options.num_heads,
+            target_ids=self._target_ids,
+        )
 
     def export(self, folder: Path) -> None:
         layout, options, facts = _LAYOUTS[self._options.layout], self._options, self._target.facts
@@ -160,8 +151,3 @@ _LAYOUTS: Mapping[str, _Layout] = MappingProxyType(
         ),
     }
 )
-
-
-def build(options: MedusaOptions, target: FrozenTarget) -> MedusaMethod:
-    """The method, as the registry asks for it."""
-    return MedusaMethod(options, target)

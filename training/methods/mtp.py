@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from ...config import MTPConfig, parse
-from ...drafters.heads.block import Reader, read_block_config
+from ...drafters.heads.block import Reader, materialise_constants, read_block_config
 from ...drafters.heads.load import FIELD, Tensors
-from ...drafters.heads.mtp import MTPModule
-from ...drafters.heads.mtp_load import DEEPSEEK, QWEN, read_mtp
+from ...drafters.heads.mtp import DEEPSEEK, QWEN, MTPModule, read_mtp
 from ...errors import CheckpointError
-from ..files import target_config, write_tensors
+from ..options import MTPOptions
 from ..protocol import FrozenTarget
-from .eagle_files import output_rows
-from .options import MTPOptions
+from ..state import target_config, write_tensors
+from .distil import output_rows
 from .unroll import UnrolledMethod
 
 _QWEN_KINDS = ("qwen3_next",)  # model types
@@ -107,7 +106,7 @@ def _fresh(options: MTPOptions, target: FrozenTarget) -> MTPModule:
     module = MTPModule(config, pre_norm=options.recycle == "pre_norm")
     stored, last = Tensors(target.path, ("model", "pytorch_model")), module.block.source_layer
     module.to_empty(device=facts.device)
-    module.block.materialise(facts.device)
+    materialise_constants(module.block.whole, facts.device)
     module.block.begin(module)
     with torch.no_grad():
         module.eh_proj.weight.normal_(std=0.02)
@@ -120,14 +119,5 @@ def _fresh(options: MTPOptions, target: FrozenTarget) -> MTPModule:
         found = stored.matches(rf"(?:.*\.)?layers\.{last}\.((?!.*rotary_emb\.inv_freq).*)")
         readers: dict[str, Reader] = {match[1]: stored.reader(match[0]) for match in found}
         state = module.block.states_from(readers, f"model.layers.{last}.")
-        module.block.load_state_dict(_on(state, facts.device))
+        module.block.load_state_dict({n: each.to(facts.device) for n, each in state.items()})
     return module
-
-
-def _on(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in state.items()}
-
-
-def build(options: MTPOptions, target: FrozenTarget) -> MTPMethod:
-    """The method, as the registry asks for it."""
-    return MTPMethod(options, target)

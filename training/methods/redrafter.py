@@ -10,18 +10,18 @@ Source: Zhang et al. 2024, arXiv:2403.09919, section 3 (recurrent head, knowledg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...drafters.heads.redrafter import ReDrafterModule
-from ..files import write_tensors
+from ..options import ReDrafterOptions
 from ..protocol import FrozenTarget, Losses, TargetStates, Windows
-from .distil import Agreement, soft_cross_entropy, teacher_of
-from .eagle_files import output_rows
-from .options import ReDrafterOptions
+from ..state import write_tensors
+from .distil import chain_losses, output_rows
 
 MODEL_TYPE = "recurrent_drafting_drafter"  # as published
 
@@ -47,27 +47,28 @@ class ReDrafterMethod:
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The mean over positions; without gradients, `max_draft_len` of them are judged."""
         options, window_len = self._options, windows.tokens.shape[1]
-        teacher = teacher_of(states.logits, options.argmax_weight)
         hidden = states.hidden[self.capture[0]].float()
         embedded = target.embed(windows.tokens).float()
         count = options.num_positions
         if not torch.is_grad_enabled():
             count = max(count, options.max_draft_len)
-        agreement = Agreement()
-        state = hidden.new_zeros(hidden[:, 2:].shape)
-        loss, total = hidden.new_zeros(()), 0.0
-        for index in range(min(count, window_len - 2)):
-            inside = window_len - 2 - index  # rows whose token is within the window
-            here = slice(1 + index, 1 + index + inside)
-            state = self.module.recur(embedded[:, here], state[:, :inside])
-            logits = self.module(hidden[:, :inside], state)
-            weights = windows.weights[:, 2 + index :]
-            agreement.add(logits.argmax(-1), teacher.best[:, here], weights > 0)
-            if index < options.num_positions:
-                share = options.position_decay**index
-                learnt = soft_cross_entropy(logits, teacher.probs[:, here], weights)
-                loss, total = loss + share * learnt, total + share
-        return Losses(loss / total, *agreement.totals())
+
+        def levels() -> Iterator[tuple[Tensor, float]]:
+            state = hidden.new_zeros(hidden[:, 2:].shape)
+            for index in range(min(count, window_len - 2)):
+                inside = window_len - 2 - index  # rows whose token is within the window
+                read = embedded[:, 1 + index : 1 + index + inside]
+                state = self.module.recur(read, state[:, :inside])
+                yield self.module(hidden[:, :inside], state), 0.0
+
+        return chain_losses(
+            levels(),
+            windows,
+            states,
+            argmax_weight=options.argmax_weight,
+            decay=options.position_decay,
+            num_trained=options.num_positions,
+        )
 
     def export(self, folder: Path) -> None:
         config = {
@@ -99,8 +100,3 @@ def _begin(module: ReDrafterModule, target: FrozenTarget | None) -> None:
         nn.init.eye_(enter.weight[:hidden, :hidden])
     nn.init.zeros_(output)
     output[:, :hidden] = output_rows(target)
-
-
-def build(options: ReDrafterOptions, target: FrozenTarget) -> ReDrafterMethod:
-    """The method, as the registry asks for it."""
-    return ReDrafterMethod(options, target)

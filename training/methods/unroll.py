@@ -12,17 +12,79 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from ...drafters.heads.eagle import EagleModule
-from ...drafters.heads.mtp import MTPModule
+from ...drafters.heads.protocol import FeatureModule
+from ..options import PassOptions
 from ..protocol import FrozenTarget, Losses, TargetStates, Windows
-from .attention import Unrolled
-from .distil import Agreement, likeliest, soft_cross_entropy, teacher_of
-from .options import PassOptions
+from .distil import chain_losses
+
+
+class Unrolled:
+    """Attention of passes over the same windows, without a cache; call `advance` between two.
+
+    Rows are flat, [num_windows * window_len, heads, head_dim], as heads have them.
+    Pass 0 is causal. In pass k, row t is the draft's k-th row after row t of pass 0: it sees pass
+    0 up to row t, its own ancestors (row t of passes 1 to k - 1), and itself.
+    """
+
+    def __init__(self, window_len: int) -> None:
+        self._window_len = window_len
+        self._pass = 0
+        self._keys: dict[int, list[Tensor]] = {}  # by layer, one per pass
+        self._values: dict[int, list[Tensor]] = {}
+
+    def advance(self) -> None:
+        """The next pass begins."""
+        self._pass += 1
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        value: Tensor,  # [num_rows, num_kv_heads, value_dim]
+        scale: float,
+    ) -> Tensor:  # [num_rows, num_heads, value_dim]
+        split = (-1, self._window_len)
+        rows, near, far = (part.unflatten(0, split).transpose(1, 2) for part in (query, key, value))
+        keys = self._keys.setdefault(layer, [])
+        values = self._values.setdefault(layer, [])
+        keys.append(near)
+        values.append(far)
+        assert len(keys) == self._pass + 1, (layer, len(keys), self._pass)
+        if self._pass:
+            out = _later(rows, keys, values, scale)
+        else:
+            out = scaled_dot_product_attention(
+                rows, near, far, is_causal=True, scale=scale, enable_gqa=True
+            )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _later(
+    rows: Tensor,  # [num_windows, num_heads, window_len, head_dim]
+    keys: list[Tensor],  # per pass, [num_windows, num_kv_heads, window_len, head_dim]
+    values: list[Tensor],
+    scale: float,
+) -> Tensor:  # [num_windows, num_heads, window_len, value_dim]
+    """Pass 0 as one causal block, and beside it one column per later pass."""
+    fold, length = rows.shape[1] // keys[0].shape[1], rows.shape[2]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=rows.device).triu(1)
+    block = rows @ keys[0].repeat_interleave(fold, dim=1).transpose(2, 3) * scale
+    scores = [block.masked_fill(hidden, -torch.inf)]
+    for key in keys[1:]:
+        column = (rows * key.repeat_interleave(fold, dim=1)).sum(-1, keepdim=True)
+        scores.append(column * scale)
+    weights = torch.cat(scores, dim=-1).float().softmax(-1).to(rows.dtype)
+    out = weights[..., :length] @ values[0].repeat_interleave(fold, dim=1)
+    for index, value in enumerate(values[1:], start=length):
+        out = out + weights[..., index, None] * value.repeat_interleave(fold, dim=1)
+    return out
 
 
 def passes(
-    module: EagleModule | MTPModule,
+    module: FeatureModule,
     features: Tensor,  # [num_windows, window_len, all features], the target's
     embedded: Tensor,  # [num_windows, window_len, embedding size]
     num_passes: int,
@@ -53,7 +115,7 @@ class UnrolledMethod:
 
     def __init__(
         self,
-        module: EagleModule | MTPModule,
+        module: FeatureModule,
         capture: tuple[int, ...],
         options: PassOptions,
     ) -> None:
@@ -65,29 +127,29 @@ class UnrolledMethod:
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The mean over passes; without gradients, `max_draft_len` positions are judged."""
         options = self._options
-        teacher = teacher_of(states.logits, options.argmax_weight, self.target_ids)
         features = torch.cat([states.hidden[layer] for layer in self.capture], dim=-1).float()
         embedded = target.embed(windows.tokens).float()
         count = options.num_passes
         if not torch.is_grad_enabled():
             count = max(count, options.max_draft_len)
-        agreement = Agreement()
-        loss, total = features.new_zeros(()), 0.0
-        made = passes(self.module, self._input_features(features), embedded, count)
-        for index, (feature, read) in enumerate(made):
-            logits = self._logits(read, target)
-            here = slice(1 + index, 1 + index + logits.shape[1])
-            weights = windows.weights[:, 2 + index :]
-            guessed = likeliest(logits)
-            if self.target_ids is not None:
-                guessed = self.target_ids[guessed]
-            agreement.add(guessed, teacher.best[:, here], weights > 0)
-            if index < options.num_passes:
-                share = options.pass_decay**index
-                learnt = soft_cross_entropy(logits, teacher.probs[:, here], weights)
-                learnt = learnt + self._feature_loss(feature, features[:, here], weights)
-                loss, total = loss + share * learnt, total + share
-        return Losses(loss / total, *agreement.totals())
+
+        def levels() -> Iterator[tuple[Tensor, Tensor | float]]:
+            given = self._input_features(features)
+            for index, (feature, read) in enumerate(passes(self.module, given, embedded, count)):
+                own = self.module.lm_head
+                wanted = features[:, 1 + index : 1 + index + read.shape[1]]
+                further = self._feature_loss(feature, wanted, windows.weights[:, 2 + index :])
+                yield target.unembed(read) if own is None else own(read), further
+
+        return chain_losses(
+            levels(),
+            windows,
+            states,
+            argmax_weight=options.argmax_weight,
+            decay=options.pass_decay,
+            num_trained=options.num_passes,
+            target_ids=self.target_ids,
+        )
 
     def _input_features(self, features: Tensor) -> Tensor:  # [num_windows, window_len, ...], alike
         """The target's features as the head is given them."""
@@ -101,8 +163,3 @@ class UnrolledMethod:
     ) -> Tensor | float:
         """What is learnt besides the distributions."""
         return 0.0
-
-    def _logits(self, read: Tensor, target: FrozenTarget) -> Tensor:  # [..., draft_vocab]
-        own = self.module.lm_head
-        logits: Tensor = target.unembed(read) if own is None else own(read)
-        return logits

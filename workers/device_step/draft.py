@@ -8,39 +8,28 @@ committed rows are where its block table says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, TensorHead, Trees
+from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, Trees
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_attention import CommittedRows, PagedAttend, PagedLevels
-from ..ops import PlannedOps
-from ..verify.device_draw import DeviceSettings
-from .accept import Accepted
-from .contest import best_of_ranks, draw_part, rows_of
-from .layout import DeviceLayout, seat_settings
+from ..ops import DeviceOps
+from .layout import Accepted, DeviceLayout, best_of_ranks, draw_part, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceDrafts:
-    """What a head drafts for the next step."""
-
-    counts: Tensor  # [num_seqs] int32, nodes of each
-    tokens: Tensor  # [num_seqs, width] int32
-    parents: Tensor  # [num_seqs, width] int32, -1 is the root
+DeviceDrafts = tuple[Tensor, Tensor, Tensor]
+"""What a head drafts for the next step: counts [num_seqs], tokens and parents [num_seqs, width],
+all int32; -1 is the root."""
 
 
 def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
     """Why the device step cannot run a head in the target's ranks, or nothing."""
-    if not isinstance(head.head, TensorHead):
-        return "the head's drafts are put together on the host"
-    if head.planned is None:
-        return "the head's attention is planned on the host"
     if not head.planned.ops.reads_device_only:
         return f"the head's operations {head.planned.ops.name!r} plan steps on the host"
     if head.head.layers and head.module_reason:
@@ -58,11 +47,8 @@ class DeviceHead:
     """
 
     def __init__(self, service: HeadRunner, cache: KVCache, seats: DeviceSeats) -> None:
-        assert isinstance(service.head, TensorHead), type(service.head)
-        assert service.planned is not None, service.module_reason
         self._service, self._cache, self._seats = service, cache, seats
-        self._head: TensorHead = service.head
-        self._planned: PlannedOps = service.planned
+        self._head, self._planned = service.head, service.planned
         self.capture = service.capture
 
     def rows(
@@ -87,7 +73,7 @@ class DeviceHead:
         return self._head.rows(step, self._service)
 
     def _earlier(self, layout: DeviceLayout) -> EarlierRows:
-        """As `step_rows.rows_of` has it for a step on the host."""
+        """As `tree_drafting.rows_of` has it for a step on the host."""
         size = self._seats.sizes.block_size
         slots = layout.slots
         num_seqs, query_len = slots.shape
@@ -113,16 +99,18 @@ class DeviceHead:
         base = known.long() - 1
         levels = self._levels(layout, known, base) if self._head.drafting.room else None
         emitted = accepted.emitted.gather(1, accepted.counts[:, None] - 1)[:, 0].long()
-        draw = Draw(self._service, layout, self._seats, base, shape)
-        start = DraftStart(base, emitted, feature, read, levels, draw)
+        start = DraftStart(base, emitted, feature, read, levels, self._drawing(layout, base, shape))
         trees = self._head.drafting.expand(start, shape.num_nodes, self._service)
-        drafts = self._cut(trees, self._seats.step_room(shape))
-        self._seats.keep_drafts(layout.seats, drafts.counts, (drafts.tokens, drafts.parents))
+        seats = self._seats
+        drafts = self._cut(trees, seats.step_room(shape))
+        for held, made in zip((seats.draft_counts, *seats.drafts), drafts, strict=True):
+            held.index_copy_(0, layout.seats, made)
         return drafts
 
     def drop(self, layout: DeviceLayout) -> None:
         """For a step without room for nodes: its seats have no drafts."""
-        self._seats.keep_drafts(layout.seats, torch.zeros_like(layout.plan.context_lens), None)
+        none = torch.zeros_like(layout.plan.context_lens)
+        self._seats.draft_counts.index_copy_(0, layout.seats, none)
 
     def _levels(self, layout: DeviceLayout, known: Tensor, base: Tensor) -> PagedLevels:
         """The attention of the drafts over the seats' blocks."""
@@ -144,52 +132,38 @@ class DeviceHead:
         counts = room.clamp(max=num_nodes)
         if trees.sizes is not None:
             counts = counts.minimum(trees.sizes.to(torch.int32))
-        return DeviceDrafts(
+        return (
             counts,
             torch.nn.functional.pad(trees.tokens.to(torch.int32), missing),
             torch.nn.functional.pad(trees.parents.to(torch.int32), missing, value=-1),
         )
 
-
-class Draw:
-    """`DraftStart.draw` by the seats' settings."""
-
-    def __init__(
+    def _drawing(
         self,
-        service: HeadRunner,
         layout: DeviceLayout,
-        seats: DeviceSeats,
         base: Tensor,  # [num_drafts] int64
         shape: StepShape,
-    ) -> None:
-        assert service.planned is not None
-        assert isinstance(service.head, TensorHead)
-        self._service, self._base = service, base
-        self._ops, self._head = service.planned.ops, service.head
-        self._is_plain = shape.sampler is Sampler.PLAIN
-        self._settings = seat_settings(seats, layout.seats)
+    ) -> Callable[[Tensor, int], Tensor]:
+        """`DraftStart.draw` by the seats' settings."""
+        service, ids = self._service, self._head.target_ids
+        ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
+        settings = seat_settings(self._seats, layout.seats)
 
-    def __call__(self, read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
-        positions, ids = self._base + 2 + level, self._head.target_ids
-        if self._is_plain:
-            logits, first = self._service.part_of_logits(read)
-            part = draw_part(
-                self._ops,
-                logits,
-                positions,
-                self._settings,
-                first if ids is None else ids[first : first + logits.shape[1]],
-            )
-            return best_of_ranks(part, self._service.collective).long()
-        own_logits = self._service.logits_of_own_rows(read)
-        if own_logits is None:
-            return self._drawn(self._service.draft_logits(read), positions, self._settings)
-        collective = self._service.collective
-        begin = collective.rank * len(own_logits)
-        rows = slice(begin, begin + len(own_logits))
-        own = self._drawn(own_logits, positions[rows], rows_of(self._settings, rows))
-        return collective.all_gather(own, dim=0)
+        def from_parts(read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
+            logits, first = service.part_of_logits(read)
+            tokens = first if ids is None else ids[first : first + logits.shape[1]]
+            part = draw_part(ops, logits, base + 2 + level, settings, tokens)
+            return best_of_ranks(part, service.collective).long()
 
-    def _drawn(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
-        whole = self._service.over_vocabulary(logits.float(), self._head.target_ids)
-        return self._ops.draw_on_device(whole, positions, settings).long()
+        def from_whole(read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
+            own, rows = service.logits_of_own_rows(read), slice(None)
+            logits = service.draft_logits(read) if own is None else own
+            if own is not None:
+                begin = service.collective.rank * len(own)
+                rows = slice(begin, begin + len(own))
+            whole = service.over_vocabulary(logits.float(), ids)
+            positions = (base + 2 + level)[rows]
+            drawn = ops.draw_on_device(whole, positions, settings.take(rows)).long()
+            return drawn if own is None else service.collective.all_gather(drawn, dim=0)
+
+        return from_parts if shape.sampler is Sampler.PLAIN else from_whole

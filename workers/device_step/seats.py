@@ -12,19 +12,148 @@ there, and whatever they write goes into a block that no request owns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import Opening, StepPlan
-from ...scheduler.types import IntArray, NextDrafts, Verdict, starts_of
-from ..verify.device_edits import MAX_BIASES, MAX_ENDS, NUM_WORDS, EditTables, neutral_words
-from .edits import TokenCounts, counts_obstacle, edit_rows
-from .shape import SIZES, StepShape, node_offsets, sizes
+from ...scheduler import tree
+from ...scheduler.types import Draft, IntArray, Logprobs, NextDrafts, Opening, StepPlan, Verdict
+from ..model import ModelInfo
+from ..verify.device_settings import (
+    EDIT_WORDS,
+    MAX_BIASES,
+    MAX_ENDS,
+    MAX_TOP,
+    NUM_WORDS,
+    PROMPT,
+    EditTables,
+)
+from ..verify.process import spread
+from .shape import SIZES, SeatKinds, StepShape, all_shapes, fits, sizes
 
-NUM_SETTINGS = 6  # seed (two words), temperature, top_k, top_p, min_p
+MAX_COUNT_BYTES = 1 << 30  # of a larger table the host takes the edits
+LOGPROB_WORDS = 1 + 2 * MAX_TOP  # of a row: values, the drawn token's first, and ids
+
+
+def edit_rows(opening: Opening, vocab: int) -> dict[str, IntArray]:
+    """The rows of a seat's tables, by name."""
+    settings = opening.settings
+    known = (settings.bias_ids >= 0) & (settings.bias_ids < vocab)
+    bias_ids, values = settings.bias_ids[known], settings.bias_values[known]
+    ends = settings.ends[(settings.ends >= 0) & (settings.ends < vocab)]
+    if not fits(settings):  # the host path's: its rows are not read
+        bias_ids, values, ends = bias_ids[:0], values[:0], ends[:0]
+    penalties = (
+        settings.repetition_penalty,
+        settings.frequency_penalty,
+        settings.presence_penalty,
+    )
+    least = opening.num_prompt + settings.min_tokens
+    edits = (*penalties, least, settings.num_logprobs, len(bias_ids), len(ends))
+    return {
+        "edits": np.array([edits], EDIT_WORDS).view(np.int32),
+        "bias_ids": _padded(bias_ids, MAX_BIASES),
+        "biases": _padded(values.astype(np.float32).view(np.int32), MAX_BIASES),
+        "ends": _padded(ends, MAX_ENDS),
+    }
+
+
+def _padded(values: NDArray[np.int32], width: int) -> IntArray:  # [width]
+    return np.pad(values, (0, width - len(values)))
+
+
+class TokenCounts:
+    """The table of counts, a row per seat as wide as the vocabulary, and what is queued for it.
+
+    Counts of a request with penalties are set when it takes its seat; the device step adds what it
+    emits, and the host what became known otherwise. Other rows are not used, whatever they hold.
+    """
+
+    def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
+        self.table = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)
+        self._vocab = vocab
+        self._counted = np.zeros(num_rows, dtype=np.bool_)  # [num_rows], seats with penalties
+        self._opened: list[int] = []
+        self._adds: list[tuple[NDArray[np.int64], IntArray]] = []  # (addresses, values)
+
+    def open(self, opening: Opening) -> None:
+        """Counts the tokens of a request that takes a seat, if it has penalties."""
+        seat = opening.seat
+        self._counted[seat] = opening.settings.has_penalties
+        if not self._counted[seat]:
+            return
+        assert seat not in self._opened, (seat, "opened twice before a flush")
+        self._opened.append(seat)
+        prompt, output = np.split(opening.tokens, [opening.num_prompt])
+        prompt = np.unique(prompt)
+        self._add(np.full(len(prompt), seat), prompt, PROMPT)
+        self._add(np.full(len(output), seat), output, 1)
+
+    def extend(self, seats: IntArray, tokens: IntArray) -> None:  # each [num_tokens]
+        """Counts output tokens that the device step has not counted."""
+        counted = self._counted[seats]
+        if counted.any():
+            self._add(seats[counted], tokens[counted], 1)
+
+    def flush(self) -> None:
+        """Sends what is queued."""
+        table = self.table
+        if self._opened:
+            opened = np.array(self._opened, dtype=np.int64)
+            table.index_fill_(0, _sent(opened, table.device), 0)
+            self._opened.clear()
+        if self._adds:
+            addresses, values = (np.concatenate(part) for part in zip(*self._adds, strict=True))
+            self._adds.clear()
+            at = _sent(addresses, table.device)
+            table.view(-1).index_add_(0, at, _sent(values, table.device))
+
+    def _add(self, seats: NDArray[np.integer], tokens: IntArray, value: int) -> None:
+        known = (tokens >= 0) & (tokens < self._vocab)
+        addresses = seats[known].astype(np.int64) * self._vocab + tokens[known]
+        self._adds.append((addresses, np.full(len(addresses), value, dtype=np.int32)))
+
+
+def _sent(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def read_logprobs(
+    verdict: Verdict,
+    asked: IntArray,  # [num_seqs], -1 is none
+    shape: StepShape,
+    vocab: int,
+    words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: of all rows values, then ids
+) -> Logprobs:
+    """The log-probabilities of the emitted tokens.
+
+    There are columns for the largest requested number; a token has as many as its request asks
+    for, and zeros beyond.
+    """
+    num_values = shape.num_rows * (1 + MAX_TOP)
+    values = words[:num_values].view(np.float32).reshape(shape.num_rows, -1)
+    ids = words[num_values:].reshape(shape.num_rows, -1)
+    owner = np.repeat(np.arange(len(asked)), verdict.num_emitted)
+    rows = owner * shape.query_len
+    follows = np.ones(len(rows), dtype=np.bool_)
+    follows[verdict.emitted_start[:-1]] = False  # a sequence's first token is drawn at its root
+    rows[follows] += verdict.path + 1
+    wanted, top = asked[owner] >= 0, min(int(asked.max()), vocab)
+    taken = rows[wanted]
+    inside = np.arange(top) < asked[owner[wanted], None]
+    best = np.where(inside, values[taken, 1 : 1 + top], np.float32(0))
+    top_ids = np.where(inside, ids[taken, :top], np.int32(0))
+    return spread(Logprobs(values[taken, 0], top_ids, best), wanted)
+
+
+_SETTINGS = np.dtype("i8, f4, i4, f4, f4")  # seed, temperature, top_k, top_p, min_p
+NUM_SETTINGS = _SETTINGS.itemsize // 4
 MAX_QUERY_LEN = max(query_len for _, query_len in SIZES)
 
 
@@ -44,7 +173,14 @@ class SeatSizes:
         """Why penalties, biases, `min_tokens` and log-probabilities are the host's, or nothing."""
         if not self.vocab_size:
             return "there are no counts of tokens"
-        return counts_obstacle(self.num_rows, self.vocab_size)
+        if self.count_bytes <= MAX_COUNT_BYTES:
+            return ""
+        size, most = self.count_bytes >> 20, MAX_COUNT_BYTES >> 20
+        return f"the counts of tokens would take {size} MiB, more than {most}"
+
+    @property
+    def count_bytes(self) -> int:
+        return 4 * self.num_rows * self.vocab_size
 
     @property
     def has_edits(self) -> bool:
@@ -73,18 +209,27 @@ class SeatSizes:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """The views of the memory, in order."""
+        """The views of the memory, in order: those of seats, then those of the step at hand."""
         max_seqs = max(num_seqs for num_seqs, _ in self.step_sizes)
         max_nodes = max(num_seqs * (query_len - 1) for num_seqs, query_len in self.step_sizes)
+        widths = {
+            "tokens": self.width,
+            "tables": self.num_columns,
+            "settings": NUM_SETTINGS,
+            "draft_tokens": self.num_draft_nodes,
+            "draft_parents": self.num_draft_nodes,
+        }
+        if self.has_edits:
+            widths |= {
+                "edits": NUM_WORDS,
+                "bias_ids": MAX_BIASES,
+                "biases": MAX_BIASES,
+                "ends": MAX_ENDS,
+            }
         return {
-            "tokens": (self.num_rows, self.width),
-            "tables": (self.num_rows, self.num_columns),
-            "settings": (self.num_rows, NUM_SETTINGS),
+            **{name: (self.num_rows, width) for name, width in widths.items()},
             "lengths": (self.num_rows,),
-            "draft_tokens": (self.num_rows, self.num_draft_nodes),
-            "draft_parents": (self.num_rows, self.num_draft_nodes),
             "draft_counts": (self.num_rows,),
-            **(self._edit_parts if self.has_edits else {}),
             "appends": (1,),
             "own_drafts": (1,),
             "seats": (max_seqs,),
@@ -95,26 +240,17 @@ class SeatSizes:
         }
 
     @property
-    def _edit_parts(self) -> dict[str, tuple[int, ...]]:
-        widths = {
-            "edits": NUM_WORDS,
-            "bias_ids": MAX_BIASES,
-            "biases": MAX_BIASES,
-            "ends": MAX_ENDS,
-        }
-        return {name: (self.num_rows, width) for name, width in widths.items()}
-
-    @property
     def num_words(self) -> int:
         return sum(int(np.prod(shape)) for shape in self.parts.values())
 
 
 class DeviceSeats:
-    """One row per seat, and one for padding."""
+    """One row per seat, and one for padding: a mirror of the rank's `Seats`."""
 
     def __init__(self, sizes: SeatSizes, device: torch.device) -> None:
         assert sizes.num_words < 1 << 31, sizes
         self.sizes, self.device = sizes, device
+        self.kinds = SeatKinds(sizes.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits)
         self.memory = torch.zeros(sizes.num_words, dtype=torch.int32, device=device)
         self._begin: dict[str, int] = {}
         views: dict[str, Tensor] = {}
@@ -129,158 +265,144 @@ class DeviceSeats:
         self.settings = views["settings"]  # [num_rows, NUM_SETTINGS]
         self.lengths = views["lengths"]  # [num_rows], known tokens
         self.appends = views["appends"]  # [1], whether the step appends what it emits
-        self._own_drafts = views["own_drafts"]  # [1], whether the nodes are the seats' drafts
-        self._drafts = views["draft_tokens"], views["draft_parents"]  # [num_rows, num_draft_nodes]
-        self._draft_counts = views["draft_counts"]  # [num_rows], the first so many are nodes
-        self._seats, self._num_nodes = views["seats"], views["num_nodes"]
-        self._room = views["room"]
-        self._node_tokens, self._parents = views["node_tokens"], views["parents"]
+        # Tokens and parents [num_rows, num_draft_nodes], numbers [num_rows]: a head's drafts.
+        self.drafts = views["draft_tokens"], views["draft_parents"]
+        self.draft_counts = views["draft_counts"]
+        self._views = views
         self.edits: EditTables | None = None
         self._counts: TokenCounts | None = None
         if sizes.has_edits:
             self._counts = TokenCounts(sizes.num_rows, sizes.vocab_size, device)
-            self.edits = EditTables(
-                words=views["edits"],
-                bias_ids=views["bias_ids"],
-                biases=views["biases"],
-                ends=views["ends"],
-                counts=self._counts.table,
-            )
-            self.edits.words.copy_(torch.tensor(neutral_words(), dtype=torch.int32))
+            names = ("edits", "bias_ids", "biases", "ends")
+            words, bias_ids, biases, ends = (views[name] for name in names)
+            self.edits = EditTables(words, bias_ids, biases, ends, self._counts.table)
+            neutral = np.array([(1, 0, 0, 0, -1, 0, 0)], EDIT_WORDS).view(np.int32)
+            self.edits.words.copy_(torch.from_numpy(neutral))
         self.tables.fill_(sizes.num_blocks)
         self.lengths[-1:].fill_(1)
-        self._lens = np.zeros(sizes.num_rows, dtype=np.int32)  # [num_seats seen], the host's copy
         self._writes: list[tuple[IntArray, IntArray]] = []  # (addresses, values)
 
     # -- the step at hand, as the device step reads it
 
     def step_seats(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
-        return self._seats[: shape.num_seqs]
+        return self._views["seats"][: shape.num_seqs]
 
     def step_room(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
         """Nodes that a sequence has room for."""
-        return self._room[: shape.num_seqs]
+        return self._views["room"][: shape.num_seqs]
 
     def step_nodes(self, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers [num_seqs], tokens and parents [num_seqs, num_nodes], int32; -1 is the root."""
         size = (shape.num_seqs, shape.num_nodes)
-        end = shape.num_seqs * shape.num_nodes
-        counts = self._num_nodes[: shape.num_seqs]
-        staged = self._node_tokens[:end].view(size), self._parents[:end].view(size)
+        names, end = ("node_tokens", "parents"), shape.num_seqs * shape.num_nodes
+        counts = self._views["num_nodes"][: shape.num_seqs]
+        staged = [self._views[name][:end].view(size) for name in names]
         if not (self.sizes.num_draft_nodes and shape.num_nodes):
-            return counts, *staged
-        who, is_own = self.step_seats(shape).long(), self._own_drafts > 0
-        kept = self._draft_counts.index_select(0, who).minimum(self.step_room(shape))
+            return counts, staged[0], staged[1]
+        # Whether the nodes are the seats' drafts.
+        who, is_own = self.step_seats(shape).long(), self._views["own_drafts"] > 0
+        kept = self.draft_counts.index_select(0, who).minimum(self.step_room(shape))
         tokens, parents = (
             torch.where(is_own, own[:, : shape.num_nodes].index_select(0, who), given)
-            for own, given in zip(self._drafts, staged, strict=True)
+            for own, given in zip(self.drafts, staged, strict=True)
         )
         return torch.where(is_own, kept, counts), tokens, parents
 
-    def keep_drafts(
-        self,
-        who: Tensor,  # [num_seqs] int64
-        counts: Tensor,  # [num_seqs] int32
-        nodes: tuple[Tensor, Tensor] | None,  # tokens and parents [num_seqs, num_draft_nodes] int32
-    ) -> None:
-        """Replaces the drafts of the seats `who`; None: they have none."""
-        self._draft_counts.index_copy_(0, who, counts)
-        for own, made in zip(self._drafts, nodes or (), strict=nodes is not None):
-            own.index_copy_(0, who, made)
-
     # -- what the host changes
 
-    def apply(self, plan: StepPlan) -> None:
-        """Queues what `plan` changes; every plan goes through here, whoever computes it."""
-        for opening in plan.openings:
-            if opening.seat >= len(self._lens):
-                self._lens = np.pad(self._lens, (0, opening.seat + 1))
-            self._lens[opening.seat] = len(opening.tokens)
-            if opening.seat < self.sizes.num_seats:
-                self._open(opening)
-        if len(plan.blocks):
-            seats, index, blocks = plan.blocks[plan.blocks[:, 0] < self.sizes.num_seats].T
-            self._write("tables", seats * self.sizes.num_columns + index, blocks)
-        if len(plan.tokens):
-            ends = plan.context_lens + plan.chunk_lens
-            counts: IntArray = np.maximum(ends - self._lens[plan.seats], 0)
-            self._extend(plan.seats, counts, plan.tokens)
+    def open(self, opening: Opening) -> None:
+        """Queues the row of a request that takes a seat."""
+        seat, settings, num_tokens = opening.seat, opening.settings, len(opening.tokens)
+        if seat >= self.sizes.num_seats:
+            return
+        assert num_tokens <= self.sizes.width, (num_tokens, self.sizes)
+        self.kinds.open(opening)
+        cuts = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+        rows = {"settings": np.array([(settings.seed, *cuts)], _SETTINGS).view(np.int32)}
+        if self._counts is not None:
+            self._counts.open(opening)
+            rows |= edit_rows(opening, self.sizes.vocab_size)
+        for name, row in rows.items():
+            self._write(name, seat * len(row) + np.arange(len(row)), row)
+        first = seat * self.sizes.width
+        self._write("tokens", first + np.arange(num_tokens), opening.tokens)
+        self._write("lengths", np.full(1, seat), np.full(1, num_tokens))
 
-    def append(self, plan: StepPlan, verdict: Verdict, on_device: bool) -> None:
-        """Appends what a step emitted; the device step has done so already on the device."""
-        if on_device:
-            self._lens[plan.seats] += verdict.num_emitted
-        else:
-            self._extend(plan.seats, verdict.num_emitted, verdict.emitted)
+    def set_blocks(self, blocks: IntArray) -> None:  # [num_blocks, 3]
+        """Queues new entries of block tables: (seat, index, block)."""
+        seats, index, values = blocks[blocks[:, 0] < self.sizes.num_seats].T
+        self._write("tables", seats * self.sizes.num_columns + index, values)
 
-    def put_drafts(self, plan: StepPlan, drafts: NextDrafts | None) -> None:
+    def extend(
+        self,
+        seats: IntArray,  # [num_seqs]
+        old: IntArray,  # [num_seqs], tokens that were known
+        counts: IntArray,  # [num_seqs]
+        tokens: IntArray,  # [sum of counts]
+    ) -> None:
+        """Queues tokens that became known."""
+        known = seats < self.sizes.num_seats
+        if not known.all():
+            tokens = tokens[np.repeat(known, counts)]
+            seats, counts, old = seats[known], counts[known], old[known]
+        if self._counts is not None:
+            self._counts.extend(np.repeat(seats, counts), tokens)
+        begin = seats * self.sizes.width + old
+        self._write("tokens", np.repeat(begin, counts) + tree.chains(counts) + 1, tokens)
+        self._write("lengths", seats, old + counts)
+
+    def put_drafts(self, seats: IntArray, drafts: NextDrafts | None) -> None:  # [num_seqs]
         """Queues what a head drafted on the host path, in place of the seats' drafts."""
         width = self.sizes.num_draft_nodes
-        known = plan.seats < self.sizes.num_seats
+        known = seats < self.sizes.num_seats
         if not width or not known.any():
             return
-        counts = np.zeros(len(plan.seats), np.int32) if drafts is None else np.diff(drafts.start)
-        self._write("draft_counts", plan.seats[known], np.minimum(counts, width)[known])
+        counts = np.zeros(len(seats), np.int32) if drafts is None else np.diff(drafts.start)
+        self._write("draft_counts", seats[known], np.minimum(counts, width)[known])
         if drafts is None:
             return
-        node = node_offsets(counts)
+        node = tree.chains(counts) + 1
         kept = known.repeat(counts) & (node < width)
-        place = (plan.seats.repeat(counts) * width + node)[kept]
+        place = (seats.repeat(counts) * width + node)[kept]
         self._write("draft_tokens", place, drafts.tokens[kept])
         self._write("draft_parents", place, drafts.parents[kept])
 
-    def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
-        """Tokens of the plan's seats, as far as the host has them."""
-        return self._lens[plan.seats]
+    def read_drafts(
+        self,
+        seats: IntArray,  # [num_seqs]
+        room: IntArray,  # [num_seqs]
+    ) -> list[Draft]:
+        """The drafts of the seats, as many nodes as there is room for; waits for the device."""
+        who = _sent(seats.astype(np.int64), self.device)
+        held = (self.draft_counts, *self.drafts)
+        counts, tokens, parents = (each.index_select(0, who).cpu().numpy() for each in held)
+        ends = np.minimum(counts, room).tolist()
+        return [Draft(tokens[row, :end], parents[row, :end]) for row, end in enumerate(ends)]
 
     def stage(self, plan: StepPlan, shape: StepShape) -> None:
         """Queues the plan of a device step, padded to its shape."""
         num_seqs, drafts = len(plan.seats), plan.drafts
         size = (shape.num_seqs, shape.num_nodes)
         seats = np.full(shape.num_seqs, self.sizes.num_seats, dtype=np.int32)
-        seats[:num_seqs] = plan.seats
-        counts = np.zeros(shape.num_seqs, dtype=np.int32)
+        counts, room = np.zeros_like(seats), np.zeros_like(seats)
+        seats[:num_seqs], room[:num_seqs] = plan.seats, plan.max_nodes
         tokens, parents = np.zeros(size, dtype=np.int32), np.full(size, -1, dtype=np.int32)
         if drafts is not None and len(drafts.tokens):
             counts[:num_seqs] = drafts.num_nodes
-            index = node_offsets(drafts.num_nodes)
-            owner = np.repeat(np.arange(num_seqs), drafts.num_nodes)
-            tokens[owner, index] = drafts.tokens
-            parents[owner, index] = index - 1 if drafts.parents is None else drafts.parents
-        room = np.zeros_like(counts)
-        room[:num_seqs] = plan.max_nodes
-        self._stage(seats, counts, tokens, parents, room)
-        self._set_flags(appends=plan.appends, own_drafts=plan.own_drafts)
-
-    def stage_padding(self, shape: StepShape) -> None:
-        """Queues a step that changes nothing."""
-        size = (shape.num_seqs, shape.num_nodes)
-        seats = np.full(shape.num_seqs, self.sizes.num_seats, dtype=np.int32)
-        zeros = np.zeros(size, dtype=np.int32)
-        none = np.zeros_like(seats)
-        self._stage(seats, none, zeros, zeros - 1, none)
-        self._set_flags(appends=False, own_drafts=False)
-
-    def _stage(
-        self,
-        seats: IntArray,  # [num_seqs]
-        counts: IntArray,  # [num_seqs]
-        tokens: IntArray,  # [num_seqs, num_nodes]
-        parents: IntArray,  # [num_seqs, num_nodes]
-        room: IntArray,  # [num_seqs]
-    ) -> None:
+            before = tree.chains(drafts.num_nodes)
+            at = np.repeat(np.arange(num_seqs), drafts.num_nodes), before + 1
+            tokens[at] = drafts.tokens
+            parents[at] = before if drafts.parents is None else drafts.parents
         for name, values in (
             ("seats", seats),
             ("num_nodes", counts),
             ("room", room),
             ("node_tokens", tokens.ravel()),
             ("parents", parents.ravel()),
+            ("appends", np.full(1, plan.appends)),
+            ("own_drafts", np.full(1, plan.own_drafts)),
         ):
             self._write(name, np.arange(len(values), dtype=np.int32), values)
-
-    def _set_flags(self, **flags: bool) -> None:
-        for name, value in flags.items():
-            self._write(name, np.zeros(1, np.int32), np.full(1, value, np.int32))
 
     def flush(self) -> None:
         """Sends what is queued: one copy, one write."""
@@ -293,49 +415,29 @@ class DeviceSeats:
         # Later writes win, whatever the order in which a device takes them.
         _, last = np.unique(addresses[::-1], return_index=True)
         kept = len(addresses) - 1 - last
-        packed = torch.from_numpy(np.stack([addresses[kept], values[kept]]))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
-        else:
-            packed = packed.to(self.device)
+        packed = _sent(np.stack([addresses[kept], values[kept]]), self.device)
         self.memory.index_copy_(0, packed[0].long(), packed[1])
 
-    def _open(self, opening: Opening) -> None:
-        seat, settings, num_tokens = opening.seat, opening.settings, len(opening.tokens)
-        assert num_tokens <= self.sizes.width, (num_tokens, self.sizes)
-        first = seat * self.sizes.width
-        self._write("tokens", first + np.arange(num_tokens, dtype=np.int32), opening.tokens)
-        self._write("lengths", np.full(1, seat), np.full(1, num_tokens))
-        cuts = np.array([settings.temperature, settings.top_p, settings.min_p], np.float32)
-        temperature, top_p, min_p = cuts.view(np.int32)
-        words = np.empty(NUM_SETTINGS, dtype=np.int32)
-        words[:2] = np.array([settings.seed], dtype=np.int64).view(np.int32)
-        words[2:] = temperature, settings.top_k, top_p, min_p
-        self._write("settings", seat * NUM_SETTINGS + np.arange(NUM_SETTINGS), words)
-        if self._counts is not None:
-            self._counts.open(opening)
-            for name, row in edit_rows(opening, self.sizes.vocab_size).items():
-                self._write(name, seat * len(row) + np.arange(len(row)), row)
-
-    def _extend(
-        self,
-        seats: IntArray,  # [num_seqs]
-        counts: IntArray,  # [num_seqs]
-        tokens: IntArray,  # [sum of counts]
-    ) -> None:
-        old = self._lens[seats]
-        self._lens[seats] = old + counts
-        known = seats < self.sizes.num_seats
-        if not known.all():
-            tokens = tokens[np.repeat(known, counts)]
-            seats, counts, old = seats[known], counts[known], old[known]
-        if self._counts is not None:
-            self._counts.extend(np.repeat(seats, counts), tokens)
-        lane = np.arange(len(tokens)) - np.repeat(starts_of(counts)[:-1], counts)
-        begin = seats * self.sizes.width + old
-        self._write("tokens", np.repeat(begin, counts) + lane, tokens)
-        self._write("lengths", seats, old + counts)
-
-    def _write(self, name: str, index: NDArray[np.integer], values: NDArray[np.integer]) -> None:
+    def _write(self, name: str, index: NDArray[np.integer], values: NDArray[Any]) -> None:
         addresses = (index + self._begin[name]).astype(np.int32, copy=False)
         self._writes.append((addresses, values.astype(np.int32, copy=False)))
+
+
+BYTES_PER_GRAPH = 16 << 20  # of the driver, for the launches of one captured shape
+BYTES_PER_LOGIT = 28  # float32 logits, scaled ones, and int64 masses with their temporaries
+BYTES_PER_GATHERED_LOGIT = 8  # the ranks' parts and their join, at most in float32
+STATES_PER_ROW = 32  # activations of a row that live at once, in widths of the hidden state
+
+
+def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int:
+    """What the device step needs beside weights and KV cache: an upper bound from sizes alone.
+
+    Seats, counts of tokens, the largest shape's activations, which all share, and the graphs.
+    """
+    shapes = all_shapes(sizes.num_seats, sizes.num_draft_nodes)
+    per_logit = BYTES_PER_LOGIT + (BYTES_PER_GATHERED_LOGIT if num_ranks > 1 else 0)
+    per_row = info.vocab_size * per_logit + STATES_PER_ROW * info.hidden_size * 4
+    counts = sizes.count_bytes if sizes.has_edits else 0
+    return (
+        4 * sizes.num_words + counts + shapes[0].num_rows * per_row + len(shapes) * BYTES_PER_GRAPH
+    )

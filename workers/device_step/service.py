@@ -1,36 +1,87 @@
 """The device step as the target's service uses it: a plan in, a verdict out, or None.
 
-Every plan goes through `shape_of`, whichever path computes it, so that the seats on the device are
-current; a step without a shape is the host path's, and what it emitted goes through `append`.
+The seats on the device mirror the rank's, whichever path computes a step; a step without a shape
+is the host path's.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import StepPlan
-from ...scheduler.types import IntArray, Verdict, ints
+from ...scheduler.types import IntArray, StepPlan, Verdict, ints
 from ..attention import KVCache
 from ..head import HeadService
 from ..model import PagedModel
 from ..model.family import FamilyRunner
-from ..model.family.decoder import FamilyModel
 from ..spec import DeviceStepReport
 from .capture import Captured, CaptureError, CudaGraphs, GraphApi
 from .draft import DeviceHead
-from .edits import LOGPROB_WORDS, read_logprobs
-from .outcome import OutcomeReader
-from .seats import DeviceSeats, SeatSizes
-from .shape import SeatKinds, StepShape, all_shapes
-from .step import DeviceStep, outcome_words, read_drafts, read_outcome
+from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
+from .shape import StepShape, all_shapes
+from .step import DeviceStep, outcome_words, read_outcome
 
 log = logging.getLogger(__name__)
 
 RULE = "coupled"  # the only one that the device step computes
+MAX_POSTED = 2  # outcomes on their way: a step is started before the one before it is read
+
+
+_Copy = tuple[Tensor, torch.cuda.Event]  # pinned memory [num_words], and when it is written
+
+
+class OutcomeReader:
+    """Brings outcomes to the host in order: one copy each, on a stream of its own.
+
+    On a CPU they are there at once.
+    """
+
+    def __init__(self, outcome: Tensor) -> None:
+        self._outcome = outcome
+        self._stream: torch.cuda.Stream | None = None
+        self._free: deque[_Copy] = deque()
+        self._posted: deque[tuple[_Copy | None, NDArray[np.int32]]] = deque()
+        if outcome.device.type == "cuda":
+            self._stream = torch.cuda.Stream(outcome.device)
+            for _ in range(MAX_POSTED):
+                pinned = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
+                self._free.append((pinned, torch.cuda.Event()))
+
+    def post(self, num_words: int) -> None:
+        """Starts the copy of the first words, behind the work that is queued so far."""
+        assert len(self._posted) < MAX_POSTED, len(self._posted)
+        if self._stream is None:
+            self._posted.append((None, self._outcome[:num_words].numpy().copy()))
+            return
+        pinned, event = self._free.popleft()
+        current = torch.cuda.current_stream(self._outcome.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            pinned[:num_words].copy_(self._outcome[:num_words], non_blocking=True)
+            event.record(self._stream)
+        current.wait_event(event)  # the next step writes to the same buffer
+        self._posted.append(((pinned, event), pinned[:num_words].numpy()))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `collect` would not wait."""
+        copy, _ = self._posted[0]
+        return copy is None or copy[1].query()
+
+    def collect(self) -> NDArray[np.int32]:  # [num_words]
+        """The words of the oldest outcome; waits for its copy."""
+        copy, words = self._posted.popleft()
+        if copy is None:
+            return words
+        copy[1].synchronize()
+        self._free.append(copy)
+        return words.copy()
 
 
 def obstacle(model: PagedModel, rule: str) -> str:
@@ -68,14 +119,13 @@ class DeviceStepService:
     ) -> None:
         assert cache.num_blocks == sizes.num_blocks + 1, (cache.num_blocks, sizes)
         assert (head is None) == (sizes.num_draft_nodes == 0), sizes
+        assert isinstance(model.runner, FamilyRunner), type(model.runner)
         self._sizes, self._collective = sizes, model.collective
-        self._seats = DeviceSeats(sizes, cache.device)
-        self._kinds = SeatKinds(sizes.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits)
-        drafter = None if head is None else DeviceHead(head, cache, self._seats)
-        self._step = DeviceStep(_family(model), cache, self._seats, drafter)
+        self.seats = DeviceSeats(sizes, cache.device)
+        drafter = None if head is None else DeviceHead(head, cache, self.seats)
+        self._step = DeviceStep(model.runner.model, cache, self.seats, drafter)
         self._captured = Captured(self._step.run, model.collective, cache.device)
-        self._reader = OutcomeReader(self._step.outcome)
-        self._logprobs = OutcomeReader(self._step.logprobs)
+        self._reader = OutcomeReader(self._step.words)
         self._capture_error = ""
         if sizes.edits_obstacle:
             log.info(
@@ -94,7 +144,7 @@ class DeviceStepService:
             with torch.inference_mode():
                 self._captured.capture(
                     self._shapes,
-                    lambda: api or CudaGraphs(self._seats.device),
+                    lambda: api or CudaGraphs(self.seats.device),
                     self._stage_padding,
                     shows_progress=self._collective.rank == 0,
                 )
@@ -120,40 +170,26 @@ class DeviceStepService:
         return self._step.outcome
 
     @property
-    def num_captured(self) -> int:
-        return self._captured.num_captured
-
-    @property
-    def _draft_width(self) -> int:
-        return self._sizes.num_draft_nodes
-
-    @property
     def _shapes(self) -> list[StepShape]:
         return all_shapes(self._sizes.num_seats, self._sizes.num_draft_nodes)
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
-        """Takes in what `plan` changes; None: the host path computes it."""
-        self._kinds.apply(plan)
-        self._seats.apply(plan)
-        shape = self._kinds.shape(plan)
+        """The shape of a plan that the seats have taken in; None: the host path computes it."""
+        shape = self.seats.kinds.shape(plan)
         if shape is None:
-            self._seats.flush()
+            self.seats.flush()
         return shape
-
-    def verify(self, plan: StepPlan, shape: StepShape) -> Verdict:
-        """The verdict on a step; waits for it."""
-        return self.collect(self.post(plan, shape))
 
     def post(self, plan: StepPlan, shape: StepShape) -> PostedStep:
         """Gives the device a step, behind the one before; `collect` takes them in order."""
-        self._seats.stage(plan, shape)
-        self._seats.flush()
+        self._stage(plan, shape)
         self._captured.run(shape)
-        self._reader.post(outcome_words(shape.num_seqs, shape.query_len, self._draft_width))
-        asked = self._kinds.num_logprobs(plan)
+        asked = self.seats.kinds.num_logprobs(plan)
         has_scores = bool((asked >= 0).any())
+        num_words = outcome_words(shape.num_seqs, shape.query_len, self._sizes.num_draft_nodes)
         if has_scores:
-            self._logprobs.post(shape.num_rows * LOGPROB_WORDS)
+            num_words = len(self._step.outcome) + shape.num_rows * LOGPROB_WORDS
+        self._reader.post(num_words)
         self.num_steps += 1
         return PostedStep(plan, shape, asked if has_scores else None)
 
@@ -162,36 +198,28 @@ class DeviceStepService:
         """Whether `collect` would not wait."""
         return self._reader.is_ready
 
-    def collect(self, posted: PostedStep) -> Verdict:
+    def collect(
+        self,
+        posted: PostedStep,
+        known_lens: IntArray,  # [num_seqs], tokens before the step
+    ) -> Verdict:
         """The verdict on the oldest posted step; waits for it."""
-        plan, shape, asked = posted.plan, posted.shape, posted.asked
-        words = self._reader.collect()
-        verdict = read_outcome(plan.step, len(plan.seats), shape, words)
-        if asked is not None:
-            scores = self._logprobs.collect()
-            logprobs = read_logprobs(verdict, asked, shape, self._sizes.vocab_size, scores)
-            verdict = replace(verdict, logprobs=logprobs)
-        if plan.appends:
-            self._seats.append(plan, verdict, on_device=True)
-        if self._draft_width and shape.num_nodes:
-            lens = ints(plan.context_lens + 1 + verdict.num_emitted)
-            if plan.appends:  # the plan need not have the contexts
-                lens = self._seats.known_lens(plan)
-            drafts = read_drafts(lens, shape, words, self._draft_width)
-            verdict = replace(verdict, next_drafts=drafts)
-        return verdict
+        plan, shape, words = posted.plan, posted.shape, self._reader.collect()
+        verdict, drafts = read_outcome(
+            plan.step, known_lens, shape, words, self._sizes.num_draft_nodes
+        )
+        logprobs = None
+        if posted.asked is not None:
+            scores = words[len(self._step.outcome) :]
+            logprobs = read_logprobs(verdict, posted.asked, shape, self._sizes.vocab_size, scores)
+        return replace(verdict, logprobs=logprobs, next_drafts=drafts)
 
-    def append(self, plan: StepPlan, verdict: Verdict) -> None:
-        """Appends what the host path emitted, and takes over what a head drafted there."""
-        self._seats.append(plan, verdict, on_device=False)
-        self._seats.put_drafts(plan, verdict.next_drafts)
-        self._seats.flush()
+    def _stage(self, plan: StepPlan, shape: StepShape) -> None:
+        self.seats.stage(plan, shape)
+        self.seats.flush()
 
     def _stage_padding(self, shape: StepShape) -> None:
-        self._seats.stage_padding(shape)
-        self._seats.flush()
-
-
-def _family(model: PagedModel) -> FamilyModel:
-    assert isinstance(model.runner, FamilyRunner), type(model.runner)
-    return model.runner.model
+        """A step that changes nothing."""
+        none = ints([])
+        triples = none.reshape(0, 3)
+        self._stage(StepPlan(0, none, none, none, none, none, triples, triples[:, :2]), shape)

@@ -17,10 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ...scheduler.plan import SeatSettings, StepPlan
-from ...scheduler.types import IntArray
-from ..verify.device_edits import MAX_BIASES, MAX_ENDS, MAX_TOP
-from ..verify.settings import GREEDY_BELOW
+from ...scheduler.types import IntArray, Opening, SeatSettings, StepPlan
+from ..verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
+from ..verify.process import GREEDY_BELOW
 
 MAX_SHAPES = 40
 
@@ -106,35 +105,30 @@ class SeatKinds:
     ) -> None:
         self.num_seats = num_seats  # steps with seats beyond these have no shape
         self._num_draft_nodes = num_draft_nodes  # of a head on the device; 0: there is none
-        self._samplers = np.zeros(num_seats, dtype=np.int8)
-        self._opened_lens = np.zeros(num_seats, dtype=np.int32)  # tokens known at the opening
-        self._scored_lens = np.zeros(num_seats, dtype=np.int32)  # tokens that the host scores
-        self._num_logprobs = np.full(num_seats, -1, dtype=np.int32)
         self._has_edits = has_edits
+        self._samplers = np.zeros(num_seats, dtype=np.int8)
+        self._least_lens = np.zeros(num_seats, dtype=np.int32)  # of known tokens, with a shape
+        self._num_logprobs = np.full(num_seats, -1, dtype=np.int32)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Takes in the openings of `plan`."""
-        for opening in plan.openings:
-            if opening.seat < self.num_seats:
-                settings = opening.settings
-                sampler = Sampler.of(settings, has_edits=self._has_edits)
-                self._samplers[opening.seat] = sampler
-                self._opened_lens[opening.seat] = len(opening.tokens)
-                scored = opening.num_prompt if settings.num_prompt_logprobs >= 0 else 0
-                self._scored_lens[opening.seat] = scored
-                self._num_logprobs[opening.seat] = settings.num_logprobs
+    def open(self, opening: Opening) -> None:
+        """Takes in the settings of a request that takes a seat."""
+        seat, settings = opening.seat, opening.settings
+        self._samplers[seat] = Sampler.of(settings, has_edits=self._has_edits)
+        # The host computes the tokens known by now, and scores those of the prompt.
+        scored = opening.num_prompt + 1 if settings.num_prompt_logprobs >= 0 else 0
+        self._least_lens[seat] = max(len(opening.tokens), scored)
+        self._num_logprobs[seat] = settings.num_logprobs
 
     def num_logprobs(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Most likely tokens that each sequence reports; -1 is none, not even the emitted."""
         return self._num_logprobs[plan.seats]
 
     def shape(self, plan: StepPlan) -> StepShape | None:
-        """The bucket of `plan`; None: it takes the host path. Comes after `apply`."""
+        """The bucket of `plan`; None: it takes the host path. Its openings are taken in."""
         seats = plan.seats
         if not len(seats) or int(seats.max()) >= self.num_seats or (plan.chunk_lens != 1).any():
             return None
-        known = plan.context_lens + 1
-        is_last = (known >= self._opened_lens[seats]) & (known > self._scored_lens[seats])
+        is_last = plan.context_lens + 1 >= self._least_lens[seats]
         is_last |= plan.context_lens < 0
         sampler = Sampler(int(self._samplers[seats].max()))
         if not is_last.all() or sampler is Sampler.HOST:
@@ -191,10 +185,3 @@ def all_shapes(max_num_seqs: int, num_draft_nodes: int = 0) -> list[StepShape]:
     ]
     assert len(shapes) <= MAX_SHAPES, len(shapes)
     return sorted(shapes, key=lambda shape: shape.num_rows, reverse=True)
-
-
-def node_offsets(num_nodes: IntArray) -> IntArray:  # [num_seqs] -> [num_nodes], of all sequences
-    """Index of every node in its sequence."""
-    ends = np.cumsum(num_nodes)
-    index = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - num_nodes, num_nodes)
-    return index.astype(np.int32)

@@ -2,10 +2,12 @@
 
 It reads the seats, computes the forward, draws, accepts, compacts, appends, and leaves its outcome
 in a fixed buffer. What it launches depends on its `StepShape` alone, so it can be captured in a
-CUDA graph (`capture.py`). Called by `service.py`.
+CUDA graph (`capture.py`).
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,14 +18,22 @@ from ...scheduler.types import IntArray, NextDrafts, Verdict, ints, starts_of
 from ..attention import KVCache
 from ..collective import Collective
 from ..model.family.decoder import FamilyModel
-from ..verify.device_draw import DeviceSettings
-from ..verify.device_edits import DeviceEdits
-from .accept import Accepted, accept, compact, update
-from .contest import Share, best_of_ranks, draw_part, rows_of
+from ..ops import DeviceOps
+from ..verify.device_settings import DeviceEdits, DeviceSettings
 from .draft import DeviceDrafts, DeviceHead
-from .edits import LOGPROB_WORDS
-from .layout import DeviceLayout, lay_out, row_settings
-from .seats import DeviceSeats
+from .layout import (
+    Accepted,
+    DeviceLayout,
+    Share,
+    accept,
+    best_of_ranks,
+    compact,
+    draw_part,
+    lay_out,
+    seat_settings,
+    update,
+)
+from .seats import LOGPROB_WORDS, DeviceSeats
 from .shape import Sampler, StepShape
 
 ALONE = Collective.single()
@@ -40,13 +50,15 @@ class DeviceStep:
         head: DeviceHead | None = None,
     ) -> None:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
+        self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
         self._collective = ALONE if model.output is None else model.output.collective
-        width = seats.sizes.num_draft_nodes
-        most = max(outcome_words(*size, width) for size in seats.sizes.step_sizes)
-        self.outcome = torch.zeros(most, dtype=torch.int32, device=seats.device)
-        rows = max(num_seqs * query_len for num_seqs, query_len in seats.sizes.step_sizes)
-        most = rows * LOGPROB_WORDS if seats.sizes.has_edits else 0
-        self.logprobs = torch.zeros(most, dtype=torch.int32, device=seats.device)
+        sizes, width = seats.sizes.step_sizes, seats.sizes.num_draft_nodes
+        num_words = max(outcome_words(*size, width) for size in sizes)
+        num_scores = 0
+        if seats.sizes.has_edits:
+            num_scores = LOGPROB_WORDS * max(num_seqs * query_len for num_seqs, query_len in sizes)
+        self.words = torch.zeros(num_words + num_scores, dtype=torch.int32, device=seats.device)
+        self.outcome, self.logprobs = self.words[:num_words], self.words[num_words:]
 
     def run(self, shape: StepShape) -> None:
         """Computes the staged step."""
@@ -74,39 +86,35 @@ class DeviceStep:
         layout: DeviceLayout,
         shape: StepShape,
     ) -> Tensor:  # [num_rows] int32
-        model, ops = self.model, self.model.ops
-        positions, settings = layout.plan.positions + 1, row_settings(self.seats, layout, shape)
+        model, plan, rows_of = self.model, layout.plan, layout.seats.repeat_interleave
+        settings = seat_settings(self.seats, rows_of(shape.query_len, output_size=shape.num_rows))
         if shape.sampler is not Sampler.PLAIN:
-            share = Share.of(shape, self._collective)
-            return self._draw_whole(states, layout, positions, settings, share)
-        part = draw_part(ops, model.part_of_logits(states), positions, settings, model.first_token)
+            return self._draw_whole(states, layout, settings, Share.of(shape, self._collective))
+        logits, positions = model.part_of_logits(states), plan.positions + 1
+        part = draw_part(self._ops, logits, positions, settings, model.first_token)
         return best_of_ranks(part, self._collective)
 
     def _draw_whole(
         self,
         states: Tensor,  # [num_rows, hidden_size]
         layout: DeviceLayout,
-        positions: Tensor,  # [num_rows], of the drawn tokens
         settings: DeviceSettings,  # of the rows
         share: Share,
     ) -> Tensor:  # [num_rows] int32
         """From all logits of a row, which are on every rank or on one."""
-        model, ops, tables = self.model, self.model.ops, self.seats.edits
+        model, ops, tables = self.model, self._ops, self.seats.edits
         logits = model.logits_of_own_rows(states) if share.is_part else model.logits(states)
-        positions, settings = positions[share.rows], rows_of(settings, share.rows)
+        own, settings = layout.plan.positions[share.rows], settings.take(share.rows)
         if tables is None:
-            chosen = ops.draw_on_device(logits.float(), positions, settings)
+            chosen = ops.draw_on_device(logits.float(), own + 1, settings)
             return self._collective.all_gather(chosen, dim=0) if share.is_part else chosen
+        ancestors = layout.plan.ancestors[share.rows]
         edits = DeviceEdits(
-            tables,
-            layout.seats[share.seqs],
-            layout.plan.positions[share.rows],
-            layout.plan.ancestors[share.rows],
-            layout.nodes[share.seqs],
+            tables, layout.seats[share.seqs], own, ancestors, layout.nodes[share.seqs]
         )
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
-        chosen = ops.draw_on_device(edited, positions, settings)
+        chosen = ops.draw_on_device(edited, own + 1, settings)
         values, ids = ops.logprobs_on_device(logits, chosen, edits)
         values = values.view(torch.int32)
         if share.is_part:
@@ -120,8 +128,7 @@ class DeviceStep:
 
     def _report(self, accepted: Accepted, drafts: DeviceDrafts | None, shape: StepShape) -> None:
         parts = [accepted.counts, accepted.emitted, accepted.path]
-        if drafts is not None:
-            parts += [drafts.counts, drafts.tokens, drafts.parents]
+        parts += drafts or ()
         flat = torch.cat([part.to(torch.int32).view(-1) for part in parts])
         self.outcome[: len(flat)].copy_(flat)
 
@@ -137,16 +144,24 @@ def outcome_words(num_seqs: int, query_len: int, draft_width: int = 0) -> int:
 
 def read_outcome(
     step: int,
-    num_seqs: int,  # without padding
+    known_lens: IntArray,  # [num_seqs], tokens before the step
     shape: StepShape,
     words: NDArray[np.int32],  # [outcome_words]
-) -> Verdict:
-    """The outcome on the host, as the host path would give it."""
-    counts, emitted, path = _columns(words, num_seqs, shape, (1, shape.query_len, shape.query_len))
-    counts = counts[:, 0]
+    draft_width: int = 0,
+) -> tuple[Verdict, NextDrafts | None]:
+    """The outcome on the host, as the host path would give it; None: there is no head's draft."""
+    widths = [1, shape.query_len, shape.query_len]
+    if drafts := draft_width > 0 and shape.num_nodes > 0:
+        widths += [1, draft_width, draft_width]
+    ends = shape.num_seqs * np.cumsum(widths)
+    columns = [  # [num_seqs, width] each, without padding sequences
+        part.reshape(shape.num_seqs, -1)[: len(known_lens)]
+        for part in np.split(words[: ends[-1]], ends[:-1])
+    ]
+    counts, emitted, path = columns[0][:, 0], *columns[1:3]
     lanes = np.arange(shape.query_len)
     inside = lanes < counts[:, None]
-    return Verdict(
+    verdict = Verdict(
         step=step,
         emitted=emitted[inside],
         emitted_start=starts_of(counts),
@@ -154,27 +169,9 @@ def read_outcome(
         path_start=starts_of(counts - 1),
         compacted=True,
     )
-
-
-def read_drafts(
-    lens: IntArray,  # [num_seqs], known tokens after the step
-    shape: StepShape,
-    words: NDArray[np.int32],  # [outcome_words], with drafts
-    draft_width: int,
-) -> NextDrafts:
-    """The head's drafts on the host, as the host path would give them."""
-    first = outcome_words(shape.num_seqs, shape.query_len)
-    widths = (1, draft_width, draft_width)
-    counts, tokens, parents = _columns(words[first:], len(lens), shape, widths)
-    kept = np.arange(draft_width) < counts
-    lens = np.where(counts[:, 0] > 0, lens, 0)
-    return NextDrafts(tokens[kept], parents[kept], starts_of(counts[:, 0]), lens)
-
-
-def _columns(
-    words: NDArray[np.int32], num_seqs: int, shape: StepShape, widths: tuple[int, ...]
-) -> list[NDArray[np.int32]]:  # each [num_seqs, width]
-    """The parts of an outcome, one after the other, without padding sequences."""
-    ends = np.cumsum([shape.num_seqs * width for width in widths])
-    parts = np.split(words[: ends[-1]], ends[:-1])
-    return [part.reshape(shape.num_seqs, -1)[:num_seqs] for part in parts]
+    if not drafts:
+        return verdict, None
+    num_nodes, tokens, parents = columns[3:]
+    kept, sizes = np.arange(draft_width) < num_nodes, num_nodes[:, 0]
+    lens = np.where(sizes > 0, ints(known_lens + counts), 0)
+    return verdict, NextDrafts(tokens[kept], parents[kept], starts_of(sizes), lens)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .ends import load_ends
     from .info import ModelInfo, describe
     from .paged import ForwardChoice, PagedModel
-    from .target import load_model
-    from .tensors import whole_module
+    from .target import load_ends, load_model, whole_module
 
 __all__ = [
     "ForwardChoice",
@@ -31,9 +29,9 @@ def __getattr__(name: str) -> Any:
         "ModelInfo": ".info",
         "PagedModel": ".paged",
         "describe": ".info",
-        "load_ends": ".ends",
+        "load_ends": ".target",
         "load_model": ".target",
-        "whole_module": ".tensors",
+        "whole_module": ".target",
     }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

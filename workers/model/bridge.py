@@ -1,5 +1,5 @@
-"""All contact with transformers' internals; private parts are imported here,
-in `llama4.py`, and for heads in `drafters/heads/block.py`.
+"""All contact with transformers' internals; private parts are imported here, and for heads in
+`drafters/heads/block.py`.
 
 Facts relied on (transformers 5.23): an attention function registered through `AttentionInterface`
 without a mask function keeps mask building out of the way; custom keyword arguments reach it;
@@ -20,29 +20,119 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear, rms_norm
 from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
-    WeightRenaming,
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations.moe import _grouped_mm
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextMoe
 
-from ...config.trust import reason
+from ...config.hub import reason
+from ...drafters.heads.block import conversions
 from ...errors import CheckpointError
-from ..attention import StepAttention
-from . import llama4
+from ...scheduler.types import IntArray, StepInput
+from ..attention import KVCache, KVShape, SdpaAttention, StepAttention
+from ..ops.protocol import AttentionSpec
 from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
+from .info import ModelInfo
+
+LLAMA4_ATTENTION = "outrider_paged_llama4"
+IMAGE_PARTS = r"^(vision_model|multi_modal_projector)\."
+"""What a checkpoint of the model for text and images holds beside the text model."""
+
+
+def adapt(model: Any) -> None:
+    """Makes a `Llama4ForCausalLM` without weights right on a flat, paged batch.
+
+    - Its layers without rotary positions scale the query by position ("temperature tuning",
+      arXiv:2501.19399), and take that position from the index in the batch: here from
+      `position_ids`.
+    - Its layers with rotary positions see their own chunk only, by a mask that is never built here:
+      here by `chunk` of the attention.
+    - Its mixture runs every expert on every token: here the routed ones only, on tokens sorted by
+      expert. The router's score multiplies what an expert reads, not what it returns.
+    """
+    model.set_attn_implementation(LLAMA4_ATTENTION)
+    model._keys_to_ignore_on_load_unexpected = [IMAGE_PARTS]
+    for module in model.modules():
+        if isinstance(module, Llama4TextAttention):
+            module.attn_temperature_tuning = False  # the configuration keeps its value
+        elif isinstance(module, Llama4TextMoe):
+            experts: Any = module.experts
+            experts.is_transposed = experts.is_concatenated = True  # as `sharding.py` asks
+            object.__setattr__(experts, "forward", partial(_experts, experts))
+            object.__setattr__(module, "forward", partial(_mixture, module))
+
+
+def llama4_attention(
+    module: Any,
+    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    attention_mask: Tensor | None,
+    *,
+    outrider_attention: StepAttention,
+    outrider_positions: Tensor,  # [num_tokens]
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`paged_attention` with temperatures and chunks."""
+    config = module.config
+    if config.attn_temperature_tuning and not module.use_rope:
+        spans = torch.floor((outrider_positions.float() + 1) / config.floor_scale)
+        factor = torch.log1p(spans) * config.attn_scale + 1
+        query = (query * factor[:, None]).to(query.dtype)
+    is_chunked = config.layer_types[module.layer_idx] == "chunked_attention"
+    chunk = config.attention_chunk_size if is_chunked else None
+    return paged_attention(
+        module, query, key, value, None,
+        outrider_attention=outrider_attention, scaling=scaling, chunk=chunk,
+    )  # fmt: skip
+
+
+AttentionInterface.register(LLAMA4_ATTENTION, llama4_attention)
+
+
+def _mixture(
+    module: Any,
+    states: Tensor,  # [1, num_tokens, hidden_size]
+) -> tuple[Tensor, Tensor]:  # [num_tokens, hidden_size], [num_tokens, num_experts]
+    flat = states.reshape(-1, module.hidden_dim)
+    logits = linear(flat, module.router.weight)
+    top, chosen = logits.topk(module.top_k, dim=1)
+    scores = top.float().sigmoid().to(flat.dtype)
+    return module.shared_expert(flat) + module.experts(flat, chosen, scores), logits
+
+
+def _experts(
+    module: Any,
+    states: Tensor,  # [num_tokens, hidden_size]
+    chosen: Tensor,  # [num_tokens, top]
+    scores: Tensor,  # [num_tokens, top]
+) -> Tensor:  # [num_tokens, hidden_size]
+    """The chosen experts' sum; without a wait for the device."""
+    pairs = chosen.flatten()
+    order = pairs.argsort(stable=True)
+    numbers = torch.arange(module.num_experts, device=pairs.device)
+    ends = (pairs[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
+    read = states[order // chosen.shape[1]] * scores.flatten()[order, None]
+    gate, up = _grouped_mm(read, module.gate_up_proj, ends).chunk(2, dim=-1)
+    given = _grouped_mm(up * module.act_fn(gate), module.down_proj, ends)
+    placed = torch.empty_like(given)
+    placed[order] = given
+    return placed.unflatten(0, chosen.shape).sum(1)
+
 
 _BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"
-ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": llama4.adapt}
+ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": adapt}
 """Model types that would run and be wrong, and what makes them right."""
 
 
@@ -62,8 +152,7 @@ def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fal
     except (ValueError, ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{config.model_type!r} is not a causal language model that can be served: "
-            f"{reason(error, config.name_or_path)}",
-            field="model",
+            f"{reason(error, config.name_or_path)}"
         ) from error
     if adapt := ADAPTED.get(config.model_type):
         adapt(model)
@@ -78,18 +167,6 @@ def tp_hints(model: Any) -> dict[str, str]:
 def tied_names(model: Any) -> dict[str, str]:
     """State-dict names that share another's tensor: {tied: owner}."""
     return dict(model.all_tied_weights_keys)
-
-
-def materialise_constants(model: Any, device: torch.device) -> None:
-    """Compute what is in no checkpoint: rotary frequencies, embedding scales."""
-    for module in model.modules():
-        names = [name for name in module._non_persistent_buffers_set if name in module._buffers]
-        if not names:
-            continue
-        for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        with torch.no_grad():
-            model._init_weights(module)  # weights are still meta, so only constants get values
 
 
 def shrink_heads(model: Any, attentions: Sequence[str], num_heads: int, num_kv_heads: int) -> None:
@@ -137,13 +214,14 @@ class _LastStates(MoeModelOutputWithPast):
     cross_attentions = None
 
 
-class Forward:
-    """Calls the model on a flat batch, past the decorators that cost time in every step.
+class BridgeRunner:
+    """Transformers' modules as a `Runner`: the model is called on a flat batch, past the decorators
+    that cost time in every step."""
 
-    `hidden_states` index i is the input of layer i; the last one is the output of the final norm.
-    """
+    planned = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, info: ModelInfo) -> None:
+        self._model = model
         self._outer = partial(inspect.unwrap(type(model).forward), model)
         inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
         decorated = inner.forward
@@ -159,8 +237,25 @@ class Forward:
             return decorated(*args, output_hidden_states=output_hidden_states, **kwargs)
 
         inner.forward = forward
+        self.attention_specs = self._observe(info)
+        """What each layer's attention is called with: observed, so true of any architecture, and of
+        this rank's part of it."""
+        self.kv_shapes = tuple(
+            KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+            for spec in self.attention_specs
+        )
 
-    def __call__(
+    def run(
+        self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
+        def put(values: IntArray) -> Tensor:
+            return torch.from_numpy(values).to(cache.device, torch.int64, non_blocking=True)
+
+        rows = None if len(step.rows) == len(step.token_ids) else put(step.rows)
+        attention = SdpaAttention(step, cache)
+        return self._forward(put(step.token_ids), put(step.positions), rows, attention, capture)
+
+    def _forward(
         self,
         token_ids: Tensor,  # [num_tokens]
         positions: Tensor,  # [num_tokens]
@@ -168,6 +263,7 @@ class Forward:
         attention: StepAttention,
         capture: tuple[int, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
+        """Hidden state i is the input of layer i; the last one is the output of the final norm."""
         kinds: dict[str, Any] = {"output_hidden_states": list(capture)} if capture else {}
         output = self._outer(
             input_ids=token_ids.unsqueeze(0),
@@ -192,6 +288,47 @@ class Forward:
         logits: Tensor = output.logits[0]
         return logits
 
+    @torch.inference_mode()
+    def _observe(self, info: ModelInfo) -> tuple[AttentionSpec, ...]:
+        """Run one token to see what each layer's attention is called with."""
+        observer = _Observer()
+        device = self._model.get_input_embeddings().weight.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        logits = self._forward(zero, zero, None, observer)[0]
+        assert logits.shape == (1, info.vocab_size), (logits.shape, info.vocab_size)
+        others = [layer for layer in range(info.num_layers) if layer not in observer.specs]
+        if others:
+            raise CheckpointError(
+                f"layers {others} of this {type(self._model).__name__} keep a state other than "
+                "keys and values; recurrent and hybrid models are not served"
+            )
+        return tuple(observer.specs[layer] for layer in sorted(observer.specs))
+
+
+class _Observer:
+    """Stands in for attention and notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.specs: dict[int, AttentionSpec] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,  # [num_heads]
+        chunk: int | None = None,
+    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        self.specs[layer] = AttentionSpec(
+            *sizes, scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+        )
+        return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
 
 def paged_attention(
     module: nn.Module,
@@ -205,6 +342,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [num_heads], gpt-oss's sinks
+    chunk: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What every layer calls in place of transformers' attention functions."""
@@ -217,6 +355,7 @@ def paged_attention(
         sliding_window,
         softcap,
         s_aux,
+        chunk,
     )
     return out.unsqueeze(0), None
 
@@ -232,10 +371,7 @@ def map_checkpoint(
     Renames and merges are those of transformers' conversion mapping. The common merges (experts
     stored one by one) stay unread; any other conversion is run on whole tensors.
     """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    renamings, converters, by_pattern = conversions(model)
     wanted = model.state_dict()
     rename = partial(
         rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=wanted

@@ -2,7 +2,7 @@
 
 Files are opened (safetensors checks their headers against their sizes), names and shapes are
 compared with the model built on the meta device, and one token goes through it there, so that the
-size of the KV cache is known. Called by `engine/preflight.py`, before anything is started.
+size of the KV cache is known.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import torch
 
 from ...errors import ConfigError
 from ..ops import max_latent_heads
-from .bridge import build_meta, fuse_norms
-from .bridged import BridgeRunner
+from .bridge import BridgeRunner, build_meta, fuse_norms
 from .checkpoint.weights import Checkpoint
 from .family import read_spec
-from .info import ModelInfo, describe
-from .settings import read_config
-from .target import Wish
-from .tensors import fitting_sources
+from .info import ModelInfo, read_model
+from .target import Wish, fitting_sources
 
 CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -55,8 +52,7 @@ def check_weights(
         ConfigError: `size` ranks cannot share the model.
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    info = describe(path, size, serving.dtype, **trust)
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    config, info = read_model(path, size, serving.dtype, **trust)
     model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     fitting_sources(model, {name: checkpoint.outline(name) for name in checkpoint.names}, path)

@@ -1,16 +1,178 @@
-"""The properties of a model, from its checkpoint's configuration; no weight is read."""
+"""The properties of a model, from its checkpoint's configuration; no weight is read.
+
+Nothing that computes a model is imported here, torch neither: an engine whose ranks are processes
+of their own needs an outline and no more.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig
 
-from .checkpoint.folder import require_checkpoint
-from .checkpoint.weights import Checkpoint
-from .outline import ModelOutline, outline_of
-from .settings import read_config
+from ...config.hub import reason
+from ...errors import CheckpointError, ConfigError
+from .checkpoint.hub import require_checkpoint
+from .checkpoint.quantised_formats import find_format
+
+if TYPE_CHECKING:
+    import torch
+
+NEEDED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The text model's configuration; a typed error when transformers cannot make one of it."""
+    try:
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (
+        ValueError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
+        raise CheckpointError(
+            f"{path / 'config.json'} is not a configuration that transformers knows: "
+            f"{reason(error, path)}"
+        ) from error
+    outer, config = config, config.get_text_config()
+    find_format(path)  # refuses what is not read
+    for each in (outer, config):  # weights are read dequantised: transformers must not see it
+        if getattr(each, "quantization_config", None) is not None:
+            del each.quantization_config
+    lacking = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
+    if lacking:
+        raise CheckpointError(
+            f"{config.model_type!r} is not a decoder with a plain key-value cache: its "
+            f"configuration has no {', '.join(lacking)}"
+        )
+    return config
+
+
+def read_eos(path: Path, config: Any) -> tuple[int, ...]:
+    """Tokens that end a text: the generation configuration's, else the model's."""
+    eos = None
+    if (path / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+Range = tuple[int, int]
+FIELD = "tensor_parallel_size"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of the whole model and how they are divided."""
+
+    num_heads: int
+    num_kv_heads: int
+    rank: int
+    size: int
+
+    def check(self) -> None:
+        """Raise when `size` ranks cannot share these heads."""
+        if self.num_heads % self.size:
+            raise _indivisible("num_attention_heads", self.num_heads, self.size)
+        if self.num_kv_heads % self.size and self.size % self.num_kv_heads:
+            raise _indivisible("num_key_value_heads", self.num_kv_heads, self.size)
+
+    @property
+    def local(self) -> int:
+        return self.num_heads // self.size
+
+    @property
+    def kv_range(self) -> Range:
+        """This rank's key heads; where there are fewer than ranks, neighbours share one."""
+        begin = self.rank * self.num_kv_heads // self.size
+        return begin, begin + max(1, self.num_kv_heads // self.size)
+
+
+def split(total: int, rank: int, size: int, what: str) -> Range:
+    """`rank`'s even share of `[0, total)`."""
+    if total % size:
+        raise _indivisible(what, total, size)
+    return rank * total // size, (rank + 1) * total // size
+
+
+def _indivisible(what: str, total: int, size: int) -> ConfigError:
+    return ConfigError(f"{FIELD}={size} does not divide {what}={total} of this model", field=FIELD)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """Counts and sizes of a model. Head counts are those of one rank."""
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def outline(
+    path: Path,
+    tensor_parallel_size: int = 1,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> ModelOutline:
+    """A model's outline.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint that can be served.
+        ConfigError: names the count that `tensor_parallel_size` does not divide.
+    """
+    require_checkpoint(path, allow_pickle=allow_pickle)
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    return outline_of(config, path, tensor_parallel_size)
+
+
+def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutline:
+    """The outline of the model in `path`, whose configuration was read; raises `ConfigError`."""
+    heads = model_heads(config, 0, tensor_parallel_size)
+    heads.check()
+    for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):
+        if isinstance(width := getattr(config, name, None), int):
+            split(width, 0, tensor_parallel_size, name)
+    begin, end = heads.kv_range
+    return ModelOutline(
+        architecture=(config.architectures or [config.model_type])[0],
+        num_layers=config.num_hidden_layers,
+        num_heads=heads.local,
+        num_kv_heads=end - begin,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads.num_heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=read_eos(path, config),
+    )
+
+
+def model_heads(config: Any, rank: int, size: int) -> Heads:
+    num_heads = config.num_attention_heads
+    return Heads(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, rank, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +182,24 @@ class ModelInfo(ModelOutline):
     dtype: torch.dtype
 
 
-def describe(
+def read_model(
     path: Path,
     tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     *,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-) -> ModelInfo:
-    """What `load_model` would give a rank, from the configuration alone; raises as `outline`."""
+) -> tuple[Any, ModelInfo]:
+    """The configuration, and what `load_model` would give a rank; raises as `outline`."""
+    from .checkpoint.weights import Checkpoint  # imports torch, which `outline` does without
+
     require_checkpoint(path, allow_pickle=allow_pickle)
     config = read_config(path, trust_remote_code=trust_remote_code)
     found = outline_of(config, path, tensor_parallel_size)
     dtype = dtype or config.dtype or Checkpoint(path, allow_pickle=allow_pickle).dtype()
-    return ModelInfo(**asdict(found), dtype=dtype)
+    return config, ModelInfo(**asdict(found), dtype=dtype)
+
+
+def describe(path: Path, tensor_parallel_size: int = 1, **options: Any) -> ModelInfo:
+    """What `load_model` would give a rank, with the options of `read_model`; raises alike."""
+    return read_model(path, tensor_parallel_size, **options)[1]

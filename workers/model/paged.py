@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...scheduler.types import StepInput
-from ..attention import AttentionBackend, KVCache, KVShape, StepAttention
+from ..attention import KVCache, KVShape, SdpaAttention, StepAttention
 from ..collective import Collective
+from ..ops import PlannedOps
 from .info import ModelInfo
 
 
@@ -29,8 +30,11 @@ class Runner(Protocol):
 
     kv_shapes: tuple[KVShape, ...]
     """What each layer stores for one token."""
-    backend: AttentionBackend
-    """Attention of a step for layers that are not the model's."""
+
+    @property
+    def planned(self) -> PlannedOps | None:
+        """The operations that it runs on, for others' layers too; None: transformers' modules."""
+        ...
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
@@ -92,7 +96,8 @@ class PagedModel:
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`forward`, with the inputs of layers `capture`, each [num_tokens, hidden_size]."""
-        cache.apply_moves(step.kv_moves)
+        if len(step.kv_moves):
+            cache.apply_moves(step.kv_moves)
         logits, hidden = self.runner.run(step, cache, capture)
         return logits.float(), hidden
 
@@ -106,4 +111,5 @@ class PagedModel:
 
     def attention(self, step: StepInput, cache: KVCache) -> StepAttention:
         """The attention of `step`, for layers of `cache` that are not the target's."""
-        return self.runner.backend.begin(step, cache)
+        planned = self.runner.planned
+        return planned.begin(step, cache) if planned else SdpaAttention(step, cache)

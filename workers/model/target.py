@@ -1,56 +1,222 @@
 """The target: a Hugging Face causal LM folder as one rank of a paged, sharded model.
 
-Called by the tensor-parallel worker, for draft models too. The bridge is loaded first, always;
-where the architecture is of the family, the family's decoder takes over its weights once the two
-agree on a short text. Otherwise the bridge serves, and `PagedModel.forward_choice` has the reason.
+The bridge is loaded first, always; where the architecture is of the family, the family's decoder
+takes over its weights once the two agree on a short text. Otherwise the bridge serves, and
+`PagedModel.forward_choice` has the reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...errors import ConfigError
+from ...drafters.heads.block import materialise_constants
+from ...errors import CheckpointError, ConfigError
 from ..collective import Collective
 from ..ops import Ops, make_invariant_ops, make_ops, missing_kernels
+from ..ops.cpu import pack_large
+from ..ops.protocol import Projection
+from ..ops.quantised import QuantisedTensor
 from .bridge import (
+    BridgeRunner,
     build_meta,
     fuse_norms,
-    materialise_constants,
+    map_checkpoint,
     shrink_heads,
+    tied_names,
     tp_hints,
 )
-from .bridged import BridgeRunner
-from .checkpoint.weights import Checkpoint
+from .checkpoint.weights import Checkpoint, TensorSource
 from .family import FamilyRunner, FamilySpec, build_family, compare, read_spec
-from .info import ModelInfo, describe
-from .outline import model_heads
-from .packed import pack_linears
+from .info import ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
-from .parallel import connect
-from .settings import read_config
-from .sharding import ShardPlan, plan_shards, plan_vocabulary
-from .tensors import load_weights
+from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
+
+
+def fitting_sources(
+    model: Any, stored: Mapping[str, TensorSource], path: Path
+) -> dict[str, TensorSource]:
+    """The source of every tensor of `model` that shares no other's, by the model's own names.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous or of another shape; names it.
+    """
+    tied = tied_names(model)
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    sources, surplus = map_checkpoint(model, stored)
+    missing = sorted(set(wanted) - set(sources))
+    if missing or surplus:
+        raise CheckpointError(
+            f"the tensors of {str(path)!r} do not fit its config.json: "
+            f"missing {_some(missing)}, surplus {_some(surplus)}"
+        )
+    for name, empty in wanted.items():
+        shape, expected = sources[name].shape, tuple(empty.shape)
+        if shape != expected:
+            raise CheckpointError(
+                f"tensor {name!r} of {str(path)!r} has shape {list(shape)}, "
+                f"its config.json wants {list(expected)}"
+            )
+    return {name: sources[name] for name in wanted}
+
+
+def load_weights(
+    model: Any, checkpoint: Checkpoint, plan: ShardPlan, device: torch.device, rank: int
+) -> None:
+    """Read this rank's part of every tensor and put it in place."""
+    stored, empty = {name: checkpoint.source(name) for name in checkpoint.names}, model.state_dict()
+    for name, source in fitting_sources(model, stored, checkpoint.path).items():
+        tensor = _read(source, plan.shards.get(name)).to(device=device, dtype=empty[name].dtype)
+        if name in plan.rank0_only and rank:
+            tensor = torch.zeros_like(tensor)
+        _place(model, name, tensor)
+    for name, owner in tied_names(model).items():
+        _place(model, name, _get(model, owner))
+
+
+def whole_module(
+    model: Any,
+    name: str,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    allow_pickle: bool = False,
+) -> nn.Module:
+    """A twin of the sharded module `name`, with all of its tensors and no part in a collective."""
+    checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
+    stored = {entry: checkpoint.source(entry) for entry in checkpoint.names}
+    sources, _ = map_checkpoint(model, stored)
+    twin = copy(model.get_submodule(name))
+    twin.__dict__.pop("forward", None)  # the class's own, not the one that talks to other ranks
+    twin._parameters = {}
+    for leaf, parameter in model.get_submodule(name)._parameters.items():
+        twin._parameters[leaf] = None
+        if parameter is not None:
+            full = f"{name}.{leaf}"
+            tensor = _read(sources[tied_names(model).get(full, full)], None)
+            twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+    return twin
+
+
+def _read(source: TensorSource, shard: Shard | None) -> Tensor:
+    box = tuple((0, size) for size in source.shape)
+    if shard is None:
+        return source.read(box)
+    pieces = [
+        source.read((*box[: shard.dim], span, *box[shard.dim + 1 :])) for span in shard.ranges
+    ]
+    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
+    if (short := shard.length - tensor.shape[shard.dim]) > 0:
+        shape = list(tensor.shape)
+        shape[shard.dim] = short
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=shard.dim)
+    return tensor
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4]) or "none"
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+MIN_ELEMENTS = {torch.bfloat16: 1 << 16, torch.float32: 1 << 18}
+"""Below this, the fixed cost of a oneDNN call (about 12 us) outweighs the gain at one token."""
+
+
+def pack_linears(model: nn.Module, device: torch.device, ops: Ops | None = None) -> int:
+    """Lay every large linear's weight out once for its product on a CPU, and free the plain one
+    unless something shares it.
+
+    Torch's linear reorders its weight in every call. Packed, eight tokens cost little more than one
+    (oneDNN on an AVX-512 CPU, one thread, weights out of cache, 2816x1024: bf16 582 -> 456 us at 1
+    token and 911 -> 499 at 8; fp32 697 -> 643 and 1484 -> 829), as verification needs.
+
+    With `ops`, these lay out the weights that they multiply themselves, quantised ones on any
+    device; invariant operations lay out every weight.
+    """
+    invariant = ops is not None and ops.is_invariant
+    on_cpu = device.type == "cpu"
+    shared = _shared_weights(model)
+    num_packed = 0
+    for module in model.modules():
+        if type(module) is not nn.Linear:
+            continue
+        weight = module.weight
+        own = invariant or (ops is not None and isinstance(weight, QuantisedTensor))
+        is_large = weight.numel() >= MIN_ELEMENTS.get(weight.dtype, weight.numel() + 1)
+        if not own and not (on_cpu and is_large):
+            continue
+        bias = None if module.bias is None else module.bias.detach()
+        pack = pack_large if ops is None else ops.pack
+        if (project := pack(weight.detach(), bias)) is None:
+            continue
+        num_packed += 1
+        object.__setattr__(module, "forward", _Packed(project))
+        if id(weight) not in shared:  # keeps its shape and dtype for whoever asks
+            hollow = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+            module.weight = nn.Parameter(hollow, requires_grad=False)
+    return num_packed
+
+
+class _Packed:
+    """A projection as the forward of a linear, of any number of leading dimensions."""
+
+    def __init__(self, project: Projection) -> None:
+        self.project = project  # of flat rows
+
+    def __call__(self, states: Tensor) -> Tensor:  # [..., in_features]
+        out = self.project(states.reshape(-1, states.shape[-1]))
+        return out.view(*states.shape[:-1], out.shape[-1])
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Weights that more than one module holds: a tied output layer's, usually."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
+
 
 Wish = Literal["auto", "family", "bridge"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of `load_model`."""
+class _Rank:
+    """A checkpoint, and where a rank loads it."""
 
     path: Path
-    dtype: torch.dtype | None
+    config: Any
+    info: ModelInfo
     device: torch.device
     collective: Collective
     trust_remote_code: bool
     allow_pickle: bool
-    deterministic: bool
-    known: ForwardChoice | None
 
 
 def load_model(
@@ -77,14 +243,15 @@ def load_model(
         ConfigError: `forward` is "family", or `deterministic` is asked for, and the family cannot
             serve this model.
     """
-    request = _Request(
-        path, dtype, device, collective, trust_remote_code, allow_pickle, deterministic, known
-    )
-    config = read_config(path, trust_remote_code=trust_remote_code)
-    own = ops is not None or deterministic
-    spec = _wanted_family(config, forward, None if own else request)
+    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    config, info = read_model(path, collective.size, dtype, **trust)
+    rank = _Rank(path, config, info, device, collective, **trust)
+    is_free = ops is None and not deterministic
+    spec = _wanted_family(rank, forward, known) if is_free else _read_family(config, forward)
     if isinstance(spec, FamilySpec):
-        found = _load_family(request, config, spec, ops)
+        if ops is None:  # refuses before weights are read
+            ops = (make_invariant_ops if deterministic else make_ops)(device, info.dtype)
+        found = _load_family(rank, spec, ops, is_known=known is not None)
         if isinstance(found, PagedModel):
             return found
         spec = found
@@ -100,7 +267,7 @@ def load_model(
             "and 'bridge'",
             field="forward",
         )
-    info, model, plan = _load_modules(request, config)
+    model, plan = _load_modules(rank)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
     return PagedModel(
@@ -108,93 +275,92 @@ def load_model(
     )
 
 
-def _wanted_family(config: Any, forward: Wish, request: _Request | None) -> FamilySpec | str:
-    """The family's description of the model, or why the bridge serves it.
+def _read_family(config: Any, forward: Wish) -> FamilySpec | str:
+    """The family's description of the model, or why the bridge serves it."""
+    return "the configuration asks for it" if forward == "bridge" else read_spec(config)
 
-    `request` is None if the caller brings its own operations. Without kernels for the device the
-    family launches more operations than the bridge does, so `auto` leaves it to the bridge.
+
+def _wanted_family(rank: _Rank, forward: Wish, known: ForwardChoice | None) -> FamilySpec | str:
+    """Likewise, with the device's operations.
+
+    Without kernels for the device the family launches more operations than the bridge does, so
+    `auto` leaves it to the bridge.
     """
-    if forward == "bridge":
-        return "the configuration asks for it"
-    if request is not None and request.known is not None and request.known.kind == "bridge":
-        return request.known.reason
-    if forward == "auto" and request is not None:
-        dtype = request.dtype or getattr(config, "dtype", None)
-        if missing := missing_kernels(request.device, dtype):
-            return missing
-    return read_spec(config)
+    if forward != "bridge" and known is not None and known.kind == "bridge":
+        return known.reason
+    missing = missing_kernels(rank.device, rank.info.dtype) if forward == "auto" else ""
+    return missing or _read_family(rank.config, forward)
 
 
-def _load_family(
-    request: _Request, config: Any, spec: FamilySpec, ops: Ops | None
-) -> PagedModel | str:
+def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> PagedModel | str:
     """The family's model, or why it is not to be used. Weights are read once."""
-    collective, device = request.collective, request.device
-    ops = ops or _make_ops(request)  # refuses before weights are read
-    info, model, plan = _load_modules(request, config, keeps_quantised=ops.keeps_quantised)
+    info, device, collective = rank.info, rank.device, rank.collective
+    model, plan = _load_modules(rank, keeps_quantised=ops.keeps_quantised)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     pack_linears(nn.ModuleList(ends), device, ops)  # the layers' are packed by the family
     connect(model, plan, collective, info.vocab_size)
     bridge = BridgeRunner(model, info)
-    wanted = compare.run(bridge, bridge.kv_shapes, info, device)
+    wanted = compare.run(bridge, info, device)
     try:
-        decoder = build_family(model, spec, bridge.facts, ops, plan, collective)
+        decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective)
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
     runner = FamilyRunner(decoder, info, collective.size)
-    if request.known is None:
-        mismatch = compare.mismatch(
-            compare.run(runner, runner.kv_shapes, info, device), wanted, info.dtype, collective
-        )
-        if mismatch:
+    if not is_known:
+        found = compare.run(runner, info, device)
+        if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
     choice = ForwardChoice("family", operations=ops.name)
     return PagedModel(info, model, device, collective, runner, choice)
 
 
-def _make_ops(request: _Request) -> Ops:
-    """The device's operations, of the kind that is asked for."""
-    info = describe(
-        request.path,
-        dtype=request.dtype,
-        trust_remote_code=request.trust_remote_code,
-        allow_pickle=request.allow_pickle,
-    )
-    make = make_invariant_ops if request.deterministic else make_ops
-    return make(request.device, info.dtype)
-
-
-def _load_modules(
-    request: _Request, config: Any, *, keeps_quantised: bool = False
-) -> tuple[ModelInfo, Any, ShardPlan]:
+def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, ShardPlan]:
     """Transformers' modules with this rank's weights, not yet packed or connected."""
-    collective, trust = request.collective, request.trust_remote_code
-    info = describe(
-        request.path,
-        collective.size,
-        request.dtype,
-        trust_remote_code=trust,
-        allow_pickle=request.allow_pickle,
-    )
-    model = build_meta(config, info.dtype, trust_remote_code=trust)
-    heads = model_heads(config, collective.rank, collective.size)
+    collective = rank.collective
+    model = build_meta(rank.config, rank.info.dtype, trust_remote_code=rank.trust_remote_code)
+    heads = model_heads(rank.config, collective.rank, collective.size)
     plan = ShardPlan()
     if collective.size > 1:
         plan = plan_shards(model, heads, tp_hints(model))
-        plan_vocabulary(
-            plan,
-            model,
-            model.get_input_embeddings(),
-            model.get_output_embeddings(),
-            heads.rank,
-            heads.size,
-        )
-    materialise_constants(model, request.device)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        plan_vocabulary(plan, model, *ends, heads.rank, heads.size)
+    materialise_constants(model, rank.device)
     checkpoint = Checkpoint(
-        request.path, allow_pickle=request.allow_pickle, keeps_quantised=keeps_quantised
+        rank.path, allow_pickle=rank.allow_pickle, keeps_quantised=keeps_quantised
     )
-    load_weights(model, checkpoint, plan, request.device, collective.rank)
+    load_weights(model, checkpoint, plan, rank.device, collective.rank)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
     fuse_norms(model)
-    return info, model, plan
+    return model, plan
+
+
+def load_ends(
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> tuple[ModelInfo, nn.Module, nn.Module]:
+    """What the whole model is, its embedding, and its output layer: all that a head reads of a
+    target which others compute.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint.
+    """
+    config, info = read_model(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
+    model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
+    materialise_constants(model, device)  # some embeddings have a scale that no file holds
+    parts = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, output = (
+        whole_module(model, names[id(part)], path, info.dtype, device, allow_pickle=allow_pickle)
+        for part in parts
+    )
+    if f"{names[id(parts[1])]}.weight" in tied_names(model):
+        output._parameters["weight"] = embedding._parameters["weight"]
+    pack_linears(nn.ModuleList([embedding, output]), device)
+    return info, embedding, output

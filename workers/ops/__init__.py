@@ -1,12 +1,12 @@
 """The operations that a decoder is made of: one protocol, one implementation per kind of device."""
 
-from .attention import PlannedOps
 from .factory import make_invariant_ops, make_ops, max_latent_heads, missing_kernels
 from .plan import PagedStep, plan_step
-from .protocol import Ops
+from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 
 __all__ = [
+    "DeviceOps",
     "Ops",
     "PagedStep",
     "PlannedOps",

@@ -8,12 +8,21 @@ Measured on an AVX-512 CPU with bfloat16 dots, one thread, in microseconds, kern
 oneDNN: 768x320 13 against 29 at one row, 24 against 40 at eight, 1195 against 1319 at 512; 1728x320
 22 against 42, 49 against 80 and 2625 against 2832; 1024x2816 112 against 173, 248 against 326 and
 13674 against 14281.
+
+oneDNN packs bfloat16 on a CPU with AVX-512 or `avx_ne_convert`; on others the kernel multiplies at
+every size. Measured with AVX2, one thread, in microseconds, kernel against torch's plain product:
+1024x1024 113 against 850 at one row, 568 against 1848 at eight, 72590 against 171742 at 200;
+512x8000 616 against 3130, 9377 against 20032, 225526 against 628921. A packed copy in float32 is
+faster at 200 rows (17244 and 96285) and slower at one (299 and 3036), and takes twice the memory.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,37 +32,35 @@ from torch.nn.functional import pad
 
 from ...scheduler.types import StepInput
 from ..attention import KVCache
-from .kernels import elementwise
-from .kernels.entries import Kernels, bfloat16_kernels, float32_kernels
-from .kernels.panels import GROUP, QUAD, UNIT
-from .kernels.prepare import NUM_INTEGERS, Layer, Step
-from .kernels.product import SCRATCH_BYTES, SECTION
-from .kernels.tiles import TILE, panel_bytes
-from .kernels.work import MAX_QUERIES
+from .kernels import FLOAT, INT, VOID, Kind, Matrix, compiled, elementwise
+from .kernels.attend import attend_step
+from .kernels.elementwise import Activation, RowNorm, add_norm_rows, gate_rows, norm_rows
+from .kernels.panels import GROUP, QUAD, SCRATCH_BYTES, SECTION, UNIT, product_rows
+from .kernels.prepare import (
+    NUM_INTEGERS,
+    Angles,
+    Cache,
+    Layer,
+    Step,
+    prepare_rows,
+    read_layer,
+    read_step,
+)
+from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes
+from .kernels.vector import FULL, HALF
 from .plan import PagedStep, plan_step
 from .protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
 from .reference import ReferenceOps
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 SMALL = {torch.bfloat16: 1 << 21, torch.float32: 1 << 20}
 """Elements of a weight up to which the kernel multiplies, on one thread; beyond, oneDNN on all."""
-_KINDS = {
+GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
     GateKind.GELU_TANH: elementwise.GELU_TANH,
     GateKind.RELU: elementwise.RELU,
     GateKind.CLAMPED_SILU: elementwise.CLAMPED_SILU,
 }
-
-
-KERNELS = {torch.bfloat16: bfloat16_kernels, torch.float32: float32_kernels}
-"""By dtype; compiled when they are first asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuStep(PagedStep):
-    """A step's plan with the row of integers that kernels read."""
-
-    row: NDArray[np.int64] | None = None  # the fields of `Step`
-    address: int = 0  # of `row`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +72,20 @@ class _Layer:
     kept: tuple[Tensor, ...]  # whose addresses are in `integers`
     addresses: tuple[int, int]
     scratch_bytes: int
+    joined_width: int
+    has_kernel: bool
 
 
 class CpuOps(ReferenceOps):
     """`Ops` for activations of one dtype, in the memory of one process."""
 
     name = "cpu"
-    reads_device_only = False
     takes_parts = True
     max_latent_heads = MAX_QUERIES
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._kernels = KERNELS[dtype]()
+        self._kernels = kernels_of(dtype)
         self._own = _Buffers()
         self._layers: dict[AttentionSpec, _Layer] = {}
 
@@ -97,12 +105,7 @@ class CpuOps(ReferenceOps):
             plan.block_size,
             *[*map(_address, arrays), self.tile_alignment(plan.block_size)],
         )
-        row = np.array(read, dtype=np.int64)
-        return CpuStep(
-            **{name: getattr(plan, name) for name in PagedStep.__slots__},
-            row=row,
-            address=row.ctypes.data,
-        )
+        return replace(plan, integers=np.array(read, dtype=np.int64))
 
     def tile_alignment(self, block_size: int) -> int:
         """Keys of which the first tile of a row's attention begins at a multiple."""
@@ -113,9 +116,7 @@ class CpuOps(ReferenceOps):
             return super().pack(weight, bias)
         if weight.numel() <= SMALL[self._dtype]:
             return PanelProjection(weight, bias, self._kernels)
-        if torch.backends.mkldnn.is_available():
-            return _PackedProjection(weight, bias)
-        return super().pack(weight, bias)
+        return pack_large(weight, bias) or super().pack(weight, bias)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         if states.dtype != self._dtype:
@@ -163,24 +164,24 @@ class CpuOps(ReferenceOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        if not self._has_attention_kernel(spec):
+        found = self._layers.get(spec)
+        if found is None:
+            found = self._layers[spec] = _describe(spec, self._kernels.width)
+        if not found.has_kernel:
             return super().rope_store_attend(
                 joined, rotation, temperature, plan, cache, layer, spec
             )
-        assert isinstance(plan, CpuStep), type(plan)
+        assert plan.integers is not None, "`plan` or `adopt` made it"
         assert joined.is_contiguous(), joined.stride()
-        num_rows = plan.num_tokens
-        assert joined.shape == (num_rows, spec.joined_width), (joined.shape, spec)
+        num_rows = joined.shape[0]
         cos = sin = 0
         if rotation is not None and spec.rotary_dim:
             assert rotation[0].shape == (num_rows, spec.rotary_dim // 2), rotation[0].shape
             cos, sin = rotation[0].data_ptr(), rotation[1].data_ptr()
-        found = self._layers.get(spec)
-        if found is None:
-            found = self._layers[spec] = _describe(spec, self._kernels.width)
+        assert joined.shape[1] == found.joined_width, (joined.shape, spec)
         integers, floats = found.addresses
         keys, values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
-        start, step = joined.data_ptr(), plan.address
+        start, step = joined.data_ptr(), plan.integers.ctypes.data
         factors = 0 if temperature is None else temperature.data_ptr()
         out = self._buffer("attend", num_rows, spec.num_heads * spec.value_dim)
         kernels = self._kernels
@@ -191,16 +192,10 @@ class CpuOps(ReferenceOps):
         kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats)
         return out
 
-    def _has_attention_kernel(self, spec: AttentionSpec) -> bool:
-        """A key is whole units, at least one quad of them; its query heads fit into one tile."""
-        units, rest = divmod(spec.head_dim * self._kernels.width, UNIT)
-        group = spec.num_heads // spec.num_kv_heads
-        return rest == 0 and units >= QUAD and group <= MAX_QUERIES
-
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        if not self.has_gate_kernel(gate):
+        kind = GATE_KERNELS.get(gate.kind)
+        if kind is None:
             return super().gate(gate_up, gate)
-        kind = _KINDS[gate.kind]
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.is_contiguous(), gate_up.stride()
         out = self._buffer("gate", num_rows, size)
@@ -208,9 +203,6 @@ class CpuOps(ReferenceOps):
             kind, gate_up.data_ptr(), out.data_ptr(), num_rows, size, gate.limit, gate.alpha
         )
         return out
-
-    def has_gate_kernel(self, gate: Gate) -> bool:
-        return gate.kind in _KINDS
 
     def _buffer(self, verb: str, num_rows: int, width: int) -> Tensor:  # [num_rows, width]
         """What the verb's last call returned, if it was as large."""
@@ -280,7 +272,24 @@ def panels_of(
     return filled.view(shape).permute(0, 2, 1, 3).contiguous()
 
 
-class _PackedProjection:
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN lays out weights of `dtype` on this CPU."""
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    if not has_avx or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_large(weight: Tensor, bias: Tensor | None) -> Projection | None:
+    """The product by a weight laid out for oneDNN, or for the kernel; None: plain torch serves."""
+    if onednn_packs(weight.dtype):
+        return PackedProjection(weight, bias)
+    if weight.dtype == torch.bfloat16:
+        return PanelProjection(weight, bias, kernels_of(weight.dtype))
+    return None
+
+
+class PackedProjection:
     """A product whose weight oneDNN has laid out."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -291,6 +300,13 @@ class _PackedProjection:
     def __call__(self, states: Tensor) -> Tensor:
         out: Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
         return out
+
+
+def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:
+    """Whether keys are whole units, at least a quad, and a key's query heads fit into one tile."""
+    units, rest = divmod(spec.head_dim * width, UNIT)
+    group = spec.num_heads // spec.num_kv_heads
+    return rest == 0 and units >= QUAD and group <= MAX_QUERIES
 
 
 def _describe(spec: AttentionSpec, width: int) -> _Layer:
@@ -328,7 +344,10 @@ def _describe(spec: AttentionSpec, width: int) -> _Layer:
     scratch_bytes += panel_bytes(width, spec.head_dim, spec.value_dim)
     tensors = tuple(each for each in (*kept, sinks) if each is not None)
     addresses = (integers.ctypes.data, floats.ctypes.data)
-    return _Layer(integers, floats, tensors, addresses, scratch_bytes)
+    has_kernel = has_attention_kernel(spec, width)
+    return _Layer(
+        integers, floats, tensors, addresses, scratch_bytes, spec.joined_width, has_kernel
+    )
 
 
 def _weight(norm: Norm | None) -> int:
@@ -340,3 +359,84 @@ def _weight(norm: Norm | None) -> int:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+# -- kernels as they are called: compiled for one type of values
+
+Kernel = Callable[..., None]
+
+
+class Kernels(NamedTuple):
+    """Of one type of values."""
+
+    width: int  # bytes of a value
+    product: Kernel
+    norm: Kernel
+    add_norm: Kernel
+    gate: Kernel
+    prepare: Kernel
+    attend: Kernel
+
+
+@cache
+def kernels_of(dtype: torch.dtype) -> Kernels:
+    """The kernels that are called, compiled when the first operations of a dtype are made."""
+    kind = Kind(HALF, 2) if dtype == torch.bfloat16 else Kind(FULL, 4)
+    if compiled.is_taken("product"):  # the other half, beside the process that has begun
+        _attention(kind)
+    return Kernels(kind.width, *_products(kind), *_elementwise(kind), *_attention(kind))
+
+
+def _products(kind: Kind) -> tuple[Kernel]:
+    @compiled(VOID, *[INT] * 10)
+    def product(rows, to_row, weight, bias, out, to_out, num_rows, num_columns, length, scratch):
+        """out = rows @ weight.T + bias; a bias of 0 is none."""
+        read, written = Matrix(rows, to_row), Matrix(out, to_out)
+        product_rows(kind, read, num_rows, weight, bias, written, num_columns, length, scratch)
+
+    return (product,)
+
+
+def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:
+    @compiled(VOID, *[INT] * 7, FLOAT)
+    def norm(rows, to_row, weight, out, to_out, num_rows, size, eps):
+        """RMSNorm of every row; a weight of 0 is none."""
+        how = RowNorm(1, weight, eps)
+        norm_rows(kind, Matrix(rows, to_row), how, Matrix(out, to_out), num_rows, size)
+
+    @compiled(VOID, INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, INT)
+    def add_norm(
+        residual, update, scale, has_after, after, after_eps, has_before, before, before_eps,
+        out, num_rows, size,
+    ):  # fmt: skip
+        """residual += scale * after(update); out = before(residual)."""
+        first = RowNorm(has_after, after, after_eps)
+        last = RowNorm(has_before, before, before_eps)
+        add_norm_rows(kind, residual, update, scale, first, last, out, num_rows, size)
+
+    @compiled(VOID, *[INT] * 5, FLOAT, FLOAT)
+    def gate(function, rows, out, num_rows, size, limit, alpha):
+        """Gated units of rows [gates, ups]."""
+        activation = Activation(function, np.float32(limit), np.float32(alpha))
+        gate_rows(kind, activation, rows, out, num_rows, size)
+
+    return norm, add_norm, gate
+
+
+def _attention(kind: Kind) -> tuple[Kernel, Kernel]:
+    @compiled(VOID, *[INT] * 9)
+    def prepare(joined, cos, sin, temperature, step, layer, floats, keys, values):
+        """Rows [queries, keys, values] in place, then keys and values into the cache."""
+        angles = Angles(cos, sin)
+        cache = Cache(keys, values)
+        prepare_rows(
+            kind, joined, angles, temperature, read_step(step), read_layer(layer, floats), cache
+        )
+
+    @compiled(VOID, *[INT] * 8)
+    def attend(joined, keys, values, out, scratch, step, layer, floats):
+        """Attention of every row of a step."""
+        cache = Cache(keys, values)
+        attend_step(kind, joined, cache, out, scratch, read_step(step), read_layer(layer, floats))
+
+    return prepare, attend

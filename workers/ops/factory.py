@@ -10,17 +10,17 @@ from importlib.util import find_spec
 import torch
 
 from ...errors import ConfigError
-from .cpu import KERNELS, CpuOps
-from .grouped import GroupedOps
+from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
 from .protocol import Ops
+from .reference import GroupedOps
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype | None) -> str:
     """Why `make_ops` returns torch's own operations, or nothing; None: a checkpoint's default."""
-    if device.type == "cpu" and (dtype is None or dtype in KERNELS):
+    if device.type == "cpu" and (dtype is None or dtype in KERNEL_DTYPES):
         return ""
     if device.type == "cuda" and (dtype is None or dtype in CUDA_DTYPES):
         return "" if has_triton() else "no kernels on cuda without the package triton"
@@ -44,7 +44,7 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
             "the size of the batch; allowed: device 'cpu', or 'cuda' with triton",
             field="deterministic",
         )
-    dtypes = tuple(KERNELS) if device.type == "cpu" else CUDA_DTYPES
+    dtypes = KERNEL_DTYPES if device.type == "cpu" else CUDA_DTYPES
     if dtype not in dtypes:
         allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ConfigError(
@@ -54,7 +54,7 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         )
     if device.type == "cpu":
         return InvariantOps(dtype)
-    from .cuda.invariant import InvariantCudaOps
+    from .cuda.ops import InvariantCudaOps
 
     return InvariantCudaOps(device)
 
@@ -65,8 +65,7 @@ def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic:
         return GroupedOps.max_latent_heads
     if device.type == "cpu":
         return (InvariantOps if deterministic else CpuOps).max_latent_heads
-    from .cuda.invariant import InvariantCudaOps
-    from .cuda.ops import CudaOps
+    from .cuda.ops import CudaOps, InvariantCudaOps
 
     return (InvariantCudaOps if deterministic else CudaOps).max_latent_heads
 

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..attention import KVCache
-from .cpu import KERNELS, CpuOps, PanelProjection
+from .cpu import (
+    GATE_KERNELS,
+    KERNEL_DTYPES,
+    CpuOps,
+    PanelProjection,
+    has_attention_kernel,
+    kernels_of,
+)
 from .kernels.tiles import TILE
 from .plan import PagedStep
 from .protocol import AttentionSpec, Experts, Gate, Mixture, Projection, Rotation, Router
@@ -41,9 +48,9 @@ class InvariantOps(CpuOps):
         self._angles: dict[int, _AngleTable] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        if weight.dtype not in KERNELS:
+        if weight.dtype not in KERNEL_DTYPES:
             raise refused(f"a weight of type {weight.dtype} has no invariant product")
-        return PanelProjection(weight, bias, KERNELS[weight.dtype]())
+        return PanelProjection(weight, bias, kernels_of(weight.dtype))
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return _Mixture(self, experts)
@@ -68,12 +75,12 @@ class InvariantOps(CpuOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        if spec.shared_values or not self._has_attention_kernel(spec):
+        if spec.shared_values or not has_attention_kernel(spec, self._kernels.width):
             raise refused("its attention (latents, tiny or odd heads, very many per key) varies")
         return super().rope_store_attend(joined, rotation, temperature, plan, cache, layer, spec)
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        if self.has_gate_kernel(gate):
+        if gate.kind in GATE_KERNELS:
             return super().gate(gate_up, gate)
         return by_row(lambda row: super(InvariantOps, self).gate(row, gate), gate_up)
 

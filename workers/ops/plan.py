@@ -11,22 +11,117 @@ A chain is causal, so it needs no bits: its `tree_start` is the end of the seque
 of key `k` is `k` below `tree_start` and `positions[query_start[s] + k - context_lens[s]]` from
 there on, because siblings share a position; windows and chunks are computed from positions.
 
-Called by the implementations of `Ops.plan`. Every step of every model passes through here, so the
-pass over rows and nodes is compiled, and int32 arrays stay int32.
+Every step of every model passes through here, so the pass over rows and nodes is compiled, and
+int32 arrays stay int32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.types import StepInput
-from .kernels.planning import planning_kernel
-from .turn import Turn
+from .kernels import compiled
+
+Signals = SimpleQueue[bool]
+"""One entry per layer that the part before has stored; False: it failed."""
+
+
+class PartFailedError(RuntimeError):
+    """The part before failed; its own error is the one to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One part's place in the order of threads: keys are stored before they are read.
+
+    A part whose first rows continue a sequence of the part before it waits, at every layer, until
+    that part has stored its keys. Parts of different sequences never wait for each other.
+    """
+
+    before: Signals | None  # from the part before; None: this part does not read its keys
+    after: Signals | None  # to the part behind
+
+    def stored(self) -> None:
+        """Called once a layer, when the part's own keys are stored and before it attends.
+
+        Raises:
+            PartFailedError: the part before has stored nothing.
+        """
+        if self.before is not None and not self.before.get():
+            raise PartFailedError("the part before failed")
+        if self.after is not None:
+            self.after.put(True)
+
+    def fail(self) -> None:
+        """Releases the part behind."""
+        if self.after is not None:
+            self.after.put(False)
+
+
+# -- a step's rows and ancestor bits, in one compiled pass over its rows
+
+_INTS: Any = types.Array(types.int32, 1, "C", readonly=True)
+_INTS_OUT: Any = types.int32[::1]
+
+
+@cache
+def planning_kernel() -> Any:
+    """Compiled when the first step is planned."""
+
+    @compiled(
+        types.UniTuple(types.int64, 2),
+        _INTS,
+        _INTS,
+        _INTS,
+        _INTS,
+        _INTS_OUT,
+        _INTS_OUT,
+        _INTS_OUT,
+        types.uint64[:, ::1],
+    )
+    def plan_rows(
+        query_start: Any, context_lens: Any, draft_start: Any, parents: Any,
+        row_seq: Any, row_index: Any, tree_start: Any, ancestors: Any,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Fills the last four; `ancestors` comes zeroed. Returns the longest query and sequence."""
+        longest_query = longest_key = 0
+        for seq in range(len(context_lens)):
+            begin, end = query_start[seq], query_start[seq + 1]
+            longest_query = max(longest_query, end - begin)
+            longest_key = max(longest_key, context_lens[seq] + end - begin)
+            for row in range(begin, end):
+                row_seq[row] = seq
+                row_index[row] = context_lens[seq] + row - begin
+            first = draft_start[seq]
+            num_nodes = draft_start[seq + 1] - first
+            tree_start[seq] = context_lens[seq] + end - begin
+            branches = False
+            for node in range(num_nodes):
+                branches = branches or parents[first + node] != node - 1
+            if not branches:
+                continue
+            tree_start[seq] -= num_nodes
+            root = end - num_nodes
+            for node in range(num_nodes):
+                parent = parents[first + node]
+                if parent >= 0:
+                    for word in range(ancestors.shape[1]):
+                        ancestors[root + node, word] = ancestors[root + parent, word]
+                own = np.uint64(1) << np.uint64(node % 64)
+                ancestors[root + node, node // 64] |= own
+        return longest_query, longest_key
+
+    return plan_rows
+
 
 WORD_BITS = 64
 
@@ -54,6 +149,7 @@ class PagedStep:
     max_key_len: int
     host: StepInput | None = None  # the same on the host, where there is such a thing
     turn: Turn | None = None  # of a part of a step
+    integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
 
     @property
     def num_tokens(self) -> int:

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
-from ..verify.device_draw import DeviceSettings
-from ..verify.device_edits import DeviceEdits
-from ..verify.settings import DrawSettings, Positions
+from ..attention import KVCache, StepAttention
+from ..verify.device_settings import DeviceEdits, DeviceSettings
 from .plan import PagedStep
 
 Rotation = tuple[Tensor, Tensor]
@@ -145,7 +144,7 @@ class Ops(Protocol):
     name: str
     """What the log and `/stats` call the implementation."""
     reads_device_only: bool
-    """Whether a `PagedStep` that was made on the device serves: no verb but `draw` needs `host`."""
+    """Whether a `PagedStep` that was made on the device serves; they are `DeviceOps` then."""
     is_invariant: bool
     """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
     keeps_quantised: bool
@@ -238,17 +237,9 @@ class Ops(Protocol):
         """Which experts each row goes to, and with which weights."""
         ...
 
-    def draw(
-        self,
-        logits: Tensor,  # [num_rows, vocab] float32
-        positions: Positions,  # [num_rows], index of the drawn token in prompt + output
-        settings: DrawSettings,  # of the rows
-    ) -> Tensor:  # [num_rows] int32
-        """One token per row with the target's noise, as `workers/verify/sample.py` defines it.
 
-        Settings are read on the host.
-        """
-        ...
+class DeviceOps(Ops, Protocol):
+    """Also what the device step draws and edits with; `Ops.reads_device_only` is True."""
 
     def draw_on_device(
         self,
@@ -256,10 +247,10 @@ class Ops(Protocol):
         positions: Tensor,  # [num_rows]
         settings: DeviceSettings,  # of the rows
     ) -> Tensor:  # [num_rows] int32
-        """`draw` for settings on the device."""
+        """One token per row with the target's noise, as `workers/verify/sample.py` defines it."""
         ...
 
-    def contest_on_device(
+    def gumbel_argmax_on_device(
         self,
         logits: Tensor,  # [num_rows, width], of any part of the vocabulary, rows contiguous
         positions: Tensor,  # [num_rows]
@@ -286,3 +277,79 @@ class Ops(Protocol):
         """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and ids [num_rows,
         MAX_TOP] int32 of the most likely; of rows and columns that are asked for."""
         ...
+
+
+# -- attention alone, for heads' layers, which prepare queries and keys themselves; a step that was
+# planned for the target is not planned again
+
+_Key = tuple[int, int, int, int, float, int | None, float | None, int | None]
+
+
+class PlannedOps:
+    """The operations with the plan of the last step; makes attention for others' layers."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+        self._specs: dict[_Key, AttentionSpec] = {}
+        self.last: tuple[StepInput, KVCache, PagedStep] | None = None
+
+    def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
+        """The plan of `step`, which is made once for a step and a cache."""
+        last = self.last
+        if last is not None and last[0] is step and last[1] is cache:
+            return last[2]
+        plan = self.ops.plan(step, cache)
+        self.last = (step, cache, plan)
+        return plan
+
+    def begin(self, step: StepInput, cache: KVCache) -> StepAttention:
+        return OpsAttention(self, self.plan(step, cache), cache)
+
+    def spec(self, key: _Key, sinks: Tensor | None) -> AttentionSpec:
+        """The description of a layer that is called so; one object for equal calls."""
+        if sinks is not None or key not in self._specs:
+            heads, kv_heads, head_dim, value_dim, scale, window, softcap, chunk = key
+            spec = AttentionSpec(
+                heads,
+                kv_heads,
+                head_dim,
+                value_dim,
+                scale,
+                window=window,
+                softcap=softcap,
+                chunk=chunk,
+                sinks=sinks,
+            )
+            if sinks is not None:
+                return spec
+            self._specs[key] = spec
+        return self._specs[key]
+
+
+@dataclass(frozen=True, slots=True)
+class OpsAttention:
+    """One step of it."""
+
+    planned: PlannedOps
+    plan: PagedStep
+    cache: KVCache
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads]
+        chunk: int | None = None,
+    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        spec = self.planned.spec((*shape, scale, window, softcap, chunk), sinks)
+        joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
+        out = self.planned.ops.rope_store_attend(
+            joined, None, None, self.plan, self.cache, layer, spec
+        )
+        return out.unflatten(1, (query.shape[1], value.shape[2]))

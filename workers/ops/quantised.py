@@ -3,8 +3,7 @@
 A weight is its codes, minus zeros or a fixed offset, times the scale of its group: a run of
 neighbouring columns of one row. Rows can be cut, selected and joined without widening anything,
 which is what sharding and the family decoder do to weights before they pack them; every other torch
-operation sees the wide tensor, made for that call. `cuda/quantised.py` multiplies by such a weight.
-Made by `workers/model/checkpoint/quantised/`.
+operation sees the wide tensor, made for that call.
 """
 
 from __future__ import annotations
@@ -122,14 +121,6 @@ def _widened(value: Any) -> Any:
     return value.wide() if isinstance(value, QuantisedTensor) else value
 
 
-def _same(tensor: QuantisedTensor, **_: Any) -> QuantisedTensor:
-    return QuantisedTensor(tensor.codes, tensor.dtype)
-
-
-def _clone(tensor: QuantisedTensor, **_: Any) -> QuantisedTensor:
-    return QuantisedTensor(tensor.codes.map(torch.clone), tensor.dtype)
-
-
 def _to_copy(
     tensor: QuantisedTensor,
     *,
@@ -200,9 +191,9 @@ def _mapped(tensor: QuantisedTensor, change: Callable[[Tensor], Tensor]) -> Quan
 
 _aten = torch.ops.aten
 _RULES: dict[Any, Callable[..., QuantisedTensor | None]] = {
-    _aten.detach.default: _same,
-    _aten.alias.default: _same,
-    _aten.clone.default: _clone,
+    _aten.detach.default: lambda tensor: _mapped(tensor, lambda part: part),
+    _aten.alias.default: lambda tensor: _mapped(tensor, lambda part: part),
+    _aten.clone.default: lambda tensor, **_: _mapped(tensor, torch.clone),
     _aten._to_copy.default: _to_copy,
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,

@@ -1,22 +1,20 @@
 """The operations in plain torch, on any device: the oracle that other implementations equal.
 
-Written to be read. No value of a tensor is read on the host, except by `draw`. Attention gathers
+Written to be read. No value of a tensor is read on the host. Attention gathers
 whole contexts and pads every sequence to the longest: correct for every step, slow for long ones.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
-from ..verify import device_draw, device_edits
-from ..verify.device_draw import DeviceSettings
-from ..verify.device_edits import DeviceEdits
-from ..verify.sample import draw
-from ..verify.settings import DrawSettings, Positions
+from ..attention import KVCache, SdpaAttention, StepAttention
 from .plan import WORD_BITS, PagedStep, plan_step
 from .protocol import (
     AttentionSpec,
@@ -37,7 +35,7 @@ class ReferenceOps:
     """`Ops` in torch operations."""
 
     name = "reference"
-    reads_device_only = True
+    reads_device_only = False
     is_invariant = False
     keeps_quantised = False
     takes_parts = False
@@ -143,30 +141,6 @@ class ReferenceOps:
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         return route(logits, router)
-
-    def draw(
-        self,
-        logits: Tensor,  # [num_rows, vocab] float32
-        positions: Positions,  # [num_rows]
-        settings: DrawSettings,
-    ) -> Tensor:  # [num_rows] int32
-        return draw(logits, positions, settings)
-
-    def draw_on_device(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
-        return device_draw.draw(logits, positions, settings)
-
-    def contest_on_device(
-        self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        return device_draw.contest(logits, positions, settings, tokens)
-
-    def edit_on_device(self, logits: Tensor, edits: DeviceEdits) -> None:
-        device_edits.edit(logits, edits)
-
-    def logprobs_on_device(
-        self, logits: Tensor, tokens: Tensor, edits: DeviceEdits
-    ) -> tuple[Tensor, Tensor]:
-        return device_edits.logprobs(logits, tokens)
 
 
 def rms_norm(states: Tensor, norm: Norm) -> Tensor:  # [..., size], alike
@@ -354,3 +328,70 @@ def mix(
     placed = torch.empty_like(wide)
     placed[order] = wide
     return placed.unflatten(0, chosen.shape).sum(1).to(states.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedStep(PagedStep):
+    """A step with the attention that was planned for it."""
+
+    attention: StepAttention | None = None
+
+
+class GroupedOps(ReferenceOps):
+    """Torch's fused attention and norm, for devices without kernels.
+
+    Sequences of similar length are attended together; plans are made on the host.
+    """
+
+    name = "torch"
+    max_latent_heads = 0  # torch's attention has no shared values
+
+    def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
+        flat = plan_step(step, cache.block_size, cache.device)
+        attention = SdpaAttention(step, cache)
+        return GroupedStep(
+            **{each.name: getattr(flat, each.name) for each in fields(flat)}, attention=attention
+        )
+
+    def norm(self, states: Tensor, norm: Norm) -> Tensor:
+        # Torch's one call wants states and weight of one dtype; float32 is also the precision.
+        out = functional.rms_norm(states.float(), states.shape[-1:], norm.weight, norm.eps)
+        return out.to(states.dtype)
+
+    def add_norm(
+        self,
+        residual: Tensor,  # [num_tokens, hidden_size], written
+        update: Tensor | None,  # [num_tokens, hidden_size]
+        after: Norm | None,
+        scale: float,
+        before: Norm | None,
+    ) -> Tensor:  # [num_tokens, hidden_size]
+        if update is not None:
+            residual.add_(update if after is None else self.norm(update, after), alpha=scale)
+        return residual if before is None else self.norm(residual, before)
+
+    def rope_store_attend(
+        self,
+        joined: Tensor,  # [num_tokens, spec.joined_width]
+        rotation: Rotation | None,
+        temperature: Tensor | None,  # [num_tokens] float32
+        plan: PagedStep,
+        cache: KVCache,
+        layer: int,
+        spec: AttentionSpec,
+    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
+        # Torch's attention stores what it reads, and needs the step on the host.
+        if spec.shared_values or not isinstance(plan, GroupedStep):
+            return super().rope_store_attend(
+                joined, rotation, temperature, plan, cache, layer, spec
+            )
+        assert plan.attention is not None, "planned by `plan`"
+        query, key, value = split_heads(joined, spec)
+        query = prepare(query, spec.query_norm, rotation, spec)
+        key = prepare(key, spec.key_norm, rotation, spec)
+        if temperature is not None:
+            query = (query * temperature[:, None, None]).to(query.dtype)
+        out = plan.attention.attend(
+            layer, query, key, value, spec.scale, spec.window, spec.softcap, spec.sinks, spec.chunk
+        )
+        return out.flatten(1)

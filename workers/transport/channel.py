@@ -6,11 +6,17 @@ answers with its error. Code that watches the processes may call `kill`.
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...errors import StepMemoryError, WorkerError
+from ...errors import StepMemoryError, WorkerDiedError, WorkerError
+from .framing import Address
 
 Handler = Callable[[Any], Any]
 Raised = tuple[bool, str]  # whether memory was lacking, and the traceback
@@ -72,3 +78,175 @@ def _lacks_memory(error: Exception) -> bool:
 
 def error_of(lacks_memory: bool, text: str) -> WorkerError:
     return StepMemoryError(text) if lacks_memory else WorkerError(text)
+
+
+class PendingReply(ABC):
+    """A reply that a device still computes.
+
+    A handler that returns one has given the device its work. `socket_channel.serve` takes the next
+    message meanwhile, so that the device finds its next step waiting, and answers in order.
+    """
+
+    def __init__(self) -> None:
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._is_settled = False
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+
+    @abstractmethod
+    def _finish(self) -> Any:
+        """Waits for the reply and returns it; called once."""
+
+    def settle(self) -> None:
+        """Waits; an exception is kept for `result`."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        try:
+            self._result = self._finish()
+        except Exception as error:  # noqa: BLE001 - raised by `result`, for whom it belongs to
+            self._error = error
+
+    def result(self) -> Any:
+        """The reply; waits, and raises what computing it raised."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def finished(reply: Any) -> Any:
+    """`reply` itself, or what it becomes."""
+    return reply.result() if isinstance(reply, PendingReply) else reply
+
+
+# The step channel within one process.
+
+_JOIN_S = 1.0
+
+
+class ThreadChannel:
+    """Ranks as threads of this process.
+
+    Args:
+        inline: a single rank's handler runs directly in `send`.
+    """
+
+    def __init__(self, handlers: Sequence[Handler], *, inline: bool = True) -> None:
+        self._alone = handlers[0] if inline and len(handlers) == 1 else None
+        self._num_ranks = len(handlers)
+        self._inboxes: list[queue.SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
+        self._replies: queue.SimpleQueue[tuple[int, Any, Raised | None]] = queue.SimpleQueue()
+        self._num_missing = 0  # ranks that have not answered the oldest message yet
+        self._answer: Any = None  # rank 0's, until all ranks have answered
+        self._dead: str | None = None
+        if self._alone is None:
+            for rank, handler in enumerate(handlers):
+                inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                self._inboxes.append(inbox)
+                thread = threading.Thread(
+                    target=self._run,
+                    args=(rank, handler, inbox),
+                    daemon=True,
+                    name=f"outrider-rank-{rank}",
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def call(self, message: Any, timeout_s: float) -> Any:
+        self.send(message, timeout_s)
+        try:
+            return self.receive(timeout_s)
+        except NoAnswerError:
+            self._dead = f"no answer within {timeout_s} s"
+            raise WorkerDiedError(self._dead) from None
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        if self._dead is not None:
+            raise WorkerDiedError(self._dead)
+        if self._alone is not None:
+            self._replies.put((0, *guarded(self._alone, message)))
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def receive(self, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        self._num_missing = self._num_missing or self._num_ranks
+        while self._num_missing:  # waits for every rank, so that none lags behind
+            if self._dead is not None:
+                raise WorkerDiedError(self._dead)
+            try:
+                rank, reply, error = self._replies.get(
+                    timeout=max(0.0, deadline - time.monotonic())
+                )
+            except queue.Empty:
+                raise NoAnswerError from None
+            if self._dead is not None:
+                raise WorkerDiedError(self._dead)
+            self._num_missing -= 1
+            if error is not None:
+                self._num_missing = 0
+                if self._num_ranks > 1:
+                    self._dead = error[1]  # the other ranks are stuck in a collective
+                raise error_of(*error)
+            if rank == 0:
+                self._answer = reply
+        answer, self._answer = self._answer, None
+        return answer
+
+    def kill(self, reason: str) -> None:
+        self._dead = reason
+        self._replies.put((-1, None, (False, reason)))
+
+    def close(self) -> None:
+        self.kill(self._dead or "closed")
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:  # a thread stuck in a collective is abandoned
+            thread.join(timeout=_JOIN_S)
+
+    def _run(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[Any]) -> None:
+        while (message := inbox.get()) is not None:
+            reply, error = guarded(handler, message)
+            self._replies.put((rank, reply, error))
+
+
+# -- messages that open a feature link, sent over the step channels
+#
+# The engine asks the head's worker to listen and passes its offer to the target's ranks; features
+# (`features.py`) then go from worker to worker. Every link has its own address and secret, so data
+# of an earlier link cannot be mistaken for data of this one.
+
+
+@dataclass(frozen=True, slots=True)
+class ListenFeatures:
+    """To the head's worker: close the current link and listen for a new one."""
+
+    here: bool  # the target's rank 0 is in the same process
+    remote: bool  # it is on another node
+    distributed: bool  # tensors go through a process group, not over the socket
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOffer:
+    """The head's answer: where it listens."""
+
+    queue: Any = None  # within one process: the `FeatureQueue` itself, never serialised
+    address: Address | None = None
+    secret: bytes = b""
+    store: tuple[str, int] | None = None  # where the process group meets; None: no group
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFeatures:
+    """To the target's ranks: rank 0 sends the features of every later step to `offer`."""
+
+    link: int  # index of the head; an earlier link of the same head is closed
+    offer: LinkOffer
+    capture: tuple[int, ...]  # layers whose inputs the head reads, ascending
+    timeout_s: float  # for connecting, and for writes to a peer that stops reading

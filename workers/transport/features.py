@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...errors import WorkerDiedError
 from ...scheduler.types import IntArray, StepInput, Verdict
 from ..collective import Collective
 from . import framing, wire
-from .links import LinkOffer
+from .channel import LinkOffer
 
 log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 28  # of queued features
@@ -49,22 +49,6 @@ class Features:
     @property
     def num_bytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in self.hidden or ())
-
-
-class FeatureReceiver(Protocol):
-    """The head's end."""
-
-    def take(self, timeout_s: float) -> Features | None:
-        """The next step; None if there is none yet.
-
-        Raises:
-            WorkerDiedError: the link is broken.
-        """
-        ...
-
-    def close(self) -> None:
-        """Closes the link, which the sender detects."""
-        ...
 
 
 class FeatureQueue:
@@ -95,6 +79,7 @@ class FeatureQueue:
             self._changed.notify()
 
     def take(self, timeout_s: float | None) -> Features | None:
+        """The next step; None if there is none yet (raises `WorkerDiedError` once it is closed)."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
             if self._items:
@@ -158,38 +143,41 @@ class FeatureSender:
 
     def _send(self, item: Features) -> None:
         assert self._connection is not None
-        hidden = item.hidden
-        shape = None
+        hidden, shape = item.hidden, None
         if hidden is not None:
             shape = [str(hidden[0].dtype), len(hidden), hidden[0].shape[1]]
         header = [item.serial, item.step, item.verdict, item.rows, shape]
         framing.send(self._connection, wire.encode(header))
-        if self._pair is not None:
-            self._send_group(item, self._pair)
-        elif hidden is not None:
+        if hidden is None:
+            return
+        if self._pair is not None and self._device.type == "cuda":
+            self._send_from_gpu(hidden, item.ready, self._connection, self._pair)
+        elif self._pair is not None:
+            self._pair.send(torch.stack(hidden), 1)
+        else:
             if item.ready is not None:
                 item.ready.synchronize()
             for part in hidden:
                 self._connection.sendall(_bytes_of(part))
 
-    def _send_group(self, item: Features, pair: Collective) -> None:
-        if item.hidden is None:
-            return
-        if self._device.type != "cuda":
-            pair.send(torch.stack(item.hidden), 1)
-            return
+    def _send_from_gpu(
+        self,
+        hidden: tuple[Tensor, ...],  # as in `Features`
+        ready: Any,
+        connection: socket.socket,
+        pair: Collective,
+    ) -> None:
         # On a stream of its own: a send to a dead head must not block the target's stream.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
-            if item.ready is not None:
-                stream.wait_event(item.ready)
-            pair.send(torch.stack(item.hidden), 1)
+            if ready is not None:
+                stream.wait_event(ready)
+            pair.send(torch.stack(hidden), 1)
             done = torch.cuda.Event()
             done.record(stream)
-        assert self._connection is not None
         deadline = time.monotonic() + self._timeout_s
         while not done.query():
-            if _is_closed_by_peer(self._connection) or time.monotonic() > deadline:
+            if _is_closed_by_peer(connection) or time.monotonic() > deadline:
                 raise WorkerDiedError("the head's worker is gone")
             time.sleep(_POLL_S)
 
@@ -217,6 +205,7 @@ class SocketReceiver:
         return LinkOffer(address=self._address, secret=secret, store=store)
 
     def take(self, timeout_s: float) -> Features | None:
+        """As `FeatureQueue.take`; raises `WorkerDiedError` if the link is broken."""
         now = time.monotonic()
         deadline = now + timeout_s
         if self._connect_by is None:
@@ -239,6 +228,7 @@ class SocketReceiver:
             raise WorkerDiedError(f"the feature link broke: {error}") from None
 
     def close(self) -> None:
+        """Closes the link, which the sender detects."""
         if self._pair is not None:
             self._pair.abort()
         if self._connection is not None:

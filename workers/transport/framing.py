@@ -1,7 +1,7 @@
 """Length-prefixed frames over a socket, and listening sockets for them.
 
 Unix sockets within a node, TCP with NODELAY between nodes. Every connection starts with a shared
-secret, and a client without it is dropped. Called by the channel and by the edge.
+secret, and a client without it is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...errors import WorkerDiedError
 
 HEADER = struct.Struct("<Q")
 MAX_FRAME_BYTES = 2**31
+_BUFFER_BYTES = 2**16
 STEPS, BEATS = b"steps", b"beats"  # what a connection to a rank is for: its first frame
 MAX_HANDSHAKES = 64  # pending at once; beyond that the oldest is dropped
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -153,8 +154,10 @@ def accept(server: socket.socket, secret: bytes, timeout_s: float) -> socket.soc
         acceptor.close()
 
 
-def connect(address: Address, secret: bytes, timeout_s: float) -> socket.socket:
-    """Connects to `address` and sends the secret."""
+def connect(
+    address: Address, secret: bytes, timeout_s: float, purpose: bytes | None = None
+) -> socket.socket:
+    """Connects to `address` and sends the secret; to a rank also `STEPS` or `BEATS`."""
     kind, host, port = address
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,6 +167,8 @@ def connect(address: Address, secret: bytes, timeout_s: float) -> socket.socket:
         connection = socket.create_connection((host, port), timeout=timeout_s)
     tune(connection)
     send(connection, secret)
+    if purpose is not None:
+        send(connection, purpose)
     return connection
 
 
@@ -179,13 +184,6 @@ def tune(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def connect_for(purpose: bytes, address: Address, secret: bytes, timeout_s: float) -> socket.socket:
-    """A connection to a rank, for `STEPS` or `BEATS`."""
-    connection = connect(address, secret, timeout_s)
-    send(connection, purpose)
-    return connection
-
-
 def frame(body: bytes) -> bytes:
     """A frame as it is written."""
     return HEADER.pack(len(body)) + body
@@ -197,15 +195,16 @@ def send(connection: socket.socket, body: bytes) -> None:
 
 
 def receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Reads one frame.
+    """Reads one frame, and nothing beyond it.
 
     Raises:
         WorkerDiedError: the peer closed the connection, or the frame exceeds `max_bytes`.
     """
-    (size,) = HEADER.unpack(_read(connection, HEADER.size))
-    if size > max_bytes:
-        raise WorkerDiedError(f"a frame of {size} bytes exceeds {max_bytes}")
-    return bytes(_read(connection, size))
+    header = bytearray(HEADER.size)
+    receive_into(connection, memoryview(header))
+    body = bytearray(_size(header, max_bytes=max_bytes))
+    receive_into(connection, memoryview(body))
+    return bytes(body)
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
@@ -217,7 +216,52 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def _read(connection: socket.socket, size: int) -> bytearray:
-    body = bytearray(size)
-    receive_into(connection, memoryview(body))
-    return body
+def _size(buffer: bytearray | memoryview, begin: int = 0, max_bytes: int = MAX_FRAME_BYTES) -> int:
+    (size,) = HEADER.unpack_from(buffer, begin)
+    if size > max_bytes:
+        raise WorkerDiedError(f"a frame of {size} bytes exceeds {max_bytes}")
+    return int(size)
+
+
+class FrameReader:
+    """Reads everything that comes from `connection`, which nothing else may read meanwhile.
+
+    Small frames take a single call of the kernel.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._begin = self._end = 0  # of what is read and not yet returned
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the next frame has been read, or its beginning."""
+        return self._begin < self._end
+
+    def receive(self) -> bytes:
+        """The next frame.
+
+        Raises:
+            WorkerDiedError: the peer closed the connection, or the frame is too large.
+        """
+        while (count := self._end - self._begin) < HEADER.size:
+            if count and self._begin:
+                self._buffer[:count] = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, count
+            added = self._connection.recv_into(self._buffer[count:])
+            if added == 0:
+                raise WorkerDiedError("the peer closed the connection")
+            self._end += added
+        size = _size(self._buffer, self._begin)
+        begin = self._begin + HEADER.size
+        end = begin + size
+        if end <= self._end:
+            self._begin = end
+            return bytes(self._buffer[begin:end])
+        body = bytearray(size)
+        count = self._end - begin
+        body[:count] = self._buffer[begin : self._end]
+        self._begin = self._end = 0
+        receive_into(self._connection, memoryview(body)[count:])
+        return bytes(body)

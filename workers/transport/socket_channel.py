@@ -7,19 +7,162 @@ other node, which hands it on. A rank that is gone closes its socket.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ...errors import WorkerDiedError
 from . import framing, wire
-from .channel import Handler, NoAnswerError, Raised, error_of, guarded
-from .later import Later
-from .leader import RankEnd
-from .reader import FrameReader
-from .waiting import SPIN_S, UsualWait
+from .channel import Handler, NoAnswerError, PendingReply, Raised, error_of, guarded
+from .framing import FrameReader
+
+
+def num_cores() -> int:
+    """The process's affinity, or the container's quota (cgroup v2) if lower."""
+    cores = len(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, _, period = quota.read_text().strip().partition(" ")
+        if limit.isdigit() and period.isdigit():
+            cores = min(cores, math.ceil(int(limit) / int(period)))
+    return max(1, cores)
+
+
+Events = list[tuple[int, int]]
+
+SPIN_S = 2e-3  # a step of 32 sequences is planned in less
+_LEAD_S = 5e-4  # how long before the usual end of a wait to be awake
+_FORGET = 0.2  # weight of the last wait
+
+
+class Lookout:
+    """Waits for events of `poll`, awake for up to `spin_s` seconds of each wait.
+
+    A sleeping thread is woken 50 to 100 us after its message has come, with cold caches. So both
+    ends of the step channel look for a message again and again for a moment before they sleep (the
+    bounded spin of Karlin et al. 1991, doi:10.1145/121132.286599), and leave the core to whatever
+    else can run between two looks. On a single core nobody looks: the sender could not run
+    meanwhile.
+    """
+
+    def __init__(self, poll: select.poll, spin_s: float) -> None:
+        self.spin_s = spin_s if num_cores() > 1 else 0.0
+        self._poll = poll.poll
+        self._usual_s = 0.0
+
+    def look(self, timeout_s: float) -> Events:
+        """What comes within `timeout_s` and `spin_s`, without sleeping; looks once at least."""
+        until_s = time.perf_counter() + min(self.spin_s, timeout_s)
+        while not (found := self._poll(0)) and time.perf_counter() < until_s:
+            os.sched_yield()
+        return found
+
+    def wait(self, timeout_s: float) -> Events:
+        """What comes within `timeout_s`: asleep at first, awake shortly before the usual end."""
+        if not self.spin_s:
+            return self._poll(timeout_s * 1e3)
+        begin_s = time.perf_counter()
+        asleep_ms = int(min(self._usual_s - _LEAD_S, timeout_s) * 1e3)  # poll takes whole ones
+        found = self._poll(asleep_ms) if asleep_ms > 0 else []
+        if not found:
+            found = self.look(timeout_s)
+        if not found:
+            left_s = begin_s + timeout_s - time.perf_counter()
+            found = self._poll(max(0.0, left_s) * 1e3)
+        self._usual_s += _FORGET * (time.perf_counter() - begin_s - self._usual_s)
+        return found
+
+
+def routes(
+    nodes: Sequence[str],  # of every rank; ranks of a node are neighbours
+    here: str,  # the engine's
+) -> dict[int, tuple[int, ...]]:
+    """The ranks that the engine connects to, in order, with the followers of each.
+
+    The engine sends a step to the ranks of its own node, and on every other node to the first rank
+    only, the leader, which hands it on to its followers.
+    """
+    first: dict[str, int] = {}
+    found: dict[int, tuple[int, ...]] = {}
+    for rank, node in enumerate(nodes):
+        leader = rank if node == here else first.setdefault(node, rank)
+        found[leader] = (*found.get(leader, ()), rank) if leader != rank else ()
+    return found
+
+
+class RankEnd:
+    """A rank's end of the step channel, with the connections to its followers if it leads.
+
+    A leader passes each frame on as it came, before it computes, and passes back what its followers
+    answer: their errors. Its connection ends when one of them is gone, and when it ends, theirs end
+    too. Heartbeats are not handed on; every rank sends its own.
+
+    Args:
+        connection: to the engine, or to the leader.
+        followers: they are closed at the end; the connection is not.
+        spin_s: how long to look for a message before sleeping.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        followers: Sequence[socket.socket] = (),
+        spin_s: float = 0.0,
+    ) -> None:
+        self._connection = connection
+        self._followers = list(followers)
+        self._reader = FrameReader(connection)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._lookout = Lookout(self._poll, spin_s)
+        self._writes = threading.Lock()  # of answers: the rank's own and its followers'
+
+    def __enter__(self) -> RankEnd:
+        for follower in self._followers:
+            threading.Thread(
+                target=self._relay, args=(follower,), name="outrider-follower", daemon=True
+            ).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for follower in self._followers:
+            with contextlib.suppress(OSError):  # gone already
+                follower.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+            follower.close()
+
+    def receive(self) -> bytes:
+        """The next message, handed on (raises `WorkerDiedError`, OSError)."""
+        if not self._reader.has_data:
+            self._lookout.look(self._lookout.spin_s)
+        body = self._reader.receive()
+        for follower in self._followers:
+            framing.send(follower, body)
+        return body
+
+    def has_message(self) -> bool:
+        """Whether a message has begun to arrive, or the connection has ended."""
+        return self._reader.has_data or bool(self._poll.poll(0))
+
+    def answer(self, body: bytes) -> None:
+        """Sends an answer (raises OSError)."""
+        with self._writes:
+            framing.send(self._connection, body)
+
+    def _relay(self, follower: socket.socket) -> None:
+        """Passes on what a follower answers; when it is gone, so is this connection."""
+        with contextlib.suppress(OSError, WorkerDiedError):
+            reader = FrameReader(follower)
+            while True:
+                self.answer(reader.receive())
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
 
 _LOOK_S = 5e-5  # between two looks for the next message and at the device
 
@@ -28,8 +171,8 @@ class SocketChannel:
     """The engine's end of the ranks' sockets, rank 0's first.
 
     Args:
-        num_ranks: ranks behind the connections, with those that a leader hands messages on to
-            (`leader.py`); None: one behind each.
+        num_ranks: ranks behind the connections, with those that a leader hands messages on to;
+            None: one behind each.
         spin_s: how long to look for an answer, around the time when it usually comes, before
             sleeping.
     """
@@ -48,7 +191,7 @@ class SocketChannel:
         self._timeout_s: float | None = None  # of the connections
         self._waiting = select.poll()  # `selectors` would take several times as long a step
         self._readers = {each.fileno(): FrameReader(each) for each in self._connections}
-        self._usual = UsualWait(self._waiting, spin_s)
+        self._usual = Lookout(self._waiting, spin_s)
         for number in (self._wake_reader.fileno(), *self._readers):
             self._waiting.register(number, select.POLLIN)
 
@@ -129,24 +272,24 @@ def serve(
 ) -> None:
     """A rank's end: answers messages in order until the engine closes the connection.
 
-    While a device computes a reply (`Later`), the next message is taken in, if it arrives by then.
+    While a device computes a reply (`PendingReply`), the next message is taken in if it is there.
     """
     with (
         RankEnd(connection, followers, spin_s) as end,
         contextlib.suppress(OSError, WorkerDiedError),
     ):
-        pending: Later | None = None
+        pending: PendingReply | None = None
         while True:
             if pending is not None and not _arrives_before(end, pending):
-                pending = _answer(end, rank, *guarded(Later.result, pending))
+                pending = _answer(end, rank, *guarded(PendingReply.result, pending))
                 continue
             reply, error = guarded(handler, wire.decode(end.receive()))
             if pending is not None:
-                _answer(end, rank, *guarded(Later.result, pending))
+                _answer(end, rank, *guarded(PendingReply.result, pending))
             pending = _answer(end, rank, reply, error)
 
 
-def _arrives_before(end: RankEnd, pending: Later) -> bool:
+def _arrives_before(end: RankEnd, pending: PendingReply) -> bool:
     """Whether a message is there before the reply."""
     while not pending.is_ready:
         if end.has_message():
@@ -155,9 +298,9 @@ def _arrives_before(end: RankEnd, pending: Later) -> bool:
     return False
 
 
-def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> Later | None:
+def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> PendingReply | None:
     """Sends a reply or an error; a reply in the making is returned instead."""
-    if isinstance(reply, Later):
+    if isinstance(reply, PendingReply):
         return reply
     if rank == 0 or error is not None:
         end.answer(wire.encode((error is None, rank, reply if error is None else error)))

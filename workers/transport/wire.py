@@ -3,8 +3,7 @@
 A record's int32 arrays travel as one array of bytes, and are views of one copy of it at the other
 end: a step's plan and verdict have a dozen, and each costs several calls of Python on its own.
 
-Used by the step channel (scheduler to ranks) and by the edge (engine to HTTP ingress). Only the
-dataclasses listed here are encoded; decoding never executes code (no pickle).
+Only the dataclasses listed here are encoded; decoding never executes code (no pickle).
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ...drafters import messages
+from ...drafters import protocol
 from ...errors import WorkerError
-from ...scheduler import plan, timer, types
+from ...scheduler import types
 from ...scheduler.sampling import SamplingParams
-from . import links
+from ...scheduler.types import JoinedDrafts, Opening, SeatSettings, StepPlan
+from . import channel
 
 _ARRAY, _RECORD, _SAMPLING, _TUPLE, _PACKED = 1, 2, 3, 4, 5
 _INT32 = np.dtype(np.int32)
@@ -33,7 +33,7 @@ _TABLE = 2  # dimensions
 # A record is identified by its position: both ends run the same version.
 _RECORDS: tuple[type[Any], ...] = (
     types.SpeculationOptions,
-    types.Keep,
+    types.ResumeKey,
     types.Request,
     types.Penalties,
     types.Bias,
@@ -41,38 +41,33 @@ _RECORDS: tuple[type[Any], ...] = (
     types.SamplingRows,
     types.DraftProbs,
     types.StepInput,
-    plan.JoinedDrafts,
-    plan.SeatSettings,
-    plan.Opening,
-    plan.StepPlan,
+    JoinedDrafts,
+    SeatSettings,
+    Opening,
+    StepPlan,
     types.Logprobs,
     types.NextDrafts,
-    timer.ThreadChoice,
+    types.ThreadChoice,
     types.Verdict,
     types.TokenLogprobs,
     types.SpeculationUsage,
     types.StepTrace,
     types.RequestTimes,
     types.Delta,
-    messages.DraftStep,
-    messages.Drafted,
-    messages.HeadAsk,
-    messages.HeadAnswer,
-    links.ListenFeatures,
-    links.LinkOffer,
-    links.OpenFeatures,
+    protocol.DraftStep,
+    protocol.Drafted,
+    protocol.HeadAsk,
+    protocol.HeadAnswer,
+    channel.ListenFeatures,
+    channel.LinkOffer,
+    channel.OpenFeatures,
 )
 
 
-def _fields_of(record: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What returns the fields of a record in order."""
-    names = [field.name for field in dataclasses.fields(record)]
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
-
-
-_FIELDS = {record: _fields_of(record) for record in _RECORDS}
+# What returns the fields of a record, all of which have at least two, in order.
+_FIELDS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
+    record: attrgetter(*(field.name for field in dataclasses.fields(record))) for record in _RECORDS
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,11 +1,20 @@
 """Verification: from the logits of a step's rows to the tokens that every sequence emits.
 
-Pure functions, called on rank 0. Start at `rules.verify`.
+Pure functions. Start at `rules.verify`; this file has the table of rules.
 """
 
-from .rules import RULES, Rule, make_rule, verify
-from .sample import draw, draw_siblings, draw_with_probs
-from .settings import DrawSettings
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ...errors import ConfigError
+from .block import BlockVerification
+from .lossy import Relaxed, Synthetic, Typical
+from .process import DrawSettings
+from .rejection import Rejection
+from .rules import Coupled, Rule, verify
+from .sample import draw, draw_siblings
 
 __all__ = [
     "RULES",
@@ -13,7 +22,24 @@ __all__ = [
     "Rule",
     "draw",
     "draw_siblings",
-    "draw_with_probs",
     "make_rule",
     "verify",
 ]
+
+RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (Coupled, Rejection, BlockVerification, Typical, Relaxed, Synthetic)
+    }
+)
+
+
+def make_rule(name: str, **parameters: float) -> Rule:
+    """The rule called `name`; `parameters` are its fields.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    if name not in RULES:
+        raise ConfigError(f"rule: {name!r} is not one of {', '.join(RULES)}", field="rule")
+    return RULES[name](**parameters)

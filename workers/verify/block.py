@@ -29,51 +29,28 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ...scheduler.types import DraftProbs, IntArray, SamplingRows
+from ...scheduler.types import IntArray
 from . import noise, rejection
-from .coupled import draw_rows, match
-from .layout import Choice, Layout
-from .rejection import Evidence, Probs, Siblings
-from .settings import GREEDY_BELOW
+from .process import DraftRows
+from .rejection import Evidence, Odds, Probs, Rejection, Siblings
+from .rules import Choice
 
 
 @dataclass(frozen=True, slots=True)
-class ChainOdds:
-    """The distribution of a chain's decision: the deepest hit is the last accepted node."""
-
-    accept: Probs  # [num_rows], chance of a hit
-    residual: Probs  # [num_rows, num_support], up to a factor, if the row is the last accepted
-    outside: Probs  # [num_rows], the residual's mass outside the support, by the same factor
-
-
-@dataclass(frozen=True, slots=True)
-class BlockVerification:
+class BlockVerification(Rejection):
     """Accepts the longest prefix of a chain allowed by the joint probabilities."""
 
     name: ClassVar[str] = "block"
 
-    def choose(
-        self,
-        rows: Layout,
-        sampling: SamplingRows,
-        draft_probs: DraftProbs | None,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
-    ) -> Choice:
-        greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
-        if greedy.all() or not rows.drafted.any():  # nothing to weigh
-            return match(rows, draw_rows(rows, sampling, logits))
-        family = rejection.siblings(rows, draft_probs, greedy)
-        seen = rejection.evidence(rows, sampling, family.support, logits)
-        coins, spare = rejection.draw_coins(rows, family.children.shape[1])
+    def _decided(self, rows: DraftRows, family: Siblings, seen: Evidence) -> Choice:
+        _, spare = rejection.draw_coins(rows, family.children.shape[1])
         chances = odds(rows, family, seen)
         choice = decide(rows, family, chances, seen.tokens, _coins(rows), spare)
         branches = branching(rows, family)
         if not branches.any():
             return choice
-        exact = rejection.odds(family, seen.target_probs, seen.outside)
-        other = rejection.decide(rows, family, exact, seen.tokens, coins, spare)
+        other = Rejection._decided(self, rows, family, seen)
         return Choice(
             np.where(branches, other.taken, choice.taken),
             np.where(branches, other.tokens, choice.tokens),
@@ -81,15 +58,19 @@ class BlockVerification:
 
 
 def branching(
-    rows: Layout, family: Siblings
+    rows: DraftRows, family: Siblings
 ) -> NDArray[np.bool_]:  # [num_rows], the row's sequence has a draft that is no chain
     """Rows of sequences in which some node has siblings."""
     forks = (family.children >= 0).sum(1) > 1
     return np.isin(rows.seq, rows.seq[forks])
 
 
-def odds(rows: Layout, family: Siblings, seen: Evidence) -> ChainOdds:
-    """The distribution of every chain's decision; deterministic, so that tests can enumerate it."""
+def odds(rows: DraftRows, family: Siblings, seen: Evidence) -> Odds:
+    """The distribution of every chain's decision; deterministic, so that tests can enumerate it.
+
+    `accept` [num_rows] is the chance of a hit, and the deepest hit is the last accepted node; the
+    residual is the row's if it is that node.
+    """
     at = np.arange(rows.num_rows)
     child, own = family.children[:, 0], family.column[:, 0]
     one_hot = np.zeros_like(seen.target_probs)
@@ -113,13 +94,13 @@ def odds(rows: Layout, family: Siblings, seen: Evidence) -> ChainOdds:
     # An empty residual is a rounding error, and any choice of p is valid, as in `rejection.odds`.
     spent = mass <= 0
     residual = np.where(spent[:, None], seen.target_probs, left)
-    return ChainOdds(accept, residual, np.where(spent, seen.outside, outside))
+    return Odds(accept, residual, np.where(spent, seen.outside, outside))
 
 
 def decide(
-    rows: Layout,
+    rows: DraftRows,
     family: Siblings,
-    chances: ChainOdds,
+    chances: Odds,
     outside_tokens: IntArray,  # [num_rows], drawn from the target outside the support
     coins: Probs,  # [num_rows], in (0, 1)
     spare: Probs,  # [num_rows], in (0, 1): draws from the residual
@@ -129,13 +110,10 @@ def decide(
     num_accepted = np.zeros(rows.num_seqs, dtype=np.int64)
     np.maximum.at(num_accepted, rows.seq[hit], rows.depth[hit])
     taken = rows.is_root | (rows.drafted & (rows.depth <= num_accepted[rows.seq]))
-    tokens = rejection.replacements(
-        family, chances.residual, chances.outside, outside_tokens, spare
-    )
-    return Choice(taken, tokens)
+    return Choice(taken, rejection.replacements(family, chances, outside_tokens, spare))
 
 
-def _coins(rows: Layout) -> Probs:  # [num_rows]
+def _coins(rows: DraftRows) -> Probs:  # [num_rows]
     """A coin per row from the stream of this round."""
     rounds = torch.from_numpy(rows.positions[rows.root].astype(np.int64))
     return noise.uniform(rows.seeds, rows.positions, rounds + noise.ROUND_COINS).numpy()

@@ -4,8 +4,7 @@ Order: logit bias and min_new_tokens, then repetition, frequency and presence pe
 order); then temperature, top-k, top-p, min-p. The history of a draft node includes the tokens on
 its own path.
 
-Called by `rules.verify` (`edit`) and by `sample` and the rules (`pools`). Each stage processes only
-the rows that need it.
+Each stage processes only the rows that need it.
 
 Ties: tokens are ranked by (logit, lower id first), and top-p sums integer masses, so a row's cut
 depends neither on the order of summation nor on other rows.
@@ -25,11 +24,134 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.types import FloatArray, IntArray, Penalties, SamplingRows
-from .kernels import nonzero
-from .layout import Layout
-from .noise import passes
-from .settings import DrawSettings, RowIndex
+from ...scheduler.types import (
+    FloatArray,
+    IntArray,
+    Logprobs,
+    Masks,
+    Penalties,
+    SamplingRows,
+)
+from .noise import nonzero, passes
+
+GREEDY_BELOW = 1e-5  # lower temperatures count as 0: dividing by them overflows float32
+
+RowIndex = NDArray[np.int64]
+Seeds = NDArray[np.int64] | Tensor
+Positions = IntArray | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSettings:
+    """Sampling settings per row of logits; on the CPU, except that seeds may be on the device."""
+
+    seeds: Seeds  # [num_rows], of the rows' requests
+    temperature: FloatArray  # [num_rows], 0 is greedy
+    top_k: IntArray  # [num_rows], 0 is off
+    top_p: FloatArray  # [num_rows], 1 is off
+    min_p: FloatArray  # [num_rows], 0 is off
+
+    @classmethod
+    def of(cls, sampling: SamplingRows, seqs: RowIndex | IntArray) -> DrawSettings:
+        """The settings of rows that belong to these sequences [num_rows] of the batch."""
+        every = cls(
+            sampling.seeds, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        )
+        return every.take(seqs)
+
+    @property
+    def greedy(self) -> NDArray[np.bool_]:  # [num_rows]
+        return self.temperature < GREEDY_BELOW
+
+    def take(self, rows: RowIndex | IntArray | NDArray[np.bool_]) -> DrawSettings:
+        return DrawSettings(
+            self.seeds[rows],
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+        )
+
+
+def token_logprobs(
+    logits: Tensor,  # [num_rows, vocab] float32
+    tokens: IntArray,  # [num_rows]
+    top: int,
+) -> Logprobs:
+    """Log-probabilities of one token per row and of the `top` most likely, best first.
+
+    They are the model's own, without settings; ties go to the lower id.
+    """
+    raw = logits.log_softmax(1)
+    chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
+    ids = raw.topk(min(top, logits.shape[1]), dim=1).indices.sort(dim=1).values
+    best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    values = torch.cat([raw.gather(1, chosen[:, None]), best], dim=1).cpu().numpy()
+    top_ids = ids.gather(1, order).to(torch.int32).cpu().numpy()
+    return Logprobs(values[:, 0], top_ids, values[:, 1:])
+
+
+def spread(found: Logprobs, wanted: NDArray[np.bool_]) -> Logprobs:  # [num_emitted]
+    """`found`, of the tokens that are wanted, with zeros for the others."""
+    columns = []
+    for values in (found.chosen, found.top_ids, found.top):
+        columns.append(np.zeros((len(wanted), *values.shape[1:]), dtype=values.dtype))
+        columns[-1][wanted] = values
+    return Logprobs(*columns)
+
+
+def allow(
+    logits: Tensor,  # [num_rows, vocab]
+    masks: Masks | None,
+) -> Tensor:  # [num_rows, vocab]; `logits` itself where no row is masked
+    """`logits` with -inf where `masks` has no bit; the input is left as it is.
+
+    Comes after biases and penalties and before temperature and cuts, for every rule: a token that
+    the grammar forbids has probability 0, and the others are renormalised.
+    """
+    if masks is None:
+        return logits
+    device, vocab = logits.device, logits.shape[1]
+    rows = torch.from_numpy(masks.rows).to(device, torch.int64)
+    bits = torch.from_numpy(masks.bits).to(device)
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
+    masked = logits.clone()
+    masked[rows] = masked[rows].masked_fill(~allowed, -torch.inf)
+    return masked
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The logit rows of a step: for each sampled sequence its root, then its draft nodes.
+
+    In numpy on the host, without logits; `rules.rows_of` makes it.
+    """
+
+    seq: NDArray[np.int64]  # [num_rows], sequence in the batch
+    root: NDArray[np.int64]  # [num_rows], row of the sequence's root
+    parent: NDArray[np.int64]  # [num_rows], row of the parent; a root is its own parent
+    nodes: NDArray[np.int64]  # [num_rows], index into the step's draft_tokens; -1 at roots
+    tokens: IntArray  # [num_rows], the node's token; -1 at roots
+    depth: IntArray  # [num_rows], 0 at roots
+    positions: IntArray  # [num_rows], position of the token drawn at the row
+    seeds: NDArray[np.int64]  # [num_rows]
+    window: NDArray[np.bool_]  # [num_rows], the node is computed but never accepted
+    num_seqs: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq)
+
+    @property
+    def is_root(self) -> NDArray[np.bool_]:  # [num_rows]
+        return self.nodes < 0
+
+    @property
+    def drafted(self) -> NDArray[np.bool_]:  # [num_rows]
+        """Nodes that may be accepted."""
+        return (self.nodes >= 0) & ~self.window
+
 
 _WIDTH = 256  # candidates tried before the whole vocabulary
 _TIE_ROOM = 16  # candidates beyond top_k, so that ties at the cut are included
@@ -53,7 +175,7 @@ class CandidatePool:
 
 
 def edit(
-    rows: Layout,
+    rows: DraftRows,
     sampling: SamplingRows,
     logits: Tensor,  # [num_rows, vocab] float32
 ) -> Tensor:  # [num_rows, vocab]; `logits` itself when there is nothing to edit
@@ -88,7 +210,7 @@ def edit(
     return edited
 
 
-def _penalised(rows: Layout, penalties: Penalties, vocab: int) -> Entries:
+def _penalised(rows: DraftRows, penalties: Penalties, vocab: int) -> Entries:
     """One sequence's (flat index, repetition factor, amount to subtract) per row and token."""
     of_seq = np.flatnonzero(rows.seq == penalties.row)
     num_rows, path = len(of_seq), rows.tokens[of_seq[1:]]

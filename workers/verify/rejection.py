@@ -30,11 +30,9 @@ from torch import Tensor
 
 from ...scheduler.types import DraftProbs, IntArray, SamplingRows
 from . import noise
-from .coupled import draw_rows, match
-from .kernels import argmax
-from .layout import Choice, Layout, child_table
-from .process import CandidatePool, pools
-from .settings import GREEDY_BELOW, DrawSettings
+from .noise import argmax
+from .process import GREEDY_BELOW, CandidatePool, DraftRows, DrawSettings, pools
+from .rules import Choice, child_table, draw_rows, first_taken, match
 
 Probs = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -64,8 +62,8 @@ class Odds:
     """The distribution of a row's decision: children in order, then the replacement."""
 
     accept: Probs  # [num_rows, max_children], given that the earlier ones were rejected
-    residual: Probs  # [num_rows, num_support], once all were rejected
-    outside: Probs  # [num_rows], the residual's mass outside the support
+    residual: Probs  # [num_rows, num_support], once all were rejected, up to a factor
+    outside: Probs  # [num_rows], the residual's mass outside the support, by the same factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +74,26 @@ class Rejection:
 
     def choose(
         self,
-        rows: Layout,
+        rows: DraftRows,
         sampling: SamplingRows,
         draft_probs: DraftProbs | None,
         logits: Tensor,  # [num_rows, vocab] float32, edited
     ) -> Choice:
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
-        if greedy.all() or rows.is_root.all():  # nothing to reject
+        if greedy.all() or not rows.drafted.any():  # nothing to weigh
             return match(rows, draw_rows(rows, sampling, logits))
         family = siblings(rows, draft_probs, greedy)
         seen = evidence(rows, sampling, family.support, logits)
+        return self._decided(rows, family, seen)
+
+    def _decided(self, rows: DraftRows, family: Siblings, seen: Evidence) -> Choice:
         chances = odds(family, seen.target_probs, seen.outside)
         coins, spare = draw_coins(rows, family.children.shape[1])
         return decide(rows, family, chances, seen.tokens, coins, spare)
 
 
 def siblings(
-    rows: Layout,
+    rows: DraftRows,
     draft_probs: DraftProbs | None,
     deterministic: NDArray[np.bool_],  # [num_rows], rows whose children's probabilities to ignore
 ) -> Siblings:
@@ -132,7 +133,7 @@ def _distinct(ids: Index) -> tuple[Index, Index]:
 
 
 def evidence(
-    rows: Layout,
+    rows: DraftRows,
     sampling: SamplingRows,
     support: Index,  # [num_rows, num_support], -1 pads
     logits: Tensor,  # [num_rows, vocab]
@@ -214,7 +215,7 @@ def odds(
 
 
 def decide(
-    rows: Layout,
+    rows: DraftRows,
     family: Siblings,
     chances: Odds,
     outside_tokens: IntArray,  # [num_rows], drawn from the target outside the support
@@ -222,29 +223,24 @@ def decide(
     spare: Probs,  # [num_rows], in (0, 1): draws from the residual
 ) -> Choice:
     """Takes the first child whose coin is below its probability, else a token of the residual."""
-    hit = coins < chances.accept
-    first = hit & (np.cumsum(hit, axis=1) == 1)
-    taken = rows.is_root.copy()
-    taken[family.children[first]] = True
-    tokens = replacements(family, chances.residual, chances.outside, outside_tokens, spare)
-    return Choice(taken, tokens)
+    taken = first_taken(rows, family.children, coins < chances.accept)
+    return Choice(taken, replacements(family, chances, outside_tokens, spare))
 
 
 def replacements(
     family: Siblings,
-    residual: Probs,  # [num_rows, num_support], up to a factor
-    outside: Probs,  # [num_rows], the residual's mass outside the support, by the same factor
+    chances: Odds,
     outside_tokens: IntArray,  # [num_rows]
     spare: Probs,  # [num_rows], in (0, 1)
 ) -> IntArray:  # [num_rows]
     """Draws a token of every row's residual."""
-    levels = np.cumsum(np.column_stack([outside, residual]), axis=1)
+    levels = np.cumsum(np.column_stack([chances.outside, chances.residual]), axis=1)
     drawn = (spare[:, None] * levels[:, -1:] >= levels).sum(1)  # 0: outside the support
     tokens = np.column_stack([outside_tokens, family.support])[np.arange(len(spare)), drawn]
     return tokens.astype(np.int32)
 
 
-def draw_coins(rows: Layout, max_children: int) -> tuple[Probs, Probs]:
+def draw_coins(rows: DraftRows, max_children: int) -> tuple[Probs, Probs]:
     """A coin per row and sibling, and one per row for the residual."""
     streams = torch.tensor([*range(noise.COINS, noise.COINS + max_children), noise.RESIDUAL])
     coins = noise.uniform(rows.seeds[:, None], rows.positions[:, None], streams).numpy()

@@ -1,15 +1,19 @@
-"""`verify`: the step's logits to its verdict, under the rule that the configuration names.
+"""`verify`: the step's logits to its verdict under a rule; and the default rule, `Coupled`.
 
-Called by the target worker's rank 0 after the forward. Every rule is one file and one class:
-`choose` decides at every row, whether or not the walk reaches it; the walk, the verdict and the
+A rule decides at every row, whether or not the walk reaches it. The walk, the verdict and the
 log-probabilities are computed here for all rules.
+
+`Coupled`: the target draws its own token; a draft node is accepted if it equals that token. The
+noise of a draw depends only on (request seed, position, token), so the emitted tokens equal those
+of a run without speculation, whatever was drafted. A drafter that draws with the same noise
+(`sample.draw`) agrees with probability at least (1 - d) / (1 + d), where d is the total variation
+distance of the two distributions. Source: Daliri, Musco, Suresh 2024, arXiv:2408.07978. At
+temperature 0 this is greedy matching (Stern, Shazeer, Uszkoreit 2018, arXiv:1811.03115).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -17,70 +21,89 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...errors import ConfigError
 from ...scheduler.types import (
     DraftProbs,
     IntArray,
-    Logprobs,
     SamplingRows,
     StepInput,
     Verdict,
+    ints,
     starts_of,
 )
-from .block import BlockVerification
-from .constrain import allow
-from .coupled import Coupled
-from .layout import Choice, Layout, layout, verdict, walk
-from .logprobs import token_logprobs
-from .process import edit
-from .rejection import Rejection
-from .relaxed import Relaxed
-from .synthetic import Synthetic
-from .typical import Typical
+from .process import GREEDY_BELOW, DraftRows, DrawSettings, allow, edit, spread, token_logprobs
+from .sample import draw
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A rule's decision at every row, whether or not the walk reaches it."""
+
+    taken: NDArray[np.bool_]  # [num_rows], the row is the child that its parent's row accepts
+    tokens: IntArray  # [num_rows], the token emitted if the walk ends at the row
 
 
 class Rule(Protocol):
     """How draft nodes are accepted. A frozen dataclass; its fields are the rule's parameters.
 
-    `choose` gets the rows' layout, the sampling settings, the draft's sparse distributions and
+    `choose` gets the rows, the sampling settings, the draft's sparse distributions and
     the logits with penalties and biases applied, and returns a `Choice`: which child every row
     takes, and which token is emitted if the walk ends there. `process.pools` gives the processed
     distributions, `noise.uniform` coins that depend on (seed, position, stream) only. A rule
     whose decision on a node depends on later nodes (`block`) must draw its drafts and coins from a
     stream that changes with every round; otherwise it is not exact.
 
-    To add a rule: write its file, add its class to `RULES`, and its name and the keys of its
-    parameters to `config/section.py`.
+    To add a rule: write its file, add its class to `RULES` (`__init__.py`), and its name and the
+    keys of its parameters to `config/section.py`.
     """
 
     name: ClassVar[str]
 
     def choose(
         self,
-        rows: Layout,
+        rows: DraftRows,
         sampling: SamplingRows,
         draft_probs: DraftProbs | None,  # rows of zeros for deterministic nodes
         logits: Tensor,  # [num_rows, vocab] float32, edited
     ) -> Choice: ...
 
 
-RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (Coupled, Rejection, BlockVerification, Typical, Relaxed, Synthetic)
-    }
-)
+@dataclass(frozen=True, slots=True)
+class Coupled:
+    """Accepts the draft node that equals the target's own draw."""
+
+    name: ClassVar[str] = "coupled"
+
+    def choose(
+        self,
+        rows: DraftRows,
+        sampling: SamplingRows,
+        draft_probs: object,
+        logits: Tensor,  # [num_rows, vocab] float32, edited
+    ) -> Choice:
+        return match(rows, draw_rows(rows, sampling, logits))
 
 
-def make_rule(name: str, **parameters: float) -> Rule:
-    """The rule called `name`; `parameters` are its fields.
+def draw_rows(
+    rows: DraftRows,
+    sampling: SamplingRows,
+    logits: Tensor,  # [num_rows, vocab]
+) -> IntArray:  # [num_rows]
+    """The target's own token at every row, copied to the CPU at once."""
+    if not np.count_nonzero(sampling.temperature >= GREEDY_BELOW):
+        on_cpu = logits.device.type == "cpu"  # where numpy is ten times as fast
+        best = logits.numpy().argmax(1) if on_cpu else logits.argmax(1).cpu().numpy()
+        return best.astype(np.int32)
+    drawn = draw(logits, rows.positions, DrawSettings.of(sampling, rows.seq))
+    return drawn.cpu().numpy()
 
-    Raises:
-        ConfigError: there is no such rule.
-    """
-    if name not in RULES:
-        raise ConfigError(f"rule: {name!r} is not one of {', '.join(RULES)}", field="rule")
-    return RULES[name](**parameters)
+
+def match(
+    rows: DraftRows,
+    drawn: IntArray,  # [num_rows]
+) -> Choice:
+    """Accepts the child that equals its parent's draw; siblings differ, so at most one does."""
+    agrees = (rows.tokens == drawn[rows.parent]) & ~rows.window
+    return Choice(agrees | (rows.nodes < 0), drawn)
 
 
 def verify(
@@ -89,9 +112,12 @@ def verify(
     logits: Tensor,  # [num_rows, vocab] float32, not modified
 ) -> Verdict:
     """The verdict on `step` under `rule`."""
-    rows = layout(step)
-    assert len(logits) == rows.num_rows, (logits.shape, rows.num_rows)
-    edited = allow(edit(rows, step.sampling, logits), step.masks)
+    rows, sampling, edited = rows_of(step), step.sampling, logits
+    assert len(logits) == len(rows.seq), (logits.shape, len(rows.seq))
+    if sampling.penalties or sampling.biases or sampling.ends:
+        edited = edit(rows, sampling, edited)
+    if step.masks is not None:
+        edited = allow(edited, step.masks)
     choice = rule.choose(rows, step.sampling, step.draft_probs, edited)
     passed = walk(rows, choice)
     result = verdict(step.step, rows, choice, passed)
@@ -99,14 +125,18 @@ def verify(
         window, starts = _window(step.num_window, rows, edited)
         result = replace(result, window=window, window_start=starts)
     asked = step.sampling.num_logprobs[rows.seq[passed]]
-    if not np.count_nonzero(asked >= 0):
+    wanted = asked >= 0
+    if not np.count_nonzero(wanted):
         return result
-    return replace(result, logprobs=_logprobs(logits, passed, result, asked >= 0, asked.max()))
+    emitting = torch.from_numpy(passed[wanted]).to(logits.device)
+    # Under the model's own distribution; all rows get the largest requested `top`.
+    scores = token_logprobs(logits[emitting], result.emitted[wanted], int(asked.max()))
+    return replace(result, logprobs=spread(scores, wanted))
 
 
 def _window(
     num_window: IntArray,  # [num_seqs]
-    rows: Layout,
+    rows: DraftRows,
     logits: Tensor,  # [num_rows, vocab]
 ) -> tuple[IntArray, IntArray]:  # [num_window nodes], [num_seqs + 1]
     """The most likely token after every window node, and the offsets of the sequences.
@@ -119,21 +149,129 @@ def _window(
     return likely, starts_of(sampled)
 
 
-def _logprobs(
-    logits: Tensor,  # [num_rows, vocab]
-    passed: NDArray[np.int64],  # [num_emitted], the row that emitted each token
-    result: Verdict,
-    wanted: NDArray[np.bool_],  # [num_emitted]
-    top: int,
-) -> Logprobs:
-    """Log-probabilities under the model's own distribution; zeros for tokens that need none.
+# -- rows, and the walk over them
 
-    All rows get the largest requested `top`.
+
+def rows_of(step: StepInput) -> DraftRows:
+    """The logit rows of `step`."""
+    seq, rows = step.samples.nonzero()[0], np.arange(len(step.rows))
+    root: NDArray[np.int64] = rows
+    parent: NDArray[np.int64] = rows
+    nodes, tokens = np.full(len(rows), -1), np.full(len(rows), -1, dtype=np.int32)
+    if len(step.draft_tokens):
+        num_rows = step.num_nodes[seq] + 1
+        first = np.concatenate([[0], num_rows[:-1].cumsum(dtype=np.int64)])
+        root = first.repeat(num_rows)
+        seq, parent = seq.repeat(num_rows), rows.copy()
+        drafted = (rows != root).nonzero()[0]
+        above = root[drafted] + 1
+        own = step.draft_start[seq[drafted]] + drafted - above
+        nodes[drafted], tokens[drafted] = own, step.draft_tokens[own]
+        parent[drafted] = above + step.draft_parents[own]
+    assert len(seq) == len(rows), (len(seq), len(rows))
+    positions = step.positions[step.rows]
+    return DraftRows(
+        seq=seq,
+        root=root,
+        parent=parent,
+        nodes=nodes,
+        tokens=tokens,
+        depth=positions - positions[root],
+        positions=positions + np.int32(1),
+        seeds=step.sampling.seeds[seq],
+        window=(
+            np.zeros(len(seq), dtype=np.bool_)
+            if step.num_window is None
+            else _window_rows(step, step.num_window, seq, nodes)
+        ),
+        num_seqs=step.num_seqs,
+    )
+
+
+def _window_rows(
+    step: StepInput,
+    num_window: IntArray,  # [num_seqs]
+    seq: NDArray[np.int64],  # [num_rows]
+    nodes: NDArray[np.int64],  # [num_rows]
+) -> NDArray[np.bool_]:  # [num_rows]
+    first = step.draft_start[1:] - num_window
+    return (nodes >= 0) & (nodes >= first[seq])
+
+
+def child_table(rows: DraftRows) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1
+    """Rows of every row's children that may be accepted, in drawing order."""
+    drafted = np.flatnonzero(rows.drafted)
+    order = drafted[np.argsort(rows.parent[drafted], kind="stable")]
+    num_children = np.bincount(rows.parent[order], minlength=rows.num_rows)
+    first = np.cumsum(num_children) - num_children
+    table = np.full((rows.num_rows, int(num_children.max(initial=0))), -1, dtype=np.int64)
+    table[rows.parent[order], np.arange(len(order)) - first[rows.parent[order]]] = order
+    return table
+
+
+def first_taken(
+    rows: DraftRows,
+    children: NDArray[np.int64],  # [num_rows, max_children], of `child_table`
+    hit: NDArray[np.bool_],  # [num_rows, max_children], False at padding
+) -> NDArray[np.bool_]:  # [num_rows]
+    """The roots, and the first child of every row that is hit."""
+    taken = rows.is_root.copy()
+    taken[children[hit & (np.cumsum(hit, axis=1) == 1)]] = True
+    return taken
+
+
+def walk(rows: DraftRows, choice: Choice) -> NDArray[np.int64]:  # [num_emitted]
+    """The rows on the accepted paths, sequence by sequence, from root to leaf.
+
+    At most one child of a row is taken, and parents come before children, so the rows in ascending
+    order are the paths. Each row on a path emits one token.
     """
-    rows = torch.from_numpy(passed[wanted]).to(logits.device)
-    part = token_logprobs(logits[rows], result.emitted[wanted], int(top))
-    chosen = np.zeros(len(passed), dtype=np.float32)
-    top_ids = np.zeros((len(passed), part.top.shape[1]), dtype=np.int32)
-    top_values = np.zeros(top_ids.shape, dtype=np.float32)
-    chosen[wanted], top_ids[wanted], top_values[wanted] = part.chosen, part.top_ids, part.top
-    return Logprobs(chosen, top_ids, top_values)
+    passed = choice.taken
+    for _ in range(int(rows.depth.max(initial=0))):
+        passed = choice.taken & passed[rows.parent]
+    return passed.nonzero()[0]
+
+
+def longest(
+    rows: DraftRows,
+    passes: NDArray[np.bool_],  # [num_rows]
+    log_probs: NDArray[np.float64],  # [num_rows]
+) -> NDArray[np.bool_]:  # [num_rows]
+    """Every sequence's root and the longest path of passing nodes; ties go to the likeliest."""
+    taken = rows.is_root.copy()
+    reached, total = rows.is_root.copy(), np.zeros(rows.num_rows)
+    best = rows.root.copy()  # at every root's row: the end of its best path
+    for row in np.flatnonzero(passes).tolist():  # parents come before children
+        parent, root = rows.parent[row], rows.root[row]
+        if not reached[parent]:
+            continue
+        reached[row], total[row] = True, total[parent] + log_probs[row]
+        leader = best[root]
+        if (rows.depth[row], total[row]) > (rows.depth[leader], total[leader]):
+            best[root] = row
+    for row in best[rows.is_root].tolist():
+        while not rows.is_root[row]:
+            taken[row] = True
+            row = rows.parent[row]
+    return taken
+
+
+def verdict(step: int, rows: DraftRows, choice: Choice, passed: NDArray[np.int64]) -> Verdict:
+    """The walk as a `Verdict`: accepted tokens, then the token emitted at the end."""
+    seq = rows.seq[passed]
+    emitted = choice.tokens[passed].astype(np.int32, copy=False)
+    emitted_start = starts_of(np.bincount(seq, minlength=rows.num_seqs))
+    # A row before one of these emits that node's token.
+    follows = (rows.root[passed] != passed).nonzero()[0]
+    if not len(follows):
+        nowhere = np.zeros(rows.num_seqs + 1, dtype=np.int32)
+        return Verdict(step, emitted, emitted_start, ints([]), nowhere)
+    accepted = passed[follows]
+    emitted[follows - 1] = rows.tokens[accepted]
+    return Verdict(
+        step=step,
+        emitted=emitted,
+        emitted_start=emitted_start,
+        path=ints(accepted - rows.root[accepted] - 1),
+        path_start=starts_of(np.bincount(seq[follows], minlength=rows.num_seqs)),
+    )

@@ -2,8 +2,8 @@
 
 `draw` uses the noise that the coupled rule verifies with, so that a drafter's draws agree with the
 target's as often as shared noise allows (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
-`draw_with_probs` and `draw_siblings` use a stream of their own, as exact rejection requires, and
-return the truncated distribution that they drew from.
+`draw_siblings` uses a stream of its own, as exact rejection requires, and returns the truncated
+distribution that it drew from.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from . import noise
-from .kernels import argmax
-from .process import CandidatePool, pools
-from .settings import DrawSettings, Positions
+from .noise import argmax
+from .process import DrawSettings, Positions, pools
 
 
 def draw(
@@ -29,44 +28,20 @@ def draw(
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     row_keys: Tensor | None = None
     for pool in pools(logits, settings):
-        if not pool.greedy and row_keys is None:
-            row_keys = noise.keys(settings.seeds, positions).to(logits.device)
-        drawn = drawn_from(pool, row_keys).to(torch.int32)
-        if len(drawn) == len(tokens):
-            return drawn
-        tokens[torch.from_numpy(pool.rows).to(logits.device)] = drawn
+        rows = torch.from_numpy(pool.rows).to(logits.device)
+        if pool.greedy:
+            drawn = argmax(pool.logits)
+        else:
+            if row_keys is None:
+                row_keys = noise.keys(settings.seeds, positions).to(logits.device)
+            own = row_keys if len(rows) == len(tokens) else row_keys[rows]
+            drawn = noise.perturbed_argmax(pool.logits, own, pool.ids)
+            if pool.ids is not None:
+                drawn = pool.ids.gather(1, drawn[:, None])[:, 0]
+        if len(rows) == len(tokens):
+            return drawn.to(torch.int32)
+        tokens[rows] = drawn.to(torch.int32)
     return tokens
-
-
-def drawn_from(
-    pool: CandidatePool,
-    row_keys: Tensor | None,  # [num_rows] of all pools; unused by a greedy pool
-) -> Tensor:  # [num_pooled], token ids
-    """Draws one token for every row of a pool."""
-    if pool.greedy or row_keys is None:
-        return argmax(pool.logits)
-    if len(pool.rows) != len(row_keys):
-        row_keys = row_keys[torch.from_numpy(pool.rows).to(row_keys.device)]
-    index = noise.perturbed_argmax(pool.logits, row_keys, pool.ids)
-    return index if pool.ids is None else pool.ids.gather(1, index[:, None])[:, 0]
-
-
-def draw_with_probs(
-    logits: Tensor,  # [num_rows, vocab] float32
-    positions: Positions,  # [num_rows]
-    settings: DrawSettings,  # of the rows
-    top: int,
-    rounds: Positions | None = None,  # [num_rows]
-) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows], [num_rows, top], [num_rows, top]
-    """One token per row and the distribution it came from: (tokens, ids, probs) of `DraftProbs`.
-
-    The distribution is the processed one, truncated to its `top` most likely tokens and
-    renormalised; ids beyond its support have probability 0. Greedy rows have all-zero
-    probabilities, which mark a deterministic node. `rounds` is the position of each round's first
-    token, for rules that need fresh noise in every round; None draws by position only.
-    """
-    tokens, ids, probs = draw_siblings(logits, positions, settings, top, 1, rounds)
-    return tokens[:, 0], ids, probs
 
 
 def draw_siblings(
@@ -74,14 +49,20 @@ def draw_siblings(
     positions: Positions,  # [num_rows]
     settings: DrawSettings,  # of the rows
     top: int,
-    num_siblings: int,
+    num_siblings: int = 1,
     rounds: Positions | None = None,  # [num_rows]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [num_rows, num_siblings], [num_rows, top], [num_rows, top]
-    """Like `draw_with_probs`, but siblings drawn in order without replacement.
+    """Siblings per row, drawn in order without replacement, and what they were drawn from.
+
+    Returns (tokens, ids, probs) of `DraftProbs`. The distribution is the processed one, truncated
+    to its `top` most likely tokens and renormalised; ids beyond its support have probability 0.
+    Greedy rows have all-zero probabilities, which mark deterministic nodes: their siblings are the
+    most likely tokens. A token of -1 means that the support has no further token. `rounds` is the
+    position of each round's first token, for rules that need fresh noise in every round; None draws
+    by position only.
 
     The largest perturbed log-probabilities, in order, are such a sample (Kool, van Hoof, Welling
-    2019, arXiv:1903.06059). A token of -1 means that the support has no further token; the siblings
-    of a greedy row are the most likely tokens.
+    2019, arXiv:1903.06059).
     """
     vocab = logits.shape[1]
     assert num_siblings <= top, (num_siblings, top)

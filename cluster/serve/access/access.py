@@ -7,21 +7,229 @@ read again when it changes. Running requests keep what they began with.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ....config.access import AccessConfig, KeyConfig, KeysFile
-from ....config.strict import parse
-from ....config.yaml_text import read_yaml
-from ....errors import AuthenticationError, ConfigError
-from .identity import Identity
+from ....config.strict import parse, read_yaml
+from ....engine.frontend import RequestOptions
+from ....errors import (
+    AuthenticationError,
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+)
+from ....scheduler.sampling import SamplingParams
 from .keys import find
-from .limits import Clock, Usage
 
 log = logging.getLogger(__name__)
+Clock = Callable[[], float]
 _LOOK_EVERY_S = 1.0  # how often the file of keys is looked at
 _OWN_TENANT_DIGITS = 16  # of a key's hash, as the name of a tenant of its own
+_MINUTE_S = 60.0
+_CONCURRENCY_RETRY_S = 1.0
+
+
+class RateLimitError(OverloadedError):
+    """A key's limit is reached; `retry_after_s` says when it no longer is."""
+
+    def __init__(self, message: str, *, retry_after_s: float, field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
+
+
+class Bucket:
+    """So many units a minute, and as many at once; any number at first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._size = self._level = math.inf
+        self._at_s = clock()
+
+    def resize(self, per_minute: float) -> None:
+        """Another rate from now on; what was used stays used."""
+        self._fill()
+        used = 0.0 if math.isinf(self._size) else self._size - self._level
+        self._size = per_minute
+        self._level = self._size - used
+
+    def take(self, count: float, refusal: str) -> None:
+        """Takes `count` units; more than the bucket holds can be taken when it is full.
+
+        Raises:
+            RateLimitError: the bucket has too few now; begins with `refusal`.
+        """
+        self._fill()
+        wanted = min(count, self._size)
+        if self._level < wanted:
+            wait_s = (wanted - self._level) * _MINUTE_S / self._size
+            raise RateLimitError(f"{refusal}; try again in {wait_s:.1f} s", retry_after_s=wait_s)
+        self._level -= count
+
+    def give_back(self, count: float) -> None:
+        """`count` of what was taken was not used."""
+        self._level = min(self._size, self._level + count)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        if not math.isinf(self._size):
+            gained = (now - self._at_s) * self._size / _MINUTE_S
+            self._level = min(self._size, self._level + gained)
+        self._at_s = now
+
+
+class Usage:
+    """What one key uses now, and has used in the last minute."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._requests, self._tokens = Bucket(clock), Bucket(clock)
+        self._most: float = math.inf
+        self._num_running = 0
+
+    def limit(self, key: KeyConfig, num_parts: int) -> None:
+        """Sets an even part of a key's limits; requests that run are not affected."""
+        self._requests.resize((key.requests_per_minute or math.inf) / num_parts)
+        self._tokens.resize((key.tokens_per_minute or math.inf) / num_parts)
+        most = key.max_concurrent_requests
+        self._most = math.inf if most is None else max(1, most // num_parts)
+
+    def begin(self) -> None:
+        """Another request runs, until `end`.
+
+        Raises:
+            RateLimitError: the key has too many of them.
+        """
+        if self._num_running >= self._most:
+            raise RateLimitError(
+                f"this key has {self._num_running} requests running (max_concurrent_requests)",
+                retry_after_s=_CONCURRENCY_RETRY_S,
+            )
+        self._requests.take(1, "this key has sent too many requests (requests_per_minute)")
+        self._num_running += 1
+
+    def end(self) -> None:
+        """A request that had begun is over."""
+        self._num_running -= 1
+
+    def take_tokens(self, count: int) -> None:
+        """Counts tokens that a request may use.
+
+        Raises:
+            RateLimitError: the key has used too many.
+        """
+        self._tokens.take(
+            count, f"this key has used too many tokens for {count} more (tokens_per_minute)"
+        )
+
+    def give_back_tokens(self, count: int) -> None:
+        """Tokens that were counted and not used."""
+        self._tokens.give_back(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A key's holder; without keys, anybody.
+
+    Args:
+        key: the key's configuration; None for administrators, and where there are no keys.
+        usage: what the key uses.
+        tenant: None where requests name their own.
+    """
+
+    name: str = ""
+    key: KeyConfig | None = None
+    usage: Usage = field(default_factory=Usage)
+    tenant: str | None = None
+    is_admin: bool = True
+
+    def options(self, options: RequestOptions) -> RequestOptions:
+        """A request's options, with the key's tenant.
+
+        Raises:
+            PermissionDeniedError: the request names a tenant, or a priority that it may not have.
+        """
+        if self.tenant is None:
+            return options
+        if options.tenant:
+            raise PermissionDeniedError.at(
+                "cache_salt", "the API key decides the tenant; leave it out"
+            )
+        best = self.key.min_priority if self.key is not None else options.priority
+        if options.priority < best:
+            raise PermissionDeniedError.at(
+                "priority",
+                f"this key's requests have at least {best} (got {options.priority}; "
+                "lower values run first)",
+            )
+        return replace(options, tenant=self.tenant)
+
+    def sampling(
+        self, sampling: SamplingParams, num_prompt: int, max_model_len: int
+    ) -> SamplingParams:
+        """Settings within the key's limits; where `max_tokens` is left open, it is what they allow.
+
+        Raises:
+            InvalidRequestError: the request exceeds what the key may ever use.
+        """
+        if self.key is None:
+            return sampling
+        limits = (
+            (self.key.max_request_tokens, "max_request_tokens"),
+            (self.key.tokens_per_minute, "tokens_per_minute"),
+        )
+        limit, name = min([each for each in limits if each[0] is not None], default=(None, ""))
+        if limit is None:
+            return sampling
+        room = min(limit, max_model_len) - num_prompt
+        if sampling.max_tokens is None and room > 0:
+            return sampling.model_copy(update={"max_tokens": room})
+        num_tokens = num_prompt + (sampling.max_tokens or 1)
+        if num_tokens > limit:
+            raise InvalidRequestError.at(
+                "max_tokens",
+                f"prompt and output of {num_tokens} tokens exceed this key's {name} ({limit})",
+            )
+        return sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request: who sent it, and until when it has to be answered."""
+
+    identity: Identity = field(default_factory=Identity)
+    timeout_s: float | None = None  # from its arrival; None: any time
+    log_prompts: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    def deadline(self, *timeouts_s: float | None) -> float | None:
+        """When the first of its own timeout and `timeouts_s` is over, on the monotonic clock."""
+        given = [each for each in (self.timeout_s, *timeouts_s) if each is not None]
+        return self.arrived_s + min(given) if given else None
+
+
+_CURRENT: ContextVar[Call] = ContextVar("outrider_call")
+
+
+def current() -> Call:
+    """The HTTP request that is being answered."""
+    return _CURRENT.get(Call())
+
+
+@contextmanager
+def answering(call: Call) -> Iterator[None]:
+    """Makes `call` the current one, in every task and thread that answers it."""
+    token = _CURRENT.set(call)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 class Access:
@@ -52,10 +260,11 @@ class Access:
 
     def reconfigure(self, config: AccessConfig) -> None:
         """Replaces the settings; on an error (as the constructor's) the old ones stay."""
-        state = _state(config.keys_file)
-        listed = _listed(config)
-        self._set_keys(listed)
-        self.config, self._file_state = config, state
+        state, listed = _state(config.keys_file), _listed(config)
+        identities = {each.hash: self._identity(each) for each in listed.keys}
+        for each in listed.admin_keys:
+            identities[each] = Identity("admin", tenant="", usage=Usage(self._clock))
+        self._identities, self.config, self._file_state = identities, config, state
 
     def identify(self, authorization: str | None) -> Identity:
         """Who sent a request with this `Authorization` header.
@@ -89,25 +298,14 @@ class Access:
             return
         self._file_state = state
         try:
-            self._set_keys(_listed(self.config))
+            self.reconfigure(self.config)
             log.info("%d API keys were read from %s", len(self._identities), self.config.keys_file)
         except ConfigError as error:
             log.error("API keys stay as they were: %s", error.message)
 
-    def _set_keys(self, listed: KeysFile) -> None:
-        identities = {each.hash: self._identity(each) for each in listed.keys}
-        for each in listed.admin_keys:
-            identities[each] = Identity("admin", tenant="", usage=Usage(self._clock))
-        self._identities = identities
-
     def _identity(self, key: KeyConfig) -> Identity:
         usage = self._usages.setdefault(key.hash, Usage(self._clock))
-        parts, most = self._num_ingresses, key.max_concurrent_requests
-        usage.limit(
-            None if key.requests_per_minute is None else key.requests_per_minute / parts,
-            None if key.tokens_per_minute is None else key.tokens_per_minute / parts,
-            None if most is None else max(1, most // parts),
-        )
+        usage.limit(key, self._num_ingresses)
         own = key.hash.partition(":")[2][:_OWN_TENANT_DIGITS]
         tenant = own if key.tenant is None else key.tenant
         return Identity(key.name or tenant, key, usage, tenant, is_admin=False)
@@ -133,12 +331,10 @@ def _listed(config: AccessConfig) -> KeysFile:
         text = Path(config.keys_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{field}: cannot read {config.keys_file}: {why}", field=field) from None
+        raise ConfigError.at(field, f"cannot read {config.keys_file}: {why}") from None
     data = read_yaml(text, field, config.keys_file)
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{field}: {config.keys_file} must hold `keys` and `admin_keys`", field=field
-        )
+        raise ConfigError.at(field, f"{config.keys_file} must hold `keys` and `admin_keys`")
     file = parse(KeysFile, data)
     return parse(
         KeysFile,

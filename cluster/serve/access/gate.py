@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....errors import InvalidRequestError, OutriderError, PermissionDeniedError
 from ..openai.errors import error_response
-from .access import Access
-from .identity import Call, Identity, answering
+from .access import Access, Call, Identity, answering
 
 # Without a key: readiness, and what tells nothing about the server's users.
 _OPEN = frozenset({"/health", "/", "/openapi.json"})
@@ -105,9 +104,7 @@ def _timeout(headers: Headers) -> float | None:
     except ValueError:
         timeout_s = math.nan
     if not math.isfinite(timeout_s):
-        raise InvalidRequestError(
-            f"{TIMEOUT_HEADER}: a number of seconds (got {given[:32]!r})", field=TIMEOUT_HEADER
-        )
+        raise InvalidRequestError.at(TIMEOUT_HEADER, f"a number of seconds (got {given[:32]!r})")
     if timeout_s <= 0:  # as Ray Serve reads it
         return None
     return timeout_s - min(_MOST_AHEAD_S, _SHARE_AHEAD * timeout_s)

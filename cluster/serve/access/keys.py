@@ -1,7 +1,7 @@
 """API keys: made, hashed, found again.
 
 A key is 256 random bits, which nobody can guess from its SHA-256; a slow hash would protect only
-keys that people choose. Called by `outrider key new`, by `--api-key` and by `access.py`.
+keys that people choose.
 """
 
 from __future__ import annotations

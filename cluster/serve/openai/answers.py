@@ -1,93 +1,277 @@
-"""One chat completion's text as a message, or as the deltas of a stream."""
+"""The shapes of answers: endpoints build their answers as these, and the document describes them.
+
+Fields that only some requests add are not required.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from ....engine.chat.events import Arguments, CallBegin, Content, Event, Reasoning
-from ....engine.chat.reader import Parser
-from ....engine.chat.text import ChatText
+from typing_extensions import NotRequired, TypedDict
 
 
-class Answer:
-    """Reasoning, content and calls of one completion.
+class ErrorDetail(TypedDict):
+    """`param` names the field at fault."""
 
-    Args:
-        chat: makes ids.
-        parser: reads the text; None: all of it is content.
-        with_reasoning: whether the answer has its reasoning.
-        parallel: whether it may have several calls.
-    """
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
-    def __init__(
-        self, chat: ChatText, parser: Parser | None, *, with_reasoning: bool, parallel: bool
-    ) -> None:
-        self._chat = chat
-        self._parser = parser
-        self._with_reasoning = with_reasoning
-        self._parallel = parallel
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._arguments: list[list[str]] = []  # of each call, in pieces
 
-    def push(self, text: str, *, last: bool) -> dict[str, Any]:
-        """The delta that `text` makes, empty if nothing is certain yet."""
-        if self._parser is None:
-            events: list[Event] = [Content(text)] if text else []
-        else:
-            events = self._parser.push(text)
-            events += self._parser.finish() if last else []
-        delta: dict[str, Any] = {}
-        changed: dict[int, dict[str, Any]] = {}
-        for event in events:
-            if isinstance(event, Content):
-                self._content.append(event.text)
-                delta["content"] = delta.get("content", "") + event.text
-            elif isinstance(event, Reasoning):
-                self._think(event.text, delta)
-            elif event.index == 0 or self._parallel:
-                self._call(event, changed)
-        if changed:
-            delta["tool_calls"] = list(changed.values())
-        return delta
+class Error(TypedDict):
+    """Every error."""
 
-    def message(self) -> dict[str, Any]:
-        """Everything so far."""
-        content = "".join(self._content)
-        nothing = not content and (self._calls or self._reasoning)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if nothing else content,
-            "refusal": None,
-        }
-        if self._reasoning:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
-                for call, pieces in zip(self._calls, self._arguments, strict=True)
-            ]
-        return message
+    error: ErrorDetail
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        """Why it ended, in OpenAI's words."""
-        return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def _think(self, text: str, delta: dict[str, Any]) -> None:
-        if self._with_reasoning:
-            self._reasoning.append(text)
-            # vLLM's name, and the older one of DeepSeek's API.
-            delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+class SpeculationSummary(TypedDict):
+    """How speculation went, over all completions of the request."""
 
-    def _call(self, event: CallBegin | Arguments, changed: dict[int, dict[str, Any]]) -> None:
-        if isinstance(event, CallBegin):
-            function = {"name": event.name, "arguments": ""}
-            call = {"id": event.id or self._chat.new_id(), "type": "function", "function": function}
-            self._calls.append(call)
-            self._arguments.append([])
-            changed[event.index] = {"index": event.index, **call, "function": dict(function)}
-            return
-        self._arguments[event.index].append(event.text)
-        part = changed.setdefault(event.index, {"index": event.index, "function": {}})["function"]
-        part["arguments"] = part.get("arguments", "") + event.text
+    drafter: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_accepted_len: float
+    num_steps: int
+    synthetic: bool
+
+
+class CachedTokens(TypedDict):
+    """Tokens of the prompt that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class CompletionTokens(TypedDict):
+    """Tokens of the completions that are reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens
+    speculation: SpeculationSummary
+
+
+class CompletionLogprobs(TypedDict):
+    """Parallel lists, one entry per token; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class Extras(TypedDict, total=False):
+    """What some requests add to a choice, and to a chunk of a stream."""
+
+    token_ids: list[int]
+    speculation_trace: list[dict[str, Any]]
+
+
+class Choice(Extras):
+    """What completions and chat choices share."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class CompletionChoice(Choice):
+    """One completion of one prompt."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(TypedDict):
+    """The answer of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatAnswer(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: NotRequired[str]  # absent without reasoning, as are calls without calls
+    reasoning_content: NotRequired[str]  # the same, under its older name
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class ChatChoice(Choice):
+    """One answer of the assistant."""
+
+    message: ChatAnswer
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletion(TypedDict):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class OutputText(TypedDict):
+    """The text of a response."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class OutputMessage(TypedDict):
+    """A message of a response."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputReasoningText(TypedDict):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    """How the model has thought; summaries and encrypted text are never made."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[None]
+    encrypted_content: None
+    content: list[OutputReasoningText]
+
+
+class OutputCall(TypedDict):
+    """A call of a function; its result is sent with the same `call_id`."""
+
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of input and output."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+    speculation: SpeculationSummary
+
+
+class Response(TypedDict):
+    """The answer of `/v1/responses`; nothing is stored."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputReasoning | OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    speculation_trace: NotRequired[list[dict[str, Any]]]
+
+
+class Tokens(TypedDict):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Text(TypedDict):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class ModelCard(TypedDict):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """The models that can serve now."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(TypedDict):
+    """Engines can run a step; `degraded`: not those of the models in `down`."""
+
+    status: Literal["ok", "degraded"]
+    down: NotRequired[dict[str, str] | None]  # the reason, by model
+
+
+class Stats(TypedDict):
+    """Statistics of every engine replica and its drafters."""
+
+    model: str  # the first
+    models: list[str]
+    running: int
+    waiting: int
+    engines: list[dict[str, Any]]

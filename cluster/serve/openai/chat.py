@@ -2,24 +2,103 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ....engine.frontend import Frontend, Prompt
-from ....engine.outputs import Chunk
-from ....errors import InvalidRequestError
-from ....scheduler.types import TokenLogprobs
-from .answers import Answer
-from .generation import Generation, Job, continuous_usage, shows_ids, token_ids
-from .logprobs import described, finite, prompt_logprobs, token_id_name
-from .protocol import ChatBody, ChatMessage, Conversation
-from .tools import constrained, reading
-from .trace import chunk_trace, whole_trace
+from pydantic import ValidationError
 
-_RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "tokenize")
+from ....engine.chat.chat_text import ChatText
+from ....engine.chat.lark import Function
+from ....engine.chat.reader import Arguments, CallBegin, Content, Reasoning
+from ....engine.frontend import Frontend, Prompt, RequestOptions
+from ....engine.outputs import Chunk
+from ....engine.structured.grammar import check_schema
+from ....errors import InvalidRequestError
+from ....scheduler.sampling import SamplingParams, StructuredOutputs, invalid_request
+from ....scheduler.types import TokenLogprobs
+from .answers import ChatAnswer, ChatChoice, ChatCompletion
+from .generation import (
+    Generation,
+    Job,
+    Step,
+    add_extras,
+    chunk_extras,
+    described,
+    prompt_logprobs,
+    stream_events,
+    token_logprobs,
+)
+from .protocol import ChatBody, ChatMessage, Conversation
+
+
+class Answer:
+    """One completion's text as a message, or as the deltas of a stream."""
+
+    def __init__(self, chat: ChatText, body: ChatBody, job: Job) -> None:
+        self._chat = chat
+        self._body = body
+        self._job = job
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []  # of each call, in pieces
+
+    def push(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The delta that `text` makes, empty if nothing is certain yet."""
+        delta: dict[str, Any] = {}
+        changed: dict[int, dict[str, Any]] = {}
+        for event in self._job.read(text, last=last, parallel=self._body.is_parallel):
+            if isinstance(event, Content):
+                self._content.append(event.text)
+                delta["content"] = delta.get("content", "") + event.text
+            elif not isinstance(event, Reasoning):
+                self._call(event, changed)
+            elif self._body.include_reasoning is not False:
+                self._reasoning.append(event.text)
+                # vLLM's name, and the older one of DeepSeek's API.
+                thought = delta.get("reasoning", "") + event.text
+                delta["reasoning"] = delta["reasoning_content"] = thought
+        if changed:
+            delta["tool_calls"] = list(changed.values())
+        return delta
+
+    def message(self) -> ChatAnswer:
+        """Everything so far."""
+        content = "".join(self._content)
+        nothing = not content and (self._calls or self._reasoning)
+        message: ChatAnswer = {
+            "role": "assistant",
+            "content": None if nothing else content,
+            "refusal": None,
+        }
+        if self._reasoning:
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
+                for call, pieces in zip(self._calls, self._arguments, strict=True)
+            ]
+        return message
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, in OpenAI's words."""
+        reason = self._job.assembler.finish_reason
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _call(self, event: CallBegin | Arguments, changed: dict[int, dict[str, Any]]) -> None:
+        if isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            call = {"id": event.id or self._chat.new_id(), "type": "function", "function": function}
+            self._calls.append(call)
+            self._arguments.append([])
+            changed[event.index] = {"index": event.index, **call, "function": dict(function)}
+            return
+        self._arguments[event.index].append(event.text)
+        part = changed.setdefault(event.index, {"index": event.index, "function": {}})["function"]
+        part["arguments"] = part.get("arguments", "") + event.text
 
 
 def add_messages(generation: Generation, body: ChatBody, request_id: str) -> None:
@@ -31,11 +110,79 @@ def add_messages(generation: Generation, body: ChatBody, request_id: str) -> Non
     sampling = body.sampling()
     generation.check_count(1, sampling.n)
     frontend = generation.frontend
+    chat = frontend.chat
     prompt = rendered(frontend, body, body.messages)
-    read = reading(frontend.chat, body, prompt.text or "")
-    sampling, options = constrained(read, body, sampling, body.options())
+    text, functions = prompt.text or "", body.functions()
+    if functions and not chat.has_calls:
+        raise InvalidRequestError(
+            "tools: no tools are served with this model: its chat template has no format of calls "
+            "that is known here; set tool_call_parser in the configuration",
+            field="tools",
+        )
+    sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
-    generation.add(request_id, prompt, sampling, options, "messages", read.parser)
+    continued = body.continue_final_message
+    parser_of = partial(chat.parser, text, functions, continued=continued)
+    generation.add(request_id, prompt, sampling, options, "messages", parser_of)
+
+
+def _constrained(
+    chat: ChatText,
+    body: ChatBody,
+    prompt: str,
+    functions: Sequence[Function],
+    sampling: SamplingParams,
+    options: RequestOptions,
+) -> tuple[SamplingParams, RequestOptions]:
+    """The request with the grammar that its tools ask for; reasoning comes before any grammar.
+
+    Raises:
+        InvalidRequestError: a schema cannot be enforced, or another field constrains the text.
+    """
+    given, text = sampling.structured_outputs, None
+    parallel, continued = body.is_parallel, body.continue_final_message
+    if body.must_call:
+        if given is not None:
+            raise InvalidRequestError(
+                f"tool_choice: {options.structured_field} constrains the text already; use "
+                "tool_choice auto, or leave it out",
+                field="tool_choice",
+            )
+        _check_schemas(chat, body, functions)
+        text = chat.required(functions, prompt, parallel=parallel, continued=continued)
+    elif given is not None:
+        _check_schemas(chat, body, functions)
+        frame = chat.frame(prompt, functions, parallel=parallel, continued=continued)
+        if frame is not None and given.frame is None:
+            framed = given.model_copy(update={"frame": frame})
+            sampling = sampling.model_copy(update={"structured_outputs": framed})
+    elif any(function.strict for function in functions):
+        bound = [each if each.strict else Function(each.name) for each in functions]
+        _check_schemas(chat, body, bound)
+        text = chat.strict(bound, prompt, continued=continued)
+    if text is None:
+        return sampling, options
+    try:
+        wanted = StructuredOutputs(grammar=text)
+    except ValidationError as error:
+        message = invalid_request(error).message.split(": ", 1)[-1]
+        raise InvalidRequestError(f"tools: their grammar: {message}", field="tools") from None
+    options = replace(options, structured_field="tools")
+    return sampling.model_copy(update={"structured_outputs": wanted}), options
+
+
+def _check_schemas(chat: ChatText, body: ChatBody, functions: Sequence[Function]) -> None:
+    places = {tool.function.name: index for index, tool in enumerate(body.tools or ())}
+    for function in functions:
+        field = f"tools.{places[function.name]}.function.parameters"
+        check_schema(function.schema, field)
+        chat.check_function(function, field)
+
+
+_RESERVED = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 
 
 def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMessage]) -> Prompt:
@@ -45,7 +192,7 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
         InvalidRequestError: names the field.
     """
     for name in body.chat_template_kwargs:
-        if name in _RESERVED or name in ("add_generation_prompt", "continue_final_message"):
+        if name in _RESERVED:
             raise InvalidRequestError(
                 f"chat_template_kwargs.{name}: this name is taken",
                 field=f"chat_template_kwargs.{name}",
@@ -74,103 +221,78 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
     )
 
 
-async def answer(generation: Generation, body: ChatBody, request_id: str) -> dict[str, Any]:
+async def answer(generation: Generation, body: ChatBody, request_id: str) -> ChatCompletion:
     """The whole answer, once everything is finished."""
-    choices = []
+    frontend, choices = generation.frontend, list[ChatChoice]()
     for job in generation.jobs:
         output = job.assembler.output()
-        message = _answer_of(generation, body, job)
+        message = Answer(frontend.chat, body, job)
         message.push(output.text, last=True)
         logprobs = None
         if body.logprobs:
-            logprobs = _logprobs(
-                generation.frontend, body, output.token_ids, job.assembler.logprobs
-            )
-        choices.append(
-            {
-                "index": job.index,
-                "message": message.message(),
-                "logprobs": logprobs,
-                "finish_reason": message.finish_reason(output.finish_reason),
-                "stop_reason": output.stop_reason,
-                **(token_ids(job, output.token_ids) if shows_ids(body) else {}),
-                **whole_trace(job),
-            }
-        )
-    head = _head(generation, request_id, "chat.completion")
-    if shows_ids(body):
-        head["prompt_token_ids"] = list(generation.jobs[0].prompt.token_ids)
+            logprobs = _logprobs(frontend, body, output.token_ids, job.assembler.logprobs)
+        choice: ChatChoice = {
+            "index": job.index,
+            "message": message.message(),
+            "logprobs": logprobs,
+            "finish_reason": message.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        add_extras(choice, job, body)
+        choices.append(choice)
+    answer: ChatCompletion = {
+        "id": request_id,
+        "object": "chat.completion",
+        "created": generation.created_at,
+        "model": frontend.model_name,
+        "choices": choices,
+        "usage": generation.usage(),
+    }
+    job = generation.jobs[0]
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = list(job.prompt.token_ids)
     if body.prompt_logprobs is not None:
-        job, frontend = generation.jobs[0], generation.frontend
         table = await described(job, partial(prompt_logprobs, frontend, body, job))
-        head["prompt_logprobs"] = table
-    return {**head, "choices": choices, "usage": generation.usage()}
+        answer["prompt_logprobs"] = table
+    return answer
 
 
-async def events(
+def events(
     generation: Generation, body: ChatBody, request_id: str
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of the answer: the role, the text, why it ended."""
-    head = _head(generation, request_id, "chat.completion.chunk")
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    if with_usage:
-        head["usage"] = None
-    continuous = continuous_usage(body)
-    answers: dict[int, Answer] = {}
-    async with aclosing(generation.chunks()) as steps:
-        async for step in steps:
-            job, chunk, logprobs = step.job, step.chunk, None
-            if job.index not in answers:
-                first = {**head, "choices": [_part(job, {"role": "assistant", "content": ""})]}
-                if shows_ids(body) and not answers:
-                    first["prompt_token_ids"] = list(job.prompt.token_ids)
-                if continuous:
-                    first["usage"] = generation.usage()
-                answers[job.index] = _answer_of(generation, body, job)
-                if not generation.mark(job).begun:
-                    generation.begins(job)
-                    yield first
-            reply = answers[job.index]
-            delta = reply.push(chunk.text, last=step.last)
-            if step.seen:
-                delta, chunk = {}, Chunk("", ())
-            if continuous:
-                head["usage"] = generation.usage()
-            if body.logprobs and chunk.logprobs:
-                logprobs = _logprobs(generation.frontend, body, chunk.token_ids, chunk.logprobs)
-            extra: dict[str, Any] = chunk_trace(job, chunk)
-            if shows_ids(body) and not step.seen:
-                extra.update(token_ids(job, chunk.token_ids))
-            if delta or logprobs is not None or extra:
-                part = _part(job, delta or {"content": ""}, logprobs)
-                generation.sends(step, text=step.last)
-                yield {**head, "choices": [{**part, **extra}]}
-            if step.last and not generation.mark(job).ended:
-                generation.sends(step, end=True)
-                last = _part(job, {})
-                last["finish_reason"] = reply.finish_reason(job.assembler.finish_reason)
-                last["stop_reason"] = job.assembler.stop_reason
-                yield {**head, "choices": [last]}
-    if with_usage:
-        yield {**head, "choices": [], "usage": generation.usage()}
+    frontend, answers = generation.frontend, dict[int, Answer]()
 
+    async def events_of(step: Step) -> AsyncGenerator[dict[str, Any], None]:
+        job, chunk, logprobs = step.job, step.chunk, None
+        if job.index not in answers:
+            first: dict[str, Any] = {"choices": [_part(job, {"role": "assistant", "content": ""})]}
+            if body.return_token_ids and not answers:
+                first["prompt_token_ids"] = list(job.prompt.token_ids)
+            answers[job.index] = Answer(frontend.chat, body, job)
+            if not generation.mark(job).begun:
+                generation.begins(job)
+                yield first
+        reply = answers[job.index]
+        delta = reply.push(chunk.text, last=step.last)
+        if step.seen:
+            delta, chunk = {}, Chunk("", ())
+        if body.logprobs and chunk.logprobs:
+            logprobs = _logprobs(frontend, body, chunk.token_ids, chunk.logprobs)
+        with_ids = body.return_token_ids and not step.seen
+        extras = chunk_extras(job, chunk, with_ids=with_ids)
+        if delta or logprobs is not None or extras:
+            part = _part(job, delta or {"content": ""}, logprobs)
+            generation.sends(step, text=step.last)
+            yield {"choices": [{**part, **extras}]}
+        if step.last and not generation.mark(job).ended:
+            generation.sends(step, end=True)
+            last = _part(job, {})
+            last["finish_reason"] = reply.finish_reason
+            last["stop_reason"] = job.assembler.stop_reason
+            yield {"choices": [last]}
 
-def _head(generation: Generation, request_id: str, kind: str) -> dict[str, Any]:
-    return {
-        "id": request_id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": generation.frontend.model_name,
-    }
-
-
-def _answer_of(generation: Generation, body: ChatBody, job: Job) -> Answer:
-    return Answer(
-        generation.frontend.chat,
-        job.parser,
-        with_reasoning=body.include_reasoning is not False,
-        parallel=body.is_parallel,
-    )
+    return stream_events(generation, body, request_id, "chat.completion.chunk", events_of)
 
 
 def _part(
@@ -180,26 +302,8 @@ def _part(
 
 
 def _logprobs(
-    frontend: Frontend,
-    body: ChatBody,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
+    frontend: Frontend, body: ChatBody, ids: Sequence[int], rows: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
-    text = frontend.vocabulary.token_text
-    name = token_id_name if body.return_tokens_as_token_ids else text
-
-    def entry(token_id: int, value: float) -> dict[str, Any]:
-        return {
-            "token": name(token_id),
-            "logprob": finite(value),
-            "bytes": list(frontend.vocabulary.token_bytes(token_id)),
-        }
-
-    content = [
-        {
-            **entry(token_id, row.chosen),
-            "top_logprobs": [entry(id, value) for id, value in row.top[: body.top_logprobs or 0]],
-        }
-        for token_id, row in zip(token_ids, logprobs, strict=False)
-    ]
+    as_ids, top = body.return_tokens_as_token_ids, body.top_logprobs or 0
+    content = token_logprobs(frontend, ids, rows, top, as_ids=as_ids)
     return {"content": content, "refusal": None}

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ....engine.frontend import Frontend, Prompt
-from ....engine.outputs import Chunk, CompletionOutput
+from ....engine.frontend import Frontend
+from ....engine.outputs import Chunk
 from ....errors import InvalidRequestError
-from .generation import Generation, Job, continuous_usage, shows_ids, token_ids
-from .logprobs import completion_logprobs, described, prompt_logprobs, prompt_text
+from .answers import Completion, CompletionChoice
+from .generation import (
+    Generation,
+    Job,
+    Step,
+    add_extras,
+    chunk_extras,
+    completion_logprobs,
+    described,
+    prompt_logprobs,
+    prompt_text,
+    stream_events,
+)
 from .protocol import CompletionBody
-from .trace import chunk_trace, whole_trace
 
 MAX_PROMPTS = 1024
 
@@ -34,74 +41,71 @@ def add_prompts(generation: Generation, body: CompletionBody, request_id: str) -
             field="prompt",
         )
     generation.check_count(len(given), sampling.n)
-    prompts = _prompts(generation.frontend, body, given)
+    frontend = generation.frontend
+    prompts = [
+        frontend.text_prompt(item, add_special_tokens=body.add_special_tokens)
+        if isinstance(item, str)
+        else frontend.token_prompt(item, _field(body))
+        for item in given
+    ]
     for index, prompt in enumerate(prompts):
-        prompt = generation.frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
+        prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
         generation.add(f"{request_id}-{index}", prompt, sampling, options, _field(body))
 
 
-async def answer(generation: Generation, body: CompletionBody, request_id: str) -> dict[str, Any]:
+async def answer(generation: Generation, body: CompletionBody, request_id: str) -> Completion:
     """The whole answer, once everything is finished."""
-    choices = []
-    for index, job in enumerate(_kept(generation.jobs, body)):
-        output = replace(job.assembler.output(), index=index)
-        describe = partial(_choice, generation.frontend, body, job, output)
-        choices.append(await described(job, describe))
-    return {**_head(generation, request_id), "choices": choices, "usage": generation.usage()}
-
-
-async def events(
-    generation: Generation, body: CompletionBody, request_id: str
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of the answer, as they come."""
-    head = _head(generation, request_id)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    if with_usage:
-        head["usage"] = None
-    continuous = continuous_usage(body)
-    begun = {job.index for job in generation.jobs if generation.mark(job).begun}
-    async with aclosing(generation.chunks()) as steps:
-        async for step in steps:
-            job, chunk = step.job, step.chunk
-            if step.seen:
-                if not step.last or generation.mark(job).ended:
-                    continue
-                chunk = Chunk("", ())
-            text, logprobs = chunk.text, None
-            first = job.index not in begun
-            if body.echo and first:
-                text = prompt_text(generation.frontend, job.prompt) + text
-            begun.add(job.index)
-            if body.logprobs is not None:
-                describe = partial(completion_logprobs, generation.frontend, body, job, chunk)
-                logprobs = await described(job, partial(describe, echo=first))
-            extra: dict[str, Any] = chunk_trace(job, chunk)
-            if shows_ids(body):
-                extra.update(token_ids(job, chunk.token_ids, with_prompt=first))
-            if text or logprobs is not None or extra or step.last:
-                if continuous:
-                    head["usage"] = generation.usage()
-                generation.sends(step, end=step.last)
-                choice = {
-                    "index": job.index,
-                    "text": text,
-                    "logprobs": logprobs,
-                    "finish_reason": job.assembler.finish_reason if step.last else None,
-                    "stop_reason": job.assembler.stop_reason if step.last else None,
-                    **extra,
-                }
-                yield {**head, "choices": [choice]}
-    if with_usage:
-        yield {**head, "choices": [], "usage": generation.usage()}
-
-
-def _head(generation: Generation, request_id: str) -> dict[str, Any]:
+    choices = [
+        await described(job, partial(_choice, generation.frontend, body, job, index))
+        for index, job in enumerate(_kept(generation.jobs, body))
+    ]
     return {
         "id": request_id,
         "object": "text_completion",
-        "created": int(time.time()),
+        "created": generation.created_at,
         "model": generation.frontend.model_name,
+        "choices": choices,
+        "usage": generation.usage(),
     }
+
+
+def events(
+    generation: Generation, body: CompletionBody, request_id: str
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks of the answer, as they come."""
+    frontend = generation.frontend
+    begun = {job.index for job in generation.jobs if generation.mark(job).begun}
+
+    async def events_of(step: Step) -> AsyncGenerator[dict[str, Any], None]:
+        job, chunk, last = step.job, step.chunk, step.last
+        if step.seen:
+            if not last or generation.mark(job).ended:
+                return
+            chunk = Chunk("", ())
+        text, logprobs = chunk.text, None
+        first = job.index not in begun
+        if body.echo and first:
+            text = prompt_text(frontend, job.prompt) + text
+        begun.add(job.index)
+        if body.logprobs is not None:
+            describe = partial(completion_logprobs, frontend, body, job, chunk, echo=first)
+            logprobs = await described(job, describe)
+        extras: dict[str, Any] = {**chunk_extras(job, chunk, with_ids=body.return_token_ids)}
+        if body.return_token_ids and first:
+            extras["prompt_token_ids"] = list(job.prompt.token_ids)
+        if text or logprobs is not None or extras or last:
+            generation.sends(step, end=last)
+            choice = {
+                "index": job.index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": job.assembler.finish_reason if last else None,
+                "stop_reason": job.assembler.stop_reason if last else None,
+                **extras,
+            }
+            yield {"choices": [choice]}
+
+    return stream_events(generation, body, request_id, "text_completion", events_of)
 
 
 def _given(body: CompletionBody) -> list[Any]:
@@ -116,15 +120,6 @@ def _given(body: CompletionBody) -> list[Any]:
 
 def _field(body: CompletionBody) -> str:
     return "prompt" if body.prompt_token_ids is None else "prompt_token_ids"
-
-
-def _prompts(frontend: Frontend, body: CompletionBody, given: list[Any]) -> list[Prompt]:
-    return [
-        frontend.text_prompt(item, add_special_tokens=body.add_special_tokens)
-        if isinstance(item, str)
-        else frontend.token_prompt(item, _field(body))
-        for item in given
-    ]
 
 
 def _kept(jobs: list[Job], body: CompletionBody) -> list[Job]:
@@ -143,24 +138,20 @@ def _mean_logprob(job: Job) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _choice(
-    frontend: Frontend, body: CompletionBody, job: Job, output: CompletionOutput
-) -> dict[str, Any]:
-    logprobs = None
+def _choice(frontend: Frontend, body: CompletionBody, job: Job, index: int) -> CompletionChoice:
+    output, logprobs = job.assembler.output(), None
     if body.logprobs is not None:
         logprobs = completion_logprobs(frontend, body, job, job.assembler.chunk(), echo=True)
-    echoed = prompt_text(frontend, job.prompt) if body.echo else ""
-    extra: dict[str, Any] = {}
-    if body.prompt_logprobs is not None:
-        extra["prompt_logprobs"] = prompt_logprobs(frontend, body, job)
-    if shows_ids(body):
-        extra |= token_ids(job, output.token_ids, with_prompt=True)
-    return {
-        "index": output.index,
-        "text": echoed + output.text,
+    choice: CompletionChoice = {
+        "index": index,
+        "text": (prompt_text(frontend, job.prompt) if body.echo else "") + output.text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        **extra,
-        **whole_trace(job),
     }
+    add_extras(choice, job, body)
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(frontend, body, job)
+    if body.return_token_ids:
+        choice["prompt_token_ids"] = list(job.prompt.token_ids)
+    return choice

@@ -1,7 +1,7 @@
 """Runs the completions of one HTTP request and merges what they give.
 
-Completions and chat differ only in how they print a chunk; both come here for the rest: timing,
-stop strings, aborts, usage.
+Endpoints differ in how they print a chunk; timing, stop strings, aborts, usage, token ids, traces
+and log-probabilities are here.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ....engine.chat.reader import Parser
+from ....engine.chat.reader import Content, Event, Parser, Reasoning
 from ....engine.frontend import Frontend, Prompt, RequestOptions
-from ....engine.outputs import Assembler, Chunk, add_usage
+from ....engine.outputs import Assembler, Chunk, Detokenizer, Vocabulary, add_usage, prompt_table
 from ....errors import InvalidRequestError, RequestTimeoutError, WorkerError
 from ....scheduler.sampling import SamplingParams
-from ....scheduler.types import Delta, Request, SpeculationUsage
-from ..access.identity import Call, current
-from ..logs import log_completion, log_prompt
+from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
+from ..access.access import Call, current
 from ..metrics import EdgeMetrics
-from ..tracing import begin_spans
-from .client import EngineClient
-from .protocol import GenerationBody
+from ..telemetry import begin_spans, log_completion, log_prompt
+from .answers import CompletionLogprobs, Extras, Usage
+from .engine_client import EngineClient
+from .protocol import CompletionBody, GenerationBody
 from .resuming import Mark, Part, ResumableStream
 
 
@@ -48,6 +48,17 @@ class Job:
         offsets = self.assembler.offsets
         spans = self.parser.reasoning_spans if self.parser else ()
         return sum(bisect_left(offsets, end) - bisect_left(offsets, begin) for begin, end in spans)
+
+    def read(self, text: str, *, last: bool, parallel: bool) -> list[Event]:
+        """Reasoning, content and calls that `text` adds; of several calls the first if not
+        `parallel`."""
+        if self.parser is None:
+            return [Content(text)] if text else []
+        events = self.parser.push(text)
+        events += self.parser.finish() if last else []
+        if parallel:
+            return events
+        return [each for each in events if isinstance(each, (Content, Reasoning)) or not each.index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ class Generation:
         self._structured_field = ""  # the client's name for what the engine compiles
         self._call: Call = current()
         self.stream: ResumableStream | None = None
+        self.created_at = int(time.time())
         self._timeout_s = timeout_s  # the server's
         self._deadline_s = self._call.deadline(timeout_s)
 
@@ -123,7 +135,7 @@ class Generation:
         self._prompts.append(prompt)
         for request in requests:
             if self.stream is not None:
-                request = replace(request, keep=self.stream.add(len(self.jobs)))
+                request = replace(request, resume_key=self.stream.add(len(self.jobs)))
             parser = parser_of()
             assembler = Assembler(
                 self.frontend.vocabulary,
@@ -162,7 +174,7 @@ class Generation:
         num_known = 0  # tokens that were counted when they were generated
         if self.stream is not None:
             self.stream.check_count(len(self.jobs))
-            num_known = await self.stream.count_kept(self._client)
+            num_known = await self.stream.count_resumable(self._client)
         reserved = (
             num_prompt - num_known + sum(job.request.sampling.max_tokens or 0 for job in self.jobs)
         )
@@ -184,8 +196,7 @@ class Generation:
         if not self._call.log_prompts:
             return
         for job in self.jobs:
-            text = job.prompt.text
-            shown = self.frontend.vocabulary.text(job.prompt.token_ids) if text is None else text
+            shown = prompt_text(self.frontend, job.prompt)
             log_prompt(job.request, self._call.identity.name, shown)
 
     async def _merged(self) -> AsyncGenerator[Step, None]:
@@ -210,7 +221,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """OpenAI's usage block, with one on speculation."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
         num_output = sum(len(job.assembler.token_ids) for job in self.jobs)
@@ -358,20 +369,220 @@ def _stopped(job: Job, chunk: Chunk, part: Part) -> list[Step]:
     return [Step(job, chunk, False, count, seen=True), end]
 
 
-def continuous_usage(body: GenerationBody) -> bool:
-    """Whether every chunk carries the usage so far; as in vLLM, only if usage is wanted at all."""
+async def stream_events(
+    generation: Generation,
+    body: GenerationBody,
+    request_id: str,
+    kind: str,
+    events_of: Callable[[Step], AsyncGenerator[dict[str, Any], None]],
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks of the kind `kind` with what `events_of` makes of each step, and usage as asked for.
+
+    As in vLLM, chunks carry the usage so far only if usage is wanted at all.
+    """
+    head: dict[str, Any] = {
+        "id": request_id,
+        "object": kind,
+        "created": generation.created_at,
+        "model": generation.frontend.model_name,
+    }
     options = body.stream_options
-    return options is not None and options.include_usage and options.continuous_usage_stats
+    with_usage = options is not None and options.include_usage
+    continuous = with_usage and options is not None and options.continuous_usage_stats
+    if with_usage:
+        head["usage"] = None
+    async with contextlib.aclosing(generation.chunks()) as steps:
+        async for step in steps:
+            async for fields in events_of(step):
+                if continuous:
+                    head["usage"] = generation.usage()
+                yield {**head, **fields}
+    if with_usage:
+        yield {**head, "choices": [], "usage": generation.usage()}
 
 
-def shows_ids(body: GenerationBody) -> bool:
-    """Whether the answer carries token ids beside the text."""
-    return bool(body.return_token_ids)
+def chunk_extras(job: Job, chunk: Chunk, *, with_ids: bool | None = False) -> Extras:
+    """What a request has asked for beside a chunk's text."""
+    extras: Extras = {}
+    if chunk.trace is not None:
+        extras["speculation_trace"] = [_trace(job, chunk)]
+    if with_ids:
+        extras["token_ids"] = list(chunk.token_ids)
+    return extras
 
 
-def token_ids(job: Job, ids: Sequence[int], *, with_prompt: bool = False) -> dict[str, list[int]]:
-    """`return_token_ids`' part of a choice; chat has the prompt's ids beside the choices."""
-    shown = {"token_ids": list(ids)}
-    if with_prompt:
-        shown["prompt_token_ids"] = list(job.prompt.token_ids)
+def add_extras(choice: Extras, job: Job, body: GenerationBody) -> None:
+    """Adds what a request has asked for beside the text of a finished choice."""
+    if body.return_token_ids:
+        choice["token_ids"] = list(job.assembler.token_ids)
+    if job.request.speculation.trace:
+        choice["speculation_trace"] = whole_trace(job)
+
+
+# `speculation_trace` of an answer: every step's tokens by origin, and the guesses that failed.
+
+TARGET = "target"  # the origin of the tokens that the target drew itself
+
+
+def whole_trace(job: Job) -> list[dict[str, Any]]:
+    """The steps of a finished choice."""
+    return [_trace(job, chunk) for chunk in job.assembler.traced]
+
+
+def _trace(job: Job, chunk: Chunk) -> dict[str, Any]:
+    """One step: the tokens that it emitted, and the draft's guesses as a tree."""
+    trace = chunk.trace
+    assert trace is not None, chunk
+    accepted = frozenset(trace.path)
+    origins = [trace.origins[node] for node in trace.path]
+    origins += [TARGET] * (len(chunk.token_ids) - len(origins))
+    tokens = zip(chunk.token_ids, chunk.pieces, origins, strict=False)
+    draft = zip(trace.tokens, trace.parents, trace.origins, strict=True)
+    return {
+        "step": chunk.step,
+        "tokens": [
+            {"id": token_id, "text": text, "origin": origin} for token_id, text, origin in tokens
+        ],
+        "draft": [
+            {
+                "id": token_id,
+                "text": job.assembler.vocabulary.token_text(token_id),
+                "parent": parent,
+                "origin": origin,
+                "accepted": node in accepted,
+            }
+            for node, (token_id, parent, origin) in enumerate(draft)
+        ],
+    }
+
+
+# Log-probabilities in the shapes of OpenAI's and vLLM's answers.
+
+Result = TypeVar("Result")
+_LONG_PROMPT = 512  # tokens; describing more of them would hold up the event loop
+
+
+def _id_name(token_id: int) -> str:
+    """How `return_tokens_as_token_ids` writes a token."""
+    return f"token_id:{token_id}"
+
+
+def finite(logprob: float) -> float:
+    """JSON knows no infinity."""
+    return max(logprob, -9999.0)
+
+
+async def described(job: Job, render: Callable[[], Result]) -> Result:
+    """The result of `render`, in a thread where it describes a long prompt token by token."""
+    if job.assembler.prompt_logprobs is None or len(job.prompt.token_ids) <= _LONG_PROMPT:
+        return render()
+    return await asyncio.to_thread(render)
+
+
+def prompt_text(frontend: Frontend, prompt: Prompt) -> str:
+    """The prompt as text, which `echo` puts before the completion."""
+    return frontend.vocabulary.text(prompt.token_ids) if prompt.text is None else prompt.text
+
+
+def token_logprobs(
+    frontend: Frontend,
+    ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    num_top: int,
+    *,
+    as_ids: bool | None = False,
+) -> list[dict[str, Any]]:
+    """The shape of chats and responses: an entry per token, with its rivals.
+
+    Args:
+        as_ids: as `return_tokens_as_token_ids`.
+    """
+    vocabulary = frontend.vocabulary
+    name = _id_name if as_ids else vocabulary.token_text
+
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        return {
+            "token": name(token_id),
+            "logprob": finite(value),
+            "bytes": list(vocabulary.token_bytes(token_id)),
+        }
+
+    return [
+        {
+            **entry(token_id, row.chosen),
+            "top_logprobs": [entry(id, value) for id, value in row.top[:num_top]],
+        }
+        for token_id, row in zip(ids, rows, strict=False)
+    ]
+
+
+def completion_logprobs(
+    frontend: Frontend, body: CompletionBody, job: Job, chunk: Chunk, *, echo: bool
+) -> CompletionLogprobs:
+    """OpenAI's older shape: parallel lists, rivals by their names.
+
+    With `echo`, the prompt's tokens come before the chunk's; the first has no log-probability.
+    Offsets count characters of the whole text of the choice.
+    """
+    name = _id_name if body.return_tokens_as_token_ids else frontend.vocabulary.token_name
+    ids, rows = list(chunk.token_ids), list[TokenLogprobs | None](chunk.logprobs)
+    offsets = list(chunk.offsets)
+    if body.echo:
+        text = prompt_text(frontend, job.prompt)
+        offsets = [len(text) + offset for offset in offsets]
+        if echo:
+            prompt = job.prompt.token_ids
+            ids = [*prompt, *ids]
+            rows = [None, *(job.assembler.prompt_logprobs or ()), *rows]
+            offsets = prompt_offsets(frontend.vocabulary, prompt, text) + offsets
+    tokens, tops = [name(token_id) for token_id in ids], list[dict[str, float] | None]()
+    for token, row in zip(tokens, rows, strict=True):
+        top = None
+        if row is not None:
+            top = {name(id): finite(value) for id, value in row.top[: body.logprobs or 0]}
+            top.setdefault(token, finite(row.chosen))
+        tops.append(top)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if row is None else finite(row.chosen) for row in rows],
+        "top_logprobs": tops if body.logprobs else None,
+        "text_offset": offsets,
+    }
+
+
+def prompt_offsets(vocabulary: Vocabulary, token_ids: tuple[int, ...], text: str) -> list[int]:
+    """Where each token of the prompt begins in `text`.
+
+    A tokenizer may add special tokens that are not in the text; they have no characters then. One
+    that changes the text (case, white space) gives offsets that are close, and within it.
+    """
+    for skipped in (False, True):
+        detokenizer = Detokenizer(vocabulary, skip_special_tokens=skipped)
+        offsets, pieces = [], []
+        for token_id in token_ids:
+            offsets.append(detokenizer.num_chars)
+            pieces.append(detokenizer.push((token_id,)))
+        if "".join(pieces) + detokenizer.finish() == text:
+            break
+    return [min(offset, len(text)) for offset in offsets]
+
+
+def prompt_logprobs(frontend: Frontend, body: GenerationBody, job: Job) -> list[Any] | None:
+    """vLLM's field: per token of the prompt its own log-probability and the most likely ones."""
+    table = prompt_table(job.assembler)
+    if table is None or body.prompt_logprobs is None:
+        return None
+    shown: list[Any] = []
+    for token_id, row in zip(job.prompt.token_ids, table, strict=True):
+        # Under `echo` more rivals may have been computed than this field asks for.
+        wanted = {} if row is None else {
+            str(id): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for id, entry in row.items()
+            if id == token_id or (entry.rank or 0) <= body.prompt_logprobs
+        }  # fmt: skip
+        shown.append(None if row is None else wanted)
     return shown

@@ -5,7 +5,7 @@ number of tokens that the events so far cover, and behind it `t` once all of its
 once its finish reason is. A client that reconnects sends the same body with the last id. Tokens
 decide text, so the edge reads those that the client has through the same detokenizer and parser,
 sends nothing of them, and goes on behind. The tokens come from the replica that kept them
-(`kept.py`), or else from the engine once more, if the verification rule makes that exact.
+(`resume_tokens.py`), or else from the engine once more, if the verification rule makes that exact.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from ....errors import InvalidRequestError, OutriderError, PermissionDeniedError
-from ....scheduler.types import Delta, Keep, Request, TokenLogprobs, ints
-from ..access.identity import Identity
-from ..kept import KeptTokens
-from .client import EngineClient
+from ....scheduler.types import Delta, Request, ResumeKey, TokenLogprobs, ints
+from ..access.access import Identity
+from ..resume_tokens import ResumeTokens
+from .engine_client import EngineClient
 from .protocol import GenerationBody
 
 MAX_COMPLETIONS = 16  # of one stream; each has its mark in every event's id
@@ -71,7 +71,7 @@ class Part:
     delta: Delta
     seen: bool = False  # the client has it
     all_text_seen: bool = False  # the client has the completion's last text
-    live: bool = True  # from the engine, and not from what was kept
+    live: bool = True  # from the engine, and not from a replica's store
 
 
 class ResumableStream:
@@ -85,7 +85,7 @@ class ResumableStream:
         self.resumed = marks is not None
         self._policy = policy
         self._marks = marks or []
-        self._kept: dict[int, KeptTokens] = {}
+        self._tokens: dict[int, ResumeTokens] = {}
 
     def event_id(self) -> str:
         """The id of the event that was made last."""
@@ -96,7 +96,7 @@ class ResumableStream:
         digest = hashlib.blake2b(f"{self.id}:{prompt}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def add(self, index: int) -> Keep:
+    def add(self, index: int) -> ResumeKey:
         """Another completion.
 
         Raises:
@@ -109,7 +109,7 @@ class ResumableStream:
             )
         if not self.resumed:
             self._marks.append(Mark())
-        return Keep(self.id, index, self.owner)
+        return ResumeKey(self.id, index, self.owner)
 
     def check_count(self, count: int) -> None:
         """Raises `InvalidRequestError` where the client's marks are not those of `count`."""
@@ -139,17 +139,19 @@ class ResumableStream:
             ended=end or before.ended,
         )
 
-    async def count_kept(self, client: EngineClient) -> int:
+    async def count_resumable(self, client: EngineClient) -> int:
         """How many tokens the replicas keep, for limits that may refuse the request before `find`.
 
         What `find` takes is gone for later attempts.
         """
-        return sum((await client.count_kept(self.id, self.owner)).values()) if self.resumed else 0
+        return (
+            sum((await client.count_resumable(self.id, self.owner)).values()) if self.resumed else 0
+        )
 
     async def find(self, client: EngineClient) -> None:
         """Takes what the replicas keep."""
         if self.resumed:
-            self._kept = await client.take(self.id, self.owner)
+            self._tokens = await client.take(self.id, self.owner)
 
     async def deltas(self, client: EngineClient, request: Request) -> AsyncGenerator[Part, None]:
         """All deltas of a completion, from its first token.
@@ -157,24 +159,24 @@ class ResumableStream:
         Raises:
             StreamLostError: they cannot be had.
         """
-        assert request.keep is not None
-        mark = self._marks[request.keep.index] if self.resumed else Mark()
-        kept = _usable(self._kept.get(request.keep.index, KeptTokens()), mark, request)
-        num_kept = len(kept.token_ids)
-        if num_kept < mark.num_tokens and not self._policy.repeats(request):
+        assert request.resume_key is not None
+        mark = self._marks[request.resume_key.index] if self.resumed else Mark()
+        stored = _usable(self._tokens.get(request.resume_key.index, ResumeTokens()), mark, request)
+        num_stored = len(stored.token_ids)
+        if num_stored < mark.num_tokens and not self._policy.repeats(request):
             raise StreamLostError(
                 "resume: the tokens of this stream are lost, and this server's verification rule "
                 "does not give the same ones again",
                 field="resume",
             )
         left = mark.num_tokens
-        if num_kept:
-            for part in _split(_kept_delta(request, kept, left), left, mark):
+        if num_stored:
+            for part in _split(_stored_delta(request, stored, left), left, mark):
                 yield replace(part, live=False)
-            left = max(0, left - num_kept)
-            if kept.finish_reason is not None:
+            left = max(0, left - num_stored)
+            if stored.finish_reason is not None:
                 return
-        wanted = replace(request, emitted=ints(kept.token_ids))
+        wanted = replace(request, emitted=ints(stored.token_ids))
         deltas = client.generate(wanted)
         try:
             async for delta in deltas:
@@ -263,26 +265,26 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
 
-def _usable(kept: KeptTokens, mark: Mark, request: Request) -> KeptTokens:
-    """What of the kept tokens can be sent: none whose log-probabilities are asked for and lost."""
+def _usable(stored: ResumeTokens, mark: Mark, request: Request) -> ResumeTokens:
+    """The stored tokens that can be sent: none whose wanted log-probabilities are lost."""
     if request.sampling.prompt_logprobs is not None and not mark.begun:
-        return KeptTokens()  # the prompt's come with the first token alone
-    begin = len(kept.token_ids) - len(kept.logprobs)
+        return ResumeTokens()  # the prompt's come with the first token alone
+    begin = len(stored.token_ids) - len(stored.logprobs)
     if request.sampling.logprobs is None or begin <= mark.num_tokens:
-        return kept
-    return KeptTokens(kept.token_ids[: mark.num_tokens])
+        return stored
+    return ResumeTokens(stored.token_ids[: mark.num_tokens])
 
 
-def _kept_delta(request: Request, kept: KeptTokens, left: int) -> Delta:
-    """The kept tokens as one delta; log-probabilities that nobody gets any more are left out."""
-    missing = len(kept.token_ids) - len(kept.logprobs)
-    blank = (_NO_LOGPROBS,) * missing if kept.logprobs else ()
+def _stored_delta(request: Request, stored: ResumeTokens, left: int) -> Delta:
+    """The stored tokens as one delta; log-probabilities that nobody gets any more are left out."""
+    missing = len(stored.token_ids) - len(stored.logprobs)
+    blank = (_NO_LOGPROBS,) * missing if stored.logprobs else ()
     return Delta(
         request.id,
-        kept.token_ids,
-        finish_reason=kept.finish_reason,
-        stop_token_id=kept.stop_token_id,
-        logprobs=(*blank, *kept.logprobs),
+        tuple(stored.token_ids),
+        finish_reason=stored.finish_reason,
+        stop_token_id=stored.stop_token_id,
+        logprobs=(*blank, *stored.logprobs),
     )
 
 

@@ -2,44 +2,304 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
 
 from ....engine.frontend import Frontend
-from ....errors import InvalidRequestError
-from ..access.access import Access
+from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from .. import page
+from ..access.access import Access, current
 from ..access.gate import AccessGate
-from ..access.identity import current
-from ..metrics import EdgeMetrics
-from ..page.routes import page_routes
-from ..tracing import Tracing, TracingMiddleware
+from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
+from ..telemetry import Tracing, TracingMiddleware
 from . import chat, completions, errors, responses
-from .client import EngineClient
+from .engine_client import EngineClient
 from .generation import Generation
-from .json_body import nested_too_deeply
-from .models import Models
-from .offload import Offload
+from .openapi import document
+from .parse import nested_too_deeply, parse
 from .protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    parse,
+    may_compile,
 )
+from .responses import ResponsesBody
 from .resuming import ResumePolicy, open_stream
-from .state import state_routes
 from .streaming import EventStream, read_body, until_disconnect
-from .structured import may_compile
+
+Served = TypeVar("Served")
+
+
+@dataclass(frozen=True, slots=True)
+class Models(Generic[Served]):
+    """What serves each model behind one endpoint, by the model's name."""
+
+    by_name: Mapping[str, Served]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.by_name)
+
+    @property
+    def first(self) -> Served:
+        return next(iter(self.by_name.values()))
+
+    def find(self, name: str | None) -> Served:
+        """The model of that name; without a name, the only one.
+
+        Raises:
+            InvalidRequestError: there are several models, and no name.
+            ModelNotFoundError: there is no such model.
+        """
+        if name is None:
+            if len(self.by_name) > 1:
+                raise InvalidRequestError(
+                    f"model: this server has several models; choose one of {self._listed()}",
+                    field="model",
+                )
+            return self.first
+        if name in self.by_name:
+            return self.by_name[name]
+        base, colon, adapter = name.rpartition(":")
+        if colon and base in self.by_name:
+            raise ModelNotFoundError(
+                f"The model {name!r} does not exist: LoRA adapters ({adapter!r}) are not "
+                f"supported; ask for {base!r}",
+                field="model",
+            )
+        raise ModelNotFoundError(
+            f"The model {name!r} does not exist; this server has {self._listed()}", field="model"
+        )
+
+    def _listed(self) -> str:
+        return ", ".join(map(repr, self.by_name))
+
+
+def state_routes(models: Models[Edge]) -> APIRouter:
+    """What describes the server: models, health, statistics, metrics, OpenAPI."""
+    router = APIRouter()
+    cards = {name: _card(edge) for name, edge in models.by_name.items()}
+    vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
+    described = document(models.names, vocab_size)
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        down = await _down(models)  # a model that cannot answer is not announced
+        data = [card for name, card in cards.items() if name not in down]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        edge = models.find(name)
+        await edge.client.check()
+        return JSONResponse(cards[edge.model_name])
+
+    @router.get("/health")
+    async def health() -> Response:
+        down = await _down(models)
+        if not down:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "degraded", "down": down})
+
+    @router.get("/stats")
+    async def stats() -> Response:
+        engines = [
+            {"model": edge.model_name, "replica": name, **each}
+            for edge, replicas in await _stats(models)
+            for name, each in replicas.items()
+        ]
+        totals = {name: sum(each.get(name, 0) for each in engines) for name in _TOTALS}
+        names = {"model": models.names[0], "models": models.names}
+        return JSONResponse({**names, **totals, "engines": engines})
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(described)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        families = await models.first.client.edge_metrics()  # of every model, at every ingress
+        if not families:
+            edges = models.by_name.values()
+            families = [family for edge in edges for family in edge.metrics.families()]
+        engines = {edge.model_name: replicas for edge, replicas in await _stats(models)}
+        return Response(exposition(families, engines), media_type=CONTENT_TYPE)
+
+    return router
+
+
+_TOTALS = ("running", "waiting")
+
+
+def _card(edge: Edge) -> dict[str, Any]:
+    return {
+        "id": edge.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "outrider",
+        "max_model_len": edge.frontend.max_model_len,
+    }
+
+
+async def _stats(models: Models[Edge]) -> list[tuple[Edge, dict[str, dict[str, Any]]]]:
+    """Statistics of each model's replicas."""
+    edges = list(models.by_name.values())
+    return list(zip(edges, await asyncio.gather(*(edge.client.stats() for edge in edges))))
+
+
+async def _down(models: Models[Edge]) -> dict[str, str]:
+    """Why models cannot serve now, by name.
+
+    Raises:
+        EngineDeadError: none can.
+    """
+
+    async def reason(edge: Edge) -> EngineDeadError | None:
+        try:
+            await edge.client.check()
+        except EngineDeadError as error:
+            return error
+        return None
+
+    reasons = await asyncio.gather(*map(reason, models.by_name.values()))
+    down = {name: error for name, error in zip(models.by_name, reasons) if error is not None}
+    if len(down) == len(reasons):
+        raise next(iter(down.values()))
+    return {name: error.message for name, error in down.items()}
+
+
+_PAGE = Path(next(iter(page.__path__)))
+_PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# No script, style or connection but the server's own; no text is ever parsed as HTML.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """The page at `/` and its files, for everyone; read once, they hold no data of the server.
+
+    What the page shows comes from the API, with the key that the user enters there.
+    """
+    router = APIRouter()
+    files = {
+        path.name: (path.read_bytes(), _PAGE_TYPES[path.suffix])
+        for path in _PAGE.iterdir()
+        if path.suffix in _PAGE_TYPES
+    }
+
+    def answer(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "Not Found")
+        content, kind = files[name]
+        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    @router.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        if not request.url.path.endswith("/"):  # a route prefix: relative links need the slash
+            return RedirectResponse(f"{request.url.path}/")
+        return answer("index.html")
+
+    @router.get("/page/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        return answer(name)
+
+    return router
+
+
+# -- work on request bodies away from the event loop: parsing, chat templates, tokenizing
+#
+# A small body is dealt with at once, which is quicker than a thread. Larger ones go to two pools
+# of a few threads each, so that a body of megabytes delays none of kilobytes; how many may wait is
+# bounded. What runs there has to release the interpreter lock often (`parse.load`,
+# `Frontend.tokenize`), or a thread of its own would not help the loop.
 
 Result = TypeVar("Result")
-Body = TypeVar("Body", CompletionBody, ChatBody)
+_AT_ONCE_BYTES = 2 * 2**10
+_LARGE_BYTES = 256 * 2**10
+_NUM_LARGE_THREADS = 2
+_MAX_SMALL, _MAX_LARGE = 1024, 32  # bodies in work or waiting, by pool
+
+
+class Pool:
+    """A few threads, and a bounded number of calls that run or wait."""
+
+    def __init__(self, name: str, num_threads: int, max_calls: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`.
+
+        Raises:
+            OverloadedError: too many calls wait already.
+        """
+        if self._num_calls >= self._max_calls:
+            raise OverloadedError(
+                f"{self._num_calls} request bodies wait to be read and tokenized; try again later"
+            )
+        self._num_calls += 1
+        # The thread has the request's context, and with it who sent it.
+        future = self._threads.submit(contextvars.copy_context().run, work)
+        loop = asyncio.get_running_loop()
+        # Counted until the thread is done, also where nobody waits for the result any more.
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
+        return await asyncio.wrap_future(future)
+
+    def _done(self) -> None:
+        self._num_calls -= 1
+
+
+class Offload:
+    """The pools of one HTTP edge."""
+
+    def __init__(self) -> None:
+        num_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
+        self._small = Pool("outrider-body", num_threads, _MAX_SMALL)
+        self._large = Pool("outrider-large-body", _NUM_LARGE_THREADS, _MAX_LARGE)
+
+    async def run(
+        self, num_bytes: int, work: Callable[[], Result], *, may_be_slow: bool = False
+    ) -> Result:
+        """The result of `work` on a body of `num_bytes` (raises as `Pool.run`, and as `work`).
+
+        Work that may be slow goes to a thread whatever the body's size.
+        """
+        if num_bytes <= _AT_ONCE_BYTES and not may_be_slow:
+            return work()
+        pool = self._small if num_bytes <= _LARGE_BYTES else self._large
+        return await pool.run(work)
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +341,10 @@ def build_http(*edges: Edge) -> FastAPI:
     errors.install(app)
     if edge.tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=edge.tracing)
-    app.include_router(_generation_routes(models))
+    for path, endpoint in _ENDPOINTS.items():
+        app.add_api_route(
+            path, _generation_route(models, endpoint), methods=["POST"], response_model=None
+        )
     app.include_router(_token_routes(models))
     app.include_router(state_routes(models))
     app.include_router(page_routes())
@@ -89,94 +352,72 @@ def build_http(*edges: Edge) -> FastAPI:
     return app
 
 
-def _generation_routes(models: Models[Edge]) -> APIRouter:
-    router = APIRouter()
+@dataclass(frozen=True, slots=True)
+class _Endpoint(Generic[Body]):
+    """A route that generates text."""
 
-    @router.post("/v1/completions")
-    async def create_completion(request: Request) -> Response:
-        def prepare(raw: bytes) -> tuple[CompletionBody, Generation]:
-            body = parse(CompletionBody, raw)
-            generation = _begin(models, body, "cmpl", request)
-            completions.add_prompts(generation, body, own_id)
-            return body, generation
+    kind: str  # what its answers' ids begin with
+    body: type[Body]
+    add: Callable[[Generation, Body, str], None]
+    answer: Callable[[Generation, Body, str], Awaitable[Mapping[str, Any]]]
+    events: Callable[[Generation, Body, str], AsyncGenerator[dict[str, Any], None]]
 
-        own_id = f"cmpl-{uuid.uuid4().hex}"  # a client's may be in use
-        body, generation = await _prepared(models, request, prepare)
-        answer_id = f"cmpl-{body.request_id}" if body.request_id else own_id
-        if body.stream:
-            return _streamed(completions.events, generation, body, answer_id)
-        await until_disconnect(request.receive, generation.finish())
-        answer = await completions.answer(generation, body, answer_id)
-        return JSONResponse(answer, headers=generation.headers())
 
-    @router.post("/v1/chat/completions")
-    async def create_chat_completion(request: Request) -> Response:
-        def prepare(raw: bytes) -> tuple[ChatBody, Generation]:
-            body = parse(ChatBody, raw)
-            generation = _begin(models, body, "chatcmpl", request)
-            chat.add_messages(generation, body, own_id)
-            return body, generation
+_ENDPOINTS: Mapping[str, _Endpoint[Any]] = MappingProxyType(
+    {
+        "/v1/completions": _Endpoint(
+            "cmpl-",
+            CompletionBody,
+            completions.add_prompts,
+            completions.answer,
+            completions.events,
+        ),
+        "/v1/chat/completions": _Endpoint(
+            "chatcmpl-", ChatBody, chat.add_messages, chat.answer, chat.events
+        ),
+        "/v1/responses": _Endpoint(
+            "resp_", ResponsesBody, responses.add_input, responses.answer, responses.events
+        ),
+    }
+)
 
-        own_id = f"chatcmpl-{uuid.uuid4().hex}"
-        body, generation = await _prepared(models, request, prepare)
-        answer_id = f"chatcmpl-{body.request_id}" if body.request_id else own_id
-        if body.stream:
-            return _streamed(chat.events, generation, body, answer_id)
-        await until_disconnect(request.receive, generation.finish())
-        answer = await chat.answer(generation, body, answer_id)
-        return JSONResponse(answer, headers=generation.headers())
 
-    @router.post("/v1/responses")
-    async def create_response(request: Request) -> Response:
-        def prepare(raw: bytes) -> responses.Answer:
-            body = parse(responses.ResponsesBody, raw)
+def _generation_route(
+    models: Models[Edge], endpoint: _Endpoint[Any]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def create(request: Request) -> Response:
+        def prepare(raw: bytes) -> tuple[Any, Generation]:
+            body = parse(endpoint.body, raw)
             edge = models.find(body.model)
             if body.stream_options is not None and not body.stream:
-                raise _only_streamed()
-            generation, name = edge.generation(), body.request_id or own_name
-            responses.add_input(generation, body, f"resp_{own_name}")
-            now = int(time.time())
-            return responses.Answer(generation, body, name, now)
+                message = "stream_options: only allowed with stream = true"
+                raise InvalidRequestError(message, field="stream_options")
+            generation = edge.generation()
+            if isinstance(body, GenerationBody):
+                generation.limit_time(body.timeout)
+                last_id = request.headers.get("last-event-id")
+                kind, identity = endpoint.kind.rstrip("-"), current().identity
+                generation.stream = open_stream(kind, body, last_id, identity, edge.resuming)
+            endpoint.add(generation, body, own_id)
+            return body, generation
 
-        own_name = uuid.uuid4().hex
-        made = await _prepared(models, request, prepare)
-        if made.body.stream:
-            return EventStream(lambda: responses.events(made), named=True)
-        await until_disconnect(request.receive, made.generation.finish())
-        return JSONResponse(responses.answer(made), headers=made.generation.headers())
+        own_id = endpoint.kind + uuid.uuid4().hex  # a client's may be in use
+        body, generation = await _prepared(models, request, prepare)
+        answer_id = endpoint.kind + body.request_id if body.request_id else own_id
+        if body.stream:
+            stream = generation.stream
+            return EventStream(
+                lambda: endpoint.events(
+                    generation, body, answer_id if stream is None else stream.id
+                ),
+                named=endpoint.body is ResponsesBody,
+                event_id=None if stream is None else stream.event_id,
+            )
+        await until_disconnect(request.receive, generation.finish())
+        answer = await endpoint.answer(generation, body, answer_id)
+        return JSONResponse(answer, headers=generation.headers())
 
-    return router
-
-
-def _only_streamed() -> InvalidRequestError:
-    message = "stream_options: only allowed with stream = true"
-    return InvalidRequestError(message, field="stream_options")
-
-
-def _streamed(
-    events: Callable[[Generation, Body, str], AsyncGenerator[dict[str, Any], None]],
-    generation: Generation,
-    body: Body,
-    answer_id: str,
-) -> EventStream:
-    """A stream, whose events have ids if it can be resumed."""
-    stream = generation.stream
-    if stream is None:
-        return EventStream(lambda: events(generation, body, answer_id))
-    name = stream.id
-    return EventStream(lambda: events(generation, body, name), event_id=stream.event_id)
-
-
-def _begin(models: Models[Edge], body: GenerationBody, kind: str, request: Request) -> Generation:
-    edge = models.find(body.model)
-    if body.stream_options is not None and not body.stream:
-        raise _only_streamed()
-    generation = edge.generation()
-    generation.limit_time(body.timeout)
-    last_id = request.headers.get("last-event-id")
-    identity = current().identity
-    generation.stream = open_stream(kind, body, last_id, identity, edge.resuming)
-    return generation
+    return create
 
 
 def _token_routes(models: Models[Edge]) -> APIRouter:

@@ -3,12 +3,14 @@
 A table is (rows, heads, used), int32. Rows are in order of arrival: four columns of key, the next
 row of the same bucket, and what the table is for. `heads` has the first row of each bucket. When
 there are more rows than buckets, one bucket is split in two: no step pays for a whole table.
+Making a table larger copies memory and moves nothing to another bucket.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import types
 
 from ....scheduler.types import IntArray
@@ -21,6 +23,35 @@ CHAIN, VALUE = 4, 5  # columns: the next row, and the first of what the table is
 NUM_ROWS, MASK, SPLIT = range(3)  # of `used`: rows; buckets of a round, less one; those split in it
 USED = 3
 FIRST_MASK = 63
+MIN_ROWS = FIRST_MASK + 1
+
+
+def new_table(num_columns: int, num_more: int = 0, num_rows: int = 0) -> Hashed:
+    """An empty one; `used` has `num_more` numbers of the caller's own.
+
+    Room for `num_rows` takes up memory as it fills.
+    """
+    num_rows = max(num_rows, MIN_ROWS)
+    rows: IntArray = np.empty((num_rows, num_columns), dtype=np.int32)
+    heads: IntArray = np.empty(num_rows, dtype=np.int32)
+    heads[:MIN_ROWS] = -1
+    used: IntArray = np.zeros(USED + num_more, dtype=np.int32)
+    used[MASK] = FIRST_MASK
+    return rows, heads, used
+
+
+def grown(table: Hashed, needed: int) -> Hashed:
+    """With room for more than `needed` rows."""
+    rows, heads, used = table
+    size = 1 << needed.bit_length()
+    return larger(rows, size), larger(heads, size), used
+
+
+def larger(array: IntArray, size: int) -> IntArray:
+    """The array with `size` rows."""
+    result: IntArray = np.empty((size, *array.shape[1:]), dtype=np.int32)
+    result[: len(array)] = array
+    return result
 
 
 class Key(NamedTuple):

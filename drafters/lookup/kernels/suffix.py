@@ -1,6 +1,6 @@
 """A suffix automaton's loops, compiled: appending to it, and going on from a match.
 
-Its tables, int32, which `suffix_index.py` owns:
+Its tables, int32:
 
 - nodes[num_states, 8]: a state in half a cache line.
 - edges: how the states that go on in several ways do, by state and token (see `hashing.py`), those
@@ -11,8 +11,14 @@ Its tables, int32, which `suffix_index.py` owns:
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
 from ....scheduler.types import IntArray
-from . import INT, INTS, TABLE, VOID, compiled
+from . import BOOL, FLOAT, FLOATS, INT, INTS, TABLE, TABLES, VOID, compiled
 from .hashing import HASHED, NUM_ROWS, VALUE, Hashed, find, insert, key_of
 
 ROOT = 0
@@ -67,14 +73,9 @@ def split(
     """The strings of `state` of up to `size` tokens, as a state of their own."""
     part = walk[NUM_STATES]
     walk[NUM_STATES] += 1
-    nodes[part, LENGTH] = size
-    nodes[part, LINK] = nodes[state, LINK]
-    nodes[part, COUNT] = nodes[state, COUNT]
-    nodes[part, BEST] = nodes[state, BEST]
-    nodes[part, AFTER] = nodes[state, AFTER]
-    nodes[part, SEEN] = nodes[state, SEEN]
-    nodes[part, LAST] = -1
-    nodes[part, DEGREE] = 0
+    for column in range(NODE):
+        nodes[part, column] = nodes[state, column]
+    nodes[part, LENGTH], nodes[part, LAST], nodes[part, DEGREE] = size, -1, 0
     nodes[state, LINK] = part
     edge = nodes[state, LAST]
     for _ in range(nodes[state, DEGREE]):
@@ -186,3 +187,278 @@ def follow(
         if nodes[nodes[state, LINK], LENGTH] == depth - 1:
             state = nodes[state, LINK]
     matches[row, 0], matches[row, 1] = state, matched
+
+
+# The best guess after a match. A guess is (score, number of nodes); its tokens and parents are in
+# the rows of a draft.
+
+TOKENS, PARENTS = 0, 1  # rows of a draft
+MOST, WIDEST = 0, 1  # rows of `Limits.table`
+# Columns of an offer: whose child, token, ..., seen last.
+PARENT, ID, OFFER_STATE, TIME, OFFER = range(5)
+_ROUNDING = 1e-9  # of a probability
+_GUESS: Any = types.Tuple((FLOAT, INT))
+
+
+class Automaton(NamedTuple):
+    """The tables of one text's automaton (`suffix.py`)."""
+
+    nodes: IntArray
+    edges: IntArray
+
+
+class Limits(NamedTuple):
+    """What a draft may be."""
+
+    table: IntArray  # [2, depth]
+    least: float  # probability
+    is_tree: int
+    budget: int  # nodes
+
+
+class Node(NamedTuple):
+    """A node of a draft, the root included."""
+
+    number: int  # -1: the root
+    state: int
+    total: int  # occurrences
+    prob: float
+
+
+class Offer(NamedTuple):
+    """A node that may be the next of a tree."""
+
+    share: float  # its probability
+    parent: int
+    token: int
+    state: int
+    seen: int  # when it occurred last
+
+
+class Offers(NamedTuple):
+    """The best offers in order, the best last."""
+
+    rows: IntArray  # [limit, OFFER]
+    shares: NDArray[np.float64]  # [limit]
+
+
+AUTOMATON: Any = types.NamedUniTuple(TABLE, 2, Automaton)
+LIMITS: Any = types.NamedTuple((TABLE, FLOAT, INT, INT), Limits)
+GUESS_NODE: Any = types.NamedTuple((INT, INT, INT, FLOAT), Node)
+AN_OFFER: Any = types.NamedTuple((FLOAT, INT, INT, INT, INT), Offer)
+OFFERS: Any = types.NamedTuple((TABLE, FLOATS), Offers)
+
+
+@compiled(GUESS_NODE, INT, INT, INT, FLOAT)
+def node_of(number: int, state: int, total: int, prob: float) -> Node:
+    """A node of numbers of any width."""
+    return Node(number, state, total, prob)
+
+
+@compiled(AN_OFFER, FLOAT, INT, INT, INT, INT)
+def offer_of(share: float, parent: int, token: int, state: int, seen: int) -> Offer:
+    """An offer of numbers of any width."""
+    return Offer(share, parent, token, state, seen)
+
+
+@compiled(VOID, TABLE, INT, TABLE, INT, INT)
+def copy(to: IntArray, row: int, source: IntArray, source_row: int, size: int) -> None:
+    """The first columns of a row."""
+    for column in range(size):  # a slice takes seconds to compile
+        to[row, column] = source[source_row, column]
+
+
+@compiled(BOOL, AN_OFFER, OFFERS, INT)
+def is_better(one: Offer, offers: Offers, place: int) -> bool:
+    """Whether an offer is taken before one of `offers`: the more probable; of equals that of the
+    older parent, of one parent's the token seen last."""
+    if one.share != offers.shares[place]:
+        return one.share > offers.shares[place]
+    parent = offers.rows[place, PARENT]
+    return one.seen > offers.rows[place, TIME] if one.parent == parent else one.parent < parent
+
+
+@compiled(_GUESS, TABLE, INT, INT, FLOAT, TABLE)
+def chain(
+    nodes: IntArray, state: int, limit: int, least: float, draft: IntArray
+) -> tuple[float, int]:
+    """Token by token the most frequent one, while the product is likely enough."""
+    prob, score, total = 1.0, 0.0, nodes[state, COUNT]
+    for node in range(limit):
+        token = nodes[state, BEST]
+        if token < 0:
+            return score, node
+        state = nodes[state, AFTER]
+        prob *= nodes[state, COUNT] / total
+        if prob < least:
+            return score, node
+        total = nodes[state, COUNT]
+        score += prob
+        draft[TOKENS, node], draft[PARENTS, node] = token, node - 1
+    return score, limit
+
+
+@compiled(INT, OFFERS, INT, AN_OFFER)
+def keep(offers: Offers, num: int, one: Offer) -> int:
+    """Keeps an offer if it is one of the best; how many there are then."""
+    rows, shares = offers.rows, offers.shares
+    if num == len(shares):  # the worst will never be taken
+        if not is_better(one, offers, 0):
+            return num
+        num -= 1
+        for place in range(num):
+            shares[place] = shares[place + 1]
+            copy(rows, place, rows, place + 1, OFFER)
+    place = num
+    while place > 0 and not is_better(one, offers, place - 1):
+        shares[place] = shares[place - 1]
+        copy(rows, place, rows, place - 1, OFFER)
+        place -= 1
+    shares[place] = one.share
+    rows[place, PARENT], rows[place, ID] = one.parent, one.token
+    rows[place, OFFER_STATE], rows[place, TIME] = one.state, one.seen
+    return num + 1
+
+
+@compiled(INT, AUTOMATON, GUESS_NODE, INT, FLOAT, OFFERS, INT)
+def offer_children(
+    automaton: Automaton,
+    node: Node,
+    most: int,  # offers that can still be taken
+    least: float,
+    offers: Offers,
+    num: int,
+) -> int:
+    """Offers what follows a node; how many offers there are then.
+
+    Continuations come in the order in which they were first seen, frequent ones mostly early; when
+    all that are left cannot be likely enough together, they are not looked at.
+    """
+    nodes, edges = automaton
+    state, total, prob = node.state, node.total, node.prob
+    token, target = nodes[state, BEST], nodes[state, AFTER]
+    if token < 0:
+        return num
+    share, unseen = prob * (nodes[target, COUNT] / total), total - nodes[target, COUNT]
+    if share < least:
+        return num
+    num = keep(offers, num, offer_of(share, node.number, token, target, nodes[target, SEEN]))
+    edge = last = nodes[state, LAST]
+    while edge >= 0:
+        floor = least if num < most else max(least, offers.shares[num - most])
+        if prob * (unseen / total) < floor - _ROUNDING:
+            return num
+        edge = edges[edge, NEXT]
+        token, target = edges[edge, TOKEN], edges[edge, TARGET]
+        if token != nodes[state, BEST]:
+            unseen -= nodes[target, COUNT]
+            share = prob * (nodes[target, COUNT] / total)
+            if share >= floor:
+                one = offer_of(share, node.number, token, target, nodes[target, SEEN])
+                num = keep(offers, num, one)
+        if edge == last:
+            return num
+    return num
+
+
+@compiled(_GUESS, AUTOMATON, INT, INT, FLOAT, TABLE)
+def tree(
+    automaton: Automaton, state: int, limit: int, least: float, draft: IntArray
+) -> tuple[float, int]:
+    """The most probable nodes one by one."""
+    offers, num = Offers(np.empty((limit, OFFER), np.int32), np.empty(limit)), 0
+    node, score = node_of(-1, state, automaton.nodes[state, COUNT], 1.0), 0.0
+    for number in range(limit):
+        num = offer_children(automaton, node, limit - number, least, offers, num)
+        if num == 0:
+            return score, number
+        num -= 1
+        state = offers.rows[num, OFFER_STATE]
+        node = node_of(number, state, automaton.nodes[state, COUNT], offers.shares[num])
+        score += node.prob
+        draft[TOKENS, number] = offers.rows[num, ID]
+        draft[PARENTS, number] = offers.rows[num, PARENT]
+    return score, limit
+
+
+@compiled(_GUESS, AUTOMATON, INT, INT, LIMITS, _GUESS, TABLES)
+def best_guess(
+    automaton: Automaton,
+    state: int,  # of the longest match
+    matched: int,  # its length
+    limits: Limits,
+    best: tuple[float, int],
+    drafts: IntArray,  # the best one, and room for another
+) -> tuple[float, int]:
+    """`best`, or what beats it here.
+
+    Lengths with the same occurrences differ in the limit only, so that one look per state does; and
+    a look that cannot beat the best score is not taken.
+    """
+    nodes, table, budget = automaton.nodes, limits.table, limits.budget
+    while state != ROOT and nodes[nodes[state, LINK], LENGTH] >= matched:
+        state = nodes[state, LINK]  # it was split
+    while state != ROOT:
+        widest = table[WIDEST, matched]
+        if min(budget, table[MOST, widest]) <= best[0]:
+            break  # shorter matches may not draft more
+        shorter = nodes[state, LINK]
+        fewest = nodes[shorter, LENGTH] + 1
+        limit = min(budget, table[MOST, max(widest, fewest)])
+        if limit > best[0]:
+            if limits.is_tree:
+                found = tree(automaton, state, limit, limits.least, drafts[1])
+            else:
+                found = chain(nodes, state, limit, limits.least, drafts[1])
+            if found[0] > best[0]:
+                best = found
+                copy(drafts[0], TOKENS, drafts[1], TOKENS, found[1])
+                copy(drafts[0], PARENTS, drafts[1], PARENTS, found[1])
+        state, matched = shorter, fewest - 1
+    return best
+
+
+@compiled(LIMITS, TABLE, FLOAT, INT, INT)
+def limits_of(table: IntArray, least: float, is_tree: int, budget: int) -> Limits:
+    return Limits(table, least, is_tree, budget)
+
+
+@compiled(
+    INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE, FLOAT, INT,
+    TABLES, TABLES, INT,
+)  # fmt: skip
+def guess(
+    own_nodes: IntArray,
+    own_edges: IntArray,
+    own_walk: IntArray,
+    newer_nodes: IntArray,
+    newer_edges: IntArray,
+    older_nodes: IntArray,
+    older_edges: IntArray,
+    matches: IntArray,  # [2, 2], state and length in the newer and the older past
+    is_indexed: int,  # whether the request's own text is, to its end
+    budget: int,
+    table: IntArray,  # of `Limits`
+    least: float,
+    is_tree: int,
+    room: IntArray,  # [2, 2, depth] to work in
+    drafts: IntArray,
+    row: int,
+) -> int:
+    """Writes the best draft of the request and of both pasts to `drafts[row]`; its nodes."""
+    best, longest = (0.0, 0), table.shape[1] - 1
+    limits = limits_of(table, least, is_tree, budget)
+    if is_indexed:
+        state = own_walk[SUFFIXES]
+        if state != ROOT and own_nodes[state, COUNT] == 1:
+            state = own_walk[SUFFIXES + 1]  # the longest that occurred before
+        matched = min(own_nodes[state, LENGTH], longest)
+        best = best_guess(Automaton(own_nodes, own_edges), state, matched, limits, best, room)
+    for past in range(2):
+        nodes, edges = (newer_nodes, newer_edges) if past == 0 else (older_nodes, older_edges)
+        state, matched = matches[past, 0], matches[past, 1]
+        if matched > 0:
+            best = best_guess(Automaton(nodes, edges), state, matched, limits, best, room)
+    copy(drafts[row], TOKENS, room[0], TOKENS, best[1])
+    copy(drafts[row], PARENTS, room[0], PARENTS, best[1])
+    return best[1]

@@ -8,62 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..events import Content, Flow
-from ..functions import Function
-from ..json_call import NAME
-from ..lark import Lark, Layout
-from ..reader import Reader
+from ..lark import CallLayout, Function, Lark
+from ..reader import Flow, Reader
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 MARKS = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
 BLOCK, BLOCK_END = "```json", "```"
-_MAX_NAME = 192
 
 
 def parse(reader: Reader, names: Collection[str]) -> Flow[None]:
     """Text and calls in any order; what begins like a call and is none is text."""
-    marks: tuple[str, ...] = (CALLS, CALL)
-    trim = False
-    while mark := (yield from reader.prose(marks, Content, trim=trim)):
-        if mark in (CALL_END, CALLS_END):
-            continue
-        begins = mark == CALL
-        if mark == CALLS:
-            yield from reader.space()
-            begins = yield from reader.literal(CALL)
-        trim = begins and (yield from _call(reader))
-        if trim:
-            marks = (CALLS, CALL, CALL_END, CALLS_END)
-        else:
-            yield from reader.give_back()
+    return reader.section((CALLS, CALLS_END), (CALL, CALL_END), _call)
 
 
 def _call(reader: Reader) -> Flow[bool]:
-    found = yield from reader.up_to((SEPARATOR,), _MAX_NAME)
-    if found is None:
-        return False
-    name, in_block = found[0].strip(), False
+    found, in_block = (yield from reader.name((SEPARATOR,))), False
     yield from reader.space()
-    if name == "function" and (yield from reader.peek()) != "{":
-        line = yield from reader.up_to(("\n",), _MAX_NAME)
-        name = line[0].strip() if line else ""
+    if found and found[0] == "function" and (yield from reader.peek()) != "{":
+        found = yield from reader.name(("\n",))
         yield from reader.space()
         in_block = yield from reader.literal(BLOCK)
-        yield from reader.space()
-    if NAME.fullmatch(name) is None or (yield from reader.peek()) != "{":
+    if found is None or not (yield from reader.object_call(found[0])):
         return False
-    yield reader.call(name)
-    yield from reader.value(reader.arguments)
-    reader.begin()
     if in_block:
         yield from reader.space()
         yield from reader.literal(BLOCK_END)
     return True
 
 
-def layout(functions: Sequence[Function], lark: Lark) -> Layout:
+def layout(functions: Sequence[Function], lark: Lark) -> CallLayout:
     """As V3 writes calls, or V3.1 where the template does."""
     in_block = BLOCK in lark.template or CALL not in lark.template
     calls = []
@@ -75,7 +50,7 @@ def layout(functions: Sequence[Function], lark: Lark) -> Layout:
             calls.append(f'{head} "function" {mark} {line} {arguments} {block_end} {end}')
         else:
             calls.append(f"{head} {lark.text(each.name)} {mark} {arguments} {end}")
-    return Layout(
+    return CallLayout(
         tuple(calls),
         trigger=CALLS,
         between=lark.text("\n") if in_block else "",

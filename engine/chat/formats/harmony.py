@@ -12,10 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ..events import Content, Flow, Reasoning
-from ..functions import Function
-from ..lark import Lark, Layout
-from ..reader import Reader
+from ..lark import CallLayout, Function, Lark
+from ..reader import Content, Flow, Reader, Reasoning
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
@@ -82,14 +80,14 @@ def _call(reader: Reader, name: str) -> Flow[str]:
     return (yield from reader.prose(_ENDS, Content))
 
 
-def layout(functions: Sequence[Function], lark: Lark) -> Layout:
+def layout(functions: Sequence[Function], lark: Lark) -> CallLayout:
     """One call: its end is the end of the text."""
     channel, constrain, message = (lark.mark(each) for each in (CHANNEL, CONSTRAIN, MESSAGE))
     calls = []
     for each in functions:
         head = lark.text(f"commentary to=functions.{each.name} ")
         calls.append(f'{channel} {head} {constrain} "json" {message} {lark.json(each.schema)}')
-    return Layout(tuple(calls), many=False)
+    return CallLayout(tuple(calls), many=False)
 
 
 def lead_rules(lark: Lark, *, to_final: bool) -> list[str]:

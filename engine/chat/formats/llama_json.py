@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..events import Content, Flow
-from ..functions import Function
-from ..json_call import call_object
-from ..lark import Lark, Layout
-from ..reader import Reader
+from ..arguments import call_object
+from ..lark import CallLayout, Function, Lark
+from ..reader import Flow, Reader
 
 TAG = "<|python_tag|>"
 
 
 def parse(reader: Reader, names: Collection[str]) -> Flow[None]:
     """Calls at the beginning of the text, or behind the tag; everything else is text."""
-    reader.begin()
-    yield from reader.space()
-    yield from reader.literal(TAG)
-    yield from _calls(reader, names)
-    while (yield from reader.prose((TAG,), Content, trim=reader.num_calls > 0)):
-        yield from _calls(reader, names)
+    return reader.calls_behind(TAG, lambda reader: _calls(reader, names), leading=True)
 
 
 def _calls(reader: Reader, names: Collection[str]) -> Flow[None]:
@@ -40,7 +33,7 @@ def _calls(reader: Reader, names: Collection[str]) -> Flow[None]:
     yield from reader.give_back()
 
 
-def layout(functions: Sequence[Function], lark: Lark) -> Layout:
+def layout(functions: Sequence[Function], lark: Lark) -> CallLayout:
     """Objects and nothing else."""
     calls = tuple(lark.object_call(each, "parameters") for each in functions)
-    return Layout(calls, between=lark.text("; "))
+    return CallLayout(calls, between=lark.text("; "))

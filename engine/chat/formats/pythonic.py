@@ -11,47 +11,40 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..events import Content, Flow
-from ..functions import Function
-from ..json_call import with_escapes
-from ..lark import Lark, Layout
-from ..plain_arguments import UnenforceableError
-from ..reader import Reader
+from ..arguments import UnenforceableError, definitions, with_escapes
+from ..lark import CallLayout, Function, Lark
+from ..reader import Flow, Reader
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 _JSON_WORDS = {"true": True, "false": False, "null": None}
-_MAX_NAME = 192  # characters, with white space
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def parse(reader: Reader, names: Collection[str]) -> Flow[None]:
     """A list of calls at the beginning of the text, or behind its mark; everything else is text."""
-    reader.begin()
-    yield from reader.space()
-    yield from reader.literal(BEGIN)
-    yield from _calls(reader, names)
-    while (yield from reader.prose((BEGIN,), Content, trim=reader.num_calls > 0)):
-        yield from _calls(reader, names)
+
+    def read(reader: Reader) -> Flow[None]:
+        if not (yield from _listed(reader, names)):
+            yield from reader.give_back()
+
+    return reader.calls_behind(BEGIN, read, leading=True)
 
 
-def _calls(reader: Reader, names: Collection[str]) -> Flow[None]:
+def _listed(reader: Reader, names: Collection[str]) -> Flow[bool]:
+    """The list; False: from what was taken last on, it is none."""
     yield from reader.space()
     if not (yield from reader.literal("[")):
-        yield from reader.give_back()
-        return
+        return False
     while True:
         yield from reader.space()
-        found = yield from reader.up_to(("(",), _MAX_NAME)
-        name = found[0].strip() if found else ""
-        if name not in names:
-            yield from reader.give_back()
-            return
+        found = yield from reader.name(("(",))
+        if found is None or found[0] not in names:
+            return False
         text = yield from _until_close(reader)
         arguments = None if text is None else _arguments(text)
         if arguments is None:
-            yield from reader.give_back()
-            return
-        yield reader.call(name)
+            return False
+        yield reader.call(found[0])
         yield reader.arguments(arguments)
         reader.begin()
         yield from reader.space()
@@ -60,6 +53,7 @@ def _calls(reader: Reader, names: Collection[str]) -> Flow[None]:
     if (yield from reader.literal("]")):
         yield from reader.space()
         yield from reader.literal(END)
+    return True
 
 
 def _until_close(reader: Reader) -> Flow[str | None]:
@@ -114,9 +108,9 @@ class _Words(ast.NodeTransformer):
         return node
 
 
-def layout(functions: Sequence[Function], lark: Lark) -> Layout:
+def layout(functions: Sequence[Function], lark: Lark) -> CallLayout:
     """A list of calls with values in JSON: required keywords first, each in the schema's order."""
-    return Layout(
+    return CallLayout(
         calls=tuple(_call(each, lark) for each in functions),
         opening=lark.text("["),
         between=lark.text(", "),
@@ -130,21 +124,20 @@ def _call(function: Function, lark: Lark) -> str:
     properties = _possible(given, schema) if isinstance(given, Mapping) else {}
     if not properties:
         return lark.text(f"{function.name}()")
-    defined: dict[str, Any] = {
-        key: schema[key] for key in ("$defs", "definitions") if key in schema
-    }
-    required = [name for name in properties if name in schema.get("required", ())]
-    optional = [name for name in properties if name not in required]
-    parts = []
-    for index, name in enumerate([*required, *optional]):
-        value = properties[name]
+    defined, comma = definitions(schema), lark.text(", ")
+    required, optional = list[str](), list[str]()
+    for name, value in properties.items():
         value = {**value, **defined} if isinstance(value, Mapping) else dict(defined)
+        is_required = name in schema.get("required", ())
         keyword = f"{lark.text(f'{name}=')} {lark.json(value)}"
-        comma = f"{lark.text(', ')} " if index and required else ""
-        parts.append(f"{comma}{keyword}" if name in required else f"({comma}{keyword})?")
-    if not required:
-        parts = [_any_of(optional, properties, defined, lark)]
-    return f"{lark.text(f'{function.name}(')} {' '.join(parts)} {lark.text(')')}"
+        (required if is_required else optional).append(keyword)
+    parts = f" {comma} ".join(required) + "".join(f" ({comma} {each})?" for each in optional)
+    if not required:  # any of the optional ones, in order, with commas between those there are
+        parts = ""
+        for each in reversed(optional):
+            parts = f"({each} ({comma} {parts})? | {parts})" if parts else f"({each})"
+        parts += "?"
+    return f"{lark.text(f'{function.name}(')} {parts} {lark.text(')')}"
 
 
 def _possible(properties: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,17 +150,3 @@ def _possible(properties: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
         if value is False and name in schema.get("required", ()):
             raise UnenforceableError(f"{name}: required, and its schema is `false`")
     return {name: value for name, value in properties.items() if value is not False}
-
-
-def _any_of(
-    names: Sequence[str], properties: Mapping[str, Any], defined: Mapping[str, Any], lark: Lark
-) -> str:
-    """Any of optional keywords, in order, with commas between those that are there."""
-    rest = ""
-    for name in reversed(names):
-        value = properties[name]
-        value = {**value, **defined} if isinstance(value, Mapping) else dict(defined)
-        keyword = f"{lark.text(f'{name}=')} {lark.json(value)}"
-        tail = f"({lark.text(', ')} {rest})?" if rest else ""
-        rest = f"({keyword} {tail} | {rest})" if rest else f"({keyword})"
-    return f"{rest}?"

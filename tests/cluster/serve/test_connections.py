@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.cluster.serve.connections import ConnectionLimits, guard, guarded
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend

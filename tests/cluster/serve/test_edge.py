@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 
 from outrider.cluster.serve import edge
-from outrider.cluster.serve.client import ServeClient
-from outrider.cluster.serve.deltas import encode_deltas
-from outrider.cluster.serve.edge import EdgeLink, EdgeListener, EdgeLostError, ReplyTo
+from outrider.cluster.serve.edge import (
+    EdgeLink,
+    EdgeListener,
+    EdgeLostError,
+    ReplyTo,
+    encode_deltas,
+)
+from outrider.cluster.serve.serve_client import ServeClient
 from outrider.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, Request, ints
@@ -223,7 +228,7 @@ def test_what_is_wrong_everywhere_is_not_replayed(
 
 
 def test_too_many_losses(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.cluster.serve import client as serve_client
+    from outrider.cluster.serve import serve_client
 
     monkeypatch.setattr(serve_client, "_BACKOFF_S", 0.001)
     with pytest.raises(EngineDeadError, match="lost on 4"):
@@ -268,7 +273,7 @@ def test_a_replay_that_meets_full_replicas_tries_again(
 ) -> None:
     from ray.exceptions import RayTaskError
 
-    from outrider.cluster.serve import client as serve_client
+    from outrider.cluster.serve import serve_client
 
     monkeypatch.setattr(serve_client, "_FULL_BACKOFF_S", 0.001)
     expected = [token for delta in run(make_engine, "fine")[0] for token in delta.token_ids]

@@ -11,9 +11,8 @@ import pytest
 import uvloop
 from starlette.types import Message, Receive, Scope, Send
 
-from outrider.cluster.serve.relay import ingress, proxy
-from outrider.cluster.serve.relay.ingress import IngressRelay
-from outrider.cluster.serve.relay.proxy import ProxyRelay
+from outrider.cluster.serve import relay
+from outrider.cluster.serve.relay import IngressRelay, ProxyRelay
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
 RUNNERS = [asyncio.run, uvloop.run]
@@ -142,13 +141,13 @@ def test_a_proxy_that_cannot_be_reached_gets_the_streams_through_serve(
         await send(part(b"", more=False))
 
     way, tries = Way(stream), []
-    connect = ingress._connect
+    connect = relay._connect
 
     async def counted(*given: Any) -> Any:
         tries.append(given)
         return await connect(*given)
 
-    monkeypatch.setattr(ingress, "_connect", counted)
+    monkeypatch.setattr(relay, "_connect", counted)
     asyncio.run(main())
     assert way.body == b"data: 1\n\n" * 2
     assert len(way.through_serve) == 6
@@ -177,7 +176,7 @@ def test_a_lost_connection_breaks_the_answer_off(run: Callable[..., None]) -> No
 def test_a_client_that_reads_too_slowly_is_cut_off_and_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
     reads, received = asyncio.Event(), bytearray()
 
     async def slow(message: Message) -> None:
@@ -203,7 +202,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off_and_holds_up_nobody(
 
 
 def test_a_stream_that_is_cut_off_ends_for_serve_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
     received: list[Message] = []
 
     class Serve(Way):
@@ -227,7 +226,7 @@ def test_a_stream_that_is_cut_off_ends_for_serve_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_part_of_any_size_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(relay, "MAX_WAITING_BYTES", 1000)
 
     async def stream(send: Send) -> None:
         await send(start())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.config.compat.merge import merge
+from outrider.config.compat.translate import merge
 from outrider.errors import ConfigError
 
 MOD = {"decoding_type": "NGramMod", "n_match": 24, "n_min": 8}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.config import SECTIONS, EngineConfig
-from outrider.config.compat import page, sglang, tensorrt_llm, vllm_engine
-from outrider.config.compat.members import fields_of, own_name
-from outrider.config.compat.table import Into, Only, Refused, To
-from outrider.config.compat.translate import DIALECTS, translate_engine
+from outrider.config.compat import sglang, tensorrt_llm, vllm
+from outrider.config.compat.table import Only, Refused, To
+from outrider.config.compat.translate import DIALECTS, fields_of, own_name, translate_engine
 from outrider.errors import ConfigError
 
 
@@ -79,7 +78,7 @@ def test_every_translated_key_is_one_of_ours():
                 names = {own_name(kind, entry.key) for kind in SECTIONS}
                 assert names & known, key
     engine = set(EngineConfig.model_fields) | {"num_kv_tokens"}
-    tables = {**tensorrt_llm.ENGINE, **tensorrt_llm.KV_CACHE, **vllm_engine.ENGINE}
+    tables = {**tensorrt_llm.ENGINE, **tensorrt_llm.KV_CACHE, **vllm.ENGINE}
     assert {e.key for e in tables.values() if isinstance(e, To)} <= engine
 
 
@@ -287,13 +286,3 @@ def test_a_schedule_follows_the_load():
     section = load({**NGRAM, "max_draft_len": 8, "draft_len_schedule": {4: 8, 8: 2, 32: 1}})
     assert [section.nodes_at(size, 8) for size in (1, 4, 5, 8, 9, 32, 33)] == [8, 8, 2, 2, 1, 1, 0]
     assert load({**NGRAM, "max_concurrency": 2}).nodes_at(3, 4) == 0
-
-
-def test_the_page_is_up_to_date():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(), (
-        "run: python -m outrider.config.compat.page"
-    )
-    for dialect in DIALECTS:
-        for key, entry in dialect.keys.items():
-            assert f"`{key}`" in page.render()
-            assert not isinstance(entry, Into) or entry.note

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.drafters.heads.block import DecoderBlock, read_block_config
+from outrider.drafters.heads.block import DecoderBlock, materialise_constants, read_block_config
 from outrider.drafters.heads.mtp import MTPModule
 from outrider.drafters.heads.protocol import HeadLayer
 from outrider.errors import CheckpointError
@@ -53,7 +53,7 @@ def test_the_layer_is_transformers_own(kind, tmp_path):
     block = DecoderBlock(read_block_config(tmp_path))
     readers = {name: lambda tensor=tensor: tensor for name, tensor in stored.items()}
     block.load_state_dict(block.states_from(readers, where), assign=True)
-    block.materialise(torch.device("cpu"))
+    materialise_constants(block.whole, torch.device("cpu"))
     states, positions = torch.randn(9, config.hidden_size), torch.arange(4, 13)
     with torch.no_grad():
         got = block(states, positions, 0, causal)
@@ -94,5 +94,5 @@ def empty(changes):
     """A module with numbers of no meaning."""
     module = MTPModule(target_config("llama", **changes))
     module.to_empty(device="cpu")
-    module.block.materialise(torch.device("cpu"))
+    materialise_constants(module.block.whole, torch.device("cpu"))
     return module

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, Request, SpeculationOptions, ints
 from outrider.tests.helpers.head_files import (
@@ -148,7 +148,7 @@ def watch(monkeypatch, requests: list[Request]) -> tuple[list[Seen], list]:
     texts = {name: request.prompt.tolist() for name, request in by_id.items()}
     seen: list[Seen] = []
     steps: list = []
-    observe = colocated.Colocated.observe
+    observe = head_drafters.Colocated.observe
 
     def spy(self, batch, verdict):
         steps.append((batch, verdict))
@@ -164,7 +164,7 @@ def watch(monkeypatch, requests: list[Request]) -> tuple[list[Seen], list]:
             seen.append(Seen(by_id[name], known, tuple(tokens), tuple(parents), room))
         observe(self, batch, verdict)
 
-    monkeypatch.setattr(colocated.Colocated, "observe", spy)
+    monkeypatch.setattr(head_drafters.Colocated, "observe", spy)
     return seen, steps
 
 

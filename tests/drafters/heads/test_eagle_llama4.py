@@ -7,7 +7,7 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from outrider.config import EagleConfig, parse
-from outrider.drafters.heads.eagle_load import read_eagle
+from outrider.drafters.heads.eagle_head import read_eagle
 from outrider.drafters.heads.protocol import TargetFacts
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.drafts import drafts_seen
@@ -170,4 +170,4 @@ def test_layers_without_rotary_positions_are_every_fourth_where_nothing_is_said(
     folder = write_eagle(tmp_path / "deep", *eagle_tensors(four, 1, **options))
     facts = TargetFacts(64, 96, 6, torch.float32, torch.device("cpu"))
     module = read_eagle(parse(EagleConfig, section(folder)), facts).module
-    assert module.options.no_rope_layers == (3,)
+    assert module.no_rope_layers == (3,)

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.config import MedusaConfig, MTPConfig
-from outrider.drafters.heads.eagle_reader import _own_name
+from outrider.drafters.heads.eagle_head import _own_name
 from outrider.drafters.heads.medusa import load_medusa
-from outrider.drafters.heads.mtp_load import _find
+from outrider.drafters.heads.mtp import _find
 from outrider.drafters.heads.protocol import TargetFacts
 from outrider.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 from outrider.config import EngineConfig, MedusaConfig, parse
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.drafters.heads.medusa import MedusaHead
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler import tree
@@ -84,7 +84,7 @@ def test_drafts_follow_the_equations(tiny, heads, layout, monkeypatch):
     folders, tensors = heads
     checked = []
     model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32)
-    observe = colocated.Colocated.observe
+    observe = head_drafters.Colocated.observe
     prompt = [5, 17, 3, 44, 60, 7]
     text = list(prompt)
 
@@ -109,7 +109,7 @@ def test_drafts_follow_the_equations(tiny, heads, layout, monkeypatch):
             checked.append(len(wanted))
         observe(self, batch, verdict)
 
-    monkeypatch.setattr(colocated.Colocated, "observe", spy)
+    monkeypatch.setattr(head_drafters.Colocated, "observe", spy)
     with engine_of(tiny.target, section(folders[layout])) as engine:
         complete(engine, [prompt], max_tokens=24)
     assert len(checked) > 4
@@ -211,15 +211,15 @@ def test_as_a_member_of_a_composition(tiny, heads):
 
 def test_a_head_that_raises_costs_speed_and_nothing_else(tiny, heads, monkeypatch):
     calls = []
-    draft = MedusaHead.draft
+    rows = MedusaHead.rows
 
-    def fail_often(self, done, host):
-        calls.append(done)
+    def fail_often(self, step, host):
+        calls.append(step)
         if len(calls) % 3 == 0:
             raise RuntimeError("out of memory")
-        return draft(self, done, host)
+        return rows(self, step, host)
 
-    monkeypatch.setattr(MedusaHead, "draft", fail_often)
+    monkeypatch.setattr(MedusaHead, "rows", fail_often)
     prompts = random_prompts(4, 96)
     (wanted,) = plain_outputs(tiny.target, prompts, {})
     with engine_of(tiny.target, section(heads[0]["pt"])) as engine:

@@ -12,7 +12,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from outrider.config import EngineConfig, MTPConfig, parse
-from outrider.drafters.heads.mtp_load import dequantised
+from outrider.drafters.heads.mtp import dequantised
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers import drafts
 from outrider.tests.helpers.mtp import Made, Reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig, ReDrafterConfig, parse
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft
@@ -62,7 +62,7 @@ def test_drafts_follow_the_equations(target, heads, case, monkeypatch):
     reference = Reference(target, tensors)
     texts = {str(index): list(prompt) for index, prompt in enumerate(PROMPTS)}
     sizes = []
-    observe = colocated.Colocated.observe
+    observe = head_drafters.Colocated.observe
 
     def spy(self, batch, verdict):
         drafts, drafting = verdict.next_drafts, batch.samples & (batch.max_nodes > 0)
@@ -85,7 +85,7 @@ def test_drafts_follow_the_equations(target, heads, case, monkeypatch):
                 sizes.append(draft.num_nodes)
         observe(self, batch, verdict)
 
-    monkeypatch.setattr(colocated.Colocated, "observe", spy)
+    monkeypatch.setattr(head_drafters.Colocated, "observe", spy)
     fields = {"redrafter_num_beams": num_beams, "redrafter_draft_len_per_beam": length}
     if total is not None:
         fields["max_total_draft_tokens"] = total

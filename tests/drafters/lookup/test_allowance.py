@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.drafters.lookup.allowance import Allowance
+from outrider.drafters.lookup.base import Allowance
 from outrider.tests.helpers.lookups import batch_of, drafter_of, ints, propose, request_of
 
 SECTIONS = [

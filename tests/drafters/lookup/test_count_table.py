@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters.lookup.count_table import CountTable
-from outrider.drafters.lookup.kernels import counts as loops
+from outrider.drafters.lookup.kernels import ngrams as loops
+from outrider.drafters.lookup.ngram_cache import CountTable
 from outrider.drafters.lookup.ngram_file import Arrays
 from outrider.tests.helpers.lookups import counts_of, growing
 

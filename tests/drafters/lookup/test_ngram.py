@@ -9,9 +9,9 @@ import pytest
 
 from outrider.config import NGramConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.lookup.ngram import NGram
-from outrider.drafters.lookup.ngram_index import FirstSeen, NewestSeen
-from outrider.drafters.lookup.ngram_pool import NGramPool
+from outrider.drafters.lookup.index import FirstSeen, NewestSeen
+from outrider.drafters.lookup.ngram import NGramPool, ngram
+from outrider.tests.helpers import lookups
 from outrider.tests.helpers.lookups import growing
 
 from ...helpers.toy import VOCAB, continuation
@@ -45,7 +45,7 @@ def test_pool_follows_its_definition(keep_all, oldest):
     windows = [tokens[:20], tokens[15:33], tokens[28:60]]
     pool = NGramPool(config)
     for window in windows:
-        pool.update(window)
+        pool.learn(array("i", window), 0, len(window))
     slow = learn_slowly(config, windows, keep_all)
     for _ in range(300):
         tail = tuple(rng.randrange(4) for _ in range(3))
@@ -60,7 +60,7 @@ def test_pool_follows_its_definition(keep_all, oldest):
 
 def test_shorter_patterns_than_the_minimum_are_not_matched():
     pool = NGramPool(NGramConfig(min_matching_ngram_size=2, max_matching_ngram_size=3))
-    pool.update([1, 2, 3, 1, 2])
+    pool.learn(array("i", [1, 2, 3, 1, 2]), 0, 5)
     assert pool.find((9, 1, 2)) == (2, (3, 1, 2))
     assert pool.find((9, 9, 2)) == (0, ())
 
@@ -72,21 +72,23 @@ def test_an_index_is_a_pool_that_learnt_the_text_at_once(sizes, keep_all):
     config = NGramConfig(max_matching_ngram_size=largest, max_draft_len=length)
     rng = random.Random(2)
     for vocab in (1, 2, 4, 8):
-        text = array("i")
-        oldest, newest = FirstSeen(text, largest), NewestSeen(text, largest, length)
+        request, text = lookups.request_of("a", []), array("i")
+        oldest, newest = (kind(request, config, largest) for kind in (FirstSeen, NewestSeen))
         for _ in range(30):
             begin = len(text)
-            text.extend(growing(rng, text.tolist(), rng.randrange(1, 9), vocab))
+            new = growing(rng, text.tolist(), rng.randrange(1, 9), vocab)
+            for tokens in (text, oldest.tokens, newest.tokens):
+                tokens.extend(new)
             cut = rng.randrange(begin, len(text) + 1)
             slow = learn_slowly(config, [text.tolist()], keep_all)
             for index, which in ((oldest, 0), (newest, -1)):
                 index.take(begin, cut)
                 if rng.random() < 0.5:
-                    index.find()  # what is asked in between changes nothing
+                    index.match()  # what is asked in between changes nothing
                 index.take(cut, len(text))
                 tails = [tuple(text[-size:]) for size in range(min(largest, len(text)), 0, -1)]
                 known = next((tail for tail in tails if tail in slow), ())
-                size, place = index.find()
+                size, place = index.match()
                 assert size == len(known)
                 if known:
                     assert tuple(text[place : place + length]) == slow[known][which]
@@ -96,13 +98,13 @@ def test_an_index_is_a_pool_that_learnt_the_text_at_once(sizes, keep_all):
 def test_what_was_learnt_before_may_be_skipped(oldest):
     config = NGramConfig(max_draft_len=3, max_matching_ngram_size=3, is_use_oldest=oldest)
     rng = random.Random(3)
-    tokens = [rng.randrange(3) for _ in range(200)]
+    tokens = array("i", [rng.randrange(3) for _ in range(200)])
     whole, skipping = NGramPool(config), NGramPool(config)
     at = 0
     while at < len(tokens):
-        start, end = max(0, at - whole.num_overlap), at + rng.randrange(1, 9)
-        whole.update(tokens[start:end])
-        skipping.update(tokens[start:end], at - start)
+        start, end = max(0, at - whole.num_overlap), min(at + rng.randrange(1, 9), len(tokens))
+        whole.learn(tokens[start:end], 0, end - start)
+        skipping.learn(tokens, at, end)
         at = end
         tail = tuple(tokens[max(0, end - 3) : end])
         assert whole.find(tail) == skipping.find(tail)
@@ -127,9 +129,9 @@ def test_a_pool_may_learn_a_text_in_pieces(oldest):
 def test_a_pool_forgets_what_was_learnt_or_found_longest_ago(oldest):
     config = NGramConfig(max_matching_ngram_size=1, max_draft_len=1, is_use_oldest=oldest)
     pool = NGramPool(config)
-    pool.update([1, 2, 3, 4, 5])
+    pool.learn(array("i", [1, 2, 3, 4, 5]), 0, 5)
     assert pool.find((1,))[1] == (2,)
-    pool.update([2, 3])  # again
+    pool.learn(array("i", [2, 3]), 0, 2)  # again
     pool.evict(2)  # 3 and 4; 1 was found, 2 learnt again
     assert len(pool) == 2
     assert [pool.find((token,))[1] for token in (1, 2, 3, 4)] == [(2,), (3,), (), ()]
@@ -142,7 +144,7 @@ def test_a_pool_forgets_what_was_learnt_or_found_longest_ago(oldest):
 @pytest.mark.parametrize("scope", ["request", "tenant", "replica"])
 def test_greedy_output_is_that_of_no_drafter(make_loop, request_of, drive, scope, oldest):
     config = NGramConfig(pool_scope=scope, is_use_oldest=oldest, max_draft_len=6)
-    drafting = Drafting(NGram(config), VOCAB)
+    drafting = Drafting(ngram(config), VOCAB)
     loop = make_loop(200, drafting=drafting)
     wanted = {}
     for index in range(12):
@@ -156,7 +158,7 @@ def test_greedy_output_is_that_of_no_drafter(make_loop, request_of, drive, scope
 
 
 def test_a_long_prompt_is_learnt_in_pieces(make_loop, request_of, drive):
-    drafting = Drafting(NGram(NGramConfig(pool_scope="tenant", max_draft_len=6)), VOCAB)
+    drafting = Drafting(ngram(NGramConfig(pool_scope="tenant", max_draft_len=6)), VOCAB)
     loop = make_loop(800, max_model_len=3000, drafting=drafting, max_num_batched_tokens=2500)
     rng = random.Random(1)
     prompt = tuple(rng.randrange(VOCAB) for _ in range(2000))
@@ -171,7 +173,7 @@ def test_a_long_prompt_is_learnt_in_pieces(make_loop, request_of, drive):
 
 
 def test_tenants_do_not_share(make_loop, request_of, drive):
-    drafting = Drafting(NGram(NGramConfig(is_public_pool=True, max_draft_len=6)), VOCAB)
+    drafting = Drafting(ngram(NGramConfig(is_public_pool=True, max_draft_len=6)), VOCAB)
     loop = make_loop(200, drafting=drafting)
     gained = []
     for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters.lookup.count_table import CountTable
-from outrider.drafters.lookup.ngram_cache import DynamicTables, NGramCache
+from outrider.drafters.lookup.ngram_cache import CountTable, DynamicTables, NGramCache
 from outrider.tests.helpers import lookups
 from outrider.tests.helpers.lookups import (
     TextOracle,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.lookup import ngram_file
-from outrider.drafters.lookup.count_table import ORDERS
+from outrider.drafters.lookup.ngram_cache import ORDERS
 from outrider.drafters.lookup.ngram_file import Arrays, load, read, save
 from outrider.drafters.vocabulary import fingerprint
 from outrider.errors import ConfigError, TableFileError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafters.lookup import ngram_map_k
+from outrider.drafters.lookup import ngram_map
 from outrider.tests.helpers.lookups import (
     TextOracle,
     drafter_of,
@@ -113,7 +113,7 @@ class SlowMap4(SlowMap):
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (4, 10)])
 @pytest.mark.parametrize("bits", [18, 5])
 def test_map_k(n, m, bits, monkeypatch):
-    monkeypatch.setattr(ngram_map_k, "_MASK", 2**bits - 1)
+    monkeypatch.setattr(ngram_map, "_MASK", 2**bits - 1)
     section = {"decoding_type": "NGramMapK", "ngram_size_n": n, "ngram_size_m": m}
     assert walk(section, SlowMap(n, m, 2**bits), seed=n, vocab=6, steps=200) > 40
 

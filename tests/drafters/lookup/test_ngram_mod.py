@@ -109,7 +109,7 @@ def test_five_bad_drafts_in_a_row_wipe_the_pool():
     assert used == 0
     observe(drafter, ["a"], [list(range(20, 40))])
     assert not propose(drafter, ["other", "a"], [64, 64])[0].num_nodes
-    assert drafter._requests["a"].num_indexed > 20, "indexed again from the start"
+    assert drafter._memories["a"].num_grams > 20, "indexed again from the start"
 
 
 def test_the_prompts_last_token_is_a_successor():

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.config import EngineConfig, NGramConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.lookup.ngram import NGram
+from outrider.drafters.lookup.ngram import ngram
 from outrider.drafters.lookup.pool import LocalLink, PoolStore, pack, unpack
 from outrider.errors import ConfigError, PoolSnapshotError
 from outrider.scheduler.types import ints
@@ -222,7 +222,7 @@ def test_a_snapshot_that_fails_leaves_nothing_behind(tmp_path):
 
 def drafting_of(store: PoolStore, **options) -> Drafting:
     config = NGramConfig(pool_scope="cluster", max_draft_len=6, **options)
-    return Drafting(NGram(config, LocalLink(store)), VOCAB)
+    return Drafting(ngram(config, LocalLink(store)), VOCAB)
 
 
 def test_text_served_by_one_is_drafted_by_the_other(make_loop, request_of, drive):
@@ -247,7 +247,7 @@ def test_tables_stay_within_their_bound(make_loop, request_of, drive):
         prompt = (index, index + 1, 5)
         loop.add(request_of(str(index), prompt, 150, tenant=str(index % 3)))
         assert drive(loop)[str(index)] == continuation(prompt, 150)
-        pools = drafting.drafter._shared._pools
+        pools = drafting.drafter._pools
         assert sum(map(len, pools.values())) <= 1024
     assert list(pools)[-1] == "2"
 
@@ -258,7 +258,7 @@ def test_a_link_that_fails_costs_its_text_only(make_loop, request_of, drive):
             return ConnectionError("gone")
 
     config = NGramConfig(pool_scope="cluster", max_draft_len=6)
-    drafting = Drafting(NGram(config, Failing(PoolStore("f", 100))), VOCAB)
+    drafting = Drafting(ngram(config, Failing(PoolStore("f", 100))), VOCAB)
     loop = make_loop(drafting=drafting)
     loop.add(request_of("a", (1, 2, 3), 40))
     assert drive(loop) == {"a": continuation((1, 2, 3), 40)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.lookup.kernels import suffix as loops
-from outrider.drafters.lookup.suffix_index import SuffixIndex
+from outrider.drafters.lookup.suffix import SuffixIndex
 from outrider.tests.helpers import lookups
 from outrider.tests.helpers.lookups import (
     TextOracle,

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
+from outrider.engine.chat.arguments import UnenforceableError, call_object, types_of
 from outrider.engine.chat.formats import glm, pythonic, qwen_coder
-from outrider.engine.chat.functions import Function
-from outrider.engine.chat.json_call import call_object
-from outrider.engine.chat.lark import Lark
-from outrider.engine.chat.plain_arguments import UnenforceableError, types_of
+from outrider.engine.chat.lark import Function, Lark
 from outrider.engine.chat.reader import Parser
 
 

@@ -7,14 +7,13 @@ import json
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.engine.chat import registry
-from outrider.engine.chat.events import CallBegin, Reasoning
+from outrider.engine.chat.chat_text import CALLS, REASONING, ChatText
 from outrider.engine.chat.formats import deepseek, glm, harmony, kimi, mistral, qwen_coder
-from outrider.engine.chat.functions import Function
-from outrider.engine.chat.text import ChatText
+from outrider.engine.chat.lark import Function
+from outrider.engine.chat.reader import CallBegin, Reasoning
 from outrider.engine.structured.grammar import check_schema, grammar_of
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.scheduler.structured import StructuredOutputs
+from outrider.scheduler.sampling import StructuredOutputs
 
 WEATHER = Function(
     "get_weather",
@@ -273,8 +272,8 @@ def test_auto_reads_the_template(tokenizer, template, calls, reasoning):
 def test_names_are_those_of_the_configuration():
     fields = EngineConfig.model_fields
     for field, table in (
-        ("tool_call_parser", registry.CALLS),
-        ("reasoning_parser", registry.REASONING),
+        ("tool_call_parser", CALLS),
+        ("reasoning_parser", REASONING),
     ):
         names = set(fields[field].annotation.__args__)
         assert names == {"auto", "none", *table}
@@ -299,4 +298,4 @@ def test_schemas_are_checked_by_name():
     with pytest.raises(InvalidRequestError, match=r"tools\.3\.function\.parameters: "):
         check_schema({"type": "strin"}, "tools.3.function.parameters")
     assert json.loads(ROME)
-    assert mistral.MARK in registry.CALLS["mistral"].marks
+    assert mistral.MARK in CALLS["mistral"].marks

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.engine.engine import Engine
 from outrider.engine.frontend import Frontend
-from outrider.engine.structured.constraint import ConstraintError
+from outrider.engine.structured.constraints import ConstraintError
 from outrider.errors import InvalidRequestError, WorkerDiedError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Request, ints

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.structured.bounds import min_length
-from outrider.engine.structured.grammar import check
+from outrider.engine.structured.grammar import check, min_length
 from outrider.errors import InvalidRequestError
-from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.structured import StructuredOutputs
+from outrider.scheduler.sampling import SamplingParams, StructuredOutputs
 from outrider.workers.transport.wire import decode, encode
 
 

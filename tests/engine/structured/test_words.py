@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from outrider.engine.frontend import Frontend
-from outrider.engine.structured.constraint import ConstraintError, DeadEndError
-from outrider.engine.structured.tree import constrained, is_allowed
-from outrider.engine.structured.words import Both, TokenConstraint, spellings
+from outrider.engine.structured.constraints import (
+    Both,
+    ConstraintError,
+    DeadEndError,
+    TokenConstraint,
+    spellings,
+)
+from outrider.engine.structured.drafting import constrained, is_allowed
 from outrider.errors import InvalidRequestError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import ints

@@ -11,12 +11,10 @@ from outrider.scheduler.types import Verdict, ints, starts_of
 from outrider.tests.helpers.device_step.plans import EDITS, SIZES, open_plan
 from outrider.workers.device_step.layout import lay_out
 from outrider.workers.device_step.seats import MAX_QUERY_LEN, DeviceSeats
-from outrider.workers.device_step.shape import SeatKinds
 from outrider.workers.seats import Seats
-from outrider.workers.verify.device_edits import MAX_TOP, DeviceEdits
-from outrider.workers.verify.layout import layout
-from outrider.workers.verify.logprobs import token_logprobs
-from outrider.workers.verify.process import edit
+from outrider.workers.verify.device_settings import MAX_TOP, DeviceEdits
+from outrider.workers.verify.process import edit, token_logprobs
+from outrider.workers.verify.rules import rows_of
 
 VOCAB = SIZES.vocab_size
 
@@ -26,25 +24,22 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
     rng = np.random.default_rng(seed)
     most = num_nodes if num_nodes > MAX_QUERY_LEN else 0  # a head's: others' trees are smaller
     sizes = replace(SIZES, num_draft_nodes=most)
-    host, device = Seats(SIZES.block_size), DeviceSeats(sizes, torch.device("cpu"))
-    kinds = SeatKinds(SIZES.num_seats, most, has_edits=True)
+    device = DeviceSeats(sizes, torch.device("cpu"))
+    host = Seats(SIZES.block_size, device)
     vocab = max(20, num_nodes)  # siblings differ
     num_seqs = 4 if most else 5
     plan = open_plan(rng, num_seqs, num_nodes, 0.8, vocab=vocab, edits=EDITS)
     for _ in range(2 if most else 3):  # wide steps are slow under an interpreter
-        kinds.apply(plan)
-        shape = kinds.shape(plan)
+        step = host.expand(plan)
+        shape = device.kinds.shape(plan)
         assert shape is not None
-        device.apply(plan)
         device.stage(plan, shape)
         device.flush()
-        step = host.expand(plan)
-        _check(ops, rng, layout(step), step.sampling, device, shape)
+        _check(ops, rng, rows_of(step), step.sampling, device, shape)
         emitted = ints(rng.integers(0, 20, len(plan.seats)))
         starts = starts_of(np.ones(len(emitted), dtype=np.int32))
         verdict = Verdict(0, emitted, starts, ints([]), np.zeros_like(starts))
         host.append(plan, verdict)
-        device.append(plan, verdict, on_device=False)
         known = plan.context_lens + 1
         plan = replace(plan, context_lens=known, openings=(), blocks=ints([]).reshape(0, 3))
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from outrider.config import EngineConfig
-from outrider.scheduler import joining, tree
+from outrider.scheduler import tree
 from outrider.scheduler.overlap import OverlapLoop
-from outrider.scheduler.plan import Batch
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
-from outrider.scheduler.types import Draft, Request, Verdict, ints
+from outrider.scheduler.types import Batch, Draft, Request, Verdict, ints
+from outrider.workers import seats
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.target import TargetService, follows
-from outrider.workers.transport.later import Later, finished
+from outrider.workers.transport.channel import PendingReply, finished
 from outrider.workers.verify import make_rule
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class InProcessTarget:
         sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab)
         rule, sizes = make_rule("coupled"), sizes if on_device else None
         self.service = TargetService(model, num_blocks, BLOCK, rule, head, sizes)
-        self.posted: list[Verdict | Later | None] = []
+        self.posted: list[Verdict | PendingReply | None] = []
         self.num_behind = 0  # steps that were posted before the verdict on the one before
         self.num_compacted = 0  # steps with accepted nodes that were moved on the device
 
@@ -55,8 +55,8 @@ class InProcessTarget:
         return self.collect()
 
     def post(self, batch: Batch, drafts: list[Draft]) -> None:
-        plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
-        is_behind = bool(self.posted) and isinstance(self.posted[-1], Later)
+        plan = replace(batch.plan, drafts=seats.gather(drafts, batch.samples))
+        is_behind = bool(self.posted) and isinstance(self.posted[-1], PendingReply)
         self.num_behind += is_behind and follows(plan)
         self.posted.append(self.service.post(plan, 0))
 

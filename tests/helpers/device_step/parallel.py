@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from outrider.scheduler import joining
 from outrider.tests.helpers.device_step import lives
 from outrider.workers.device_step.seats import SeatSizes
+from outrider.workers.seats import gather
 from outrider.workers.target import TargetService
-from outrider.workers.transport.thread_channel import ThreadChannel
+from outrider.workers.transport.channel import ThreadChannel, finished
 from outrider.workers.verify import make_rule
 
 RANKS = 2
@@ -51,7 +51,7 @@ class ParallelTarget:
         return self.collect()
 
     def post(self, batch, drafts) -> None:
-        plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
+        plan = replace(batch.plan, drafts=gather(drafts, batch.samples))
         self.posted.append(batch.request_ids)
         self.channel.send(plan, 60.0)
 
@@ -73,10 +73,10 @@ class ParallelTarget:
 
     def _verify(self, rank: int, plan):
         service = self.services[rank]
-        verdict = service.verify(plan, rank)
+        verdict = finished(service.post(plan, rank))
         assert (verdict is None) == (rank > 0)
         if service.device_step is not None:
-            step, seats = service.device_step._step, service.device_step._seats
+            step, seats = service.device_step._step, service.device_step.seats
             left = [step.outcome, step.logprobs, seats.memory, seats.edits.counts]
             self.left[rank].append([tensor.clone() for tensor in left])
         return verdict

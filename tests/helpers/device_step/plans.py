@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.scheduler import joining
-from outrider.scheduler.plan import Opening, SeatSettings, StepPlan
-from outrider.scheduler.types import Draft, ints
+from outrider.scheduler.types import Draft, Opening, SeatSettings, StepPlan, ints
 from outrider.workers.attention import KVCache
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
-from outrider.workers.device_step.shape import SeatKinds
 from outrider.workers.device_step.step import DeviceStep
+from outrider.workers.seats import Seats, gather
 
 CPU = torch.device("cpu")
 SIZES = SeatSizes(num_seats=8, max_model_len=60, num_blocks=40, block_size=4, vocab_size=101)
@@ -67,7 +65,7 @@ def open_plan(
         blocks=ints([(s, i, b) for s in seats for i, b in enumerate(blocks[s])]),
         kv_moves=ints([]).reshape(0, 2),
         openings=openings,
-        drafts=joining.gather(drafts, np.ones(num_seqs, np.bool_)),
+        drafts=gather(drafts, np.ones(num_seqs, np.bool_)),
         appends=True,
     )
 
@@ -83,12 +81,9 @@ EDITS = (
 
 
 def stage(step: DeviceStep, plan: StepPlan):
-    sizes = step.seats.sizes
-    kinds = SeatKinds(SIZES.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits)
-    kinds.apply(plan)
-    shape = kinds.shape(plan)
+    Seats(SIZES.block_size, step.seats).apply(plan)
+    shape = step.seats.kinds.shape(plan)
     assert shape is not None
-    step.seats.apply(plan)
     step.seats.stage(plan, shape)
     step.seats.flush()
     return shape

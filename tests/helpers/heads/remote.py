@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.tests.helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
@@ -82,7 +82,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
 
     def go(target, section, *, strike=None, sampling=None, at_once=8, **options) -> Seen:
         seen = Seen()
-        keep = colocated.Colocated.keep
+        keep = head_drafters.Colocated.keep
 
         def spy(self, request_ids, guessed):
             for row, request_id in enumerate(request_ids):
@@ -95,7 +95,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
 
         options = {**SMALL, **options}
         with monkeypatch.context() as patch, engine_of(target, section, **options) as engine:
-            patch.setattr(colocated.Colocated, "keep", spy)
+            patch.setattr(head_drafters.Colocated, "keep", spy)
             on_delta = strike and (lambda count, delta: strike(engine, count))
             seen.outputs = complete(
                 engine,

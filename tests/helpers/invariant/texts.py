@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from outrider.scheduler import joining
-from outrider.scheduler.types import Draft, KnownTokens, StepInput, ints
+from outrider.scheduler.types import Draft, ints
 from outrider.tests.helpers.verification import sampling_rows
+from outrider.workers import seats
 
 BLOCK, LENGTH, VOCAB = 16, 150, 101
 
@@ -32,21 +34,19 @@ class Texts:
             for seq, _, end, last in parts
         ]
         starts = np.concatenate([[0], np.cumsum([len(each) for each in known])])
-        plan = KnownTokens(
-            step=0,
+        samples = np.ones(len(parts), np.bool_)
+        step = seats.lay_out(
             token_ids=ints(np.concatenate(known)),
             query_start=ints(starts),
             context_lens=ints([begin for _, begin, _, _ in parts]),
             block_tables=ints(np.stack([self.tables[seq] for seq, *_ in parts])),
-            samples=np.ones(len(parts), np.bool_),
+            samples=samples,
             max_nodes=ints([draft.num_nodes for draft in drafts]),
-            kv_moves=ints(np.zeros((0, 2))),
             sampling=sampling_rows(len(parts)),
+            drafts=seats.gather(drafts, samples),
+            block_size=BLOCK,
         )
-        step = joining.join(plan, joining.gather(drafts, plan.samples), BLOCK)
-        names = StepInput.__dataclass_fields__
-        every = {name: getattr(step, name) for name in names if name != "rows"}
-        step = StepInput(**every, rows=ints(np.arange(len(step.token_ids))))
+        step = replace(step, rows=ints(np.arange(len(step.token_ids))))
         with torch.inference_mode():
             logits = self.model.forward_capturing(step, self.cache, ())[0]
         place = 0

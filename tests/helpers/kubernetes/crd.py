@@ -1,6 +1,6 @@
 """A strict validator for the structural schemas of Kubernetes' CustomResourceDefinitions.
 
-Called by `test_manifests.py`. The API server prunes fields that a schema does not know, so that a
+The API server prunes fields that a schema does not know, so that a
 misspelt key disappears in silence; here it is an error. Follows the structural-schema rules of
 apiextensions.k8s.io/v1. A schema keyword that is not handled is an error too, never skipped.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.training.methods.attention import Unrolled
+from outrider.training.methods.unroll import Unrolled
 
 WINDOWS, LENGTH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 7, 4, 2, 8, 6
 

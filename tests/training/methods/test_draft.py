@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from outrider.config import parse
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training.methods.draft import DraftMethod
-from outrider.training.methods.options import DraftOptions
+from outrider.training.options import DraftOptions
 from outrider.training.protocol import Windows
 
 from ..conftest import VOCAB_SIZE

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import EagleConfig
 from outrider.config.strict import parse
-from outrider.drafters.heads.eagle_load import read_eagle
+from outrider.drafters.heads.eagle_head import read_eagle
 from outrider.errors import ConfigError
 from outrider.tests.helpers.eagle_training import (
     WEIGHTS,
@@ -24,15 +24,15 @@ from outrider.tests.helpers.eagle_training import (
     slow_losses,
 )
 from outrider.training.methods import eagle
-from outrider.training.methods.options import EagleOptions
-from outrider.training.target import LoadedTarget
+from outrider.training.options import EagleOptions
+from outrider.training.protocol import FrozenTarget
 
 TEXT = [7, 3, 50, 21, 9, 4, 33, 80, 61, 5, 90]
 
 
 def method_of(folder: str, **options):
     torch.manual_seed(0)
-    return eagle.build(parse(EagleOptions, options), loaded(folder))
+    return eagle.EagleMethod(parse(EagleOptions, options), loaded(folder))
 
 
 def test_the_engine_drafts_what_training_saw(tiny, tmp_path, monkeypatch):
@@ -109,8 +109,8 @@ def test_numbers_are_stored_as_the_target_stores_them(tiny, tmp_path):
     half = tmp_path / "half"
     model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.bfloat16)
     model.save_pretrained(half)
-    target = LoadedTarget(half, torch.device("cpu"), torch.float32)
-    method = eagle.build(EagleOptions(), target)
+    target = FrozenTarget(half, torch.device("cpu"), torch.float32)
+    method = eagle.EagleMethod(EagleOptions(), target)
     method.export(tmp_path / "head")
     tensors = reference_of(tiny.target, tmp_path / "head", 1).t
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}

@@ -9,7 +9,7 @@ import torch
 
 from outrider.config import Eagle3Config
 from outrider.config.strict import parse
-from outrider.drafters.heads.eagle_load import read_eagle
+from outrider.drafters.heads.eagle_head import read_eagle
 from outrider.errors import ConfigError
 from outrider.tests.helpers.eagle_training import (
     WEIGHTS,
@@ -21,8 +21,8 @@ from outrider.tests.helpers.eagle_training import (
     scramble,
     slow_losses,
 )
-from outrider.training.methods import eagle3
-from outrider.training.methods.options import Eagle3TrainOptions
+from outrider.training.methods import eagle
+from outrider.training.options import Eagle3TrainOptions
 
 LAYERS = (0, 1, 1)
 TEXT = [7, 3, 50, 21, 9, 4, 33, 80, 61, 5, 90]
@@ -30,7 +30,9 @@ TEXT = [7, 3, 50, 21, 9, 4, 33, 80, 61, 5, 90]
 
 def method_of(folder: str, **options):
     torch.manual_seed(0)
-    method = eagle3.build(parse(Eagle3TrainOptions, {"layers": LAYERS, **options}), loaded(folder))
+    method = eagle.Eagle3Method(
+        parse(Eagle3TrainOptions, {"layers": LAYERS, **options}), loaded(folder)
+    )
     counts = torch.zeros(96, dtype=torch.int64)
     counts[::2] = 5
     counts[90] = 9

@@ -11,7 +11,7 @@ from outrider.config import MedusaConfig, parse
 from outrider.drafters.heads.medusa import load_medusa
 from outrider.errors import ConfigError
 from outrider.training.methods.medusa import MedusaMethod
-from outrider.training.methods.options import MedusaOptions
+from outrider.training.options import MedusaOptions
 from outrider.training.protocol import Windows
 
 from ..conftest import VOCAB_SIZE

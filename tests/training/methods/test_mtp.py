@@ -15,10 +15,9 @@ from outrider.tests.helpers.drafts import drafts_seen
 from outrider.tests.helpers.eagle_training import WEIGHTS, losses_of, slow_losses
 from outrider.tests.helpers.mtp import Made, Reference
 from outrider.training.methods import mtp
-from outrider.training.methods.options import MTPOptions
 from outrider.training.methods.unroll import passes
-from outrider.training.protocol import Windows
-from outrider.training.target import LoadedTarget
+from outrider.training.options import MTPOptions
+from outrider.training.protocol import FrozenTarget, Windows
 
 PROMPTS = [[7, 3, 50, 21, 9, 4, 33, 80, 61], [5, 6], [11, 12, 13, 90, 14, 15, 16]]
 TEXT = [7, 3, 50, 21, 9, 4, 33, 80, 61, 5, 90]
@@ -32,13 +31,13 @@ def plain(tmp_path_factory):
     return {kind: Path(each.folder) for kind, each in made.items()}
 
 
-def loaded(folder) -> LoadedTarget:
-    return LoadedTarget(folder, torch.device("cpu"))
+def loaded(folder) -> FrozenTarget:
+    return FrozenTarget(folder, torch.device("cpu"))
 
 
 def method_of(target, **options):
     torch.manual_seed(0)
-    return mtp.build(parse(MTPOptions, options), target)
+    return mtp.MTPMethod(parse(MTPOptions, options), target)
 
 
 @torch.no_grad()

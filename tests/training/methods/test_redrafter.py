@@ -12,13 +12,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from outrider.config import ReDrafterConfig, parse
-from outrider.drafters import colocated
+from outrider.drafters import head_drafters
 from outrider.drafters.heads.redrafter import load_redrafter
 from outrider.tests.helpers.redrafter import Reference, write_target
-from outrider.training.methods.options import ReDrafterOptions
-from outrider.training.methods.redrafter import build
-from outrider.training.protocol import Windows
-from outrider.training.target import LoadedTarget
+from outrider.training.methods.redrafter import ReDrafterMethod
+from outrider.training.options import ReDrafterOptions
+from outrider.training.protocol import FrozenTarget, Windows
 
 from ...helpers.engines import complete, engine_of
 
@@ -37,11 +36,11 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def target(folder) -> LoadedTarget:
-    return LoadedTarget(Path(folder), torch.device("cpu"))
+def target(folder) -> FrozenTarget:
+    return FrozenTarget(Path(folder), torch.device("cpu"))
 
 
-def greedy(target: LoadedTarget, prompts: torch.Tensor, length: int) -> torch.Tensor:
+def greedy(target: FrozenTarget, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """The target's own continuation of every prompt."""
     tokens = prompts
     while tokens.shape[1] < length:
@@ -62,7 +61,7 @@ def scrambled(method) -> None:
 def test_what_is_exported_says_the_same(target, tmp_path, options):
     """Read back by the head's own loader and by the equations."""
     torch.manual_seed(0)
-    method = build(ReDrafterOptions(**options), target)
+    method = ReDrafterMethod(ReDrafterOptions(**options), target)
     scrambled(method)
     method.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -91,7 +90,7 @@ def test_what_is_exported_says_the_same(target, tmp_path, options):
 @pytest.mark.parametrize("options", [{}, {"rnn": True}, {"exit_dim": 96}])
 def test_the_output_layer_begins_as_the_targets(target, options):
     """Of the first position: whatever s is, the head says what the target said of c."""
-    method = build(ReDrafterOptions(**options), target)
+    method = ReDrafterMethod(ReDrafterOptions(**options), target)
     tokens = torch.randint(2, 96, (2, 9), generator=torch.Generator().manual_seed(0))
     states = target.states(tokens, method.capture)
     context = states.hidden[target.facts.num_layers]
@@ -104,7 +103,7 @@ def test_the_loss_is_that_of_the_equations(target, tmp_path, options):
     """Row by row, position by position, with tokens that do not count."""
     torch.manual_seed(0)
     parsed = ReDrafterOptions(argmax_weight=0.25, **options)
-    method = build(parsed, target)
+    method = ReDrafterMethod(parsed, target)
     scrambled(method)
     method.export(tmp_path)
     reference = Reference(str(target.path), load_file(tmp_path / "model.safetensors"))
@@ -142,7 +141,7 @@ def test_the_loss_is_that_of_the_equations(target, tmp_path, options):
 def test_the_loss_falls_and_counts_are_what_serving_accepts(target, folder, tmp_path, monkeypatch):
     """A few steps on the target's own text; then its chains, drafted by an engine."""
     torch.manual_seed(0)
-    method = build(ReDrafterOptions(rnn=True, max_draft_len=4), target)
+    method = ReDrafterMethod(ReDrafterOptions(rnn=True, max_draft_len=4), target)
     prompts = torch.randint(2, 96, (24, 4), generator=torch.Generator().manual_seed(2))
     learnt = Windows(greedy(target, prompts, 24), torch.ones(24, 24))
     states = target.states(learnt.tokens, method.capture)
@@ -163,7 +162,7 @@ def test_the_loss_falls_and_counts_are_what_serving_accepts(target, folder, tmp_
     method.export(tmp_path)
     known, agreed = text.tolist(), np.zeros(5, dtype=int)
     firsts = {}
-    observe = colocated.Colocated.observe
+    observe = head_drafters.Colocated.observe
 
     def spy(self, batch, verdict):
         drafts = verdict.next_drafts
@@ -173,7 +172,7 @@ def test_the_loss_falls_and_counts_are_what_serving_accepts(target, folder, tmp_
                 firsts.setdefault(request_id, chain)
         observe(self, batch, verdict)
 
-    monkeypatch.setattr(colocated.Colocated, "observe", spy)
+    monkeypatch.setattr(head_drafters.Colocated, "observe", spy)
     prefixes = [known[:length] for length in range(1, 39)]
     speculative = {
         "decoding_type": "ReDrafter",

@@ -16,6 +16,7 @@ from outrider.tests.helpers.device_step.lives import (
     make,
     requests_of,
 )
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
@@ -23,7 +24,6 @@ from outrider.workers.collective import Collective
 from outrider.workers.device_step.capture import Captured, CaptureError
 from outrider.workers.device_step.shape import Sampler, StepShape
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 
 class FailingGraphs(RecordedGraphs):
@@ -44,7 +44,7 @@ class FailingGraphs(RecordedGraphs):
 def test_a_failed_capture_leaves_the_step_uncaptured(checkpoint, caplog):  # noqa: F811
     """One line in the log, the reason in the report, and steps that are launched one by one."""
     model = load_model(checkpoint("llama")[0], device=torch.device("cpu"),
-                       collective=Collective.single(), ops=ReferenceOps())  # fmt: skip
+                       collective=Collective.single(), ops=TensorOps())  # fmt: skip
     requests, api = requests_of(random.Random(5))[:3], FailingGraphs(3)
     wanted = emitted(make(Loop, model, GuessingDrafting({}, 0), 120, on_device=False), requests, 0)
     loop = make(Loop, model, GuessingDrafting({}, 0), 120, on_device=True)
@@ -159,7 +159,7 @@ def test_ranks_that_cannot_capture_serve_uncaptured(checkpoint, run_ranks, caplo
     models = run_ranks(
         RANKS,
         lambda group: load_model(
-            folder, device=lives.CPU, collective=TapedCollective(group), ops=ReferenceOps()
+            folder, device=lives.CPU, collective=TapedCollective(group), ops=TensorOps()
         ),
     )
     requests = requests_of(random.Random(5))[:2]

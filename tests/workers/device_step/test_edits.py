@@ -10,17 +10,16 @@ import torch
 
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
-from outrider.scheduler.plan import Opening, SeatSettings
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Request, ints
+from outrider.scheduler.types import Opening, Request, SeatSettings, ints
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.edited import check_edits
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.device_step import edits
+from outrider.workers.device_step import seats
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 VOCAB = lives.VOCAB
 KINDS = (
@@ -39,7 +38,7 @@ KINDS = (
 def test_equal_bits(num_nodes):
     with torch.inference_mode():
         for seed in range(4):
-            check_edits(ReferenceOps(), seed, num_nodes)
+            check_edits(TensorOps(), seed, num_nodes)
 
 
 def requests_of(rng: random.Random) -> list[Request]:
@@ -88,7 +87,7 @@ def close(found, wanted) -> bool:
 def test_random_lives(checkpoint):  # noqa: F811
     """Plain steps and trees, with preemptions, in both loops."""
     path, _ = checkpoint("llama")
-    model = load_model(path, device=lives.CPU, collective=Collective.single(), ops=ReferenceOps())
+    model = load_model(path, device=lives.CPU, collective=Collective.single(), ops=TensorOps())
     requests = requests_of(random.Random(3))
     host = lives.make(Loop, model, lives.GuessingDrafting({}, 3), 120, on_device=False)
     wanted, scores = lived(host, requests)
@@ -107,7 +106,7 @@ def test_rows_of_a_seat_are_padded_and_within_the_vocabulary():
         1, min_tokens=2, ends=ints([4, 200]), bias_ids=ints([-1, 7, 101]),
         bias_values=np.array([1.0, 2.0, 3.0], np.float32), num_logprobs=2,
     )  # fmt: skip
-    rows = edits.edit_rows(Opening(0, ints([1, 2, 3]), 3, settings), VOCAB)
+    rows = seats.edit_rows(Opening(0, ints([1, 2, 3]), 3, settings), VOCAB)
     assert rows["bias_ids"][:2].tolist() == [7, 0]
     assert rows["biases"][:1].view(np.float32).tolist() == [2.0]
     assert rows["ends"][:2].tolist() == [4, 0]

@@ -16,12 +16,12 @@ from outrider.tests.helpers.device_step.lives import (
     make,
     requests_of,
 )
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.device_step.conftest import RecordedGraphs
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 
 @pytest.mark.parametrize("kind", [Loop, OverlapLoop])
@@ -29,7 +29,7 @@ from outrider.workers.ops import ReferenceOps
 def test_random_lives(checkpoint, name, kind):  # noqa: F811
     """Few blocks, so that requests are preempted; plain steps, chains and trees."""
     path, _ = checkpoint(name)
-    model = load_model(path, device=CPU, collective=Collective.single(), ops=ReferenceOps())
+    model = load_model(path, device=CPU, collective=Collective.single(), ops=TensorOps())
     for seed in range(2):
         rng = random.Random(seed)
         requests, num_blocks = requests_of(rng), rng.choice([30, 120])
@@ -50,7 +50,7 @@ def test_random_lives_on_replays(checkpoint):  # noqa: F811
     """Every step of every shape is the replay of a recording made before the first request."""
     path, _ = checkpoint("llama")
     model = load_model(path, device=CPU, collective=Collective.single(),
-                       ops=ReferenceOps())  # fmt: skip
+                       ops=TensorOps())  # fmt: skip
     requests, api = requests_of(random.Random(5)), RecordedGraphs()
     wanted = emitted(make(Loop, model, GuessingDrafting({}, 0), 120, on_device=False), requests, 0)
     for truth in ({}, wanted):
@@ -58,6 +58,6 @@ def test_random_lives_on_replays(checkpoint):  # noqa: F811
         device_step = loop.target.service.device_step
         before = api.num_replays
         device_step.capture(api)
-        assert device_step.num_captured == len(all_shapes(SEATS))
+        assert device_step.report.num_captured == len(all_shapes(SEATS))
         assert emitted(loop, requests, 0) == wanted
         assert api.num_replays - before == device_step.num_steps > 20

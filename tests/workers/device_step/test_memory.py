@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.workers.device_step.memory import BYTES_PER_GRAPH, reserved_bytes
-from outrider.workers.device_step.seats import SeatSizes
+from outrider.workers.device_step.seats import BYTES_PER_GRAPH, SeatSizes, reserved_bytes
 from outrider.workers.device_step.shape import all_shapes
 
 

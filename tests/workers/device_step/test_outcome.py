@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.workers.device_step.outcome import MAX_POSTED, OutcomeReader
+from outrider.workers.device_step.service import MAX_POSTED, OutcomeReader
 
 
 def test_two_may_be_on_their_way_on_a_cpu():

@@ -12,6 +12,7 @@ import torch
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
 from outrider.tests.helpers.device_step import lives
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.helpers.device_step.plans import (
     EDITS,
@@ -31,7 +32,6 @@ from outrider.workers.collective import Collective
 from outrider.workers.device_step.service import obstacle
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def load(checkpoint, run_ranks):  # noqa: F811
 
         def on(group):
             collective = TapedCollective(group)
-            return load_model(path, device=lives.CPU, collective=collective, ops=ReferenceOps())
+            return load_model(path, device=lives.CPU, collective=collective, ops=TensorOps())
 
         return run_ranks(RANKS, on)
 
@@ -90,7 +90,7 @@ def test_random_lives_on_replays(load):
         service._step.logprobs.zero_()
     assert lives.emitted(loop, requests, 0) == wanted
     for service, api in zip(services, apis, strict=True):
-        assert service.num_captured == len(all_shapes(lives.SEATS))
+        assert service.report.num_captured == len(all_shapes(lives.SEATS))
         assert api.num_replays == service.num_steps > 20
 
 

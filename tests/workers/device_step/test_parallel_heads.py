@@ -10,21 +10,22 @@ import pytest
 import torch
 
 from outrider.config import EagleConfig, EngineConfig
-from outrider.drafters.colocated import Colocated
 from outrider.drafters.drafting import Drafting
+from outrider.drafters.head_drafters import Colocated
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step import lives
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.helpers.heads import cases
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
+from outrider.workers import head as head_module
 from outrider.workers.device_step.draft import head_obstacle
 from outrider.workers.head import HeadService
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 VOCAB = 96
 CASES = {name: case for name, case in cases.CASES.items() if name != "beams"} | {
@@ -46,7 +47,7 @@ class Setup:
 
     def _load(self, group):
         collective = TapedCollective(group)
-        return load_model(self.target, device=lives.CPU, collective=collective, ops=ReferenceOps())
+        return load_model(self.target, device=lives.CPU, collective=collective, ops=TensorOps())
 
     def heads(self, *, on_every_rank: bool, min_saved_bytes: int = 0) -> list[HeadService | None]:
         def load(group):
@@ -128,13 +129,12 @@ def test_a_cut_head_holds_its_part(tmp_path, run_ranks):
 
     def logits(group):
         states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-        head = heads[group.rank].head
         with torch.inference_mode():
-            return head.logits(states, heads[group.rank])
+            return heads[group.rank].draft_logits(states)
 
     with torch.inference_mode():
         states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-        wanted = whole.head.logits(states, whole)
+        wanted = whole.draft_logits(states)
     for found in run_ranks(RANKS, logits):
         torch.testing.assert_close(found, wanted)
 
@@ -154,7 +154,7 @@ def test_random_lives_on_replays(case, tmp_path, run_ranks):
         list(pool.map(lambda service, api: service.capture(api), services, apis))
     for service in services:
         assert service.report.num_captured == service.report.num_shapes
-        for left in (service._step.outcome, service._step.logprobs, *service._seats._drafts):
+        for left in (service._step.outcome, service._step.logprobs, *service.seats.drafts):
             left.zero_()
     assert lives.emitted(loop, requests, 0) == wanted
     assert loop.target.drafted == plain.target.drafted
@@ -162,7 +162,7 @@ def test_random_lives_on_replays(case, tmp_path, run_ranks):
         assert api.num_replays == service.num_steps > 10
 
 
-def test_an_exception_of_a_divided_head_is_raised(tmp_path, run_ranks):
+def test_an_exception_of_a_divided_head_is_raised(tmp_path, run_ranks, monkeypatch):
     """The other rank may be waiting in a collective, so the step must not go on."""
     setup = Setup("one-pass", tmp_path, run_ranks)
     head = setup.heads(on_every_rank=True)[0]
@@ -170,6 +170,6 @@ def test_an_exception_of_a_divided_head_is_raised(tmp_path, run_ranks):
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    head.head.draft = fail
+    monkeypatch.setattr(head_module, "draft", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         head.run(None, None, (torch.zeros(1),))

@@ -7,15 +7,15 @@ import socket
 import threading
 from dataclasses import replace
 
-from outrider.scheduler import joining
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.overlap import OverlapLoop
 from outrider.tests.helpers.device_step import lives
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
+from outrider.workers import seats
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 from outrider.workers.target import PostedVerdict, TargetService
 from outrider.workers.transport.socket_channel import SocketChannel, serve
 from outrider.workers.verify import make_rule
@@ -62,7 +62,7 @@ class SocketTarget:
         return self.collect()
 
     def post(self, batch, drafts) -> None:
-        plan = replace(batch.plan, drafts=joining.gather(drafts, batch.samples))
+        plan = replace(batch.plan, drafts=seats.gather(drafts, batch.samples))
         self.num_sent += 1
         self.channel.send(plan, 60.0)
 
@@ -75,7 +75,7 @@ class SocketTarget:
 
 def test_random_lives(checkpoint):  # noqa: F811
     model = load_model(checkpoint("llama")[0], device=lives.CPU,
-                       collective=Collective.single(), ops=ReferenceOps())  # fmt: skip
+                       collective=Collective.single(), ops=TensorOps())  # fmt: skip
     requests, drafting = lives.requests_of(random.Random(3))[:6], lives.GuessingDrafting({}, 3)
     plain = lives.make(Loop, model, drafting, 120, on_device=False)
     wanted = lives.emitted(plain, requests, 3)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.service import obstacle
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.spec import ModelSpec, WorkerSpec
 from outrider.workers.worker import Worker
@@ -27,17 +27,17 @@ def load(checkpoint):  # noqa: F811
 
 
 def test_served(load):
-    assert obstacle(load(ops=ReferenceOps()), "coupled") == ""
+    assert obstacle(load(ops=TensorOps()), "coupled") == ""
     assert CudaOps(CPU).reads_device_only
 
 
 def test_not_served(load):
-    model = load(ops=ReferenceOps())
+    model = load(ops=TensorOps())
     assert "rule is 'rejection'" in obstacle(model, "rejection")
     bridge = load(forward="bridge")
     assert "transformers' modules" in obstacle(bridge, "coupled")
     assert "'cpu' plan steps" in obstacle(load(), "coupled")
-    long = load("phi3_longrope", ops=ReferenceOps())
+    long = load("phi3_longrope", ops=TensorOps())
     assert "rotary frequencies" in obstacle(long, "coupled")
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.scheduler import joining, tree
-from outrider.scheduler.plan import Opening, SeatSettings, StepPlan
-from outrider.scheduler.types import Draft, Masks, ints
+from outrider.scheduler import tree
+from outrider.scheduler.types import Draft, Masks, Opening, SeatSettings, StepPlan, ints
 from outrider.workers.device_step.shape import (
     MAX_SHAPES,
     Sampler,
@@ -18,6 +17,7 @@ from outrider.workers.device_step.shape import (
     all_shapes,
     smallest,
 )
+from outrider.workers.seats import gather
 
 GREEDY, SAMPLED = SeatSettings(1), SeatSettings(1, 0.7, 5, 0.9)
 
@@ -38,14 +38,19 @@ def plan_of(seats, drafts=None, settings=(), context=5, chunk=1, opened=None) ->
         blocks=ints([]).reshape(-1, 3),
         kv_moves=ints([]).reshape(-1, 2),
         openings=openings,
-        drafts=joining.gather(drafts, np.ones(num, np.bool_)),
+        drafts=gather(drafts, np.ones(num, np.bool_)),
     )
 
 
-def shape_of(plan: StepPlan, num_seats: int = 64) -> StepShape | None:
-    kinds = SeatKinds(num_seats)
-    kinds.apply(plan)
+def taken_in(kinds: SeatKinds, plan: StepPlan) -> StepShape | None:
+    for opening in plan.openings:
+        if opening.seat < kinds.num_seats:
+            kinds.open(opening)
     return kinds.shape(plan)
+
+
+def shape_of(plan: StepPlan, num_seats: int = 64) -> StepShape | None:
+    return taken_in(SeatKinds(num_seats), plan)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 48, 64, 256, 1000])
@@ -59,8 +64,7 @@ def test_random_loads_have_few_shapes(max_num_seqs):
         drafts = [tree.chain(range(rng.integers(0, longest + 1)), "x") for _ in seats]
         settings = [SAMPLED if rng.random() < 0.02 else GREEDY for _ in seats]
         plan = plan_of(seats, drafts, settings)
-        kinds.apply(plan)
-        shape = kinds.shape(plan)
+        shape = taken_in(kinds, plan)
         if shape is None:
             none += 1
             continue
@@ -86,8 +90,7 @@ def test_shapes_with_a_head(max_num_seqs, num_draft_nodes):
         plan = plan_of(seats, settings=[GREEDY] * len(seats))
         room = ints(rng.integers(0, num_draft_nodes + 1, len(seats)))
         plan = replace(plan, max_nodes=room)
-        kinds.apply(plan)
-        shape = kinds.shape(plan)
+        shape = taken_in(kinds, plan)
         assert shape in shapes
         assert shape.num_seqs >= len(seats)
         assert shape.num_nodes >= room.max()
@@ -120,9 +123,7 @@ def test_settings_of_the_host(settings):
 
 
 def with_edits(plan: StepPlan) -> StepShape | None:
-    kinds = SeatKinds(64, has_edits=True)
-    kinds.apply(plan)
-    return kinds.shape(plan)
+    return taken_in(SeatKinds(64, has_edits=True), plan)
 
 
 def biased(count: int) -> SeatSettings:

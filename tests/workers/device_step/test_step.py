@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.device_step.plans import (
     CPU,
     EDITS,
@@ -19,7 +20,6 @@ from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model import load_model
-from outrider.workers.ops import ReferenceOps
 
 NUM_LAYERS = 2
 PER_LAYER = 12
@@ -33,7 +33,7 @@ def llama(checkpoint):  # noqa: F811
     def load(ops=None):
         path, _ = checkpoint("llama")
         single = Collective.single()
-        return load_model(path, device=CPU, collective=single, ops=ops or ReferenceOps())
+        return load_model(path, device=CPU, collective=single, ops=ops or TensorOps())
 
     return load
 
@@ -86,12 +86,12 @@ def test_dispatches(llama, num_nodes, temperature):
     """A verb and a product count as one: on a device they are a kernel or two."""
     counting = Dispatches()
 
-    class Counted(ReferenceOps):
+    class Counted(TensorOps):
         def pack(self, weight, bias):
             return counting.as_one(super().pack(weight, bias))
 
     ops = Counted()
-    names = ("draw", "contest", "edit", "logprobs")
+    names = ("draw", "gumbel_argmax", "edit", "logprobs")
     on_device = [f"{name}_on_device" for name in names]
     for verb in ("norm", "add_norm", "rope_store_attend", "gate", "rotation", *on_device):
         setattr(ops, verb, counting.as_one(getattr(ops, verb)))

@@ -18,7 +18,7 @@ from outrider.tests.helpers.models import (
     full_logits,
     skip_other,
 )
-from outrider.workers.model import load_model, packed
+from outrider.workers.model import load_model, target
 
 PARENTS = [-1, -1, 0, 1, 1, 3, 4]
 ACCEPTED = [1, 4, 6]  # a path of PARENTS, not contiguous
@@ -190,7 +190,7 @@ def test_the_bridge_on_four_ranks(check, variant):
 @pytest.mark.parametrize("name", ["llama", "tied", "phi3", "qwen3_moe"])
 def test_packed_linears(check, name, size, monkeypatch):
     """Weights in oneDNN's layout, which these models are otherwise too small for."""
-    monkeypatch.setitem(packed.MIN_ELEMENTS, torch.float32, 0)
+    monkeypatch.setitem(target.MIN_ELEMENTS, torch.float32, 0)
     check(name, "bridge", size)
 
 

@@ -96,9 +96,9 @@ def test_weights_are_in_memory_once(checkpoint, monkeypatch):
     modules = target._load_modules
 
     def watched(*args, **options):
-        info, model, plan = modules(*args, **options)
+        model, plan = modules(*args, **options)
         alive.extend(weakref.ref(layer.self_attn.q_proj.weight) for layer in model.model.layers)
-        return info, model, plan
+        return model, plan
 
     pack = target.make_ops(CPU, torch.float32)
     plain = pack.pack

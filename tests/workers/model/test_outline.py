@@ -17,10 +17,10 @@ _CODE = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from outrider.cluster.lean import without_torch
+from outrider.cluster.process import without_torch
 with without_torch():
     import transformers
-from outrider.workers.model.outline import outline
+from outrider.workers.model.info import outline
 print(json.dumps({folder: asdict(outline(Path(folder), 2)) for folder in sys.argv[1:]}))
 assert "torch" not in sys.modules
 """

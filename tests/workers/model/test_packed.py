@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.workers.model.packed import pack_linears
-from outrider.workers.ops import make_ops
+from outrider.workers.model.target import pack_linears
+from outrider.workers.ops import cpu, make_ops
 
 CPU = torch.device("cpu")
 
@@ -25,3 +25,15 @@ def test_same_products(dtype, own):
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
     assert module[0].weight.stride() == (0, 0), "the plain weight is not held beside the packed"
+
+
+def test_the_kernel_multiplies_bfloat16_where_onednn_does_not_pack_it(monkeypatch):
+    """As on a CPU with neither AVX-512 nor avx_ne_convert."""
+    monkeypatch.setattr(cpu, "onednn_packs", lambda dtype: dtype != torch.bfloat16)
+    module = nn.Linear(512, 640).to(torch.bfloat16)
+    states = torch.randn(3, 512).to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = module(states)
+        assert pack_linears(module, CPU) == 1
+        torch.testing.assert_close(module(states), expected, atol=2e-2, rtol=2e-2)
+    assert isinstance(module.forward._project, cpu.PanelProjection)

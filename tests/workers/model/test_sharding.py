@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from outrider.errors import ConfigError
-from outrider.workers.model.heads import Heads, split
+from outrider.workers.model.info import Heads, split
 from outrider.workers.model.sharding import Shard, ShardPlan, plan_shards, plan_vocabulary
 
 HIDDEN, DIM, WIDTH, VOCAB = 24, 4, 20, 13

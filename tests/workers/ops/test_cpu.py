@@ -16,10 +16,15 @@ from outrider.scheduler.types import ints
 from outrider.tests.helpers.steps import assert_close, assert_norms, random_tree, step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import make_ops
-from outrider.workers.ops.cpu import SMALL, CpuOps
-from outrider.workers.ops.grouped import GroupedOps
+from outrider.workers.ops.cpu import (
+    SMALL,
+    CpuOps,
+    PackedProjection,
+    PanelProjection,
+    onednn_packs,
+)
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
-from outrider.workers.ops.reference import ReferenceOps
+from outrider.workers.ops.reference import GroupedOps, ReferenceOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()
@@ -175,8 +180,20 @@ def test_a_router_in_float32_beside_bfloat16():
 def test_a_large_product_is_packed(dtype):
     weight = torch.randn(SMALL[dtype] // 512 + 1, 512).to(dtype)
     project = CpuOps(dtype).pack(weight, None)
+    assert isinstance(project, PackedProjection if onednn_packs(dtype) else PanelProjection)
     states = torch.randn(3, 512).to(dtype)
     assert_close(project(states), REFERENCE.pack(weight, None)(states), 20.0)
+
+
+def test_onednn_packs_what_it_can_lay_out():
+    """`onednn_packs` is what the operation itself accepts."""
+    for dtype in DTYPES:
+        try:
+            torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype), None)
+        except RuntimeError:
+            assert not onednn_packs(dtype)
+        else:
+            assert onednn_packs(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -197,9 +214,9 @@ def test_gates(dtype, kind):
 
 
 def test_nothing_is_compiled_in_a_step():
-    from outrider.workers.ops.kernels.entries import bfloat16_kernels, float32_kernels
+    from outrider.workers.ops.cpu import KERNEL_DTYPES, kernels_of
 
-    for kernels in (bfloat16_kernels(), float32_kernels()):
+    for kernels in map(kernels_of, KERNEL_DTYPES):
         assert not any(kernel._can_compile for kernel in kernels[1:])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from outrider.scheduler.tree import ancestor_mask, chain
 from outrider.scheduler.types import Draft, ints
-from outrider.workers.attention import KVCache, KVShape, SdpaBackend
+from outrider.workers.attention import KVCache, KVShape, SdpaAttention
 from outrider.workers.ops import ReferenceOps, plan_step
 from outrider.workers.ops.protocol import AttentionSpec
 
@@ -74,7 +74,7 @@ def test_attention(step, settings):
     ops = ReferenceOps()
     mine = ops.rope_store_attend(joined, None, None, ops.plan(step, caches[0]), caches[0], 0, spec)
     heads = (joined[:, :32].unflatten(1, (4, 8)), joined[:, 32:48].unflatten(1, (2, 8)))
-    wanted = SdpaBackend().begin(step, caches[1]).attend(
+    wanted = SdpaAttention(step, caches[1]).attend(
         0, *heads, joined[:, 48:].unflatten(1, (2, 6)), 0.3,
         spec.window, spec.softcap, spec.sinks, spec.chunk,
     )  # fmt: skip

@@ -11,10 +11,14 @@ import pytest
 
 from outrider.errors import WorkerDiedError, WorkerError
 from outrider.workers.transport import framing
-from outrider.workers.transport.channel import Channel, Handler, NoAnswerError
-from outrider.workers.transport.later import Later
+from outrider.workers.transport.channel import (
+    Channel,
+    Handler,
+    NoAnswerError,
+    PendingReply,
+    ThreadChannel,
+)
 from outrider.workers.transport.socket_channel import SocketChannel, serve
-from outrider.workers.transport.thread_channel import ThreadChannel
 
 SECRET = b"s" * 32
 
@@ -196,7 +200,7 @@ def test_idle_strangers_delay_nobody(monkeypatch):
     found = []
     thread = threading.Thread(target=lambda: found.append(acceptor.next(20.0)))
     thread.start()
-    mine = framing.connect_for(framing.STEPS, address, SECRET, 10.0)
+    mine = framing.connect(address, SECRET, 10.0, framing.STEPS)
     thread.join(30)
     assert framing.receive(found[0]) == framing.STEPS
     acceptor.close()
@@ -263,7 +267,7 @@ def test_closing_wakes_a_pending_call(make):
     stuck.set()
 
 
-class Computing(Later):
+class Computing(PendingReply):
     """A reply that a device gives when it is told to."""
 
     def __init__(self, value: object) -> None:

@@ -11,10 +11,10 @@ import torch
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import Draft, Verdict, ints
 from outrider.tests.helpers.engines import same
-from outrider.workers.feed import Feed, kept_rows
+from outrider.workers.target import Feed, kept_rows
 from outrider.workers.transport import features
+from outrider.workers.transport.channel import LinkOffer, OpenFeatures
 from outrider.workers.transport.features import FeatureQueue, Features, SocketReceiver
-from outrider.workers.transport.links import LinkOffer, OpenFeatures
 
 CPU = torch.device("cpu")
 CAPTURE = (1, 4)

@@ -10,8 +10,7 @@ import pytest
 
 from outrider.errors import StepMemoryError, WorkerDiedError, WorkerError
 from outrider.workers.transport import framing
-from outrider.workers.transport.leader import routes
-from outrider.workers.transport.socket_channel import SocketChannel, serve
+from outrider.workers.transport.socket_channel import SocketChannel, routes, serve
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_routes(nodes, found):
 
 
 class Nodes:
-    """Ranks in threads, over socket pairs as `ray_group.py` connects them; `a` is the engine's.
+    """Ranks in threads, joined as in `cluster/ray_group.py`; `a` is the engine's.
 
     Args:
         handle: `handle(rank, message)` is a rank's answer.

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import WorkerDiedError
 from outrider.workers.transport import framing
-from outrider.workers.transport.reader import FrameReader
+from outrider.workers.transport.framing import FrameReader
 
 
 @pytest.fixture

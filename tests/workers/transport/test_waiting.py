@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from outrider.workers.transport import waiting
+from outrider.workers.transport import socket_channel
 from outrider.workers.transport.socket_channel import SocketChannel, serve
 
 
@@ -19,9 +19,9 @@ class _Machine:
         self.now_s = 10.0
         self.at_s = float("inf")
         self.sleeps_s: list[float] = []
-        monkeypatch.setattr(waiting.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(waiting.os, "sched_yield", lambda: None)
-        monkeypatch.setattr(waiting, "num_cores", lambda: cores)
+        monkeypatch.setattr(socket_channel.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(socket_channel.os, "sched_yield", lambda: None)
+        monkeypatch.setattr(socket_channel, "num_cores", lambda: cores)
 
     def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
         self.now_s += 1e-6
@@ -34,7 +34,7 @@ class _Machine:
 
 def test_looks_for_so_long_and_no_longer(monkeypatch) -> None:
     machine = _Machine(monkeypatch)
-    lookout = waiting.Lookout(machine, 2e-3)
+    lookout = socket_channel.Lookout(machine, 2e-3)
     machine.at_s = machine.now_s + 1e-3
     assert lookout.look(2e-3) == [(3, 1)]
     assert machine.now_s == pytest.approx(machine.at_s, abs=1e-5)
@@ -47,7 +47,7 @@ def test_looks_for_so_long_and_no_longer(monkeypatch) -> None:
 
 def test_a_wait_of_the_usual_length_ends_awake(monkeypatch) -> None:
     machine = _Machine(monkeypatch)
-    usual = waiting.UsualWait(machine, 2e-3)
+    usual = socket_channel.Lookout(machine, 2e-3)
     for _ in range(30):
         machine.at_s = machine.now_s + 6e-3
         machine.sleeps_s.clear()
@@ -63,7 +63,7 @@ def test_a_wait_of_the_usual_length_ends_awake(monkeypatch) -> None:
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-3, 0.05])
 def test_nothing_comes(monkeypatch, timeout_s) -> None:
     machine = _Machine(monkeypatch)
-    usual = waiting.UsualWait(machine, 2e-3)
+    usual = socket_channel.Lookout(machine, 2e-3)
     for _ in range(10):
         begin_s = machine.now_s
         assert usual.wait(timeout_s) == []
@@ -74,11 +74,11 @@ def test_nothing_comes(monkeypatch, timeout_s) -> None:
 def test_nobody_looks_on_one_core_or_where_it_is_switched_off(monkeypatch, cores, spin_s) -> None:
     machine = _Machine(monkeypatch, cores)
     machine.at_s = machine.now_s + 6e-3
-    assert waiting.UsualWait(machine, spin_s).wait(60.0) == [(3, 1)]
+    assert socket_channel.Lookout(machine, spin_s).wait(60.0) == [(3, 1)]
     assert machine.sleeps_s == [pytest.approx(6e-3, abs=1e-5)]
     machine.at_s = float("inf")
     begin_s = machine.now_s
-    assert waiting.Lookout(machine, spin_s).look(1.0) == []
+    assert socket_channel.Lookout(machine, spin_s).look(1.0) == []
     assert machine.now_s - begin_s < 1e-4
 
 
@@ -86,8 +86,10 @@ def test_nobody_looks_on_one_core_or_where_it_is_switched_off(monkeypatch, cores
 def test_each_end_of_a_channel_looks_as_long_as_it_is_told(monkeypatch, engine_s, rank_s) -> None:
     """The answer comes when the engine has looked, if it looks, and the next message likewise."""
     looking = set()
-    monkeypatch.setattr(waiting.os, "sched_yield", lambda: looking.add(threading.get_ident()))
-    monkeypatch.setattr(waiting, "num_cores", lambda: 2)
+    monkeypatch.setattr(
+        socket_channel.os, "sched_yield", lambda: looking.add(threading.get_ident())
+    )
+    monkeypatch.setattr(socket_channel, "num_cores", lambda: 2)
     near, far = socket.socketpair()
 
     def pause(other: int | None, spin_s: float) -> None:

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from outrider.errors import WorkerError
-from outrider.scheduler.plan import JoinedDrafts, StepPlan
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import (
     Bias,
     Delta,
     Draft,
+    JoinedDrafts,
     Masks,
     Request,
     SamplingRows,
     SpeculationOptions,
+    StepPlan,
     TokenLogprobs,
     ints,
 )

@@ -27,12 +27,11 @@ from outrider.workers.verify import (
     DrawSettings,
     block,
     draw_siblings,
-    draw_with_probs,
     make_rule,
     noise,
     verify,
 )
-from outrider.workers.verify.layout import layout
+from outrider.workers.verify.rules import rows_of
 
 CHAIN = [-1, 0, 1]
 
@@ -151,16 +150,15 @@ def emitted_by_rounds(num_seqs: int, salted: bool = True) -> np.ndarray:
         last = torch.tensor([known[seq][-1] for seq in waiting])
         tokens, levels = [last], []
         for level in range(3):
-            levels.append(
-                draw_with_probs(
-                    source[tokens[-1].long()],
-                    first + level,
-                    settings,
-                    VOCAB,
-                    first if salted else None,
-                )
+            siblings, ids, probs = draw_siblings(
+                source[tokens[-1].long()],
+                first + level,
+                settings,
+                VOCAB,
+                rounds=first if salted else None,
             )
-            tokens.append(levels[-1][0])
+            tokens.append(siblings[:, 0])
+            levels.append((tokens[-1], ids, probs))
         drawn, ids, probs = (torch.stack(part, dim=1).numpy() for part in zip(*levels))
         drafts = [
             tree.chain(drawn[row], "test", DraftProbs(ids[row], probs[row]))
@@ -199,11 +197,11 @@ def test_a_round_has_its_noise_again_after_a_replay_and_another_has_not():
     logits, at = source[torch.zeros(50, dtype=torch.long)], ints(np.full(50, 9))
 
     def drawn(rounds: int) -> list[int]:
-        args = (logits, at, settings, VOCAB, ints(np.full(50, rounds)))
-        return draw_with_probs(*args)[0].tolist()
+        args = (logits, at, settings, VOCAB, 1, ints(np.full(50, rounds)))
+        return draw_siblings(*args)[0].tolist()
 
     assert drawn(8) == drawn(8) != drawn(9)
-    by_position = draw_with_probs(logits, at, settings, VOCAB)[0].tolist()
+    by_position = draw_siblings(logits, at, settings, VOCAB)[0].tolist()
     assert by_position not in (drawn(8), drawn(9))
 
 
@@ -250,7 +248,7 @@ def test_a_mixed_batch():
 
 def test_coins_of_a_round_are_its_own():
     step = make_step([tree.chain([1, 2], "t")] * 2, sampling_rows(2, seeds=[4, 4]), [5, 6])
-    coins = block._coins(layout(step))
+    coins = block._coins(rows_of(step))
     assert len(set(coins.tolist())) == 6
     again = noise.uniform(np.array([4]), ints([7]), noise.ROUND_COINS + 5).item()
     assert coins[2] == again  # the node at position 6, whose own draw lands at 7

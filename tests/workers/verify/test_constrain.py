@@ -11,10 +11,9 @@ import torch
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, DraftProbs, Masks, ints
 from outrider.tests.helpers.verification import make_step, sampling_rows
-from outrider.workers.feed import _head_step
+from outrider.workers.target import _head_step
 from outrider.workers.transport.wire import decode, encode
 from outrider.workers.verify import make_rule, verify
-from outrider.workers.verify.constrain import allow
 
 VOCAB = 40  # no multiple of 32
 
@@ -68,7 +67,5 @@ def test_a_forbidden_guess_that_was_drawn_is_never_accepted():
             assert verdict.emitted[0] in (4, 9)
 
 
-def test_without_masks_nothing_is_copied():
-    logits = torch.zeros(2, VOCAB)
-    assert allow(logits, None) is logits
+def test_drafts_without_masks_make_a_step_without():
     assert make_step([tree.chain([1], "d")]).masks is None

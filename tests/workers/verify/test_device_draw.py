@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.tests.helpers.device_step.ops import draw_by_tensors
 from outrider.workers.verify import sample
-from outrider.workers.verify.device_draw import DeviceSettings, draw
-from outrider.workers.verify.settings import DrawSettings
+from outrider.workers.verify.device_settings import DeviceSettings
+from outrider.workers.verify.process import DrawSettings
 
 
 @pytest.mark.parametrize("vocab", [7, 300, 3000])
@@ -30,4 +31,4 @@ def test_equals_the_hosts(vocab, seed):
     names = ("seeds", "temperature", "top_k", "top_p", "min_p")
     on_device = DeviceSettings(*(torch.from_numpy(getattr(settings, name)) for name in names))
     wanted = sample.draw(logits, positions, settings)
-    assert torch.equal(draw(logits, positions, on_device), wanted)
+    assert torch.equal(draw_by_tensors(logits, positions, on_device), wanted)

@@ -14,13 +14,12 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.lookup.ngram import NGram
+from outrider.drafters.lookup.ngram import ngram
 from outrider.drafters.lookup.pool import LocalLink, PoolStore
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.registry import build
 from outrider.scheduler import tree
-from outrider.scheduler.plan import Batch
-from outrider.scheduler.types import Draft, Verdict, ints
+from outrider.scheduler.types import Batch, Draft, Verdict, ints
 from outrider.tests.helpers.lookups import Host, planned, request_of
 from outrider.tests.helpers.verification import (
     Law,
@@ -224,8 +223,8 @@ def test_a_pool_fed_by_another_replica_leaves_the_law_alone(outcomes):
 
     def make() -> Drafting:
         store = PoolStore("f", 1000)
-        served(NGram(config, LocalLink(store)), 3)
-        return Drafting(NGram(config, LocalLink(store)), 3)
+        served(ngram(config, LocalLink(store)), 3)
+        return Drafting(ngram(config, LocalLink(store)), 3)
 
     target = random_target(3, seed=9, sharpness=0.7)
     law, _, num_accepted = law_of(outcomes, target, make, config.max_nodes)

@@ -16,7 +16,7 @@ from outrider.tests.helpers.verification import (
     scaled_logits,
 )
 from outrider.workers.verify import process
-from outrider.workers.verify.layout import layout
+from outrider.workers.verify.rules import rows_of
 
 
 def edited_by_hand(logits, prompt, output, penalties, bias, ends, owed):
@@ -61,7 +61,7 @@ def test_every_node_is_edited_by_its_own_path(seed):
     )
     samples = np.arange(num_seqs) != seed % num_seqs  # one sequence is still in its prompt
     drafts[seed % num_seqs] = Draft(ints([]), ints([]))
-    rows = layout(make_step(drafts, sampling, samples=samples))
+    rows = rows_of(make_step(drafts, sampling, samples=samples))
     logits = torch.from_numpy(rng.standard_normal((rows.num_rows, vocab), dtype=np.float32) * 4)
     before = logits.clone()
     got = process.edit(rows, sampling, logits).numpy()
@@ -83,7 +83,7 @@ def test_every_node_is_edited_by_its_own_path(seed):
 def test_nothing_to_edit_costs_nothing():
     sampling = sampling_rows(1, ends=(ints([3]),))
     logits = torch.randn(1, 5)
-    assert process.edit(layout(make_step([Draft(ints([]), ints([]))])), sampling, logits) is logits
+    assert process.edit(rows_of(make_step([Draft(ints([]), ints([]))])), sampling, logits) is logits
 
 
 def kept_by_hand(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:

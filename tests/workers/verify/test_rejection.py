@@ -19,7 +19,7 @@ from outrider.tests.helpers.verification import (
     sampling_rows,
 )
 from outrider.workers.verify import DrawSettings, draw_siblings, make_rule, rejection, verify
-from outrider.workers.verify.layout import layout
+from outrider.workers.verify.rules import rows_of
 
 VOCAB = 6
 
@@ -53,7 +53,7 @@ def test_chances_and_residuals_follow_the_definition(seed):
     fixed = rng.random(num_children) < 0.4
     stated = np.where(fixed[:, None], 0.0, source[ids]).astype(np.float32)
     probs = DraftProbs(ints(np.tile(ids, (num_children, 1))), stated)
-    rows = layout(make_step([Draft(ints(tokens), ints([-1] * num_children), probs)]))
+    rows = rows_of(make_step([Draft(ints(tokens), ints([-1] * num_children), probs)]))
     family = rejection.siblings(rows, probs, np.zeros(rows.num_rows, dtype=bool))
     support = family.support[0]
     inside = np.where(support >= 0, target[support.clip(0)], 0.0)

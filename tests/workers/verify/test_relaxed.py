@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig, NGramConfig, parse
-from outrider.engine.checks import check_thinking_tokens
+from outrider.engine.preflight import check_thinking_tokens
 from outrider.errors import ConfigError
 from outrider.scheduler import tree
 from outrider.scheduler.scheduler import Scheduler

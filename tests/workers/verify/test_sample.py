@@ -14,7 +14,7 @@ from outrider.tests.helpers.verification import (
     sampling_rows,
     scaled_logits,
 )
-from outrider.workers.verify import DrawSettings, draw, draw_siblings, draw_with_probs
+from outrider.workers.verify import DrawSettings, draw, draw_siblings
 
 
 def columns(num_rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -49,7 +49,8 @@ def test_siblings_are_drawn_without_replacement_from_the_stated_distribution():
         pairs[first, second] = law[first] * law[second] / (1 - law[first])
     drawn = (tokens[:, 0] * 6 + tokens[:, 1]).numpy()
     assert_fits(np.bincount(drawn, minlength=36), pairs.ravel())
-    single, _, same = draw_with_probs(logits, *columns(num_rows, temperature=0.8), top=4)
+    single, _, same = draw_siblings(logits, *columns(num_rows, temperature=0.8), top=4)
+    single = single[:, 0]
     assert torch.equal(single, tokens[:, 0])
     assert torch.equal(same, probs)
     coupled = draw(logits, *columns(num_rows, temperature=0.8))
@@ -72,10 +73,10 @@ def test_greedy_drafters_are_deterministic_and_a_short_support_ends():
 def test_a_top_k_far_below_the_width_of_what_is_shipped():
     logits = scaled_logits(3, 3000, 6)
     positions, settings = columns(3, top_k=[2, 5, 0])
-    tokens, ids, probs = draw_with_probs(logits, positions, settings, top=32)
+    tokens, ids, probs = draw_siblings(logits, positions, settings, top=32)
     assert (probs > 0).sum(1).tolist() == [2, 5, 32]
     for row in range(3):
         assert int(tokens[row]) in ids[row][probs[row] > 0].tolist()
-    alone, _, same = draw_with_probs(logits[:1], positions[:1], settings.take(ints([0])), top=32)
+    alone, _, same = draw_siblings(logits[:1], positions[:1], settings.take(ints([0])), top=32)
     assert alone.tolist() == tokens[:1].tolist()
     assert torch.equal(same, probs[:1])

@@ -12,9 +12,8 @@ import torch
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, ints
 from outrider.tests.helpers.verification import assert_fits, make_step, paths, sampling_rows
-from outrider.workers.verify import layout as layouts
 from outrider.workers.verify import make_rule, verify
-from outrider.workers.verify.synthetic import decide
+from outrider.workers.verify import rules as layouts
 
 VOCAB = 7
 SHAPES = {"chain": [-1, 0, 1, 2], "tree": [-1, -1, 0, 0, 1, 2, -1]}
@@ -46,7 +45,7 @@ def law_of(draft: Draft, rate: float) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_law_of_accepted_paths_by_enumerating_coins(shape):
     rate, draft = 0.3, draft_of(SHAPES[shape])
-    rows = layouts.layout(make_step([draft]))
+    rows = layouts.rows_of(make_step([draft]))
     children = layouts.child_table(rows)
     exists = children >= 0
     places = np.argwhere(exists)
@@ -55,7 +54,7 @@ def test_the_law_of_accepted_paths_by_enumerating_coins(shape):
         heads = np.zeros(exists.shape, dtype=bool)
         heads[tuple(places.T)] = fallen
         choice = layouts.Choice(
-            decide(rows, children, exists, heads), ints(np.zeros(rows.num_rows))
+            layouts.first_taken(rows, children, exists & heads), ints(np.zeros(rows.num_rows))
         )
         path = layouts.verdict(0, rows, choice, layouts.walk(rows, choice)).nodes(0)
         law[tuple(path.tolist())] += rate ** sum(fallen) * (1 - rate) ** (len(fallen) - sum(fallen))

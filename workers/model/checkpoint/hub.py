@@ -1,16 +1,16 @@
 """Hugging Face ids as folders: `org/name` or `org/name@revision` through the Hub's cache.
 
 A rank on another node is given the folder of the engine's node; where that is a snapshot in the
-Hub's cache, the same commit is fetched into the cache of the rank's own node. Called wherever a
-folder is opened first: `engine/checkpoints.py`, `workers/worker.py`, training.
+Hub's cache, the same commit is fetched into the cache of the rank's own node.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Final
 
-from ....config.hub_id import is_hub_id
+from ....config.hub import is_hub_id
 from ....errors import CheckpointError
 
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
@@ -84,3 +84,43 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
 def _first(error: BaseException) -> str:
     cause = error.__cause__ or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+PICKLED: Final = "pytorch_model.bin"
+PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
+
+
+def require_checkpoint(path: Path, *, allow_pickle: bool = False) -> Path:
+    """Returns `path`, if it is a folder with a configuration and weights that may be read.
+
+    Hub names are not resolved here: download first, then serve the folder.
+    """
+    if not path.exists():
+        raise CheckpointError(f"model path {str(path)!r} does not exist")
+    if not path.is_dir():
+        raise CheckpointError(f"model path {str(path)!r} is a file; a checkpoint is a folder")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(path)!r} has no config.json")
+    if has_safetensors(path) or (allow_pickle and _has_pickles(path)):
+        return path
+    if _has_pickles(path):
+        raise CheckpointError(
+            f"{str(path)!r} holds only pickled weights; set allow_pickle: true to read them with "
+            "torch's restricted unpickler, or convert them to safetensors (save_pretrained does)"
+        )
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+        raise CheckpointError(
+            f"{str(path)!r} holds only pickled weights, and no {PICKLED}; convert them to "
+            "safetensors (save_pretrained does)"
+        )
+    raise CheckpointError(f"{str(path)!r} has no *.safetensors file")
+
+
+def has_safetensors(path: Path) -> bool:
+    return (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
+
+
+def _has_pickles(path: Path) -> bool:
+    """Whether the folder has weights in transformers' pickled layout."""
+    return (path / PICKLED_INDEX).is_file() or (path / PICKLED).is_file()

@@ -2,13 +2,14 @@
 
 A `TensorSource` is a tensor that has not been read. Sources join and stack without reading, so that
 a rank's shard of a tensor which the checkpoint stores in pieces (for example one per expert) is
-read piece by piece. Called by `workers/model/target.py` and `bridge.py`.
+read piece by piece.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import pickle
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +19,74 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ....errors import CheckpointError
-from .folder import INDEX_NAME, PICKLED, PICKLED_INDEX, has_safetensors, require_checkpoint
-from .pickled import PickledFile
-from .quantised.formats import find_format
-from .quantised.sources import make_source
+from .hub import INDEX_NAME, PICKLED, PICKLED_INDEX, has_safetensors, require_checkpoint
+from .quantised import make_source
+from .quantised_formats import find_format
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.int64: "I64"}
+
+
+@dataclass(frozen=True, slots=True)
+class PickledSlice:
+    """One tensor; reading a part of it copies that part."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+    def __getitem__(self, box: Any) -> Tensor:
+        return self.tensor[box].clone()
+
+
+class PickledFile:
+    """The tensors of a `pytorch_model.bin`, with the interface of an open safetensors file.
+
+    Read by torch's restricted unpickler, which creates tensors and executes nothing; mapped into
+    memory where the format allows that.
+
+    Raises:
+        CheckpointError: it is damaged, or holds anything but tensors by name.
+    """
+
+    def __init__(self, file: Path) -> None:
+        state = _load(file)
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+        ):
+            raise CheckpointError(f"{file} holds no tensors by name")
+        self._state: dict[str, Tensor] = state
+
+    def keys(self) -> KeysView[str]:
+        return self._state.keys()
+
+    def get_slice(self, name: str) -> PickledSlice:
+        if name not in self._state:
+            raise CheckpointError(f"tensor {name!r} is not in its file")
+        return PickledSlice(self._state[name])
+
+
+def _load(file: Path) -> Any:
+    for mmap in (True, False):  # files from before torch 1.6 cannot be mapped
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except pickle.UnpicklingError:
+            raise CheckpointError(
+                f"{file} is damaged, or holds objects other than tensors"
+            ) from None
+        except (OSError, EOFError, RuntimeError, ValueError) as error:
+            if mmap:
+                continue
+            reason = str(error).partition(". ")[0]
+            raise CheckpointError(
+                f"{file} cannot be read, it may be truncated: {reason}"
+            ) from error
+    raise AssertionError("the second attempt returns or raises")
+
 
 Box = tuple[tuple[int, int], ...]
 """Per dimension, where to begin and where to end."""
@@ -133,8 +198,7 @@ class Checkpoint:
         if stored.startswith("F8") or (self.format and stored in ("I8", "U8", "I32")):
             raise CheckpointError(
                 f"tensor {name!r} of {str(self.path)!r} is quantised ({stored}), and it has no "
-                "scale that is read beside it",
-                field="model",
+                "scale that is read beside it"
             )
 
     def _piece(self, name: str) -> TensorSource:
@@ -144,8 +208,7 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(
                 f"tensor {name!r} is in the index of {self.path} but not in "
-                f"{self._index[name]!r}: {error}",
-                field="model",
+                f"{self._index[name]!r}: {error}"
             ) from error
         return _Stored(self, name, piece, tuple(piece.get_shape()))
 
@@ -173,12 +236,10 @@ class Checkpoint:
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError) as error:
-                raise CheckpointError(f"{index} is not an index: {error}", field="model") from error
+                raise CheckpointError(f"{index} is not an index: {error}") from error
             for name in sorted(set(weight_map.values())):
                 if not (self.path / name).is_file():
-                    raise CheckpointError(
-                        f"{index} names {name!r}, which is not in the folder", field="model"
-                    )
+                    raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
             return weight_map
         found = sorted(file.name for file in self.path.glob("*.safetensors"))
         if self._is_pickled:
@@ -196,13 +257,9 @@ class Checkpoint:
                 self._files[name] = safe_open(self.path / name, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{self.path / name} cannot be read, it may be truncated: {error}",
-                    field="model",
+                    f"{self.path / name} cannot be read, it may be truncated: {error}"
                 ) from error
         return self._files[name]
-
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Our own decoder: one forward for every architecture of the family, over `workers/ops/`."""
 
-from .decoder import FamilyModel, LayerStack
+from .decoder import FamilyModel, FamilyRunner, LayerStack
 from .load import build_family, build_layers
-from .runner import FamilyRunner
 from .spec import FamilySpec, read_spec
 
 __all__ = [

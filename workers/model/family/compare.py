@@ -5,19 +5,51 @@ Run at load with the bridge and with the family's decoder that was made of its w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ....scheduler.types import Draft, ints
-from ...attention import KVCache, KVShape
+from ....scheduler import tree
+from ....scheduler.types import Draft, SamplingRows, StepInput, ints
+from ...attention import KVCache
 from ...collective import Collective
+from ...seats import gather, lay_out
 from ..info import ModelInfo
-from .sample_step import sample_step
 
 if TYPE_CHECKING:
     from ..paged import Runner
+
+
+def sample_step(
+    tokens: Sequence[int],
+    context_len: int,
+    table: Sequence[int],
+    draft: Draft = tree.EMPTY,
+    block_size: int = 1,
+) -> StepInput:
+    """One greedy sequence's step, of which every row's logits are computed."""
+    zeros, ones = np.zeros(1, np.float32), np.ones(1, np.float32)
+    none = ints([0])
+    samples = np.ones(1, np.bool_)
+    step = lay_out(
+        token_ids=ints(tokens),
+        query_start=ints([0, len(tokens)]),
+        context_lens=ints([context_len]),
+        block_tables=ints([table]),
+        samples=samples,
+        max_nodes=ints([draft.num_nodes]),
+        sampling=SamplingRows(
+            zeros, none, ones, zeros, np.zeros(1, np.int64), none, none - np.int32(1)
+        ),
+        drafts=gather([draft], samples),
+        block_size=block_size,
+    )
+    return replace(step, rows=ints(np.arange(len(step.token_ids))))
+
 
 PROMPT_LEN = 9
 PARENTS = (-1, -1, 0, 1, 1, 3)
@@ -29,10 +61,10 @@ that round in another order differ by a few hundredths; a wrong one differs by a
 
 @torch.inference_mode()
 def run(
-    runner: Runner, kv_shapes: tuple[KVShape, ...], info: ModelInfo, device: torch.device
+    runner: Runner, info: ModelInfo, device: torch.device
 ) -> Tensor:  # [num_rows, vocab] float32
     """Logits of every row of both steps."""
-    cache = KVCache(kv_shapes, 4, BLOCK_SIZE, info.dtype, device)
+    cache = KVCache(runner.kv_shapes, 4, BLOCK_SIZE, info.dtype, device)
     num_tokens = PROMPT_LEN + len(PARENTS)
     tokens = [(17 + 31 * index) % info.vocab_size for index in range(num_tokens)]
     draft = Draft(ints(tokens[PROMPT_LEN:]), ints(PARENTS))

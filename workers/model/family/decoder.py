@@ -8,18 +8,251 @@ packed products, described per layer by the frozen classes below; `load.py` make
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ....scheduler.types import IntArray, StepInput
 from ...attention import KVCache, KVShape
-from ...ops import Ops, PagedStep
-from ...ops.protocol import AttentionSpec, Norm, Projection, Rotation
-from ..parallel import ShardedOutput
-from .builder import Reduce, elementwise
-from .rope import Rope
+from ...collective import Collective
+from ...ops import Ops, PagedStep, PlannedOps
+from ...ops.invariant import by_row
+from ...ops.plan import Signals, Turn, part_of
+from ...ops.protocol import (
+    AttentionSpec,
+    Experts,
+    Gate,
+    Mixture,
+    Norm,
+    Projection,
+    Rotation,
+    Router,
+)
+from ..info import ModelInfo
+from ..sharding import ShardedOutput, ShardPlan
 from .spec import FamilySpec
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums over the ranks; where a block is not cut, returns its argument."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Builder:
+    """What every layer is built with."""
+
+    spec: FamilySpec
+    ops: Ops
+    plan: ShardPlan
+    collective: Collective
+
+    def reduce(self, name: str) -> Reduce:
+        """The sum over ranks if module `name` returns a part of one."""
+        if self.collective.size > 1 and name in self.plan.summed:
+            return self.collective.all_reduce
+        return as_is
+
+    def pack(self, *linears: Any) -> Projection:
+        """One product for linears of one input."""
+        return self.ops.pack(*joined_weight(linears))
+
+    def norm(self, module: Any) -> Norm:
+        """A norm's weights as the operations take them."""
+        eps = getattr(module, "variance_epsilon", None)
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            weight = weight.detach().float()
+            weight = weight + 1 if self.spec.unit_offset else weight.clone()
+        return Norm(weight, float(module.eps if eps is None else eps))
+
+    def norm_or_none(self, module: Any, name: str) -> Norm | None:
+        child = getattr(module, name, None)
+        return None if child is None else self.norm(child)
+
+
+def halves(
+    heads: Tensor,  # [num_heads, head_dim]
+    begin: int,
+    dim: int,
+) -> Tensor:  # alike
+    """Columns `[begin, begin + dim)` as evens then odds: scores do not depend on their order."""
+    first, turned, last = heads.split([begin, dim, heads.shape[1] - begin - dim], dim=1)
+    return torch.cat([first, turned[:, 0::2], turned[:, 1::2], last], dim=1)
+
+
+def joined_weight(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of linears of one input, one below the other."""
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if all(bias is None for bias in biases):
+        return weight, None
+    filled = [
+        bias.detach() if bias is not None else part.new_zeros(part.shape[0])
+        for bias, part in zip(biases, weights, strict=True)
+    ]
+    return weight, torch.cat(filled)
+
+
+def elementwise(ops: Ops, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """`function`, whose last bit may depend on an element's place in a CPU's vector register."""
+    on_cpu = values.device.type == "cpu"
+    return by_row(function, values) if ops.is_invariant and on_cpu else function(values)
+
+
+def as_is(update: Tensor) -> Tensor:
+    return update
+
+
+# -- a layer's second block: of a mixture's experts only the chosen are computed; the sum over
+# ranks is taken once, after shared and routed parts are added
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedUnit:
+    """`down(activation(gate) * up)`."""
+
+    ops: Ops
+    gate_up: Projection
+    down: Projection
+    gate: Gate
+    reduce: Reduce
+
+    def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
+        return self.reduce(self.down(self.ops.gate(self.gate_up(states), self.gate)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtureBlock:
+    """Routed experts, with a shared one beside them or not."""
+
+    ops: Ops
+    router: Router
+    logits: Projection
+    is_wide: bool  # router logits in float32
+    experts: Mixture
+    shared: GatedUnit | None  # a part of the sum where the experts are
+    reduce: Reduce
+    shared_gate: Projection | None = None  # to [num_tokens, 1]
+
+    def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
+        logits = self.logits(states.float() if self.is_wide else states)
+        out = self.experts(states, *self.ops.route(logits, self.router))
+        if self.shared is not None:
+            shared = self.shared(states)
+            if self.shared_gate is not None:
+                gate = self.shared_gate(states)
+                shared = shared * elementwise(self.ops, torch.sigmoid, gate)
+            out = out + shared
+        return self.reduce(out)
+
+
+def build_mlp(builder: Builder, module: Any, name: str) -> GatedUnit | MixtureBlock:
+    """The block of `module`: a mixture where it has experts."""
+    if hasattr(module, "experts"):
+        return _mixture(builder, module, name)
+    return _gated_unit(builder, module, builder.reduce(f"{name}.down_proj"))
+
+
+def _gated_unit(builder: Builder, module: Any, reduce: Reduce) -> GatedUnit:
+    fused = getattr(module, "gate_up_proj", None)
+    linears = (module.gate_proj, module.up_proj) if fused is None else (fused,)
+    gate_up, down = builder.pack(*linears), builder.pack(module.down_proj)
+    return GatedUnit(builder.ops, gate_up, down, builder.spec.gate, reduce)
+
+
+def _mixture(builder: Builder, module: Any, name: str) -> MixtureBlock:
+    spec = builder.spec
+    if spec.router is None:
+        raise ValueError(f"{name} has experts, its configuration describes no router")
+    gate: Any = module.gate if hasattr(module, "gate") else module.router
+    weight = gate.weight.detach()
+    bias = getattr(gate, "bias", None)
+    router = spec.router
+    correction = getattr(gate, "e_score_correction_bias", None)
+    if correction is not None:
+        router = replace(router, correction=correction.detach().float().clone())
+    shared = getattr(module, "shared_experts", None) or getattr(module, "shared_expert", None)
+    shared_gate = getattr(module, "shared_expert_gate", None)
+    reduce = builder.reduce(f"{name}.experts")
+    return MixtureBlock(
+        builder.ops,
+        router,
+        builder.ops.pack(weight.float() if spec.wide_router else weight, bias),
+        spec.wide_router,
+        builder.ops.pack_experts(_experts(builder, module.experts)),
+        None if shared is None else _gated_unit(builder, shared, as_is),
+        reduce,
+        None if shared_gate is None else builder.pack(shared_gate),
+    )
+
+
+def _experts(builder: Builder, module: Any) -> Experts:
+    """The experts' tensors in the layout of the operations; the module loses its own."""
+    spec = builder.spec
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    biases = [getattr(module, f"{key}_proj_bias", None) for key in ("gate_up", "down")]
+    module._parameters.clear()
+    if spec.experts_transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    gate_up_bias, down_bias = (None if bias is None else bias.detach() for bias in biases)
+    if spec.gates_interleaved:
+        gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
+        if gate_up_bias is not None:
+            gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
+    gate = spec.expert_gate or spec.gate
+    return Experts(gate_up, down, gate, gate_up_bias, down_bias, spec.scores_input)
+
+
+# -- rotary frequencies: those that the bridge's module computed. Longrope has two sets; a sequence
+# longer than the length of pre-training uses the long ones. transformers decides so for a batch,
+# we for each sequence.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """One kind of frequencies."""
+
+    frequencies: Tensor  # [rotary_dim / 2] float32
+    scale: float  # of cosines and sines
+    long_frequencies: Tensor | None = None  # [rotary_dim / 2] float32
+    original_len: int = 0  # sequences longer than this use the long ones
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.frequencies.shape[0]
+
+    def rotation(self, ops: Ops, plan: PagedStep) -> Rotation:
+        """Cosines and sines of a step's rows."""
+        if self.long_frequencies is None:
+            return ops.rotation(plan.positions, self.frequencies, self.scale)
+        ends = plan.context_lens + plan.query_start[1:] - plan.query_start[:-1]
+        is_long = (ends > self.original_len).index_select(0, plan.row_seq)
+        chosen = torch.where(is_long[:, None], self.long_frequencies, self.frequencies)
+        return ops.rotation(plan.positions, chosen, self.scale)
+
+
+def read_ropes(module: Any, kinds: tuple[str, ...] | None) -> dict[str, Rope]:
+    """The frequencies that transformers' rotary module holds, by kind; "" where there is one."""
+    ropes = {}
+    for kind in sorted(set(kinds or ("",))):
+        prefix = f"{kind}_" if kind else ""
+        section = module.config.rope_parameters[kind] if kind else module.config.rope_parameters
+        frequencies = getattr(module, f"{prefix}inv_freq").detach().float().clone()
+        long_frequencies, original_len = None, 0
+        if section["rope_type"] == "longrope":
+            original_len = section["original_max_position_embeddings"]
+            factors = (frequencies.new_tensor(section[f"{n}_factor"]) for n in ("short", "long"))
+            short, long = factors
+            long_frequencies = frequencies * short / long
+        scale = float(getattr(module, f"{prefix}attention_scaling"))
+        ropes[kind] = Rope(frequencies, scale, long_frequencies, original_len)
+    return ropes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +298,7 @@ class LayerStack:
     spec: FamilySpec
     layers: Sequence[Layer]
     ropes: tuple[Rope, ...]
-    norm: Norm
+    norm: Norm | None
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -80,6 +313,7 @@ class LayerStack:
         capture: Container[int] = (),
         *,
         normed: bool = True,
+        read: Tensor | None = None,  # [num_tokens, input_size]; the first layer reads it
     ) -> tuple[Tensor, list[Tensor]]:  # [num_tokens, hidden_size], and each of the captured
         """The output of the final norm, or `residual` without `normed`; inputs of layers `capture`.
 
@@ -95,6 +329,8 @@ class LayerStack:
             )
             if index in capture:
                 captured.append(residual.clone())
+            if read is not None and index == 0:
+                states = read
             update = self._attend(states, layer.attention, first + index, step)
             states = ops.add_norm(
                 residual, update, layer.after_attention, spec.residual_scale, layer.before_mlp
@@ -105,8 +341,9 @@ class LayerStack:
 
     def context(self, plan: PagedStep, cache: KVCache) -> StepContext:
         """What is computed once for all layers."""
-        rotations = tuple(rope.rotation(self.ops, plan) for rope in self.ropes)
-        return StepContext(plan, cache, rotations, self._temperature(plan))
+        rotations = tuple([rope.rotation(self.ops, plan) for rope in self.ropes])
+        is_tempered = self.spec.temperature is not None
+        return StepContext(plan, cache, rotations, self._temperature(plan) if is_tempered else None)
 
     def _attend(
         self, states: Tensor, block: AttentionBlock, layer: int, step: StepContext
@@ -125,10 +362,9 @@ class LayerStack:
             out = out * elementwise(self.ops, torch.sigmoid, gate)
         return block.reduce(block.output(out))
 
-    def _temperature(self, plan: PagedStep) -> Tensor | None:  # [num_tokens] float32
+    def _temperature(self, plan: PagedStep) -> Tensor:  # [num_tokens] float32
         tuning = self.spec.temperature
-        if tuning is None:
-            return None
+        assert tuning is not None
         spans = torch.floor((plan.positions.float() + 1) / tuning.floor)
         return elementwise(self.ops, torch.log1p, spans) * tuning.scale + 1
 
@@ -137,6 +373,7 @@ class LayerStack:
 class FamilyModel(LayerStack):
     """One rank's shard: the layers between the embedding and the output layer."""
 
+    norm: Norm
     embed: Callable[[Tensor], Tensor]  # [num_tokens] to [num_tokens, hidden_size]
     unembed: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] to [num_rows, vocab]
     output: ShardedOutput | None = None  # the same, where every rank has a part of the vocabulary
@@ -152,16 +389,7 @@ class FamilyModel(LayerStack):
 
         The input of the layer after the last one is the output of the final norm.
         """
-        return self.compute(self.context(plan, cache), rows, capture)
-
-    def compute(
-        self,
-        step: StepContext,
-        rows: Tensor | None,  # [num_rows]
-        capture: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
-        """`forward` of a step, or of a part of one (`parts.py`)."""
-        states, captured = self.states(step, rows, capture)
+        states, captured = self.states(self.context(plan, cache), rows, capture)
         return self.logits(states), captured
 
     def states(
@@ -185,7 +413,9 @@ class FamilyModel(LayerStack):
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         """Logits of normed states."""
-        return self._finished(self.unembed(states))
+        logits = self.unembed(states)
+        is_plain = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
+        return logits if is_plain else self._finished(logits)
 
     @property
     def first_token(self) -> int:
@@ -217,3 +447,152 @@ class FamilyModel(LayerStack):
 def _kv_shape(spec: AttentionSpec) -> KVShape:
     value_dim = 0 if spec.shared_values else spec.value_dim
     return KVShape(spec.num_kv_heads, spec.head_dim, value_dim)
+
+
+MIN_ROWS = 8
+"""Of a part: below, what a part costs beside its products outweighs the second thread."""
+
+Outcome = tuple[Tensor, tuple[Tensor, ...]]
+"""Logits [num_rows, vocab] and captured states, each [num_tokens, hidden_size]."""
+
+
+class PartThreads:
+    """A step's rows in parts, each computed by a thread of its own from embedding to logits.
+
+    Everything but attention works row by row, so the threads wait for each other only where a
+    sequence is cut (`Turn` in `workers/ops/plan.py`). Sharing out every operation, as torch does,
+    would wake all threads a hundred times a step.
+    """
+
+    def __init__(self, model: FamilyModel) -> None:
+        self._model = model
+        self._pool: ThreadPoolExecutor | None = None
+        self._size = 0
+
+    def forward(
+        self,
+        context: StepContext,
+        rows: IntArray,  # [num_rows], ascending
+        capture: Sequence[int],
+        bounds: Sequence[int],  # of `bounds_of`
+    ) -> Outcome:
+        """`FamilyModel.forward` of the whole step."""
+        parts = _parts(self._model, context, bounds)
+        ends = np.searchsorted(rows, bounds)
+        wanted = [
+            torch.from_numpy(rows[ends[index] : ends[index + 1]] - np.int32(begin))
+            for index, begin in enumerate(bounds[:-1])
+        ]
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            pool = self._threads(len(parts) - 1)
+            others = [
+                pool.submit(self._compute, part, mine, capture)
+                for part, mine in zip(parts[1:], wanted[1:], strict=True)
+            ]
+            try:
+                outcomes = [self._compute(parts[0], wanted[0], capture)]
+            finally:
+                wait(others)
+            outcomes += [each.result() for each in others]
+        finally:
+            torch.set_num_threads(num_threads)
+        logits, captured = zip(*outcomes, strict=True)
+        return torch.cat(logits), tuple(torch.cat(each) for each in zip(*captured, strict=True))
+
+    def _threads(self, size: int) -> ThreadPoolExecutor:
+        if self._pool is None or self._size < size:
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._size = size
+            self._pool = ThreadPoolExecutor(
+                size, "part", initializer=torch.set_num_threads, initargs=(1,)
+            )
+        return self._pool
+
+    def _compute(self, part: StepContext, rows: Tensor, capture: Sequence[int]) -> Outcome:
+        try:
+            with torch.inference_mode():  # a setting of the thread
+                states, captured = self._model.states(part, rows, capture)
+                return self._model.logits(states), captured
+        except BaseException:
+            assert part.plan.turn is not None, "every part has its turn"
+            part.plan.turn.fail()
+            raise
+
+
+def bounds_of(
+    plan: PagedStep, num_parts: int, hidden_size: int
+) -> list[int]:  # ascending, from 0 to the number of rows
+    """Where to cut a step so that parts take equally long; [0, num_tokens]: nowhere.
+
+    A row costs what its products do, and attention to its keys: one key in about `2 * hidden_size`
+    rows of products' worth.
+    """
+    num_parts = min(num_parts, plan.num_tokens // MIN_ROWS)
+    if num_parts < 2:
+        return [0, plan.num_tokens]
+    index, starts = plan.row_index.numpy(), plan.tree_start.numpy()
+    costs = 1 + index / (2 * hidden_size)
+    ends = costs.cumsum()
+    wanted = ends[-1] * np.arange(1, num_parts) / num_parts
+    cuts = np.searchsorted(ends - costs / 2, wanted)  # a row belongs to where its middle is
+    cuts = np.minimum(cuts, plan.num_tokens - 1)  # the last row may cost more than a part
+    # A tree is not cut: its nodes are neighbours, and their keys are found by their rows.
+    cuts -= np.maximum(index[cuts] - starts[plan.row_seq.numpy()[cuts]], 0)
+    return [0, *sorted({int(cut) for cut in cuts} - {0, plan.num_tokens}), plan.num_tokens]
+
+
+def _parts(model: FamilyModel, context: StepContext, bounds: Sequence[int]) -> list[StepContext]:
+    """The step's parts; each is told where its sequence goes on."""
+    starts = set(context.plan.query_start.tolist())
+    before: Signals | None = None
+    parts = []
+    for begin, end in pairwise(bounds):
+        after: Signals | None = None if end in starts else SimpleQueue()
+        plan = replace(part_of(context.plan, begin, end), turn=Turn(before, after))
+        rows = slice(begin, end)
+        part = replace(
+            context,
+            plan=model.ops.adopt(plan),
+            rotations=tuple((cos[rows], sin[rows]) for cos, sin in context.rotations),
+            temperature=None if context.temperature is None else context.temperature[rows],
+        )
+        parts.append(part)
+        before = after
+    return parts
+
+
+# The family's decoder as a `Runner`: from a step's arrays to logits.
+
+
+class FamilyRunner:
+    """One rank's decoder over a paged cache."""
+
+    def __init__(self, model: FamilyModel, info: ModelInfo, num_ranks: int = 1) -> None:
+        self.model = model
+        # Sums over ranks are taken in one order, which several threads would not keep.
+        self._takes_parts = model.ops.takes_parts and num_ranks == 1
+        self._threads = PartThreads(model)
+        self._info = info
+        self.planned = PlannedOps(model.ops)
+        self.kv_shapes: tuple[KVShape, ...] = model.kv_shapes
+
+    def run(
+        self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
+        plan = self.model.ops.plan(step, cache)
+        self.planned.last = (step, cache, plan)  # heads read it
+        if self._takes_parts and (num_threads := torch.get_num_threads()) > 1:
+            bounds = bounds_of(plan, num_threads, self._info.hidden_size)
+            if len(bounds) > 2:
+                context = self.model.context(plan, cache)
+                return self._threads.forward(context, step.rows, capture, bounds)
+        rows = None
+        if len(step.rows) != len(step.token_ids):
+            rows = torch.from_numpy(step.rows).to(cache.device, non_blocking=True)
+        return self.model.forward(plan, cache, rows, capture)
+
+    def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
+        return self.model.logits(states)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, HeadProjection, Norm, Projection
-from .builder import Builder, halves, joined_weight
+from .decoder import Builder, halves, joined_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,9 +140,7 @@ def _compressed(builder: Builder, module: Any, spec: AttentionSpec) -> _Compress
         if own is None:
             heads = halves(rows[:query_width].view(-1, spec.head_dim), begin, dim)
             rows = torch.cat([heads.flatten(), rows[query_width:]])
-        rows = rows.to(weight.device)
-        weight = weight.index_select(0, rows)
-        bias = None if bias is None else bias.index_select(0, rows)
+        weight, bias = selected(weight, bias, rows)
     expand_query = None
     if own is not None:
         expand_query = builder.ops.pack(
@@ -156,3 +154,13 @@ def _compressed(builder: Builder, module: Any, spec: AttentionSpec) -> _Compress
         expand_query,
         builder.norm(module.kv_a_layernorm),
     )
+
+
+def selected(
+    weight: Tensor,  # [num_rows, in_features]
+    bias: Tensor | None,  # [num_rows]
+    rows: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Some rows of a product."""
+    rows = rows.to(weight.device)
+    return weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)

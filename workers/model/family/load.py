@@ -2,9 +2,8 @@
 
 Every layer's tensors are joined, packed, and then dropped from the bridge's module, so that no
 more than one layer is in memory twice. Which heads a rank has, and what its attention is called
-with, comes from a forward of the bridge (`AttentionFacts`); which blocks end in a sum over the
-ranks comes from the bridge's shard plan. Called by `workers/model/target.py`, and for layers of
-heads by `workers/head_family.py`.
+with, comes from a forward of the bridge; which blocks end in a sum over the
+ranks comes from the bridge's shard plan.
 
 Facts relied on (transformers 5.23): the names of the modules' children and of their attributes.
 """
@@ -21,21 +20,26 @@ from torch import Tensor, nn
 from ...collective import Collective
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, Projection
-from ..facts import AttentionFacts
-from ..parallel import ShardedOutput
-from ..sharding import ShardPlan
-from .builder import Builder, halves, joined_weight
-from .decoder import AttentionBlock, FamilyModel, Layer
-from .latent import build_latent
-from .mlp import build_mlp
-from .rope import Rope, read_ropes
+from ..sharding import ShardedOutput, ShardPlan
+from .decoder import (
+    AttentionBlock,
+    Builder,
+    FamilyModel,
+    Layer,
+    Rope,
+    build_mlp,
+    halves,
+    joined_weight,
+    read_ropes,
+)
+from .latent import build_latent, selected
 from .spec import FamilySpec, Placement
 
 
 def build_family(
     model: Any,
     spec: FamilySpec,
-    facts: Sequence[AttentionFacts],  # per layer
+    observed: Sequence[AttentionSpec],  # per layer
     ops: Ops,
     plan: ShardPlan,
     collective: Collective,
@@ -48,89 +52,81 @@ def build_family(
     base = getattr(model, model.base_model_prefix, None) or model.model
     prefix = next(name for name, module in model.named_modules() if module is base)
     builder = Builder(spec, ops, plan, collective)
-    layers, ropes = build_layers(builder, base, prefix, facts)
+    ropes = read_ropes(base.rotary_emb, spec.rope_kinds)
+    layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     norm, whole = builder.norm(base.norm), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
-    return FamilyModel(ops, spec, layers, ropes, norm, embedding, output, shard)
+    unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
+    return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, embedding, unembed, shard)
 
 
 def build_layers(
     builder: Builder,
     base: Any,
     prefix: str,
-    facts: Sequence[AttentionFacts],  # per layer
-) -> tuple[list[Layer], tuple[Rope, ...]]:
-    """The layers of transformers' model `base`, named `prefix`, which loses them; raises alike."""
-    spec = builder.spec
-    ropes = read_ropes(base.rotary_emb, spec.rope_kinds)
-    kinds = list(ropes)
+    observed: Sequence[AttentionSpec],  # per layer
+    ropes: dict[str, Rope],  # by kind
+) -> list[Layer]:
+    """The layers of `base`, which loses them; raises alike.
+
+    Args:
+        prefix: of the names of `base`'s modules in the shard plan.
+    """
+    spec, kinds = builder.spec, list(ropes)
     names = {id(module): name for name, module in base.named_modules()}
     layers = []
     for index, module in enumerate(base.layers):
-        name = f"{prefix}.{names[id(module)]}"
+        name = f"{prefix}{names[id(module)]}"
         kind = spec.rope_kinds[index] if spec.rope_kinds else ""
         rotated = spec.rotated is None or spec.rotated[index]
         attention = build_attention(
             builder,
             module.self_attn,
             f"{name}.self_attn",
-            facts[index],
+            observed[index],
             (kinds.index(kind), ropes[kind]) if rotated else None,
         )
         layers.append(_layer(builder, module, name, attention))
         base.layers[index] = nn.Identity()
-    return layers, tuple(ropes.values())
+    return layers
+
+
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+_NORMS: dict[Placement, tuple[str | None, ...]] = {
+    Placement.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
+    Placement.AFTER: (None, _AFTER[0], None, _AFTER[1]),
+    Placement.AROUND: ("input_layernorm", _AFTER[0], "pre_feedforward_layernorm", _AFTER[1]),
+}
+"""Names of the norms before and after attention, and before and after the MLP."""
 
 
 def _layer(builder: Builder, module: Any, name: str, attention: AttentionBlock) -> Layer:
     leaf = "feed_forward" if hasattr(module, "feed_forward") else "mlp"
     mlp = build_mlp(builder, getattr(module, leaf), f"{name}.{leaf}")
-    placement, norm = builder.spec.placement, builder.norm
-    if placement is Placement.AFTER:
-        return Layer(
-            None,
-            attention,
-            norm(module.post_attention_layernorm),
-            None,
-            mlp,
-            norm(module.post_feedforward_layernorm),
-        )
-    before = norm(module.input_layernorm)
-    if placement is Placement.BEFORE:
-        return Layer(before, attention, None, norm(module.post_attention_layernorm), mlp, None)
-    return Layer(
-        before,
-        attention,
-        norm(module.post_attention_layernorm),
-        norm(module.pre_feedforward_layernorm),
-        mlp,
-        norm(module.post_feedforward_layernorm),
-    )
+    norms = [
+        None if each is None else builder.norm_or_none(module, each)
+        for each in _NORMS[builder.spec.placement]
+    ]
+    return Layer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
 
 
 def build_attention(
     builder: Builder,
     module: Any,
     name: str,
-    facts: AttentionFacts,
+    observed: AttentionSpec,
     rope: tuple[int, Rope] | None,
 ) -> AttentionBlock:
     """One layer's attention block."""
     rotary_dim = 0 if rope is None else rope[1].rotary_dim
     latent = hasattr(module, "kv_b_proj")
-    spec = AttentionSpec(
-        facts.num_heads,
-        facts.num_kv_heads,
-        facts.head_dim,
-        facts.value_dim,
-        facts.scale,
-        rotary_begin=facts.head_dim - rotary_dim if latent else 0,
+    sinks = observed.sinks
+    spec = replace(
+        observed,
+        rotary_begin=observed.head_dim - rotary_dim if latent else 0,
         rotary_dim=rotary_dim,
-        window=facts.window,
-        chunk=facts.chunk,
-        softcap=facts.softcap,
-        sinks=None if facts.sinks is None else facts.sinks.detach().float().clone(),
+        sinks=None if sinks is None else sinks.detach().float().clone(),
     )
     joined: Projection
     output = builder.pack(module.o_proj)
@@ -178,23 +174,14 @@ def _pack_joined(
     if builder.spec.gated_attention:
         rows = torch.arange(weight.shape[0])
         pairs = rows[: 2 * spec.key_begin].view(spec.num_heads, 2, spec.head_dim)
-        gate = builder.ops.pack(*_selected(weight, bias, pairs[:, 1].flatten()))
+        gate = builder.ops.pack(*selected(weight, bias, pairs[:, 1].flatten()))
         kept = torch.cat([pairs[:, 0].flatten(), rows[2 * spec.key_begin :]])
-        weight, bias = _selected(weight, bias, kept)
+        weight, bias = selected(weight, bias, kept)
     if builder.spec.neighbours and spec.rotary_dim:
-        weight, bias = _selected(weight, bias, _joined_order(spec))
+        weight, bias = selected(weight, bias, _joined_order(spec))
     if weight.shape[0] != spec.joined_width:
         raise ValueError(f"{weight.shape[0]} joined rows, expected {spec.joined_width}")
     return builder.ops.pack(weight, bias), gate
-
-
-def _selected(
-    weight: Tensor,  # [num_rows, in_features]
-    bias: Tensor | None,  # [num_rows]
-    rows: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    rows = rows.to(weight.device)
-    return weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
 
 
 def _joined_order(spec: AttentionSpec) -> Tensor:  # [spec.joined_width]

@@ -6,12 +6,378 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..plan import PagedStep
 from ..protocol import AttentionSpec
-from .attend import attend_kernel
-from .combine import combine
+from .elementwise import tanh
+from .linear import dot
+
+# Attention over a paged cache: trees, windows, chunks, soft caps, sinks, grouped heads.
+#
+# A program computes up to BLOCK_M queries of one sequence that share a key head: rows times the
+# query heads of a group, so that a decode step of a grouped model fills a product's tile too. It
+# walks over a part of the keys (`SPLITS`), tile by tile, with an online softmax; a second kernel
+# adds the parts. Which sequence a program belongs to, where its keys begin and end, and what is
+# visible is read on the device; `workers/ops/plan.py` defines it.
+#
+# Keys that are not a power of two long are multiplied in two parts, for example 96 = 64 + 32 and
+# 576 = 512 + 64 (MLA's latent and its rotated part).
+#
+# Sources: Dao 2023, FlashAttention-2, arXiv:2307.08691; Dao, Haziza, Massa, Sizov 2023,
+# Flash-Decoding; Kwon et al. 2023, PagedAttention, arXiv:2309.06180; ancestor masks as in
+# Miao et al. 2023, SpecInfer, arXiv:2305.09781.
+
+MINUS = tl.constexpr(float("-inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(1 << 30)  # above every position
+
+
+@triton.jit
+def _sequence_of(block, query_start, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence of a program: sequence s has blocks from query_start[s] * GROUP // BLOCK_M + s.
+
+    That leaves each one at least as many as it needs, with a grid that depends on shapes only.
+    """
+    low = block * 0
+    high = low + num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(query_start + middle) * GROUP // BLOCK_M + middle
+        low = tl.where(begins <= block, middle, low)
+        high = tl.where(begins <= block, high, middle)
+    return low
+
+
+@triton.jit
+def _visible(
+    key,  # [BLOCK_N], indices in the sequence
+    inside,  # [BLOCK_N] bool
+    row,  # [BLOCK_M], rows of the step
+    real,  # [BLOCK_M] bool
+    index,  # [BLOCK_M], key index of each row
+    position,  # [BLOCK_M]
+    start,  # the sequence's `tree_start`
+    to_row,  # the row of key index 0, if it had one
+    positions,
+    ancestors,
+    num_words,
+    has_nodes,  # whether keys at or beyond `start` are in the tile
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # [BLOCK_M, BLOCK_N] bool
+    """What each query sees of a tile: `visible` of `reference.py`."""
+    seen = (inside & (key < start))[None, :] & (key[None, :] <= index[:, None])
+    if has_nodes:
+        node = key - start
+        known = inside & (node >= 0) & (node < num_words * 64)
+        node = tl.where(known, node, 0)
+        place = ancestors + row[:, None].to(tl.int64) * num_words + (node // 64)[None, :]
+        word = tl.load(place, mask=real[:, None] & known[None, :], other=0)
+        bit = (word >> (node % 64).to(tl.int64)[None, :]) & 1
+        seen = seen | (bit == 1)
+    if WINDOW or CHUNK:
+        own = tl.load(positions + to_row + key, mask=inside & (key >= start), other=0)
+        theirs = tl.where(key < start, key, own)
+        if WINDOW:
+            seen = seen & (theirs[None, :] > position[:, None] - WINDOW)
+        if CHUNK:
+            seen = seen & ((theirs // CHUNK)[None, :] == (position // CHUNK)[:, None])
+    return seen
+
+
+@triton.jit
+def _scores(
+    low,  # [BLOCK_M, DIM_LOW]
+    high,  # [BLOCK_M, DIM_HIGH], or unused
+    place,  # [BLOCK_N], where each key begins
+    inside,  # [BLOCK_N] bool
+    scale,  # times LOG2E where there is no cap
+    softcap,
+    HAS_CAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_LOW: tl.constexpr,
+    DIM_HIGH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Base-2 exponents [BLOCK_M, BLOCK_N] float32, and the keys' lower part [DIM_LOW, BLOCK_N]."""
+    column = tl.arange(0, DIM_LOW)
+    mask = (column < HEAD_DIM)[:, None]
+    if MASKED:
+        mask = mask & inside[None, :]
+    key = tl.load(place[None, :] + column[:, None], mask=mask, other=0.0)
+    scores = dot(low, key, tl.zeros([low.shape[0], key.shape[1]], tl.float32))
+    if DIM_HIGH:
+        column = DIM_LOW + tl.arange(0, DIM_HIGH)
+        mask = (column < HEAD_DIM)[:, None]
+        if MASKED:
+            mask = mask & inside[None, :]
+        rest = tl.load(place[None, :] + column[:, None], mask=mask, other=0.0)
+        scores = dot(high, rest, scores)
+    scores = scores * scale
+    if HAS_CAP:
+        scores = tanh(scores / softcap) * (softcap * LOG2E)
+    return scores, key
+
+
+@triton.jit
+def _accumulate(
+    scores,  # [BLOCK_M, BLOCK_N]
+    value,  # [BLOCK_N, BLOCK_V]
+    peak,  # [BLOCK_M]
+    total,  # [BLOCK_M]
+    sums,  # [BLOCK_M, BLOCK_V]
+):
+    """The online softmax's step; a row that has seen nothing yet keeps a peak of -inf."""
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    level = tl.where(higher == MINUS, 0.0, higher)
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(peak - level)
+    total = total * shrink + tl.sum(weights, axis=1)
+    sums = dot(weights.to(value.dtype), value, sums * shrink[:, None])
+    return higher, total, sums
+
+
+@triton.jit
+def _bounds(
+    index,  # [BLOCK_M], -1: no row
+    position,  # [BLOCK_M], FAR: no row
+    start,
+    key_len,
+    split,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """This split's first key, the first that not every query sees, and the end."""
+    highest = tl.max(index, axis=0)
+    end = tl.where(highest >= start, key_len, highest + 1)
+    begin = end * 0
+    if WINDOW:
+        begin = tl.maximum(begin, tl.min(position, axis=0) - WINDOW + 1)
+    if CHUNK:
+        begin = tl.maximum(begin, tl.min(position, axis=0) // CHUNK * CHUNK)
+    if SHARE:  # cut at fixed keys, in tiles from fixed keys
+        begin = tl.maximum(tl.maximum(begin, 0) // BLOCK_N * BLOCK_N, split * SHARE)
+        end = tl.minimum((split + 1) * SHARE, end)
+    else:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(begin + share, end)
+    free = begin
+    if not WINDOW and not CHUNK:
+        whole = tl.minimum(tl.min(tl.where(index < 0, FAR, index), axis=0) + 1, start)
+        free = begin + tl.maximum(tl.minimum(end, whole) - begin, 0) // BLOCK_N * BLOCK_N
+    return begin, free, end
+
+
+@triton.jit
+def _values(place, key, inside, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+            SHARED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """A tile's values [BLOCK_N, BLOCK_V]; with SHARED, the keys that are already there."""
+    if SHARED:
+        return tl.trans(key)
+    else:
+        column = tl.arange(0, BLOCK_V)
+        mask = (column < VALUE_DIM)[None, :]
+        if MASKED:
+            mask = mask & inside[:, None]
+        return tl.load(place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _before(sinks, head, real, split, BLOCK_M: tl.constexpr):
+    """The softmax's peak and total before the first key: the sink's, in the first split."""
+    peak = tl.full([BLOCK_M], MINUS, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        if split == 0:
+            peak = tl.load(sinks + head, mask=real, other=0.0) * LOG2E
+            total = total + 1.0
+    return peak, total
+
+
+@triton.jit
+def _part(place, real, begin: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Columns `[begin, begin + DIM)` of the queries, [BLOCK_M, DIM]."""
+    column = begin + tl.arange(0, DIM)
+    mask = real[:, None] & (column < HEAD_DIM)[None, :]
+    return tl.load(place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(out, sums_out, item, num_items, split, real, peak, total, sums,
+           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """The result of each query and head, or this split's part with the logarithm of its sum."""
+    known = tl.where(total == 0.0, 1.0, total)
+    result = sums / known[:, None]
+    if SPLITS > 1:
+        item = split.to(tl.int64) * num_items + item
+        level = tl.where(total == 0.0, MINUS, peak + tl.log2(known))
+        tl.store(sums_out + item, level, mask=real)
+    column = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (column < VALUE_DIM)[None, :]
+    place = out + item[:, None] * VALUE_DIM + column[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attend_kernel(
+    query,  # [num_rows, NUM_HEADS, HEAD_DIM]
+    keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM]; the keys if they are shared
+    out,  # [num_rows, NUM_HEADS, VALUE_DIM], or [SPLITS, num_rows, ...] float32
+    sums_out,  # [SPLITS, num_rows, NUM_HEADS] float32, unused with one split
+    sinks,  # [NUM_HEADS] float32, or None
+    positions, row_index,  # [num_rows]
+    query_start, context_lens, tree_start,  # per sequence
+    block_tables,  # [num_seqs, max_blocks]
+    ancestors,  # [num_rows, num_words] int64
+    num_rows, num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr,
+    DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of queries, NUM_KV_HEADS, SPLITS)."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq, first = block, block * 0
+    if not ONE_BLOCK:
+        seq = _sequence_of(block, query_start, num_seqs, GROUP, BLOCK_M)
+        first = block - (tl.load(query_start + seq) * GROUP // BLOCK_M + seq)
+    begin_row = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - begin_row
+    if first * BLOCK_M >= query_len * GROUP:
+        return
+    flat = first * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = flat < query_len * GROUP
+    row = begin_row + tl.where(real, flat // GROUP, 0)
+    head = kv_head * GROUP + flat % GROUP
+    index = tl.load(row_index + row, mask=real, other=-1)
+    position = tl.load(positions + row, mask=real, other=FAR)
+    start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
+    begin, free, end = _bounds(
+        index, position, start, context + query_len, split, WINDOW, CHUNK, SPLITS, SHARE,
+        BLOCK_N,
+    )  # fmt: skip
+
+    peak, total = _before(sinks, head, real, split, BLOCK_M)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    item = row.to(tl.int64) * NUM_HEADS + head
+    low = _part(query + item * HEAD_DIM, real, 0, HEAD_DIM, DIM_LOW)
+    high = low
+    if DIM_HIGH:
+        high = _part(query + item * HEAD_DIM, real, DIM_LOW, HEAD_DIM, DIM_HIGH)
+    if not HAS_CAP:
+        scale = scale * LOG2E
+    table = block_tables + seq.to(tl.int64) * max_blocks
+    keys += kv_head * HEAD_DIM
+    values += kv_head * to_value_head
+    for at in range(begin, free, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+        scores, tile = _scores(
+            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), key < end, scale, softcap,
+            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, False,
+        )  # fmt: skip
+        value = _values(
+            values + slot * to_value, tile, key < end, VALUE_DIM, BLOCK_V, SHARED, False
+        )
+        peak, total, sums = _accumulate(scores, value, peak, total, sums)
+    for at in range(free, end, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        inside = key < end
+        slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+        scores, tile = _scores(
+            low, high, keys + slot * (NUM_KV_HEADS * HEAD_DIM), inside, scale, softcap,
+            HAS_CAP, HEAD_DIM, DIM_LOW, DIM_HIGH, True,
+        )  # fmt: skip
+        seen = _visible(
+            key, inside, row, real, index, position, start, begin_row - context, positions,
+            ancestors, num_words, at + BLOCK_N > start, WINDOW, CHUNK,
+        )  # fmt: skip
+        value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
+        scores = tl.where(seen, scores, MINUS)
+        peak, total, sums = _accumulate(scores, value, peak, total, sums)
+    _store(out, sums_out, item, num_rows * NUM_HEADS, split, real, peak, total, sums,
+           VALUE_DIM, BLOCK_V, SPLITS)  # fmt: skip
+
+
+# -- the second half of split attention: a row's parts, weighted by their sums of exponentials
+
+
+@triton.jit
+def _weighted(
+    parts, level, height, split, columns, num_items, item,
+    SPLITS: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """All parts at once."""
+    weights = tl.exp2(level - height)
+    total = tl.sum(weights, axis=0)
+    place = parts + (split * num_items + item)[:, None] * VALUE_DIM + columns[None, :]
+    mask = (split < SPLITS)[:, None] & (columns < VALUE_DIM)[None, :]
+    part = tl.load(place, mask=mask, other=0.0)
+    return tl.sum(part * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _combine_kernel(
+    parts,  # [SPLITS, num_items, VALUE_DIM] float32, each normalised
+    sums,  # [SPLITS, num_items] float32, base-2 logarithms of sums of exponentials
+    out,  # [num_items, VALUE_DIM]
+    num_items,
+    SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S).to(tl.int64)
+    columns = tl.arange(0, BLOCK_V)
+    level = tl.load(sums + split * num_items + item, mask=split < SPLITS, other=float("-inf"))
+    peak = tl.max(level, axis=0)
+    height = tl.where(peak == float("-inf"), 0.0, peak)
+    if IN_ORDER:  # parts beyond a row's keys add zeros, however many there are
+        total = tl.zeros([], tl.float32)
+        result = tl.zeros([BLOCK_V], tl.float32)
+        place = item
+        for _ in range(SPLITS):
+            weight = tl.exp2(tl.load(sums + place) - height)
+            part = parts + place * VALUE_DIM + columns
+            total += weight
+            result += tl.load(part, mask=columns < VALUE_DIM, other=0.0) * weight
+            place += num_items
+        result = result / tl.where(total == 0.0, 1.0, total)
+    else:
+        result = _weighted(parts, level, height, split, columns, num_items, item, SPLITS, VALUE_DIM)
+    target = out + item * VALUE_DIM + columns
+    tl.store(target, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
+
+
+def combine(
+    parts: Tensor,  # [num_splits, num_rows, num_heads, value_dim] float32
+    sums: Tensor,  # [num_splits, num_rows, num_heads] float32
+    out: Tensor,  # [num_rows, num_heads, value_dim], written
+    *,
+    in_order: bool = False,
+) -> None:
+    """A row that sees nothing in any part becomes zeros.
+
+    With `in_order`, parts are added one by one, so that empty ones behind do not change the bits.
+    """
+    num_splits, num_rows, num_heads, value_dim = parts.shape
+    assert parts.dtype == sums.dtype == torch.float32, (parts.dtype, sums.dtype)
+    _combine_kernel[(num_rows * num_heads,)](
+        parts, sums, out, num_rows * num_heads, num_splits, value_dim,
+        triton.next_power_of_2(num_splits), triton.next_power_of_2(value_dim), in_order,
+    )  # fmt: skip
+
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256

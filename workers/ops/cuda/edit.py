@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...verify import device_edits as words_of
-from ...verify.device_edits import MAX_BIASES, MAX_ENDS, MAX_TOP, NUM_WORDS, PROMPT, DeviceEdits
-from .winners import num_parts
+from ...verify import device_settings as words_of
+from ...verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP, NUM_WORDS, PROMPT, DeviceEdits
+from .draw import num_parts
 
 _BLOCK = 1024
 _REPETITION = tl.constexpr(words_of.REPETITION)
@@ -170,7 +170,7 @@ def logprobs(
     tokens: Tensor,  # [num_rows] int32, drawn
     edits: DeviceEdits,
 ) -> tuple[Tensor, Tensor]:  # values [num_rows, 1 + MAX_TOP] float32, ids [num_rows, MAX_TOP] int32
-    """As `device_edits.logprobs`, of the rows that ask for them; other rows are unspecified."""
+    """As `DeviceOps.logprobs_on_device`; rows that ask for none are unspecified."""
     num_rows, vocab = logits.shape
     values = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, MAX_TOP), dtype=torch.int32, device=logits.device)

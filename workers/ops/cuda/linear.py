@@ -20,7 +20,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantised import QuantisedTensor
-from .product import dot
+
+# Products of tiles, exact in float32.
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(left, right, total):  # [m, k], [k, n], [m, n] float32 -> [m, n] float32
+    """`total + left @ right`. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc=total, input_precision="ieee")
+
 
 PLAIN, FP8, INTEGER, NIBBLES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FIXED_ROWS = 64

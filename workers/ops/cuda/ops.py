@@ -5,24 +5,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...attention import KVCache
-from ...verify.device_draw import DeviceSettings
-from ...verify.device_edits import DeviceEdits
-from ...verify.settings import DrawSettings, Positions
+from ...verify.device_settings import DeviceEdits, DeviceSettings
 from ..plan import PagedStep
-from ..protocol import AttentionSpec, Experts, Gate, Mixture, Norm, Projection, Rotation
+from ..protocol import (
+    AttentionSpec,
+    Experts,
+    Gate,
+    HeadProjection,
+    Mixture,
+    Norm,
+    Projection,
+    Rotation,
+    Router,
+)
 from ..quantised import QuantisedTensor
-from ..reference import ReferenceOps, prepare, split_heads
+from ..reference import ReferenceOps, prepare, route, split_heads
 from . import elementwise
-from .attention import attend
-from .contest import contest
-from .draw import draw
+from .attention import FIXED, attend
+from .draw import draw, gumbel_argmax
 from .edit import edit, logprobs
 from .experts import CudaMixture
 from .linear import TiledProduct
@@ -36,6 +42,7 @@ class CudaOps(ReferenceOps):
     """`Ops` for one device. What is not overridden is torch's, without a host's look at values."""
 
     name = "triton"
+    reads_device_only = True
     keeps_quantised = True
 
     def __init__(self, device: torch.device, splits: int | None = None) -> None:
@@ -96,30 +103,6 @@ class CudaOps(ReferenceOps):
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         return elementwise.gate(gate_up, gate)
 
-    def draw(
-        self,
-        logits: Tensor,  # [num_rows, vocab] float32
-        positions: Positions,  # [num_rows]
-        settings: DrawSettings,  # of the rows, on the host
-    ) -> Tensor:  # [num_rows] int32
-        top_k = settings.top_k
-        limits = (settings.top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))
-        is_cut = bool(limits.any())
-
-        def put(values: NDArray[Any] | Tensor) -> Tensor:
-            return torch.as_tensor(values).to(logits.device, non_blocking=True)
-
-        return draw(
-            logits,
-            put(settings.seeds),
-            put(positions),
-            put(settings.temperature),
-            put(top_k) if is_cut else None,
-            put(settings.top_p) if is_cut else None,
-            put(settings.min_p),
-            self.num_processors,
-        )
-
     def edit_on_device(self, logits: Tensor, edits: DeviceEdits) -> None:
         edit(logits, edits, self.num_processors)
 
@@ -128,19 +111,72 @@ class CudaOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         return logprobs(logits, tokens, edits)
 
-    def contest_on_device(
+    def gumbel_argmax_on_device(
         self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int
     ) -> tuple[Tensor, Tensor]:
-        return contest(logits, positions, settings, tokens, self.num_processors)
+        return gumbel_argmax(logits, positions, settings, tokens, self.num_processors)
 
     def draw_on_device(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
-        return draw(
-            logits,
-            settings.seeds,
-            positions,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            self.num_processors,
-        )
+        return draw(logits, positions, settings, self.num_processors)
+
+
+@triton.jit
+def _rotation_kernel(
+    positions,  # [num_rows] int32
+    frequencies,  # [SIZE], or [num_rows, SIZE]
+    to_row,  # 0: one set for all rows
+    cos,  # [num_rows, SIZE], written
+    sin,
+    scale,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    frequency = tl.load(frequencies + row * to_row + column, mask=mask, other=0.0)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * SIZE + column, tl.cos(angle) * scale, mask=mask)
+    tl.store(sin + row * SIZE + column, tl.sin(angle) * scale, mask=mask)
+
+
+class InvariantCudaOps(CudaOps):
+    """`CudaOps` whose result for a row does not depend on what is computed beside it.
+
+    Products have tiles of a fixed size, and parts of the depth that follow from the weight's shape,
+    where cuBLAS chooses both by the number of rows (`linear.py`). Attention is cut at keys whose
+    index is a multiple of a fixed number, and its parts are added in order (`attention.py`).
+    Experts' blocks have one size, and choices are added in order; near ties go to the lower expert.
+    """
+
+    name = "triton, batch-invariant"
+    is_invariant = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, FIXED)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return TiledProduct(weight, bias, self.num_processors, fixed_rows=True)
+
+    def pack_heads(self, weight: Tensor) -> HeadProjection:
+        return TiledProduct(weight, None, self.num_processors, fixed_rows=True)
+
+    def pack_experts(self, experts: Experts) -> Mixture:
+        return CudaMixture(experts, fixed_rows=True)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
+        num_rows, size = positions.shape[0], frequencies.shape[-1]
+        cos, sin = (frequencies.new_empty(num_rows, size) for _ in range(2))
+        if num_rows:
+            to_row = frequencies.stride(0) if frequencies.dim() == 2 else 0
+            _rotation_kernel[(num_rows,)](
+                positions, frequencies, to_row, cos, sin, float(scale), size,
+                triton.next_power_of_2(size),
+            )  # fmt: skip
+        return cos, sin
+
+    def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        if logits.device.type == "cpu":  # under the interpreter, where vectors have a scalar rest
+            rows = [route(row, router, stable=True) for row in logits.split(1)]
+            return torch.cat([each for each, _ in rows]), torch.cat([each for _, each in rows])
+        return route(logits, router, stable=True)

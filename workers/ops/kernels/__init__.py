@@ -1,8 +1,8 @@
 """Operations of a decoder on the CPU, compiled by numba and kept on disk (`compiled.py`).
 
 Every kernel takes addresses, strides in bytes and counts, all int64: an integer costs a call a
-twentieth of an array. `entries.py` has what is called, by `cpu.py` alone, which checks shapes; the
-other files are inlined there, and group their parameters into `NamedTuple`s, which cost nothing
+twentieth of an array. `ops/cpu.py` has what is called, and checks shapes; these
+files are inlined there, and group their parameters into `NamedTuple`s, which cost nothing
 once they are inlined. `kind` is a type of values, `to_x` the stride of x.
 """
 

@@ -1,20 +1,102 @@
 """A tile of attention: neighbouring keys and values laid out in panels, and two products with them.
 
-All queries of a tile share the layout, and no dot is left to be added up across a vector. A few
-queries do without it (`few.py`).
+All queries of a tile share the layout, and no dot is left to be added up across a vector. Up to
+four queries are computed without it (`attend.py`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import numpy as np
+
 from . import Matrix, inlined
-from .ahead import fetch_lines
-from .panels import GROUP, PANEL, QUAD, STRIDE, UNIT, transpose_quad, zip_rows
-from .prepare import item64
-from .product import FLOATS, group_rows
-from .vector import LANES, store_one
-from .visible import Tile, slot_of
+from .panels import FLOATS, GROUP, PANEL, QUAD, STRIDE, UNIT, group_rows, transpose_quad, zip_rows
+from .prepare import INT64, item, item64
+from .vector import (
+    FULL,
+    LANES,
+    fetch_lines,
+    load_one,
+    load_some,
+    splat,
+    store,
+    store_one,
+    store_some,
+)
+
+# Which keys a row sees (`ops/plan.py`): those before it, its ancestors in a tree, a window.
+
+MINUS = np.float32(-math.inf)
+
+
+class KeySequence(NamedTuple):
+    """One sequence of a step."""
+
+    blocks: int  # address of its block table
+    tree_start: int
+    key_len: int
+    offset: int  # first row minus keys before the step
+
+
+class Tile(NamedTuple):
+    """Neighbouring keys of a sequence."""
+
+    begin: int
+    num_keys: int
+
+
+@inlined
+def slot_of(key, blocks, block_size):
+    return item(blocks, key // block_size) * block_size + key % block_size
+
+
+@inlined
+def _key_position(key, sequence, step):
+    """The position of a key by its index in the sequence."""
+    return key if key < sequence.tree_start else item(step.positions, key + sequence.offset)
+
+
+@inlined
+def _in_reach(key_position, position, layer):
+    if layer.window and key_position <= position - layer.window:
+        return False
+    return not layer.chunk or key_position // layer.chunk == position // layer.chunk
+
+
+@inlined
+def first_visible(position, layer):
+    """The lowest index that a row at `position` can see."""
+    window, chunk = layer.window, layer.chunk
+    first = position - window + 1 if window else 0
+    if chunk and position // chunk * chunk > first:
+        first = position // chunk * chunk
+    return first if first > 0 else 0
+
+
+@inlined
+def hide(scores, row, tile, sequence, step, layer):
+    """Minus infinity for what a query's row does not see of the tile's keys."""
+    begin, num_keys = tile.begin, tile.num_keys
+    position, index = item(step.positions, row), item(step.row_index, row)
+    for key in range(num_keys, (num_keys + LANES - 1) // LANES * LANES):
+        store_one(scores + key * 4, MINUS)
+    low = min(first_visible(position, layer) - begin, num_keys)
+    for key in range(0, low):
+        store_one(scores + key * 4, MINUS)
+    high = min(min(index + 1, sequence.tree_start) - begin, num_keys)
+    for key in range(max(high, 0), num_keys):
+        node = begin + key - sequence.tree_start
+        seen = False
+        if node >= 0 and node < step.num_words * 64:
+            word = load_one(INT64, step.ancestors + (row * step.num_words + node // 64) * 8)
+            seen = (word >> (node % 64)) & 1 == 1
+            if seen and (layer.window or layer.chunk):
+                seen = _in_reach(_key_position(begin + key, sequence, step), position, layer)
+        if not seen:
+            store_one(scores + key * 4, MINUS)
+
 
 TILE = 256  # keys
 
@@ -128,3 +210,63 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
         out = Matrix(results.start + begin * 4, results.to_row)
         count = min(GROUP, whole_vectors(dim - begin))
         group_rows(kind, FLOATS, weights, num_queries, values, 0, units, out, count, 0, 1)
+
+
+# Scratch memory of a pass of attention: its queries, and what is known of their results so far.
+
+MAX_QUERIES = 64  # rows times heads of a pass
+LOG2_E = np.float32(1.4426950408889634)
+
+
+class Work(NamedTuple):
+    """Scratch memory of the queries of a pass, head by head; all float32 but the queries."""
+
+    queries: Matrix  # [num_queries, dim] of the kernel's kind
+    scores: Matrix  # [num_queries, TILE], of one head after the other
+    peaks: int  # address of [num_queries]
+    sums: int  # address of [num_queries]
+    results: Matrix  # [num_queries, padded]
+    panels: Panels
+
+
+@inlined
+def row_of(matrix, row):
+    return matrix.start + row * matrix.to_row
+
+
+@inlined
+def work_at(scratch, kind, dim, padded):
+    to_query = dim * kind.width
+    scores = scratch + MAX_QUERIES * to_query
+    peaks = scores + MAX_QUERIES * TILE * 4
+    sums = peaks + MAX_QUERIES * 4
+    results = Matrix(sums + MAX_QUERIES * 4, (padded + 4 * LANES) * 4)
+    panels = panels_at(results.start + MAX_QUERIES * results.to_row, kind, dim)
+    return Work(Matrix(scratch, to_query), Matrix(scores, TILE * 4), peaks, sums, results, panels)
+
+
+@inlined
+def work_of(work, query, slots):
+    """The part of a head whose queries begin there; scores are of no use to the next head."""
+    panels = Panels(slots, work.panels.keys, work.panels.values)
+    return Work(
+        Matrix(row_of(work.queries, query), work.queries.to_row),
+        work.scores,
+        work.peaks + query * 4,
+        work.sums + query * 4,
+        Matrix(row_of(work.results, query), work.results.to_row),
+        panels,
+    )
+
+
+@inlined
+def begin_query(work, query, source, sink, padded):
+    """A query next to the others, and what is known of its softmax before the first key."""
+    target, size = row_of(work.queries, query), work.queries.to_row
+    for byte in range(0, size, 4 * LANES):  # an even number of halves, moved as floats
+        left = (size - byte) // 4
+        store_some(FULL, target + byte, load_some(FULL, source + byte, left), left)
+    store_one(work.peaks + query * 4, load_one(FULL, sink) * LOG2_E if sink else MINUS)
+    store_one(work.sums + query * 4, np.float32(1) if sink else np.float32(0))
+    for begin in range(0, padded, LANES):
+        store(FULL, row_of(work.results, query) + begin * 4, splat(np.float32(0)))

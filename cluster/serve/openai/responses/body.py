@@ -6,16 +6,237 @@ refused by name, unless the value asks for nothing.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import copy
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from .....errors import InvalidRequestError
+from .....errors import InvalidRequestError, OutriderError
 from .....scheduler.sampling import shown_value
-from ..protocol.generation import Speculation
-from ..protocol.strict import Strict
-from .input import Input, check_kinds, check_results
-from .tools import ToolFields, check_tool_kinds
+from .. import chat
+from ..generation import Generation
+from ..parse import MANY, Strict, check_unserved
+from ..protocol import (
+    CalledFunction,
+    ChatBody,
+    Effort,
+    FunctionDefinition,
+    SharedFields,
+    Tools,
+    at_most,
+)
+
+# Items of an answer's output are items of an input, so that it can be sent back as it came.
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(Strict):
+    """A part of a message: text that was written, or that a model has given."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[None] | None = None
+    logprobs: list[Any] | None = None  # of an answer that is sent back; not read
+
+
+class InputMessage(Strict):
+    """One message of the input."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText], at_most(MANY)]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(CalledFunction):
+    """A call that an earlier answer has made."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    namespace: None = None
+    caller: None = None
+    is_async: Literal[False] | None = Field(None, alias="async")
+    async_: None = None  # how the official client dumps it
+
+
+class InputCallOutput(Strict):
+    """What a call has returned; its `call_id` is that of a call before it."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[InputText], at_most(MANY)]
+    id: str | None = None
+    status: Status | None = None
+    name: str | None = None
+    namespace: None = None
+    caller: None = None
+
+
+class ReasoningText(Strict):
+    """A part of a reasoning item."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Strict):
+    """The reasoning of an earlier answer; whether the model gets it depends on the template."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], at_most(MANY)] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: Status | None = None
+
+    @field_validator("summary")
+    @classmethod
+    def _no_summary(cls, summary: list[Any] | None) -> list[Any] | None:
+        if summary:
+            raise ValueError("summaries are not read; send the reasoning's content")
+        return summary
+
+    @field_validator("encrypted_content")
+    @classmethod
+    def _not_encrypted(cls, content: str | None) -> str | None:
+        if content:
+            raise ValueError("it cannot be read here; send the reasoning's content")
+        return content
+
+
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind(item: Any) -> str:
+    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return given if given in KINDS else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_kind),
+]
+Input = str | Annotated[list[InputItem], Field(min_length=1), at_most(MANY)]
+
+
+def text_of(content: str | list[InputText]) -> str:
+    """Parts joined by newlines, as in chats."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def check_kinds(items: Any) -> None:
+    """Refuses items and parts of other kinds by their names, which a union's errors would hide.
+
+    Raises:
+        InvalidRequestError: names the item or the part.
+    """
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if not isinstance(item, dict):
+            continue
+        kind = item.get("type")
+        if kind is not None and kind not in KINDS:
+            raise InvalidRequestError(
+                f"input.{index}.type: {shown_value(kind)} is not supported; it has to be one of "
+                f"{', '.join(KINDS)}",
+                field=f"input.{index}.type",
+            )
+        place = "output" if kind == "function_call_output" else "content"
+        parts = item.get(place) if kind != "reasoning" else None
+        for number, part in enumerate(parts if isinstance(parts, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(part, dict) and kind not in ("input_text", "output_text"):
+                field = f"input.{index}.{place}.{number}.type"
+                raise InvalidRequestError(
+                    f"{field}: {shown_value(kind)} is not supported; only text is", field=field
+                )
+
+
+def check_results(items: Any) -> None:
+    """Every result belongs to a call before it.
+
+    Raises:
+        InvalidRequestError: names the result's `call_id`.
+    """
+    called: set[str] = set()
+    for index, item in enumerate(items if not isinstance(items, str) else ()):
+        if isinstance(item, InputCall):
+            called.add(item.call_id)
+        elif isinstance(item, InputCallOutput) and item.call_id not in called:
+            field = f"input.{index}.call_id"
+            raise InvalidRequestError(
+                f"{field}: no function_call before it has the id {shown_value(item.call_id)}; "
+                "nothing is stored, so the input has to hold the call too",
+                field=field,
+            )
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call; other kinds of tools run nowhere here."""
+
+    type: Literal["function"]
+    allowed_callers: list[Literal["direct"]] | None = None
+    is_async: Literal[False] | None = Field(None, alias="async")
+    defer_loading: Literal[False] | None = None
+    output_schema: None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """As an entry of a chat's `tools`."""
+        names = FunctionDefinition.model_fields.keys()
+        return {"type": "function", "function": self.model_dump(include=set(names))}
+
+    def shown(self) -> dict[str, Any]:
+        """As an answer repeats it."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }
+
+
+class NamedFunction(Strict):
+    """`tool_choice`: this function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningSettings(Strict):
+    """How a model thinks; every other value than those here asks for what is not done."""
+
+    effort: Effort | None = None  # for templates that have it, as `reasoning_effort` in chats
+    summary: Literal["auto"] | None = None  # there is none: the reasoning itself is in the answer
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None  # the template decides
+    mode: Literal["standard"] | None = None
+
+
+def check_tool_kinds(tools: Any) -> None:
+    """Refuses other tools than functions by their kinds.
+
+    Raises:
+        InvalidRequestError: names the tool.
+    """
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and kind != "function":
+            field = f"tools.{index}.type"
+            raise InvalidRequestError(
+                f"{field}: {shown_value(kind)} is not supported; only functions are", field=field
+            )
+
 
 _LOGPROBS = "message.output_text.logprobs"
 # Documented by OpenAI: the values that ask for nothing beyond what is done.
@@ -66,43 +287,29 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(ToolFields):
+class ResponsesBody(SharedFields):
     """`POST /v1/responses`; None is the default everywhere."""
 
-    model: str | None = None
     input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Reasoning comes unencrypted, and can be sent back so.
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
     text: TextSettings | None = None
-    stream: bool | None = None
+    tools: Tools[FunctionTool] | None = None
+    tool_choice: Literal["auto", "required", "none"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)  # comes back in the answer
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    # Our extensions, as in completions and chat.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field("", max_length=256)
-    speculation: Speculation = Speculation()  # frozen
-    request_id: str | None = Field(None, min_length=1, max_length=256)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # our extension
 
     @model_validator(mode="before")
     @classmethod
@@ -110,12 +317,7 @@ class ResponsesBody(ToolFields):
         if not isinstance(data, dict):
             return data
         for name, fine in NOTHING.items():
-            value = data.get(name)
-            if not any(type(value) is type(each) and value == each for each in fine):
-                why = _WHY.get(name, "leave it out")
-                raise InvalidRequestError(
-                    f"{name}: not supported here (got {shown_value(value)}); {why}", field=name
-                )
+            check_unserved(name, data.get(name), fine, _WHY.get(name, "leave it out"))
         check_kinds(data.get("input"))
         check_tool_kinds(data.get("tools"))
         return {name: value for name, value in data.items() if name not in NOTHING}
@@ -129,3 +331,120 @@ class ResponsesBody(ToolFields):
     def wants_logprobs(self) -> bool:
         """Whether the text's tokens come with log-probabilities."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+
+# -- a response's input as a chat's messages: reasoning, a text and calls that follow one another
+# are one turn of the assistant's, since chat templates render a turn as one message.
+
+
+def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The conversation; `instructions` are its system message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    turn: dict[str, Any] = {}  # the assistant's, as far as it has come
+    for item in given:
+        if not turn or not _add(turn, item):
+            turn = {}
+            message = _message(item)
+            messages.append(message)
+            if message["role"] == "assistant":
+                turn = message
+    return messages
+
+
+def _message(item: InputItem) -> dict[str, Any]:
+    """A message that begins with `item`."""
+    if isinstance(item, InputMessage):
+        return {"role": item.role, "content": text_of(item.content)}
+    if isinstance(item, InputCallOutput):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+    turn: dict[str, Any] = {"role": "assistant"}
+    assert _add(turn, item)
+    return turn
+
+
+def _add(turn: dict[str, Any], item: InputItem) -> bool:
+    """Adds `item` to the assistant's turn; False: it belongs to another message."""
+    if isinstance(item, InputCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+        return True
+    if "tool_calls" in turn or "content" in turn:
+        return False
+    if isinstance(item, InputReasoning):
+        text = "".join(part.text for part in item.content or ())
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        return True
+    if isinstance(item, InputMessage) and item.role == "assistant":
+        turn["content"] = text_of(item.content)
+        return True
+    return False
+
+
+# A chat's field as this body's; the first that matches.
+_NAMES = tuple(
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
+        (r"\bresponse_format(\.json_schema)?", "text.format"),
+        (r"\bmax_completion_tokens|\bmax_tokens", "max_output_tokens"),
+        (r"\breasoning_effort", "reasoning.effort"),
+        (r"\btools\.(\d+)\.function\b", r"tools.\1"),
+        (r"\btool_choice\.function\b", "tool_choice"),
+        (r"^messages\b", "input"),
+    )
+)
+
+
+def add_input(generation: Generation, body: ResponsesBody, request_id: str) -> None:
+    """Checks the body and adds its conversation.
+
+    Raises:
+        InvalidRequestError: names the body's own field.
+    """
+    try:
+        chat.add_messages(generation, as_chat(body), request_id)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The chat request that gives the same text."""
+    same = (*SharedFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
+    settings: dict[str, Any] = {name: getattr(body, name) for name in same}
+    settings["max_completion_tokens"] = body.max_output_tokens
+    if body.wants_logprobs:
+        settings |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    wanted = body.text.format if body.text is not None else None
+    if wanted is not None and wanted.type == "json_schema":
+        named = {"name": wanted.name or "schema", "schema": wanted.json_schema}
+        settings["response_format"] = {"type": "json_schema", "json_schema": named}
+    elif wanted is not None:
+        settings["response_format"] = {"type": wanted.type}
+    if body.tools:
+        settings["tools"] = [tool.as_chat() for tool in body.tools]
+    settings["tool_choice"] = body.tool_choice
+    if isinstance(body.tool_choice, NamedFunction):
+        name = {"name": body.tool_choice.name}
+        settings["tool_choice"] = {"type": "function", "function": name}
+    if body.reasoning is not None:
+        settings["reasoning_effort"] = body.reasoning.effort
+    settings["messages"] = messages_of(body.instructions, body.input)
+    return ChatBody.model_validate(
+        {name: value for name, value in settings.items() if value is not None}
+    )
+
+
+def _renamed(error: InvalidRequestError) -> OutriderError:
+    """`error` under the name that the user wrote."""
+    for pattern, own in _NAMES:
+        if error.field is not None and pattern.match(error.field):
+            renamed = copy.copy(error)
+            renamed.field = pattern.sub(own, error.field)
+            renamed.message = pattern.sub(own, error.message)
+            return renamed
+    return error

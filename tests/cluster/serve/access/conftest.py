@@ -16,7 +16,7 @@ import uvicorn
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
 from outrider.config.access import AccessConfig

@@ -11,8 +11,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from outrider.cluster.serve.openai.parse import IGNORED, UNSUPPORTED
 from outrider.cluster.serve.openai.protocol import ChatBody, CompletionBody
-from outrider.cluster.serve.openai.unsupported import IGNORED, UNSUPPORTED
 
 from .conftest import CHAT, COMPLETION, Server
 

@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.engine.frontend import Frontend
 from outrider.tests.helpers.engines import engine_of

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from outrider.cluster.serve.openai.json_body import load
-from outrider.cluster.serve.openai.offload import Offload, Pool
+from outrider.cluster.serve.openai.parse import load
+from outrider.cluster.serve.openai.routes import Offload, Pool
 from outrider.errors import InvalidRequestError, OverloadedError
 
 

@@ -11,8 +11,8 @@ import schemathesis
 from fastapi import FastAPI
 
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
-from outrider.cluster.serve.openai.openapi.document import GETS, POSTS
+from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.openapi import GETS, POSTS
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.engine.frontend import Frontend
 

@@ -93,7 +93,7 @@ def test_a_long_prompt_is_described_in_a_thread(
     start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start()
-    monkeypatch.setattr("outrider.cluster.serve.openai.logprobs._LONG_PROMPT", 3)
+    monkeypatch.setattr("outrider.cluster.serve.openai.generation._LONG_PROMPT", 3)
     body = {"model": "tiny", "prompt": "the cat sat on", "echo": True, "logprobs": 1}
     whole = server.post("/v1/completions", **body, max_tokens=4)
     assert len(whole.json()["choices"][0]["logprobs"]["tokens"]) > 7

@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
-from outrider.cluster.serve.openai.openapi import answers
+from outrider.cluster.serve.openai.answers import Response
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.engine.frontend import Frontend
 from outrider.tests.helpers.engines import engine_of
@@ -69,7 +69,7 @@ def whole_and_streamed(client: openai.OpenAI, **options: Any) -> Any:
     assert events[-1].type == f"response.{final.status}"
     assert (bare(final.output), final.status) == (bare(whole.output), whole.status)
     assert final.usage == whole.usage
-    answers.Response.model_validate(whole.model_dump(exclude_unset=True))
+    TypeAdapter(Response).validate_python(whole.model_dump(exclude_unset=True))
     for index, item in enumerate(final.output):
         mine = [event for event in events if getattr(event, "output_index", None) == index]
         kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in mine))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.cluster.serve.openai.unsupported import UNSUPPORTED
+from outrider.cluster.serve.openai.parse import UNSUPPORTED
 
 from .conftest import CHAT, COMPLETION, TEXT, Server
 

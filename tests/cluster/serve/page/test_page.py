@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.client import LocalClient
+from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
@@ -98,7 +98,7 @@ def test_text_of_a_model_is_never_markup(site: Site) -> None:
 def build_http_only(site: Site) -> Any:
     from fastapi import FastAPI
 
-    from outrider.cluster.serve.page.routes import page_routes
+    from outrider.cluster.serve.openai.routes import page_routes
 
     app = FastAPI()
     app.include_router(page_routes())

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from outrider.engine.chat import formats
-from outrider.engine.chat.events import Arguments, CallBegin, Content, Reasoning
 from outrider.engine.chat.formats import (
     deepseek,
     glm,
@@ -20,8 +19,8 @@ from outrider.engine.chat.formats import (
     pythonic,
     qwen_coder,
 )
-from outrider.engine.chat.functions import Function
-from outrider.engine.chat.reader import Parser
+from outrider.engine.chat.lark import Function
+from outrider.engine.chat.reader import Arguments, CallBegin, Content, Parser, Reasoning
 
 TYPES = {
     "city": {"type": "string"},

@@ -13,7 +13,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError
-from outrider.training.target import LoadedTarget
+from outrider.training.protocol import FrozenTarget
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
 from outrider.workers.model.checkpoint.weights import Checkpoint
@@ -107,8 +107,8 @@ def test_the_key_reaches_target_and_draft_model(folders: dict[str, Path]) -> Non
 
 def test_training_reads_them_where_it_is_allowed(folders: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="target: .*set allow_pickle: true"):
-        LoadedTarget(folders["parts"], CPU)
+        FrozenTarget(folders["parts"], CPU)
     for layout in ("one", "parts"):
-        found = LoadedTarget(folders[layout], CPU, allow_pickle=True).model.state_dict()
-        wanted = LoadedTarget(folders["safetensors"], CPU).model.state_dict()
+        found = FrozenTarget(folders[layout], CPU, allow_pickle=True).model.state_dict()
+        wanted = FrozenTarget(folders["safetensors"], CPU).model.state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)

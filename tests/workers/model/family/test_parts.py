@@ -11,8 +11,8 @@ import torch
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
-from outrider.workers.model.family import parts
-from outrider.workers.model.family.parts import PartThreads, bounds_of
+from outrider.workers.model.family import decoder
+from outrider.workers.model.family.decoder import PartThreads, bounds_of
 from outrider.workers.ops.plan import plan_step
 
 from ....helpers.steps import step_of
@@ -26,7 +26,7 @@ MODELS = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "glm4_moe", "phi3_l
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
-    monkeypatch.setattr(parts, "MIN_ROWS", 2)
+    monkeypatch.setattr(decoder, "MIN_ROWS", 2)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

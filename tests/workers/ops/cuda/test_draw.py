@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.workers.ops.cuda import draw as fused
-from outrider.workers.ops.cuda import winners
-from outrider.workers.ops.cuda.cuts import cuts
+from outrider.tests.helpers.device_step.ops import gumbel_argmax
+from outrider.workers.ops.cuda.draw import cuts, num_parts
 from outrider.workers.ops.cuda.ops import CudaOps
-from outrider.workers.verify.device_draw import DeviceSettings, contest
-from outrider.workers.verify.process import masses, pools
+from outrider.workers.verify.device_settings import DeviceSettings
+from outrider.workers.verify.process import DrawSettings, masses, pools
 from outrider.workers.verify.sample import draw
-from outrider.workers.verify.settings import DrawSettings
 
 OPS = CudaOps(torch.device("cpu"))
 INF = float("inf")
@@ -35,11 +33,9 @@ def check_tokens(logits, cases, seed=0):
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, len(logits)))
     positions = torch.from_numpy(rng.integers(0, 2**17, len(logits)).astype(np.int32))
     columns = settings_of(cases)
-    settings = DrawSettings(seeds, *columns)
-    wanted = draw(logits, positions, settings)
-    assert torch.equal(OPS.draw(logits, positions, settings), wanted)
-    on_device = [torch.from_numpy(column) for column in columns]
-    assert torch.equal(fused.draw(logits, seeds, positions, *on_device, 4), wanted)
+    wanted = draw(logits, positions, DrawSettings(seeds, *columns))
+    settings = DeviceSettings(seeds, *(torch.from_numpy(column) for column in columns))
+    assert torch.equal(OPS.draw_on_device(logits, positions, settings), wanted)
 
 
 def kept_by_kernel(logits, cases):
@@ -159,13 +155,13 @@ def test_contests(vocab):
             if not isinstance(tokens, int):
                 tokens = tokens[: part.shape[1]]
             for found, wanted in zip(
-                OPS.contest_on_device(*arguments), contest(*arguments), strict=True
+                OPS.gumbel_argmax_on_device(*arguments), gumbel_argmax(*arguments), strict=True
             ):
                 assert torch.equal(found, wanted)
 
 
 def test_parts_follow_from_shapes():
-    assert winners.num_parts(1, 125, 132) == 64
-    assert winners.num_parts(64, 125, 132) == 8
-    assert winners.num_parts(1000, 125, 132) == 1
-    assert winners.num_parts(1, 1, 132) == 1
+    assert num_parts(1, 125, 132) == 64
+    assert num_parts(64, 125, 132) == 8
+    assert num_parts(1000, 125, 132) == 1
+    assert num_parts(1, 1, 132) == 1

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from outrider.tests.helpers.steps import assert_close
-from outrider.workers.ops.cuda.alignment import align
-from outrider.workers.ops.cuda.experts import block_rows
+from outrider.workers.ops.cuda.experts import align, block_rows
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.protocol import Experts, Gate, GateKind
 from outrider.workers.ops.reference import ReferenceOps

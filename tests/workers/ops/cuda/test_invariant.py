@@ -12,8 +12,8 @@ from outrider.tests.helpers.quantised.weights import weight_of
 from outrider.workers.collective import Collective
 from outrider.workers.model import load_model
 from outrider.workers.ops.cuda import attention
-from outrider.workers.ops.cuda.invariant import InvariantCudaOps
 from outrider.workers.ops.cuda.linear import TiledProduct
+from outrider.workers.ops.cuda.ops import InvariantCudaOps
 
 CPU = torch.device("cpu")
 LENGTH = 20

@@ -1,0 +1,388 @@
+"""`outrider bench` compares configurations of the engine, `bench suite` compares servers.
+
+The measuring is in `bench/`; here are the options, the tables and the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import Field
+
+from ..errors import ConfigError, OutriderError
+from ..scheduler.sampling import SamplingParams
+from .console import Command, Group, err, grid, note, out
+from .files import check_writable, make_folder, write_json
+from .foreign import EPILOG
+from .options import EngineOptions, Options, expand, numbers
+from .session import prepare
+
+if TYPE_CHECKING:
+    from ..bench.contenders import Contender
+    from ..bench.measure import Load
+    from ..config import EngineConfig
+
+PLAIN = "plain"
+Row = dict[str, Any]
+
+
+def show_report(report: dict[str, Any]) -> None:
+    """Throughput, latency, acceptance, equality."""
+    console = out()
+    found, settings = report["machine"], report["settings"]
+    console.print(
+        f"{found['num_cores']} cores ({found['cpu_capability']}), {found['memory_gib']} GiB, "
+        f"{found.get('gpu', 'no GPU')}; {settings['num_prompts']} prompts x "
+        f"{settings['sampling']['max_tokens']} tokens, {settings['num_rounds']} rounds, "
+        f"temperature {settings['sampling']['temperature']}, dtype {settings['engine']['dtype']}, "
+        f"executor {settings['engine']['executor']}, "
+        f"{settings['engine']['tensor_parallel_size']} rank(s)"
+    )
+    for title, columns, cells in _TABLES:
+        shown = [
+            (row["contender"], row["load"], *cells(row))
+            for row in report["results"]
+            if title != "Drafts" or row["acceptance"] is not None
+        ]
+        if shown:
+            console.print(grid(title, ("contender", "batch", *columns), shown))
+    for row in report["equality"]:
+        console.print(
+            f"{row['contender']}, batch {row['load']}: {row['num_differing']} of "
+            f"{row['num_prompts']} prompts differ from plain" + _places(row["first_difference"])
+        )
+
+
+def _throughput(row: Row) -> tuple[str, ...]:
+    ratio, per_step = row["ratio"], row["tokens_per_step"]
+    return (
+        f"{row['tokens_per_s']:.1f}",
+        f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
+        str(row["num_steps"] or "-"),
+        f"{per_step:.2f}" if per_step else "-",
+    )
+
+
+def _acceptance(row: Row) -> tuple[str, ...]:
+    drafts = row["acceptance"]
+    return (
+        str(drafts["num_drafts"]),
+        str(drafts["num_draft_tokens"]),
+        f"{drafts['rate']:.1%}",
+        f"{drafts['mean_accepted_len']:.2f}",
+        " ".join(f"{rate:.2f}" for rate in drafts["rate_per_pos"]),
+    )
+
+
+def _percentiles(*keys: str) -> Callable[[Row], tuple[str, ...]]:
+    def cells(row: Row) -> tuple[str, ...]:
+        return tuple(" / ".join(map(_short, row[key].values())) for key in keys)
+
+    return cells
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+# Title, columns beside the contender and its batch, and the cells of a result.
+_TABLES: tuple[tuple[str, tuple[str, ...], Callable[[Row], tuple[str, ...]]], ...] = (
+    ("Throughput", ("tokens/s", "to plain (range)", "steps", "tokens/step"), _throughput),
+    (
+        "Latency, ms: p50 / p90 / p99",
+        ("first token", "end to end"),
+        _percentiles("ttft_ms", "e2e_ms"),
+    ),
+    (  # an arrival may bring several tokens
+        "Pace, ms: p50 / p90 / p99",
+        ("inter-token", "between arrivals"),
+        _percentiles("inter_token_ms", "gap_ms"),
+    ),
+    ("Drafts", ("drafts", "tokens", "accepted", "mean length", "per position"), _acceptance),
+)
+
+
+def _places(first: dict[str, int]) -> str:
+    if not first:
+        return ""
+    shown = [f"{prompt} at token {place}" for prompt, place in list(first.items())[:3]]
+    return f" (prompt {', '.join(shown)})"
+
+
+class RunOptions(Options):
+    """What is run, and how often."""
+
+    panel = "Benchmark"
+    prompts: Path | None = Field(
+        None,
+        description="A line each, or .jsonl with `text`; default: the demo's held-out prompts.",
+    )
+    num_prompts: int = Field(16, ge=1, description="Prompts of one run.")
+    rounds: int = Field(3, ge=1, description="Times that everyone runs.")
+    max_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
+    temperature: float = Field(0.0, description="Sampling temperature.")
+    seed: int = Field(0, description="Seed of the sampling.")
+    ignore_eos: bool = Field(True, description="Same work for all.")
+
+    def sampling(self) -> SamplingParams:
+        names = ("max_tokens", "temperature", "seed", "ignore_eos")
+        return SamplingParams(**{name: getattr(self, name) for name in names})
+
+
+class SuiteOptions(RunOptions):
+    """Who takes part, and what is run."""
+
+    panel = "Suite"
+    out: Path = Field(Path("bench-suite"), description="Folder for the report, plots and logs.")
+    drafters: str = Field(
+        "default",
+        description="Outrider's, a list of names from bench/drafters.py; default, all, or none. A "
+        "speculative section that is given otherwise takes part as well.",
+    )
+    baselines: str = Field(
+        "hf,hf-assisted,hf-lookup",
+        description="transformers' generate(): hf, hf-assisted, hf-lookup, or none.",
+    )
+    assistant: str | None = Field(None, description="Draft model of hf-assisted, a folder.")
+    peer: list[str] = Field(
+        [],
+        description="An OpenAI-compatible server: NAME=URL, NAME=COMMAND with {port} (and {model}, "
+        "{dtype}, {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, "
+        "llama-server; may be repeated.",
+    )
+    workloads: str = Field(
+        "code,edit,prose,chat,long,shared",
+        description="Of code, edit, prose, chat, long, shared; own with --prompts.",
+    )
+    prompts: Path | None = Field(None, description="Prompts of `own`: a line each, or .jsonl.")
+    streams: str = Field("1,4,16,64", description="Closed loops: requests in flight.")
+    rates: str = Field("2", description="Poisson arrivals: requests a second, a list; none.")
+    max_tokens: int = Field(64, ge=1, description="Tokens of an answer.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="Of every contender (OMP_NUM_THREADS of servers); default: each one's choice.",
+    )
+    in_process: bool = Field(False, description="Outrider without HTTP; closed loops only.")
+    engine_alone: bool = Field(
+        False, description="Plain Outrider without HTTP as well: what HTTP adds."
+    )
+    alone: bool = Field(
+        False,
+        description="One contender up at a time, started for each round: for GPUs and small "
+        "memories.",
+    )
+    start_timeout_s: float = Field(600.0, ge=1, description="Until a server answers.")
+
+    def loads(self) -> list[Load]:
+        """Closed loops, then Poisson arrivals.
+
+        Raises:
+            ConfigError: not numbers above zero, or no load at all.
+        """
+        from ..bench.measure import Load
+
+        found = [Load(streams=count) for count in _counts("streams", self.streams)]
+        found += [Load(rate=rate) for rate in _counts("rates", self.rates, float)]
+        if not found:
+            raise ConfigError.at("streams", "no load: give --streams or --rates")
+        return found
+
+
+def _counts(field: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    """A list of numbers above zero, or `none`."""
+    if text == "none":
+        return []
+    is_allowed: Callable[[Any], bool] = lambda number: 0 < number < float("inf")  # noqa: E731
+    return numbers(field, text, kind, is_allowed, "numbers above 0 like 1,8, or none")
+
+
+def suite(engine: EngineOptions, options: SuiteOptions) -> None:
+    """Compares Outrider with transformers and other servers: a table, JSON and plots."""
+    loads = options.loads()
+    config = _suite_config(engine, loads)
+    make_folder(options.out, "out")
+    from ..bench.suite.report import write
+    from ..bench.suite.run import Settings, run_suite
+    from ..engine.preflight import preflight
+
+    settings = Settings(
+        config=config,
+        out=options.out,
+        workloads=_names(options.workloads),
+        loads=loads,
+        sampling=options.sampling(),
+        num_rounds=options.rounds,
+        num_prompts=options.num_prompts,
+        drafters=_names(options.drafters),
+        baselines=[] if options.baselines == "none" else _names(options.baselines),
+        assistant=options.assistant,
+        peers=options.peer,
+        prompts=options.prompts,
+        threads=options.threads,
+        in_process=options.in_process,
+        engine_alone=options.engine_alone,
+        alone=options.alone,
+        start_timeout_s=options.start_timeout_s,
+    )
+    with err().status("Checking the checkpoints..."):
+        preflight(config)
+    written: list[Path] = []
+
+    def save(report: dict[str, Any]) -> None:
+        try:
+            written[:] = write(report, options.out)
+        except OSError as error:
+            raise ConfigError.at("out", f"cannot write: {error}") from None
+
+    with err().status("Loading...") as status:
+        report = run_suite(settings, status.update, save)
+    show_suite(report)
+    note("Wrote " + ", ".join(str(path) for path in written) + ".")
+
+
+def show_suite(report: dict[str, Any]) -> None:
+    """The tables, and who is missing."""
+    from ..bench.suite.report import COLUMNS, table_rows
+
+    console = out()
+    for workload in report["settings"]["workloads"]:
+        if rows := list(table_rows(report, workload)):
+            console.print(grid(workload, COLUMNS, rows))
+    for row in report["http"]:
+        console.print(
+            f"HTTP adds {row['framework_us_per_token']:.0f} us per token and "
+            f"{row['first_token_ms_more']:.1f} ms to the first ({row['workload']}, {row['load']})"
+        )
+    for each in report["contenders"]:
+        if each["excluded"]:
+            console.print(f"{each['name']} did not run, or not to the end: {each['excluded']}")
+
+
+def _suite_config(engine: EngineOptions, loads: list[Load]) -> EngineConfig:
+    """The configuration with room for the streams."""
+    config = engine.resolve()
+    most = max([load.streams or 1 for load in loads])
+    return config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, most)})
+
+
+def _names(text: str) -> list[str]:
+    """The items of a list."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+class Baseline(str, Enum):
+    """Who else runs."""
+
+    hf = "hf"
+    hf_lookup = "hf-lookup"
+
+
+class BenchOptions(RunOptions):
+    """Batches, baselines, and where the figures go."""
+
+    batch_sizes: str = Field("1,8", description="Requests in flight, a list.")
+    baseline: list[Baseline] = Field([], description="transformers' generate(); may be repeated.")
+    json_path: Path | None = Field(None, description="Write all figures.")
+
+
+def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) -> None:
+    """Measures throughput, latency and acceptance, with and without speculation."""
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    sizes = numbers(
+        "batch_sizes", options.batch_sizes, int, lambda size: size > 0, "numbers like 1,8"
+    )
+    if options.json_path is not None:
+        check_writable(options.json_path, "json")
+    config = _config(engine, sizes)
+    from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
+    from ..bench.measure import Load
+    from ..bench.prompts import load_prompts
+
+    sampling = options.sampling()
+    prompts = load_prompts(options.prompts, options.num_prompts)
+    if len(prompts) < options.num_prompts:
+        note(f"There are {len(prompts)} prompts, not {options.num_prompts}.")
+    with ExitStack() as stack:
+        prepare(config, stack)
+        with err().status("Loading...") as status:
+            contenders = _contenders(config, options.baseline)
+            workload = Workload("prompts", lambda _salt, _count: prompts)
+            loads = [Load(streams=size) for size in sizes]
+            plan = Plan([workload], sampling, loads, options.rounds, len(prompts))
+            found = compare(contenders, plan, status.update)
+        for name, reason in found.excluded.items():
+            raise OutriderError(f"{name}: {reason}")
+        report = {
+            "machine": machine(),
+            "settings": {
+                "engine": config.model_dump(mode="json"),
+                "sampling": sampling.model_dump(mode="json"),
+                "num_prompts": len(prompts),
+                "batch_sizes": sizes,
+                "num_rounds": options.rounds,
+            },
+            "results": summarise(found, PLAIN),
+            "equality": equality(found, PLAIN, same_prompts=True),
+        }
+
+    show_report(report)
+    if options.json_path is not None:
+        write_json(options.json_path, report, "json")
+        note(f"Wrote {options.json_path}.")
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Raises `ConfigError` where options of this command stand before a subcommand's name."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError.at(
+                name, f"options of `{context.invoked_subcommand}` come after its name"
+            )
+
+
+def _config(engine: EngineOptions, sizes: Iterable[int]) -> EngineConfig:
+    """The configuration with room for the batches, and without a prefix cache across rounds."""
+    config = engine.resolve()
+    changes: dict[str, Any] = {"max_num_seqs": max(config.max_num_seqs, *sizes)}
+    if engine.enable_prefix_caching is None:
+        changes["enable_prefix_caching"] = False
+    if config.executor == "ray" and config.resources.cpus_per_worker is None:
+        # Both engines are up at the same time and work in turns: they share the cores.
+        changes["resources"] = config.resources.model_copy(update={"cpus_per_worker": 0.0})
+    return config.model_copy(update=changes)
+
+
+def _contenders(config: EngineConfig, baselines: Iterable[Baseline]) -> list[Contender]:
+    """Everyone who runs."""
+    from ..bench.contenders import EngineContender
+    from ..config import NoSpeculation
+
+    section = config.speculative_config
+    plain = NoSpeculation.model_validate({})
+    found: list[Contender] = [
+        EngineContender(PLAIN, config.model_copy(update={"speculative_config": plain}))
+    ]
+    if section.draft_len:
+        found.append(EngineContender(section.label, config))
+    else:
+        note("No speculative_config: only plain decoding is measured.")
+    for baseline in baselines:
+        from ..bench.hf_baseline import HfContender
+
+        lookup = (section.draft_len or 10) if baseline is Baseline.hf_lookup else 0
+        found.append(HfContender(baseline.value, config, prompt_lookup=lookup))
+    return found
+
+
+app = typer.Typer(cls=Group, invoke_without_command=True)
+app.callback(epilog=EPILOG)(expand(bench))
+app.command("suite", epilog=EPILOG, cls=Command)(expand(suite))

@@ -1,5 +1,0 @@
-"""`outrider bench`: compares configurations, and `bench suite` compares servers."""
-
-from .compare import app
-
-__all__ = ["app"]

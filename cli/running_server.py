@@ -1,0 +1,173 @@
+"""A running server over HTTP, and speculation's statistics as it and `generate` show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from ..errors import ConfigError, OutriderError
+from .console import note, table
+
+if TYPE_CHECKING:
+    from ..scheduler.types import SpeculationUsage
+
+
+def show_run(
+    usage: SpeculationUsage,
+    stats: Mapping[str, Any],
+    *,
+    num_prompt_tokens: int,
+    num_tokens: int,
+    elapsed_s: float,
+    num_cached_tokens: int = 0,
+) -> None:
+    """A run's figures, then each drafter's lines."""
+    rate = usage.num_accepted_tokens / usage.num_draft_tokens if usage.num_draft_tokens else 0.0
+    mark = ", synthetic" if usage.synthetic else ""
+    table(
+        "Statistics",
+        {
+            "prompt tokens": f"{num_prompt_tokens} ({num_cached_tokens} cached)",
+            "output tokens": num_tokens,
+            "time": f"{elapsed_s:.2f} s",
+            "tokens per second": f"{num_tokens / max(elapsed_s, 1e-9):.1f}",
+            "drafter": usage.drafter,
+            "steps": usage.num_steps,
+            "draft tokens": usage.num_draft_tokens,
+            "accepted": f"{usage.num_accepted_tokens} ({rate:.1%}{mark})",
+            "mean accepted length": f"{usage.mean_accepted_len:.2f}",
+        },
+    )
+    for line in drafter_lines(stats.get("drafters", {})):
+        note(line)
+
+
+def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """The lines that llama-server prints, for every drafter that was asked, and its faults."""
+    from ..drafters.protocol import DrafterStats
+
+    for name, values in drafters.items():
+        known = {each.name: values[each.name] for each in fields(DrafterStats)}
+        stats = DrafterStats(**known)  # health is not shown here
+        _, num_asked, _ = stats.num_calls
+        if num_asked or stats.faults:
+            yield from stats.lines(name)
+        if stats.faults:
+            yield f"faults {name} = {stats.faults}; the log has the first one's traceback"
+
+
+_CONNECT_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 600.0
+
+
+class RunningServer:
+    """One server, over HTTP.
+
+    Args:
+        url: the server's, with or without `/v1`.
+        timeout_s: how long a silent server is waited for.
+        api_key: sent with every request.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float = _ANSWER_TIMEOUT_S, api_key: str | None = None
+    ) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        if "://" not in self._url:
+            self._url = f"http://{self._url}"
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(
+            base_url=self._url, timeout=timeout, trust_env=False, headers=headers
+        )
+
+    def models(self) -> list[str]:
+        """Names of what is served.
+
+        Raises:
+            ConfigError: nobody answers at the URL.
+            OutriderError: what the server answered; or it serves no model.
+        """
+        try:
+            names = [str(model["id"]) for model in self._get("/v1/models")["data"]]
+        except (KeyError, TypeError):
+            raise OutriderError(f"url: {self._url}/v1/models lists no models") from None
+        if not names:
+            raise OutriderError(f"url: {self._url} serves no model now")
+        return names
+
+    def stats_lines(self) -> list[str]:
+        """The statistics lines of every drafter of every replica."""
+        lines: list[str] = []
+        for engine in self._get("/stats")["engines"]:
+            lines += drafter_lines(engine.get("drafters", {}))
+        return lines
+
+    def chat(
+        self, model: str, messages: Sequence[dict[str, str]], **sampling: Any
+    ) -> Iterator[tuple[str, bool]]:
+        """The answer, piece by piece, and whether each is reasoning."""
+        body = {"model": model, "messages": list(messages), "stream": True, **sampling}
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise _said(response)
+                for line in response.iter_lines():
+                    if line.startswith("data:"):
+                        payload = line.removeprefix("data:").strip()
+                        if payload == "[DONE]":
+                            return
+                        yield from _pieces(json.loads(payload))
+            raise OutriderError("the server ended the stream in the middle of the answer")
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+        self._http.close()
+
+    def _get(self, path: str) -> Any:
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.status_code != httpx.codes.OK:
+            raise _said(response)
+        try:
+            return response.json()
+        except ValueError:
+            raise OutriderError(f"url: {self._url}{path} did not answer in JSON") from None
+
+    def _unreachable(self, error: httpx.HTTPError) -> ConfigError:
+        reason = str(error) or type(error).__name__
+        return ConfigError.at("url", f"no server answers at {self._url}: {reason}")
+
+
+def _pieces(event: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The text in one event of the stream; servers call reasoning by two names.
+
+    Raises:
+        OutriderError: the server ended the stream with an error.
+    """
+    if "error" in event:
+        raise OutriderError(str(event["error"].get("message", event["error"])))
+    choices = event.get("choices") or [{}]
+    delta = choices[0].get("delta", {})
+    if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+        yield thought, True
+    if content := delta.get("content"):
+        yield content, False
+
+
+def _said(response: httpx.Response) -> OutriderError:
+    """An error answer as an error of ours."""
+    try:
+        error = response.json()["error"]
+        return OutriderError(str(error["message"]), field=error.get("param"))
+    except (ValueError, KeyError, TypeError):
+        return OutriderError(f"the server answered {response.status_code}: {response.text[:200]}")

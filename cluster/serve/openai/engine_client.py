@@ -1,0 +1,120 @@
+"""`EngineClient`: all that HTTP knows of engines; and `LocalClient`, for one in this process.
+
+The Serve application has its own (`cluster/serve/edge.py`), tests inject theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ....errors import WorkerError
+from ....scheduler.types import Delta, Request
+from ..resume_tokens import ResumeTokens, TokenStore
+
+if TYPE_CHECKING:
+    from ....engine.engine import Engine
+
+
+class EngineClient(Protocol):
+    """Runs requests on some engine."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The request's deltas, to the one with a finish reason. Closing it aborts the request.
+
+        Raises:
+            InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request early; its generator still gives the last delta."""
+        ...
+
+    async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
+        """How many tokens of a stream's completions the engines keep; nothing changes."""
+        ...
+
+    async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
+        """What the engines keep of a stream, by completion; its requests end, wherever they run."""
+        ...
+
+    async def check(self) -> None:
+        """Raises `EngineDeadError` where no engine can serve."""
+        ...
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """`Engine.stats()` of every replica."""
+        ...
+
+    async def edge_metrics(self) -> list[Any]:
+        """Prometheus families measured at every HTTP edge, this one included."""
+        ...
+
+
+class LocalClient:
+    """An engine in this process; `store` keeps the tokens of resumable streams."""
+
+    def __init__(self, engine: Engine, store: TokenStore | None = None) -> None:
+        self._engine = engine
+        self._store = store or TokenStore()
+        # `submit` waits for the step under way to end: not on the event loop.
+        self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        loop = asyncio.get_running_loop()
+        sink = QueueSink(loop, self._store)
+        self._store.begin(request)
+        submitted = loop.run_in_executor(self._threads, self._engine.submit, request, sink)
+        ended = False
+        try:
+            await asyncio.shield(submitted)
+            while not ended:
+                for delta in await sink.queue.get():
+                    ended = delta.finish_reason is not None
+                    if delta.finish_reason == "error":
+                        raise WorkerError(delta.error or "the step of this request failed")
+                    yield delta
+        finally:
+            if not ended:
+                # Behind the submission, should it still be under way.
+                submitted.add_done_callback(lambda _: self._engine.abort(request.id))
+            self._store.release(request.id)
+
+    async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
+        return self._store.count(stream_id, owner)
+
+    async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
+        taken, running = self._store.take(stream_id, owner)
+        for request_id in running:
+            self._engine.abort(request_id)
+        return taken
+
+    async def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    async def check(self) -> None:
+        self._engine.check_ready()
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        return {"local": self._engine.stats()}
+
+    async def edge_metrics(self) -> list[Any]:
+        return []
+
+
+class QueueSink:
+    """A sink whose deltas arrive in an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, store: TokenStore | None = None) -> None:
+        self._store = store
+        self.queue: asyncio.Queue[list[Delta]] = asyncio.Queue()
+        self._loop = loop
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        if self._store is not None:
+            self._store.record(deltas)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, deltas)

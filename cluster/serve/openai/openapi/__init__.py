@@ -1,5 +1,0 @@
-"""`/openapi.json`: every route with its bodies, answers and errors."""
-
-from .document import document
-
-__all__ = ["document"]

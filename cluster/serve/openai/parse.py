@@ -1,0 +1,232 @@
+"""What every body has: strict types, no unknown fields, bounded lists."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import json.scanner
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
+
+from ....errors import InvalidRequestError
+from ....scheduler.sampling import MAX_STOPS, invalid_request, shortened, shown_value
+
+# Items that are looked at: pydantic holds the interpreter's lock until it is done with all.
+MANY = 2**16
+
+
+class Strict(BaseModel):
+    """No coercion of strings to numbers, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def few(value: Any, limit: int = MANY) -> Any:
+    """`value`, unless it is a list or mapping of more items; before each is looked at."""
+    if isinstance(value, (list, dict)) and len(value) > limit:
+        raise PydanticCustomError("too_many", "at most {limit}", {"limit": limit})
+    return value
+
+
+# Bytes of a request to a JSON object, without holding up other threads for long.
+_LARGE_BYTES = 256 * 2**10
+_MANY_VALUES = 100_000
+_MAX_NAME = 64  # characters of a key in a message
+
+
+def load(raw: bytes) -> dict[str, Any]:
+    """The object in `raw`.
+
+    Raises:
+        InvalidRequestError: it is no UTF-8, or no JSON object, or an object has a key twice.
+    """
+    try:
+        data = _decoder(raw).decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"body: it is not UTF-8: {error}", field="body") from None
+    except RecursionError:
+        raise nested_too_deeply() from None
+    except ValueError as error:
+        raise InvalidRequestError(f"body: it is not JSON: {error}", field="body") from None
+    if not isinstance(data, dict):
+        raise InvalidRequestError("body: it has to be a JSON object", field="body")
+    return data
+
+
+def nested_too_deeply() -> InvalidRequestError:
+    """For whatever in a body is nested so deeply that handling it ends the stack."""
+    return InvalidRequestError("body: it is nested too deeply", field="body")
+
+
+def _decoder(raw: bytes) -> json.JSONDecoder:
+    """One that lets other threads run, where the usual one would not for tenths of a second."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+    # Text of any length is read in no time: it is the number of values that counts.
+    if len(raw) > _LARGE_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > _MANY_VALUES:
+        decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+    return decoder
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; readers differ in which value of a repeated key they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = key[:_MAX_NAME]
+                raise InvalidRequestError(f"{name}: an object has this key twice", field=name)
+            seen.add(key)
+    return found
+
+
+# Documented by OpenAI or vLLM, not served: the values that ask for nothing beyond what we do.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "audio": (None,),
+        "documents": (None, []),
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "guided_decoding_backend": (None, "auto", "guidance"),
+        "kv_transfer_params": (None,),
+        "length_penalty": (None, 1, 1.0),
+        "logits_processors": (None, []),
+        "mm_processor_kwargs": (None, {}),
+        "modalities": (None, ["text"]),
+        "moderation": (None,),
+        "prediction": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_embeds": (None,),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "suffix": (None, ""),
+        "truncation_side": (None, "left"),
+        "use_beam_search": (None, False),
+        "verbosity": (None, "medium"),
+        "vllm_xargs": (None, {}),
+        "web_search_options": (None,),
+    }
+)
+# Documented, without an effect on the output.
+IGNORED = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+)
+
+
+Body = TypeVar("Body", bound=Strict)
+
+
+def parse(body_type: type[Body], raw: bytes) -> Body:
+    """The body, checked.
+
+    A field of OpenAI's that we cannot honour is refused unless it has a value that asks for
+    nothing; a name that nobody documents is refused with the nearest one that is.
+
+    Raises:
+        InvalidRequestError: it is no UTF-8, no JSON object, or a field is wrong; names the field.
+    """
+    data = load(raw)
+    try:
+        if b"\\ud" in raw or b"\\uD" in raw:
+            _check_characters(data)
+        generates = {"prompt", "messages"} & body_type.model_fields.keys()
+        if generates and not data.keys().isdisjoint(("prompt", "prompt_token_ids", "messages")):
+            data = _without_unsupported(body_type, data)
+        return body_type.model_validate(data)
+    except ValidationError as error:
+        raise _complaint(error) from None
+    except RecursionError:
+        raise nested_too_deeply() from None
+
+
+def _check_characters(data: dict[str, Any]) -> None:
+    """Refuses halves of surrogate pairs: JSON can write them, but they are not text."""
+    for name, value in data.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            shown = shortened(name)
+            raise InvalidRequestError(
+                f"{shown}: it contains half of a surrogate pair, which is not text", field=shown
+            ) from None
+
+
+def check_unserved(
+    name: str, value: Any, fine: tuple[Any, ...], advice: str = "leave it out"
+) -> None:
+    """Refuses a field that is documented but not served, but for values that ask for nothing."""
+    # Not by `in`: 0 == False, and an unhashable value is as good as any.
+    if not any(type(value) is type(each) and value == each for each in fine):
+        raise InvalidRequestError(
+            f"{name}: not supported here (got {shown_value(value)}); {advice}", field=name
+        )
+
+
+def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[str, Any]:
+    """Checks and drops what is documented but not served."""
+    known = body_type.model_fields
+    kept = {}
+    for name, value in data.items():
+        if name in known:
+            kept[name] = value
+        elif name in UNSUPPORTED:
+            check_unserved(name, value, UNSUPPORTED[name])
+        elif name not in IGNORED:
+            shown = shortened(name)
+            near = difflib.get_close_matches(shown, [*known, *UNSUPPORTED, *IGNORED], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "it is no field of this endpoint"
+            raise InvalidRequestError(f"{shown}: unknown field; {hint}", field=shown)
+    return kept
+
+
+def _complaint(error: ValidationError) -> InvalidRequestError:
+    """pydantic's first complaint; members of a union are no part of the field's name."""
+    first = error.errors()[0]
+    if first["loc"] and first["loc"][0] in ("prompt", "prompt_token_ids", "stop"):
+        allowed = {
+            "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+            "prompt_token_ids": "a list of token ids, or a list of such lists",
+            "stop": f"a string or a list of at most {MAX_STOPS} strings",
+        }
+        name = str(first["loc"][0])
+        if first["type"] != "missing":
+            return InvalidRequestError(f"{name}: it has to be {allowed[name]}", field=name)
+    if first["loc"] and first["loc"][0] == "input":
+        # A list of items, and more of them is wrong than that it is no string.
+        nested = next((each for each in error.errors() if len(each["loc"]) > 2), None)
+        if nested is not None:
+            name = _item_field(nested["loc"])
+            return InvalidRequestError(f"{name}: {nested['msg']}", field=name)
+        return InvalidRequestError("input: it has to be a string or a list of items", field="input")
+    if first["loc"] and first["loc"][0] == "tool_choice":
+        return InvalidRequestError(
+            "tool_choice: it has to be 'auto', 'required', 'none', or a function by its name",
+            field="tool_choice",
+        )
+    if first["loc"] and "content" in first["loc"]:
+        many = any(each["type"] == "too_many" for each in error.errors())
+        parts = f"at most {MANY} parts" if many else "parts"
+        name = ".".join(str(part) for part in first["loc"][: first["loc"].index("content") + 1])
+        return InvalidRequestError(
+            f"{name}: it has to be a string or a list of {parts} of type 'text'", field=name
+        )
+    return invalid_request(error)
+
+
+def _item_field(location: tuple[int | str, ...]) -> str:
+    """The field of an input's item: `input`, the union's member, the index, the item's kind, ..."""
+    _, _, index, *rest = location
+    parts = [
+        part
+        for part in rest[1:]
+        if part != "str" and not str(part).startswith(("list[", "function-"))
+    ]
+    return ".".join(str(part) for part in ("input", index, *parts))

@@ -1,0 +1,592 @@
+"""Bodies of completions and chats: OpenAI's documented fields and our extensions, strictly."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from ....config import LONGEST_DRAFT
+from ....engine.chat.lark import Function
+from ....engine.chat.template import Message
+from ....engine.frontend import RequestOptions
+from ....errors import InvalidRequestError
+from ....scheduler.sampling import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_STOPS,
+    SamplingParams,
+    StructuredOutputs,
+    invalid_request,
+)
+from ....scheduler.types import SpeculationOptions
+from .parse import MANY, Strict, few
+
+_TokenId = Annotated[int, Field(strict=False)]  # JSON's keys are strings
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MAX_TOOLS = 1024
+# Settings whose names and meanings are `SamplingParams`' own.
+_OWN_MEANING = ("max_tokens", "logprobs", "structured_outputs")
+_SAMPLING = [name for name in SamplingParams.model_fields if name not in _OWN_MEANING]
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Bounds a list or mapping before its items are looked at."""
+    return BeforeValidator(lambda value: few(value, limit))
+
+
+class StreamOptions(Strict):
+    """How to stream."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the usage so far in every chunk
+    include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
+
+
+class Speculation(Strict):
+    """Our extension: what this request asks of speculation."""
+
+    enabled: bool = True
+    max_draft_len: int | None = Field(default=None, ge=0, le=LONGEST_DRAFT)
+    trace: bool = False  # drafts and their outcome, step by step, beside the text
+
+
+class Resume(Strict):
+    """Where a resumable stream broke off."""
+
+    request_id: str = Field(max_length=256)  # the answer's id
+    num_tokens: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
+
+
+class SharedFields(Strict):
+    """What completions, chats and responses have in common; None is the default everywhere."""
+
+    model: str | None = None  # None: the model served
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOPS)] = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # a part of the answer's id
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field("", max_length=256)  # the prefix cache is shared within one salt
+    speculation: Speculation = Speculation()  # frozen
+
+
+class JsonSchema(Strict):
+    """A schema with OpenAI's labels; `strict` or not, it is enforced."""
+
+    name: str = Field(max_length=256)
+    json_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's field: any text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _with_its_type(cls, schema: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        kind = info.data.get("type")
+        if kind is not None and (kind == "json_schema") != (schema is not None):
+            raise ValueError("it belongs to type 'json_schema', and that needs it")
+        return schema
+
+
+class StructuredFields(BaseModel):
+    """The fields of a body that constrain its text: OpenAI's `response_format`, and vLLM's two
+    generations of names.
+
+    One of them at most; it becomes the `structured_outputs` of `SamplingParams`, and errors name
+    the field that the user wrote.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def structured(self) -> tuple[StructuredOutputs, str] | None:
+        """The constraint and the user's name for it; None: the text is free.
+
+        Raises:
+            InvalidRequestError: there are several, or one is wrong; names the field.
+        """
+        given = self._given()
+        if len(given) > 1:
+            first, second = list(given)[:2]
+            raise InvalidRequestError(
+                f"{second}: {first} constrains the text already; give one of them", field=second
+            )
+        pattern = self.guided_whitespace_pattern
+        if pattern is not None and "guided_json" not in given:
+            raise InvalidRequestError(
+                "guided_whitespace_pattern: it is for guided_json",
+                field="guided_whitespace_pattern",
+            )
+        for name, (settings, field) in given.items():
+            if pattern is not None:
+                settings = {**settings, "whitespace_pattern": pattern}
+            try:
+                return StructuredOutputs(**settings), field
+            except ValidationError as error:
+                raise _renamed(error, name, field) from None
+        return None
+
+    def _given(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """By body field: the settings it stands for, and the field that holds the grammar."""
+        given: dict[str, tuple[dict[str, Any], str]] = {}
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_object":
+            given["response_format"] = {"json_object": True}, "response_format"
+        elif wanted is not None and wanted.json_schema is not None:
+            schema = wanted.json_schema.json_schema
+            given["response_format"] = {"json": schema}, "response_format.json_schema.schema"
+        if self.structured_outputs is not None:
+            kinds = [name for name, value in self.structured_outputs.items() if value is not None]
+            field = f"structured_outputs.{kinds[0]}" if len(kinds) == 1 else "structured_outputs"
+            given["structured_outputs"] = self.structured_outputs, field
+        for kind in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                given[f"guided_{kind}"] = {kind: value}, f"guided_{kind}"
+        return given
+
+
+def _renamed(error: ValidationError, name: str, field: str) -> InvalidRequestError:
+    """The complaint about `StructuredOutputs` under the name that the user wrote."""
+    found = invalid_request(error)
+    if name == "structured_outputs":
+        inner = found.field if found.field != "body" else ""
+        field = f"{name}.{inner}" if inner else name
+    message = found.message.split(": ", 1)[-1]
+    return InvalidRequestError(f"{field}: {message}", field=field)
+
+
+class GenerationBody(StructuredFields, SharedFields):
+    """What completions and chats have in common."""
+
+    logit_bias: Annotated[dict[_TokenId, float] | None, at_most(MANY)] = None
+    max_tokens: int | None = None
+    stop_token_ids: Annotated[list[int] | None, at_most(4096)] = None
+    allowed_token_ids: Annotated[list[int] | None, at_most(MAX_ALLOWED_IDS)] = None
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # only False where they are written at all
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last so many; -1: what fits
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None  # vLLM's: rivals of every token of the prompt
+    stream_options: StreamOptions | None = None
+    resumable: bool | None = None  # events have ids, and the stream goes on after a reconnect
+    resume: Resume | None = None
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)  # seconds
+
+    def options(self) -> RequestOptions:
+        """What goes with the request beside its sampling settings."""
+        asked = self.speculation
+        wish = SpeculationOptions(asked.enabled, asked.max_draft_len, asked.trace)
+        constraint = self.structured()
+        field = constraint[1] if constraint else ""
+        return RequestOptions(wish, self.priority, self.cache_salt, field)
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _some_tokens(cls, count: int | None) -> int | None:
+        if count == 0:
+            raise ValueError("at least 1, or -1 for as many as fit")
+        return count
+
+    def _settings(self) -> dict[str, Any]:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs: not available with stream = true", field="prompt_logprobs"
+            )
+        if self.spaces_between_special_tokens and self.skip_special_tokens is False:
+            raise InvalidRequestError(
+                "spaces_between_special_tokens: special tokens are written without spaces; leave "
+                "it out, or set it to false",
+                field="spaces_between_special_tokens",
+            )
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        settings = {name: value for name, value in given.items() if value is not None}
+        constraint = self.structured()
+        return {**settings, "structured_outputs": constraint[0]} if constraint else settings
+
+
+def _prompts(value: Any) -> Any:
+    """A text, texts, token ids, or lists of those; a list of millions is looked through quickly."""
+    if isinstance(value, str):
+        return value
+    kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
+    if kinds == {list}:
+        inner = {type(item) for part in value for item in part}
+        if inner <= {int}:
+            return value
+    elif isinstance(value, list) and kinds in (set(), {str}, {int}):
+        return value
+    raise ValueError("neither texts nor token ids")
+
+
+def _ids(value: Any) -> Any:
+    """Token ids, or lists of them."""
+    found = None if isinstance(value, str) else _prompts(value)
+    if not isinstance(found, list) or not isinstance(next(iter(found), 0), (int, list)):
+        raise ValueError("not token ids")
+    return found
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]] | None, PlainValidator(_prompts)
+    ] = None  # either this or prompt_token_ids
+    prompt_token_ids: Annotated[list[int] | list[list[int]] | None, PlainValidator(_ids)] = None
+    logprobs: int | None = None
+    best_of: int | None = Field(None, ge=1, le=128)  # candidates of which the n likeliest are kept
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+    def sampling(self) -> SamplingParams:
+        """Checked settings.
+
+        Raises:
+            InvalidRequestError: one is out of range.
+        """
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of: at least n = {self.n or 1} (got {self.best_of})", field="best_of"
+            )
+        if self.chooses and self.stream:
+            raise InvalidRequestError(
+                "best_of: candidates cannot be compared with stream = true", field="best_of"
+            )
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens: 0 needs echo or prompt_logprobs; without them nothing is returned",
+                field="max_tokens",
+            )
+        settings = self._settings()
+        if self.echo and self.logprobs is not None:
+            settings["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        logprobs = self.logprobs
+        if self.chooses:
+            settings["n"], logprobs = self.best_of, logprobs or 0
+        return SamplingParams(**settings, max_tokens=max_tokens, logprobs=logprobs)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more completions are made than are returned."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call; without `parameters` it has none."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        function.setdefault("parameters", {"type": "object", "properties": {}})
+        return {"type": "function", "function": function}
+
+
+class FunctionName(Strict):
+    """The function of a named choice."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """`tool_choice`: this function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    """What an assistant's message called."""
+
+    name: str
+    arguments: str = "{}"
+
+    @field_validator("arguments")
+    @classmethod
+    def _an_object(cls, arguments: str) -> str:
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError("it has to be a JSON object as text")
+        return arguments
+
+
+class ToolCall(Strict):
+    """A call of an assistant's message, as an answer has it."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a stream's deltas
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates expect it: the arguments as an object."""
+        arguments = json.loads(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _names_once(tools: list[Entry]) -> list[Entry]:
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise ValueError(f"two functions have the name {tool.name!r}")
+        names.add(tool.name)
+    return tools
+
+
+class Named(Protocol):
+    """What has a function's name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=Named)
+Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
+
+
+class ToolFields(Strict):
+    """The fields of a chat's body about tools."""
+
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def functions(self) -> list[Function]:
+        """The functions of the answer's calls.
+
+        Raises:
+            InvalidRequestError: `tool_choice` asks for a function that is not there.
+        """
+        functions = [
+            Function(tool.name, tool.function.parameters, strict=bool(tool.function.strict))
+            for tool in self.callable_tools()
+        ]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [each for each in functions if each.name == name]
+            if not functions:
+                raise InvalidRequestError(
+                    f"tool_choice.function.name: tools have no function {name!r}",
+                    field="tool_choice.function.name",
+                )
+        elif self.tool_choice == "required" and not functions:
+            raise InvalidRequestError("tool_choice: it needs tools", field="tool_choice")
+        return functions
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Any = None  # a hint to OpenAI's cache
+
+
+class ChatMessage(Strict):
+    """One message; the fields that SDKs echo from an answer must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], at_most(MANY)] | None = Field(
+        None, validate_default=True
+    )
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[None] | None = None
+    function_call: None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MANY)] | None = None
+    tool_call_id: str | None = Field(None, validate_default=True)
+    # What an earlier answer's reasoning was; templates that want it get it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant's message may be without")
+        return content
+
+    @field_validator("tool_calls", "reasoning_content", "reasoning")
+    @classmethod
+    def _assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") not in ("assistant", None):
+            raise ValueError("only an assistant's message has it")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_result(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (info.data.get("role") == "tool") != (value is not None) and "role" in info.data:
+            raise ValueError("messages of role 'tool' have it, and no others")
+        return value
+
+    def render(self) -> Message:
+        """As chat templates know it: one text, parts joined by newlines."""
+        content = self.content if isinstance(self.content, str) else ""
+        if isinstance(self.content, list):
+            content = "\n".join(part.text for part in self.content)
+        # Templates tell calls without text from an empty text by None.
+        no_text = self.content is None and bool(self.tool_calls)
+        message: Message = {"role": self.role, "content": None if no_text else content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.render() for call in self.tool_calls]
+        thought = self.reasoning_content or self.reasoning
+        if thought:  # Qwen's name, and gpt-oss'
+            message["reasoning_content"] = message["thinking"] = thought
+        return message
+
+
+class Conversation(ToolFields):
+    """How messages are rendered."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    # None: before a text, but not before what a template has written, special tokens and all.
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    # For templates that have it; "none" is `enable_thinking: false` for those that have that.
+    reasoning_effort: Effort | None = None
+    # In place of the model's, if the configuration sets trust_request_chat_template.
+    chat_template: str | None = None
+
+
+class ChatBody(GenerationBody, Conversation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1), at_most(MANY)]
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    max_completion_tokens: int | None = None
+    include_reasoning: bool | None = None  # vLLM's: False leaves reasoning out of the answer
+
+    def sampling(self) -> SamplingParams:
+        """Checked settings.
+
+        Raises:
+            InvalidRequestError: one is out of range.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs: it needs logprobs = true", field="top_logprobs"
+            )
+        limit = self.max_completion_tokens
+        for name in ("max_completion_tokens", "max_tokens"):
+            given = getattr(self, name)
+            least = 1 if self.prompt_logprobs is None else 0
+            if given is not None and given < least:
+                raise InvalidRequestError(f"{name}: at least {least} (got {given})", field=name)
+        return SamplingParams(
+            **self._settings(),
+            max_tokens=self.max_tokens if limit is None else limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class TokenizeBody(Conversation):
+    """`POST /tokenize`: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], at_most(MANY)] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
+_MARKS = (
+    b'"response_format"',
+    b'"structured_outputs"',
+    b'"json_schema"',
+    b'"json_object"',
+    b'"guided_',
+    b'"bad_words"',
+    b'"chat_template"',
+    b'"tools"',
+    b"\\u",
+)
+
+
+def may_compile(raw: bytes) -> bool:
+    """Whether `raw` may hold what is no work for the event loop: grammars, words, templates."""
+    return any(mark in raw for mark in _MARKS)

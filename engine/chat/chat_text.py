@@ -1,0 +1,320 @@
+"""The formats of tool calls and of reasoning by their names in the configuration.
+
+`auto` looks at the chat template: it shows the model's own calls of earlier turns.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ...errors import InvalidRequestError
+from . import lark
+from .arguments import UnenforceableError
+from .formats import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    llama_json,
+    mistral,
+    pythonic,
+    qwen_coder,
+)
+from .lark import Block, CallLayout, Function, Lark, call_rules, free_calls, grammar, thinking_rules
+from .reader import Content, Flow, Parser, Reader
+
+NONE, AUTO, HARMONY = "none", "auto", "harmony"
+
+
+class CallParser(Protocol):
+    """Text to content and calls; the functions by name are those that may be called."""
+
+    def __call__(self, reader: Reader, functions: Mapping[str, Function], /) -> Flow[None]: ...
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes calls.
+
+    Args:
+        parse: reads them.
+        layout: writes them as a grammar.
+        marks: texts that a tokenizer may treat as special tokens, and that `parse` reads.
+        is_used: whether a chat template writes calls so.
+        new_id: an id that the family's templates take.
+    """
+
+    parse: CallParser
+    layout: Callable[[Sequence[Function], Lark], CallLayout]
+    marks: tuple[str, ...]
+    is_used: Callable[[str], bool]
+    new_id: Callable[[], str] = _call_id
+
+
+def _hermes(template: str) -> bool:
+    return hermes.BEGIN in template and "<function=" not in template and "<arg_key>" not in template
+
+
+def _llama_json(template: str) -> bool:
+    return '"parameters":' in template and '{"name":' in template and "ipython" in template
+
+
+def _pythonic(template: str) -> bool:
+    return "[func_name1(" in template or "[func_name(" in template
+
+
+# The first whose `is_used` holds is taken.
+CALLS: Mapping[str, CallFormat] = MappingProxyType(
+    {
+        "harmony": CallFormat(
+            harmony.parse, harmony.layout, harmony.MARKS, lambda text: harmony.CHANNEL in text
+        ),
+        "deepseek_v3": CallFormat(
+            deepseek.parse, deepseek.layout, deepseek.MARKS, lambda text: deepseek.CALLS in text
+        ),
+        "mistral": CallFormat(
+            mistral.parse,
+            mistral.layout,
+            (mistral.MARK, mistral.ID, mistral.ARGS),
+            lambda text: mistral.MARK in text,
+            _short_id,
+        ),
+        "kimi_k2": CallFormat(kimi.parse, kimi.layout, kimi.MARKS, lambda text: kimi.CALLS in text),
+        "qwen3_coder": CallFormat(
+            qwen_coder.parse,
+            qwen_coder.layout,
+            (qwen_coder.BEGIN, qwen_coder.END),
+            lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text,
+        ),
+        "glm45": CallFormat(glm.parse, glm.layout, glm.MARKS, lambda text: glm.KEY in text),
+        "hermes": CallFormat(hermes.parse, hermes.layout, (hermes.BEGIN, hermes.END), _hermes),
+        "pythonic": CallFormat(
+            pythonic.parse, pythonic.layout, (pythonic.BEGIN, pythonic.END), _pythonic
+        ),
+        "llama3_json": CallFormat(
+            llama_json.parse, llama_json.layout, (llama_json.TAG,), _llama_json
+        ),
+    }
+)
+# `harmony` is a format of the whole text, and has no block.
+REASONING: Mapping[str, Block | None] = MappingProxyType(
+    {
+        "harmony": None,
+        "mistral": Block("[THINK]", "[/THINK]"),
+        "qwen3": Block("<think>", "</think>"),
+        "deepseek_r1": Block("<think>", "</think>", always=True),
+    }
+)
+
+
+def call_format(name: str, template: str) -> str:
+    """The name of the format that `name` stands for with this template; `none` is one."""
+    if name != AUTO:
+        return name
+    return next((key for key, each in CALLS.items() if each.is_used(template)), NONE)
+
+
+def reasoning_format(name: str, template: str) -> str:
+    """As `call_format`, of reasoning."""
+    if name != AUTO:
+        return name
+    if harmony.CHANNEL in template:
+        return HARMONY
+    for key, block in REASONING.items():
+        if block is not None and block.begin in template:
+            return key
+    # A template that only removes reasoning from earlier turns: the model begins it itself.
+    return "deepseek_r1" if "</think>" in template else NONE
+
+
+class ChatText:
+    """The formats of a model: what reads its answers, and the grammars that they are held to.
+
+    Args:
+        call_parser: a name of `CALLS`, `auto` or `none`.
+        reasoning_parser: a name of `REASONING`, `auto` or `none`.
+        template: the chat template's text.
+        tokenizer: transformers'.
+    """
+
+    def __init__(
+        self, call_parser: str, reasoning_parser: str, template: str, tokenizer: Any
+    ) -> None:
+        calls = call_format(call_parser, template)
+        reasoning = reasoning_format(reasoning_parser, template)
+        # Harmony is a format of the whole text: `auto` gives way to a format that was chosen.
+        if reasoning == HARMONY and calls not in (HARMONY, NONE):
+            reasoning = NONE
+        if calls == HARMONY and reasoning not in (HARMONY, NONE):
+            calls = NONE
+        self.calls_name, self.reasoning_name = calls, reasoning
+        self._format: CallFormat | None = CALLS.get(self.calls_name)
+        self._block = REASONING.get(self.reasoning_name)
+        self._template = template
+        added = _added_tokens(tokenizer)
+        self._token_ids = {text: id for text, (id, special) in added.items() if special}
+        marks = {*(self._format.marks if self._format else ())}
+        if HARMONY in (self.calls_name, self.reasoning_name):
+            marks.update(harmony.MARKS)
+        if self._block is not None:
+            marks.update((self._block.begin, self._block.end))
+        # Special tokens that are text to the parsers.
+        self.shown_ids = frozenset(added[mark][0] for mark in marks if mark in added)
+        self._lark = Lark(self._token_ids.get, template)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tool calls are read."""
+        return self._format is not None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self.reasoning_name != NONE
+
+    def effort(self, wanted: str | None) -> dict[str, Any]:
+        """The template's settings for OpenAI's `reasoning_effort`.
+
+        Raises:
+            InvalidRequestError: the template has none.
+        """
+        if wanted == "none" and "enable_thinking" in self._template:
+            return {"enable_thinking": False}
+        if wanted is None or (wanted == "none" and not self.has_reasoning):
+            return {}
+        if "reasoning_effort" not in self._template:
+            raise InvalidRequestError(
+                f"reasoning_effort: the chat template has no such setting (got {wanted!r}); leave "
+                "it out",
+                field="reasoning_effort",
+            )
+        return {"reasoning_effort": wanted}
+
+    def new_id(self) -> str:
+        """A call's id."""
+        assert self._format is not None
+        return self._format.new_id()
+
+    def parser(
+        self, prompt: str, functions: Sequence[Function], *, continued: bool = False
+    ) -> Parser | None:
+        """What reads one completion of `prompt`; None: all of it is content.
+
+        Args:
+            functions: what may be called; none: calls are not read.
+            continued: whether the prompt ends within an answer.
+        """
+        named = {function.name: function for function in functions}
+        is_harmony = HARMONY in (self.calls_name, self.reasoning_name)
+        if not self.has_reasoning and not named and not is_harmony:
+            return None
+        is_open = self._is_open(prompt, continued)
+        return Parser(lambda reader: self._flow(reader, named, is_open, is_harmony))
+
+    def check_function(self, function: Function, field: str) -> None:
+        """Refuses parameters that no grammar of the model's format can be held to.
+
+        Raises:
+            InvalidRequestError: names `field`.
+        """
+        assert self._format is not None
+        try:
+            self._format.layout([function], self._lark)
+        except UnenforceableError as error:
+            raise InvalidRequestError(
+                f"{field}: {error}; {self.calls_name} calls cannot be held to it", field=field
+            ) from None
+
+    def required(
+        self, functions: Sequence[Function], prompt: str, *, parallel: bool, continued: bool = False
+    ) -> str:
+        """The grammar of answers that are calls."""
+        assert self._format is not None
+        layout = self._format.layout(functions, self._lark)
+        lead = self._lead(prompt, continued, to_final=False)
+        return grammar("calls", call_rules(layout, self._lark, parallel), lead)
+
+    def strict(
+        self, functions: Sequence[Function], prompt: str, *, continued: bool = False
+    ) -> str | None:
+        """The grammar of answers whose calls match; None where no mark tells calls from text."""
+        assert self._format is not None
+        layout = self._format.layout(functions, self._lark)
+        if not layout.trigger:
+            return None
+        start, rules = free_calls(layout, self._lark)
+        calls = [each for each in call_rules(layout, self._lark, True) if each[:6] != "calls:"]
+        lead = self._lead(prompt, continued, to_final=False)
+        return grammar(start, [*rules, *calls], lead)
+
+    def frame(
+        self,
+        prompt: str,
+        functions: Sequence[Function] = (),
+        *,
+        parallel: bool = True,
+        continued: bool = False,
+    ) -> str | None:
+        """What stands around a constrained answer: reasoning before it, or calls instead of it."""
+        answer, rules = "@answer", list[str]()
+        lead = self._lead(prompt, continued, to_final=not functions)
+        if functions and self._format is not None:
+            layout = self._format.layout(functions, self._lark)
+            rules = call_rules(layout, self._lark, parallel)
+            final = harmony.final_header(self._lark) if self.reasoning_name == HARMONY else ""
+            answer = f"(calls | {final} @answer)"
+        return grammar(answer, rules, lead) if rules or lead else None
+
+    def _flow(
+        self,
+        reader: Reader,
+        functions: Mapping[str, Function],
+        is_open: bool,
+        is_harmony: bool,
+    ) -> Flow[None]:
+        if is_harmony:
+            thinks = self.has_reasoning
+            yield from harmony.parse(reader, functions, calls=bool(functions), reasoning=thinks)
+            return
+        if self._block is not None:
+            yield from lark.split(reader, self._block, is_open)
+        if functions and self._format is not None:
+            yield from self._format.parse(reader, functions)
+        else:
+            yield from reader.rest(Content)
+
+    def _is_open(self, prompt: str, continued: bool) -> bool:
+        return self._block is not None and self._block.is_open(prompt, continued)
+
+    def _lead(self, prompt: str, continued: bool, *, to_final: bool) -> list[str]:
+        """Rules of `lead`; none: the answer begins at once."""
+        if self.reasoning_name == HARMONY:
+            return harmony.lead_rules(self._lark, to_final=to_final)
+        if self._block is None or self._block.is_closed(prompt):
+            return []
+        return thinking_rules(self._lark, self._block, self._is_open(prompt, continued))
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:
+    """Ids of added tokens, and whether grammars refer to them by id."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {}
+    return {
+        token.content: (id, token.special or (token.content[:1], token.content[-1:]) == ("<", ">"))
+        for id, token in backend.get_added_tokens_decoder().items()
+    }

@@ -1,0 +1,337 @@
+"""`Constraint`: what drafting and verification need of a grammar, or of other bounds on a text."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from ...config import EngineConfig
+from ...errors import CheckpointError, InvalidRequestError
+from ...scheduler.sampling import SamplingParams
+from ...scheduler.types import IntArray, Request
+from ..checkpoints import load_tokenizer
+from .grammar import grammar_of, invalid, parser_limits
+
+
+class ConstraintError(Exception):
+    """A constraint failed: the grammar became too complex, or a token does not match."""
+
+
+class DeadEndError(ConstraintError):
+    """Nothing may come next; the constraint can still be rewound."""
+
+
+class Constraint(Protocol):
+    """What may follow the tokens consumed so far; all that drafting has to do with a grammar."""
+
+    def allowed(self) -> IntArray:  # [num_words], one bit per token
+        """The tokens that may come next, end tokens where the text may end.
+
+        Raises:
+            DeadEndError: there are none.
+            ConstraintError: they cannot be computed.
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, whatever the model thinks."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """Goes on by a token that is allowed and no end token (raises `ConstraintError`)."""
+        ...
+
+    def rewind(self, num_tokens: int) -> None:
+        """Takes back the last tokens consumed (raises `ConstraintError`)."""
+        ...
+
+
+def packed(allowed: NDArray[np.bool_]) -> IntArray:  # [vocab] -> [num_words]
+    """One bit per token, in words of 32."""
+    padded = np.pad(allowed, (0, -len(allowed) % 32))
+    words: IntArray = np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)
+    return words
+
+
+# Constraints on tokens instead of text: `allowed_token_ids` and `bad_words`, as vLLM reads them.
+
+Spellings = tuple[tuple[int, ...], ...]
+
+
+def spellings(tokenizer: Any, bad_words: Sequence[str], vocab_size: int) -> Spellings:
+    """The token sequences of `bad_words`, each at a text's beginning and after a space.
+
+    As in vLLM, the one after a space counts only if it has as many tokens as the other and
+    another first token; a tokenizer that writes the space as a token of its own would otherwise
+    add sequences that begin with it.
+
+    Raises:
+        InvalidRequestError: a word has no token, or one that the model does not have.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(bad_words):
+        field = f"bad_words.{index}"
+        text = word.lstrip()
+        plain, spaced = (
+            tuple(tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " ")
+        )
+        if not plain:
+            raise InvalidRequestError(f"{field}: it has no token (got {word!r})", field=field)
+        for token in (*plain, *spaced):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: its token {token} is not in the vocabulary (0 to {vocab_size - 1})",
+                    field=field,
+                )
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+    return tuple(found)
+
+
+class TokenConstraint:
+    """A `Constraint` that forbids tokens, some of them after certain others.
+
+    Args:
+        allowed: the only tokens that may be emitted; None: all.
+        bad: sequences that may not be emitted; tokens of the prompt are no part of them.
+        ends: tokens that are forbidden anyway until `min_tokens` tokens are out.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        allowed: Sequence[int] | None,
+        bad: Spellings,
+        ends: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        may = np.full(vocab_size, allowed is None)
+        if allowed is not None:
+            may[list(allowed)] = True
+        may[[sequence[0] for sequence in bad if len(sequence) == 1]] = False
+        self._bits = packed(may)
+        may[list(ends)] = False
+        self._early_bits, self._min_tokens = packed(may), min_tokens
+        # By the last token before the forbidden one: what is before, and the forbidden one.
+        self._bad: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        for sequence in bad:
+            if len(sequence) > 1:
+                self._bad[sequence[-2]].append((list(sequence[:-1]), sequence[-1]))
+        self._text: list[int] = []
+
+    def allowed(self) -> IntArray:
+        bits = self.bits()
+        if not bits.any():
+            raise DeadEndError("no token is left that may come next")
+        return bits
+
+    def bits(self) -> IntArray:  # [num_words]
+        """The mask, which may be empty."""
+        text = self._text
+        bits = (self._early_bits if len(text) < self._min_tokens else self._bits).copy()
+        for before, token in self._bad.get(text[-1], ()) if text else ():
+            if text[-len(before) :] == before:
+                bits[token >> 5] &= np.int32(~_bit(token))
+        return bits
+
+    def forced(self) -> list[int]:
+        return []
+
+    def consume(self, token: int) -> None:
+        bits = self.bits()
+        if token >> 5 >= len(bits) or not int(bits[token >> 5]) & _bit(token):
+            raise ConstraintError(f"token {token} is forbidden here")
+        self._text.append(token)
+
+    def rewind(self, num_tokens: int) -> None:
+        assert num_tokens <= len(self._text), (num_tokens, self._text)
+        del self._text[len(self._text) - num_tokens :]
+
+
+class Both:
+    """A grammar, and tokens that are forbidden beside it."""
+
+    def __init__(self, grammar: Constraint, tokens: TokenConstraint) -> None:
+        self._grammar, self._tokens = grammar, tokens
+
+    def allowed(self) -> IntArray:
+        bits: IntArray = self._grammar.allowed() & self._tokens.bits()
+        if not bits.any():
+            raise DeadEndError("every token that the grammar allows next is forbidden")
+        return bits
+
+    def forced(self) -> list[int]:
+        """What the grammar forces, up to the first token that may not come."""
+        tokens = self._grammar.forced()
+        num_allowed = 0
+        try:
+            for token in tokens:
+                self._tokens.consume(token)
+                num_allowed += 1
+        except ConstraintError:
+            pass
+        self._tokens.rewind(num_allowed)
+        return tokens[:num_allowed]
+
+    def consume(self, token: int) -> None:
+        self._grammar.consume(token)
+        self._tokens.consume(token)
+
+    def rewind(self, num_tokens: int) -> None:
+        self._grammar.rewind(num_tokens)
+        self._tokens.rewind(num_tokens)
+
+
+def _bit(token: int) -> int:
+    """The token's bit in its word of 32, as a signed number."""
+    bit = 1 << (token & 31)
+    return bit - (1 << 32) if bit >> 31 else bit
+
+
+_MAX_KEPT: Final = 64  # compiled grammars
+
+
+class Compiler:
+    """The constraints of one engine; grammars are compiled once each and kept for reuse.
+
+    The tokens that a request has emitted are all the state of its constraint, so that a replay, or
+    a move to another replica, rebuilds it. Called from any thread.
+
+    Args:
+        config: names the tokenizer, which is loaded with the first constrained request.
+        vocab_size: of the target's logits.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._spelled: tuple[tuple[str, ...], Spellings] = ((), ())  # the last request's bad words
+        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()  # fresh; least recent first
+        self._lock = threading.Lock()
+
+    def open(self, request: Request) -> Constraint | None:
+        """The constraint of a request, after what it has emitted; None: it has none.
+
+        Raises:
+            InvalidRequestError: the grammar does not compile with this tokenizer, or no token may
+                come first.
+        """
+        wanted = request.sampling.structured_outputs
+        field = constraint_field(request.sampling)
+        if not field:
+            return None
+        try:
+            tokens = self._token_constraint(request)
+            constraint: Constraint | None = tokens
+            if wanted is not None:
+                grammar = GrammarConstraint(self._compiled(grammar_of(wanted)), self._vocab_size)
+                constraint = grammar if tokens is None else Both(grammar, tokens)
+            assert constraint is not None, request.sampling
+            for token in request.emitted.tolist():
+                constraint.consume(token)
+            constraint.allowed()
+        except InvalidRequestError:
+            raise
+        except (ValueError, ConstraintError, CheckpointError) as error:
+            raise invalid(field, str(error)) from None
+        return constraint
+
+    def _token_constraint(self, request: Request) -> TokenConstraint | None:
+        sampling = request.sampling
+        if sampling.allowed_token_ids is None and not sampling.bad_words:
+            return None
+        with self._lock:
+            if sampling.bad_words != self._spelled[0]:
+                found = spellings(self._tokenizer, sampling.bad_words, self._vocab_size)
+                self._spelled = sampling.bad_words, found
+            bad = self._spelled[1]
+        ends = (*request.eos_token_ids, *sampling.stop_token_ids)
+        return TokenConstraint(
+            self._vocab_size, sampling.allowed_token_ids, bad, ends, sampling.min_tokens
+        )
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        with self._lock:
+            matcher = self._matchers.get(grammar)
+            if matcher is None:
+                matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+                if matcher.is_error():
+                    raise ValueError(matcher.get_error())
+                self._matchers[grammar] = matcher
+            self._matchers.move_to_end(grammar)
+            if len(self._matchers) > _MAX_KEPT:
+                self._matchers.popitem(last=False)
+            return matcher.deep_copy()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._config)
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        """The tokenizer as the library needs it."""
+        from llguidance.hf import from_tokenizer
+
+        size = max(self._vocab_size, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._eos_token_ids))
+
+
+def constraint_field(sampling: SamplingParams) -> str:
+    """The field that constrains the text, for messages; empty: none does."""
+    if sampling.bad_words:
+        return "bad_words"
+    if sampling.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    wanted = sampling.structured_outputs
+    return "" if wanted is None else f"structured_outputs.{wanted.kind}"
+
+
+class GrammarConstraint:
+    """A `Constraint` on the library's matcher."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+        self._last_word = np.int32(-1)  # bits of the last word that are tokens
+        if vocab_size % 32:
+            self._last_word = np.int32((1 << vocab_size % 32) - 1)
+
+    def allowed(self) -> IntArray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        self._check()
+        bits = bits[: self._num_words].copy()
+        bits[-1] &= self._last_word
+        if not bits.any():
+            raise DeadEndError("no token of the vocabulary can continue the text")
+        return bits
+
+    def forced(self) -> list[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        self._check()
+        return list(tokens)
+
+    def consume(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            self._check()
+            raise ConstraintError(f"token {token} does not match")
+
+    def rewind(self, num_tokens: int) -> None:
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            self._check()
+            raise ConstraintError(f"{num_tokens} tokens cannot be taken back")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(self._matcher.get_error())

@@ -1,1 +1,0 @@
-"""How many nodes a draft should have, by measurement."""

@@ -1,0 +1,562 @@
+"""Types that cross process boundaries: frozen and slotted; arrays are int32 numpy unless noted.
+
+A step goes: `Batch` (the requests that run) and `Draft`s (guesses) -> `StepPlan` (the message to
+every rank) -> `StepInput` (a rank's flat arrays) -> `Verdict` (rank 0's answer) -> `Delta`s (what
+the edge streams). Dimension names are those of the glossary in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sampling import SamplingParams
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+def ints(values: object) -> IntArray:
+    """`values` as an int32 array."""
+    return np.asarray(values, dtype=np.int32)
+
+
+NO_INTS = ints([])
+NO_MOVES = NO_INTS.reshape(0, 2)
+
+
+def starts_of(counts: object) -> IntArray:  # [num_seqs] -> [num_seqs + 1]
+    """Where each sequence's part of a flat array begins, and where the last one ends."""
+    lens = ints(counts)
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
+    lens.cumsum(dtype=np.int32, out=starts[1:])
+    return starts
+
+
+def lens_of(starts: IntArray) -> IntArray:  # [num_seqs + 1] -> [num_seqs]
+    """The inverse of `starts_of`; `np.diff` takes several times as long."""
+    return starts[1:] - starts[:-1]
+
+
+def slots_of(
+    tables: IntArray,  # [max_blocks], or [num_seqs, max_blocks]
+    index: IntArray,  # [num_tokens], or what broadcasts to [num_seqs, num_tokens]
+    block_size: int,
+) -> IntArray:  # shape of `index`, one row per table
+    """Cache slots of the tokens at `index` of their sequences."""
+    blocks = np.take_along_axis(tables, index // block_size, axis=-1)
+    return blocks * block_size + index % block_size
+
+
+# `record`: dataclasses of which a step constructs one per sequence.
+
+Record = TypeVar("Record")
+
+
+@dataclass_transform(frozen_default=True)
+def record(cls: type[Record]) -> type[Record]:
+    """A slotted dataclass that is frozen for the type checker only.
+
+    One that is frozen at run time takes three times as long to construct.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+# What is asked: one completion, with its tokens as its complete state.
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What one request asks of speculation; None leaves the choice to the engine."""
+
+    enabled: bool = True
+    max_draft_len: int | None = None
+    trace: bool = False  # whether every delta carries a `StepTrace`
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeKey:
+    """Whose tokens a replica keeps once their stream broke, and who may take them."""
+
+    stream: str  # the id that the client has
+    index: int  # of the completion within the stream
+    owner: str  # the holder of the API key; empty where there are no keys
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to produce. Its tokens (prompt, then emitted) are its complete state."""
+
+    id: str
+    prompt: IntArray  # [prompt_len]
+    sampling: SamplingParams
+    seed: int  # the coupled noise's key; drawn at the edge when the user gave none
+    eos_token_ids: tuple[int, ...] = ()
+    speculation: SpeculationOptions = SpeculationOptions()
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    emitted: IntArray = field(default_factory=lambda: ints([]))  # tokens streamed before a replay
+    timeout_s: float | None = None  # what is left of its time as it is sent; None: any
+    resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
+    was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end it once `min_tokens` are emitted."""
+        stops = frozenset(self.sampling.stop_token_ids)
+        return stops if self.sampling.ignore_eos else stops | frozenset(self.eos_token_ids)
+
+
+# What is guessed: a tree of tokens, with what it was drawn from and what is allowed in it.
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Tokens allowed at some rows, one bit each: token t is bit t % 32 of word t // 32."""
+
+    rows: IntArray  # [num_masked], ascending: logit rows of a step, or of one sequence (0: root)
+    bits: IntArray  # [num_masked, num_words]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """Sparse distributions that a sampling drafter drew its nodes from (renormalised top-k).
+
+    Row i is the distribution at node i's parent, before any sibling was drawn; siblings are
+    drawn from it in order, without replacement.
+    """
+
+    ids: IntArray  # [num_nodes, top]
+    probs: FloatArray  # [num_nodes, top]
+
+
+@record
+class Draft:
+    """A tree of guessed tokens. Node i's parent comes before it; -1 is the root.
+
+    The last `num_window` nodes are computed but never accepted: what the target finds most likely
+    after each of them comes back in the verdict (the lookahead window).
+    """
+
+    tokens: IntArray  # [num_nodes]
+    parents: IntArray  # [num_nodes]
+    probs: DraftProbs | None = None  # None: deterministic
+    source: str = "none"  # name of the drafter, for statistics
+    num_window: int = 0
+    masks: Masks | None = None  # by row of the sequence; None: every token is allowed
+    origins: tuple[str, ...] = ()  # [num_guesses], name of each guess's source; (): all `source`
+
+    @property
+    def num_guesses(self) -> int:
+        """Nodes that may be accepted."""
+        return len(self.tokens) - self.num_window
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+
+# What a rank computes: a step's flat arrays, without draft nodes and with them.
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Token history of one row, sent only when a penalty is on."""
+
+    row: int
+    repetition: float
+    presence: float
+    frequency: float
+    prompt_ids: IntArray  # [num_prompt_unique]
+    output_ids: IntArray  # [num_output_unique]
+    output_counts: IntArray  # [num_output_unique]
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Additive logit biases of one row."""
+
+    row: int
+    ids: IntArray  # [num_biased]
+    values: FloatArray  # [num_biased]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling settings, one row per sequence of the batch."""
+
+    temperature: FloatArray  # [num_seqs], 0 is greedy
+    top_k: IntArray  # [num_seqs], 0 is off
+    top_p: FloatArray  # [num_seqs], 1 is off
+    min_p: FloatArray  # [num_seqs], 0 is off
+    seeds: NDArray[np.int64]  # [num_seqs]
+    min_new_tokens: IntArray  # [num_seqs], tokens still owed before `ends` may be sampled
+    num_logprobs: IntArray  # [num_seqs], -1 is none
+    ends: tuple[IntArray, ...] = ()  # per row, ids forbidden while min_new_tokens > 0
+    penalties: tuple[Penalties, ...] = ()
+    biases: tuple[Bias, ...] = ()
+    thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
+    # [num_seqs], rivals of every known token that the step computes, the root excepted; -1 is none
+    num_prompt_logprobs: IntArray | None = None  # None: no request needs them
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """A step's flat arrays on a rank: known tokens with the draft nodes joined on.
+
+    Sequence i's query is its known chunk followed by its draft nodes. Draft node j of sequence
+    i is `draft_tokens[draft_start[i] + j]` and attends to the whole context, to its chunk and to
+    its own ancestors. Logit rows are, for each sampled sequence in order, the root's then the
+    nodes': `rows` indexes them in the flat query.
+    """
+
+    step: int
+    token_ids: IntArray  # [num_tokens], chunks with nodes
+    positions: IntArray  # [num_tokens]
+    slot_mapping: IntArray  # [num_tokens]
+    query_start: IntArray  # [num_seqs + 1]
+    context_lens: IntArray  # [num_seqs]
+    block_tables: IntArray  # [num_seqs, max_blocks]
+    samples: NDArray[np.bool_]  # [num_seqs]
+    draft_tokens: IntArray  # [num_nodes], of all sequences
+    draft_parents: IntArray  # [num_nodes], within the sequence; -1 is the root
+    draft_start: IntArray  # [num_seqs + 1]
+    draft_probs: DraftProbs | None  # rows of zeros for deterministic nodes
+    rows: IntArray  # [num_rows]
+    kv_moves: IntArray  # [num_moves, 2]
+    sampling: SamplingRows
+    num_window: IntArray | None = None  # [num_seqs], trailing nodes never accepted; None: none
+    max_nodes: IntArray | None = None  # [num_seqs], nodes that the sequence might have drafted
+    next_tokens: IntArray | None = None  # [num_seqs], the known token after the chunk; -1: none
+    masks: Masks | None = None  # of constrained sequences, by logit row; None: there are none
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_nodes(self) -> IntArray:  # [num_seqs]
+        """Draft nodes of every sequence."""
+        return lens_of(self.draft_start)
+
+    @property
+    def query_lens(self) -> IntArray:  # [num_seqs]
+        """Tokens of every sequence, chunk and nodes."""
+        return lens_of(self.query_start)
+
+    @property
+    def root_rows(self) -> IntArray:  # [num_seqs]
+        """Flat row of every chunk's last token; a sequence's nodes come after it."""
+        return self.query_start[1:] - 1 - self.num_nodes
+
+
+# What the ranks answer: tokens that were accepted, and a head's next drafts.
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of emitted tokens under the model's own distribution."""
+
+    chosen: FloatArray  # [num_emitted]
+    top_ids: IntArray  # [num_emitted, top]
+    top: FloatArray  # [num_emitted, top]
+
+
+@dataclass(frozen=True, slots=True)
+class NextDrafts:
+    """What a head guesses for the step to come.
+
+    Sequence i's tree is `tokens[start[i]:start[i+1]]`; it follows `lens[i]` known tokens and is
+    stale once more tokens are known.
+    """
+
+    tokens: IntArray  # [num_nodes], of all sequences
+    parents: IntArray  # [num_nodes], within the sequence; -1 is the root
+    start: IntArray  # [num_seqs + 1]
+    lens: IntArray  # [num_seqs]
+    error: str = ""  # why there are none, if the head failed
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """What rank 0 measured on a CPU of steps of at least `min_tokens`, for one of that many."""
+
+    min_tokens: int
+    num_threads: int  # that most such steps take
+    one_ms: float  # with one thread
+    all_ms: float  # with all of the rank's
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was accepted. Sequence i emits `emitted[emitted_start[i]:emitted_start[i+1]]`.
+
+    `num_accepted[i] = num_emitted - 1` (0 when nothing was sampled) excludes the bonus token;
+    the accepted node ids are `path[path_start[i]:path_start[i+1]]`, root to leaf.
+    """
+
+    step: int
+    emitted: IntArray  # [num_emitted], of all sequences
+    emitted_start: IntArray  # [num_seqs + 1]
+    path: IntArray  # [num_accepted], of all sequences
+    path_start: IntArray  # [num_seqs + 1]
+    logprobs: Logprobs | None = None
+    forward_ms: float = 0.0
+    window: IntArray | None = None  # [num_window], most likely token after each window node
+    window_start: IntArray | None = None  # [num_seqs + 1]
+    next_drafts: NextDrafts | None = None  # where a head drafts inside the workers
+    prompt_logprobs: Logprobs | None = None  # of `SamplingRows.num_prompt_logprobs`' rows
+    compacted: bool = False  # the ranks have moved the accepted nodes' keys and values into place
+    thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, whenever they are news
+
+    @classmethod
+    def empty(cls, step: int, num_seqs: int) -> Verdict:
+        """Of a step in which no sequence was sampled."""
+        none, starts = ints([]), np.zeros(num_seqs + 1, dtype=np.int32)
+        return cls(step, none, starts, none, starts)
+
+    @property
+    def num_accepted(self) -> IntArray:  # [num_seqs]
+        return lens_of(self.path_start)
+
+    @property
+    def num_emitted(self) -> IntArray:  # [num_seqs]
+        return lens_of(self.emitted_start)
+
+    def accepted_rows(self, step: StepInput) -> IntArray:  # [num_accepted], of all sequences
+        """Flat rows of the accepted nodes."""
+        return np.repeat(step.root_rows, self.num_accepted) + 1 + self.path
+
+    def window_tokens(self, row: int) -> IntArray:
+        """The target's most likely token after each of the row's window nodes."""
+        if self.window is None or self.window_start is None:
+            return ints([])
+        return self.window[self.window_start[row] : self.window_start[row + 1]]
+
+    def tokens(self, row: int) -> IntArray:
+        return self.emitted[self.emitted_start[row] : self.emitted_start[row + 1]]
+
+    def nodes(self, row: int) -> IntArray:
+        return self.path[self.path_start[row] : self.path_start[row + 1]]
+
+
+# What the edge streams: the tokens of one step for one request, and their statistics.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one emitted token, with its most likely rivals."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+@record
+class SpeculationUsage:
+    """How speculation went for one request so far."""
+
+    drafter: str = "none"  # that proposed last, or that was asked, if none has proposed
+    num_steps: int = 0  # target steps that emitted
+    num_drafts: int = 0  # with a guess
+    num_draft_tokens: int = 0  # guesses; a window's nodes are none
+    num_accepted_tokens: int = 0
+    synthetic: bool = False  # accepted by coins and not by the target
+
+    @property
+    def mean_accepted_len(self) -> float:
+        """Accepted draft tokens per step; 0 before the first."""
+        return self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The guesses of one request's draft in one step, and which of them were accepted."""
+
+    tokens: tuple[int, ...]  # [num_guesses]
+    parents: tuple[int, ...]  # [num_guesses]; -1 is the root
+    origins: tuple[str, ...]  # [num_guesses], name of the drafter
+    path: tuple[int, ...]  # [num_accepted], accepted guesses, root to leaf
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """What came before a request's first token, on the engine's clock."""
+
+    queue_s: float  # waiting for a seat
+    prefill_s: float  # from the seat to the first token
+
+
+@record
+class Delta:
+    """What one step gave one request. `finish_reason` is None while it runs."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0  # the first so many came from the draft; the rest from the target
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    stop_token_id: int | None = None  # the end token that stopped it, if one did
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    usage: SpeculationUsage | None = None  # so far
+    error: str | None = None
+    # Of the prompt's tokens but the first; with the first tokens, if the request asked for them.
+    prompt_logprobs: Logprobs | None = None
+    trace: StepTrace | None = None  # where the request asked for it
+    times: RequestTimes | None = None  # with the first tokens
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedDrafts:
+    """The drafts of a step's sequences, end to end."""
+
+    tokens: IntArray  # [num_nodes], of all sequences
+    num_nodes: IntArray  # [num_seqs]
+    parents: IntArray | None = None  # [num_nodes], within the sequence; None: chains only
+    probs: DraftProbs | None = None  # rows of zeros for deterministic nodes
+    num_window: IntArray | None = None  # [num_seqs], trailing nodes never accepted; None: none
+    masks: Masks | None = None  # of constrained sequences, by logit row; None: there are none
+
+
+@dataclass(frozen=True, slots=True)
+class SeatSettings:
+    """Sampling settings that hold for as long as a request keeps its seat."""
+
+    seed: int
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    num_logprobs: int = -1  # -1 is none
+    num_prompt_logprobs: int = -1  # alike, of the prompt's tokens, until one is emitted
+    min_tokens: int = 0  # `ends` may not be sampled before
+    ends: IntArray = field(default_factory=lambda: ints([]))  # [num_ends]; empty without min_tokens
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: IntArray = field(default_factory=lambda: ints([]))  # [num_biased]
+    bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
+
+    @classmethod
+    def of(cls, request: Request) -> SeatSettings:
+        """What the target's ranks keep of a request."""
+        sampling = request.sampling
+        biases = sampling.logit_bias
+        return cls(
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_k=max(0, sampling.top_k),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            num_prompt_logprobs=(
+                -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+            ),
+            min_tokens=sampling.min_tokens,
+            ends=ints(sorted(request.ends) if sampling.min_tokens else []),
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            bias_ids=ints(list(biases)),
+            bias_values=np.array(list(biases.values()), dtype=np.float32),
+        )
+
+    @classmethod
+    def for_drafting(cls, request: Request) -> SeatSettings:
+        """What a draft model draws by: the cuts and the noise, not the edits by history."""
+        full = cls.of(request)
+        return cls(full.seed, full.temperature, full.top_k, full.top_p, full.min_p)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A request takes a seat; whoever had it before has left."""
+
+    seat: int
+    tokens: IntArray  # [num_tokens], all that are known
+    num_prompt: int  # the first so many of them
+    settings: SeatSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The message of a step to every rank: what changed, by seat.
+
+    A rank keeps a request's tokens, block table and settings under its seat (`workers/seats.py`),
+    so the size of the message does not depend on context lengths. Sequence i computes the known
+    tokens `[context_lens[i], context_lens[i] + chunk_lens[i])` and then its draft nodes.
+    """
+
+    step: int
+    seats: IntArray  # [num_seqs]
+    context_lens: IntArray  # [num_seqs], tokens in the KV cache; -1: all but the seat's last token
+    chunk_lens: IntArray  # [num_seqs], known tokens to compute
+    max_nodes: IntArray  # [num_seqs], slots reserved for draft nodes
+    tokens: IntArray  # [num_new], known since the seats' last plan: up to the ends of the chunks
+    blocks: IntArray  # [num_blocks, 3], new in block tables: (seat, index, block)
+    kv_moves: IntArray  # [num_moves, 2], (source slot, destination slot), before the forward
+    openings: tuple[Opening, ...] = ()
+    closings: IntArray = field(default_factory=lambda: ints([]))  # [num_closed], seats
+    drafts: JoinedDrafts | None = None  # None: no sequence has nodes or masks
+    thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
+    own_drafts: bool = False  # the nodes are the ranks' own, up to `max_nodes`; `drafts` is None
+    appends: bool = False  # ranks append what they emit to the seats, so it is not sent again
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward: chunks and nodes."""
+        num_nodes = 0 if self.drafts is None else len(self.drafts.tokens)
+        return int(self.chunk_lens.sum()) + num_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step as the engine plans it; the drafts are joined on later.
+
+    `samples[i]`: the chunk ends with the last known token (the root), so that a token is emitted;
+    only then is `max_nodes[i]` above zero.
+    """
+
+    request_ids: tuple[str, ...]
+    plan: StepPlan  # without drafts
+    samples: NDArray[np.bool_]  # [num_seqs]
+    max_depth: IntArray  # [num_seqs], deeper guesses could not be emitted
+    # [num_seqs], prompt tokens that the step gives log-probabilities of; None: of none
+    num_scored: IntArray | None = None
+
+    @property
+    def step(self) -> int:
+        return self.plan.step
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens that the step computes."""
+        return int(self.plan.chunk_lens.sum())
+
+    @property
+    def most_tokens(self) -> int:
+        """Those and the draft nodes that it has room for."""
+        return self.num_tokens + int(self.plan.max_nodes.sum())
+
+    @property
+    def max_nodes(self) -> IntArray:  # [num_seqs]
+        return self.plan.max_nodes
+
+    @property
+    def known_lens(self) -> IntArray:  # [num_seqs]
+        """Tokens in the KV cache after the step, draft nodes aside."""
+        return self.plan.context_lens + self.plan.chunk_lens

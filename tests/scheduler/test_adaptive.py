@@ -1,0 +1,200 @@
+"""Measured draft lengths: near the best fixed length, or none, on simulated machines and texts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from outrider.scheduler.budget import DraftLengths
+
+
+class Machine:
+    """Steps of `num_requests` requests; a node is accepted at its request's rate.
+
+    `step_ms(num_rows, num_nodes)` is the time of a step.
+    """
+
+    def __init__(self, rates, most, step_ms, *, tree_drafts=False, hits=1.0, seed=0):
+        self.rates = dict(enumerate(rates))
+        self.lengths = DraftLengths(most, tree_drafts=tree_drafts)
+        self.step_ms, self.most, self.hits = step_ms, most, hits
+        self.rng = np.random.default_rng(seed)
+        self.num_prompt_tokens = 0  # in every step
+
+    def step(self, fixed=None):
+        """Tokens, milliseconds and nodes of one step."""
+        names = [str(each) for each in self.rates]
+        self.lengths.plan(names)
+        granted = [self.lengths.most(name) if fixed is None else fixed for name in names]
+        drafted = [each if self.rng.random() < self.hits else 0 for each in granted]
+        misses = self.rng.random((len(names), self.most + 1)) >= [[r] for r in self.rates.values()]
+        accepted = [
+            min(int(np.argmax(row)) if row.any() else n, n) for row, n in zip(misses, drafted)
+        ]
+        elapsed_ms = self.step_ms(len(names) + sum(drafted), sum(drafted))
+        batch = SimpleNamespace(
+            request_ids=names,
+            max_nodes=np.array(granted),
+            num_tokens=len(names) + self.num_prompt_tokens,
+            num_seqs=len(names),
+            samples=np.ones(len(names), dtype=bool),
+        )
+        drafts = [SimpleNamespace(num_nodes=each) for each in drafted]
+        verdict = SimpleNamespace(path_start=np.cumsum([0, *accepted]))
+        noise = self.rng.lognormal(0, 0.1)
+        self.lengths.count(batch, drafts, verdict, elapsed_ms * noise)
+        return sum(accepted) + len(names), elapsed_ms, granted
+
+    def speed(self, num_steps, fixed=None):
+        """Tokens per millisecond."""
+        runs = [self.step(fixed)[:2] for _ in range(num_steps)]
+        return sum(tokens for tokens, _ in runs) / sum(ms for _, ms in runs)
+
+
+def memory_bound(num_rows, num_nodes):
+    return 10 + 0.02 * num_rows
+
+
+def compute_bound(num_rows, num_nodes):
+    return 1 + num_rows + (0.3 if num_nodes else 0)
+
+
+def between(num_rows, num_nodes):
+    return 5 + max(num_rows - 12, 0) * 0.4 + 0.2 * num_rows
+
+
+@pytest.mark.parametrize("step_ms", [memory_bound, compute_bound, between])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("num_requests", [1, 4, 16])
+def test_close_to_the_best_fixed_length(step_ms, rate, num_requests):
+    rates = [rate] * num_requests
+    fixed = [Machine(rates, 6, step_ms).speed(200, fixed=each) for each in range(7)]
+    machine = Machine(rates, 6, step_ms)
+    machine.speed(150)  # learns
+    assert machine.speed(700) > 0.92 * max(fixed), fixed
+
+
+def test_nodes_go_where_they_are_accepted():
+    machine = Machine([0.95, 0.0] * 4, 5, between)
+    machine.speed(200)
+    granted = np.mean([machine.step()[2] for _ in range(800)], axis=0)
+    assert granted[::2].min() > 5 * granted[1::2].max(), granted
+
+
+def test_a_change_of_the_text_is_noticed():
+    machine = Machine([0.0] * 8, 5, between)
+    machine.speed(400)
+    assert np.mean([machine.step()[2] for _ in range(300)]) < 0.1
+    machine.rates = dict.fromkeys(machine.rates, 0.95)
+    machine.speed(1200)
+    assert np.mean([machine.step()[2] for _ in range(300)]) > 0.4
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all():
+    good, poor = (Machine([rate] * 8, 30, between, tree_drafts=True) for rate in (0.95, 0.1))
+    for machine in (good, poor):
+        machine.speed(200)
+    assert {each for _ in range(200) for each in poor.step()[2]} <= {0, 30}
+    assert np.mean([poor.step()[2] for _ in range(300)]) < 2
+
+
+def test_drafts_that_are_rarely_there_cost_rarely():
+    """Look-ups: what is granted is used now and then, and worth it then."""
+    machine = Machine([0.9] * 4, 5, memory_bound, hits=0.3)
+    machine.speed(100)
+    assert np.mean([machine.step()[2] for _ in range(300)]) > 4
+
+
+def test_short_requests_are_tried_too():
+    """Poor ones first; the good ones after them end before a long rest would."""
+    machine = Machine([0.0], 5, between)
+    machine.speed(400)
+    tokens = 0
+    for turn in range(20):
+        machine.rates = {turn: 0.95}
+        tokens += sum(machine.step()[0] for _ in range(64))
+    assert tokens > 20 * 64 * 2
+
+
+def test_worthless_drafts_cost_little():
+    machine = Machine([0.0] * 16, 6, compute_bound)
+    machine.speed(150)
+    plain = Machine([0.0] * 16, 6, compute_bound).speed(200, fixed=0)
+    assert machine.speed(1000) > 0.96 * plain
+
+
+def test_nodes_go_where_the_text_is_predictable_now():
+    """Each request copies for a while and is new for a while: better than any fixed length."""
+
+    def speed(fixed=None):
+        machine, tokens, elapsed_ms = Machine([0.0] * 8, 5, between), 0, 0.0
+        for turn in range(60):
+            machine.rates = {each: 0.95 if (each + turn) % 2 else 0.0 for each in range(8)}
+            for _ in range(20):
+                num_tokens, step_ms, _ = machine.step(fixed)
+                if turn >= 20:
+                    tokens, elapsed_ms = tokens + num_tokens, elapsed_ms + step_ms
+        return tokens / elapsed_ms
+
+    assert speed() > 1.05 * max(speed(each) for each in range(6))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.95])
+def test_a_new_request_begins_as_those_before_it_fared(rate):
+    machine = Machine([rate] * 4, 5, between)
+    machine.speed(300)
+    granted = []
+    for turn in range(80):  # with requests of one step each
+        machine.rates = {4 * turn + each + 4: rate for each in range(4)}
+        granted.append(np.mean(machine.step()[2]))
+    later = np.mean(granted[40:])
+    assert later > 1.5 if rate else later < 0.5
+
+
+def test_a_tree_is_granted_for_several_steps():
+    """A head drafts for the next step what it was granted in this one."""
+    machine = Machine([0.95, 0.5] * 4, 30, between, tree_drafts=True)
+    machine.speed(400)
+    granted = [tuple(machine.step()[2]) for _ in range(400)]
+    changes = [step for step in range(1, 400) if granted[step] != granted[step - 1]]
+    assert changes
+    assert np.diff(changes).min() >= 4
+
+
+def test_nodes_that_were_not_granted_are_rows_too():
+    """A grammar's forced tokens."""
+    lengths = Machine([0.5], 4, between).lengths
+    batch = SimpleNamespace(
+        request_ids=["a"], max_nodes=np.array([0]), num_tokens=1, num_seqs=1, samples=np.ones(1)
+    )
+    for _ in range(3):
+        lengths.plan(["a"])
+        verdict = SimpleNamespace(path_start=np.array([0, 3]))
+        lengths.count(batch, [SimpleNamespace(num_nodes=3)], verdict, 7.0)
+    assert lengths.stats()["step_ms"]["plain"] == {"4": 7.0}
+
+
+def test_prompts_in_every_step_do_not_end_drafting():
+    """No step without drafts can be measured then, and trials must not go on for ever."""
+    machine = Machine([0.9] * 4, 5, between)
+    for _ in range(20):
+        machine.step()
+    machine.num_prompt_tokens = 30
+    machine.rates = dict.fromkeys(range(4, 24), 0.9)  # a number without a measurement
+    assert np.mean([machine.step()[2] for _ in range(300)]) > 1
+    fresh = Machine([0.9] * 4, 5, between)
+    fresh.num_prompt_tokens = 30
+    assert np.mean([fresh.step()[2] for _ in range(300)]) > 4
+
+
+def test_requests_come_and_go():
+    machine = Machine([0.8] * 3, 4, between)
+    for turn in range(300):
+        machine.rates[turn + 3] = 0.8
+        del machine.rates[turn]
+        machine.step()
+    assert len(machine.lengths._requests) == 3
+    machine.rates = {}
+    machine.lengths.plan([])

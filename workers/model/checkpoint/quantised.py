@@ -1,0 +1,233 @@
+"""Quantised weights as `TensorSource`s: a part of one is read with the scales of its groups.
+
+A part reads as float32, or as a `QuantisedTensor` where the rank keeps weights quantised. Groups
+that a cut divides become smaller groups with the same scale, so ranks may cut anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ....errors import CheckpointError
+from ...ops.quantised import Codes, QuantisedTensor
+from .quantised_formats import PackLayout, WeightFormat
+
+Box = tuple[tuple[int, int], ...]
+Piece = Callable[[str], Any]
+"""The `TensorSource` of a stored tensor."""
+
+_T = TypeVar("_T")
+WORD = 32  # bits of a packed integer
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word holds each of its columns (AutoAWQ's "gemm" packing)."""
+KEPT_TYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+
+
+_BESIDE = {
+    "qzeros": "zeros",
+    "weight_zero_point": "zeros",
+    "g_idx": "g_idx",
+    "weight_g_idx": "g_idx",
+}
+"""What a weight may have beside codes and scales, by the last part of the stored name."""
+
+
+def make_source(
+    name: str,
+    kind: WeightFormat,
+    names: Container[str],
+    piece: Piece,
+    path: Path,
+    *,
+    keeps: bool,
+) -> QuantisedSource:
+    """The source of weight `name`, whose codes are stored; `keeps`: it reads as `QuantisedTensor`.
+
+    Raises:
+        CheckpointError: a tensor that belongs to it is missing or of another shape; names it.
+    """
+    stem = name.rpartition(".")[0]
+    stored = kind.stored_name(name, names)
+    assert stored is not None, name
+    needed = [kind.scale_name(name, names) or f"{stem}.weight_scale"]
+    if kind.layout is PackLayout.GPTQ:
+        needed.append(f"{stem}.qzeros")
+    for each in needed:
+        if each not in names:
+            raise CheckpointError(
+                f"tensor {stored!r} of {str(path)!r} is quantised, and {each!r} is missing beside "
+                "it"
+            )
+    beside = {
+        key: piece(f"{stem}.{leaf}") for leaf, key in _BESIDE.items() if f"{stem}.{leaf}" in names
+    }
+    make = _ScaledSource if kind.layout is PackLayout.SCALED else _PackedSource
+    return make(name, kind, piece(stored), piece(needed[0]), beside, path, keeps)
+
+
+class QuantisedSource(ABC):
+    """A quantised weight of [rows, columns]."""
+
+    def __init__(
+        self,
+        name: str,
+        form: WeightFormat,
+        codes: Any,  # TensorSource, as `scales` and the values of `beside`
+        scales: Any,
+        beside: dict[str, Any],
+        path: Path,
+        keeps: bool,
+    ) -> None:
+        self._name, self._path, self._keeps = name, path, keeps
+        self._format, self._codes, self._scales, self._beside = form, codes, scales, beside
+        self.shape: tuple[int, ...] = self._find_shape()
+
+    @abstractmethod
+    def _find_shape(self) -> tuple[int, ...]:
+        """Raises `CheckpointError` where the scales do not fit it."""
+
+    @abstractmethod
+    def part(self, box: Box) -> Codes: ...
+
+    def read(self, box: Box) -> Tensor:  # float32
+        codes = self.part(box)
+        if not self._keeps or codes.group == 1 or codes.values.dtype not in KEPT_TYPES:
+            return codes.wide()
+        if codes.values.dtype == torch.uint8 and _fits_nibbles(codes):
+            codes = codes.packed()
+        return QuantisedTensor(codes.map(Tensor.contiguous), torch.float32)
+
+    def _unfit(self, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"the scales of tensor {self._name!r} of {str(self._path)!r} have shape "
+            f"{list(self._scales.shape)}, which does not fit its shape {list(shape)}"
+        )
+
+
+def _fits_nibbles(codes: Codes) -> bool:
+    return codes.num_columns % 2 == 0 and codes.offset <= 8 and int(codes.values.max()) < 16
+
+
+class _ScaledSource(QuantisedSource):
+    """A stored value times the scale of its block."""
+
+    def _find_shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self._codes.shape
+        known, flat = self._format.block, self._scales.shape
+        flat = (1, 1) if not flat or flat == (1,) else flat
+        flat = (*flat, 1) if len(flat) == 1 else flat
+        if len(shape) != 2 or len(flat) != 2 or 0 in (*shape, *flat):
+            raise self._unfit(shape)
+        if known is None and (shape[0] % flat[0] or shape[1] % flat[1]):
+            raise self._unfit(shape)
+        self._block = known or (shape[0] // flat[0], shape[1] // flat[1])  # shares one scale
+        if any(-(-size // step) != count for size, step, count in zip(shape, self._block, flat)):
+            raise self._unfit(shape)
+        return shape
+
+    def part(self, box: Box) -> Codes:
+        (top, bottom), (left, right) = box
+        rows, columns = self._block
+        whole = tuple((0, size) for size in self._scales.shape)
+        scales = self._scales.read(whole).reshape(-(-self.shape[0] // rows), -1)
+        begin, end = top // rows, -(-bottom // rows)
+        tall = scales[begin:end].repeat_interleave(rows, 0)
+        tall = tall[top - begin * rows : bottom - begin * rows]
+        values = self._codes.read(box)
+        group, scales = _cut(tall, columns, left, right)
+        return Codes(values, scales, None, group, right - left)
+
+
+class _PackedSource(QuantisedSource):
+    """Unsigned codes, several to an integer, with a scale per row and group of columns.
+
+    AWQ and GPTQ store tensors of the transposed weight. Codes are packed along the weight's rows by
+    AWQ, along its columns by the others; zeros always along its rows.
+    """
+
+    def _find_shape(self) -> tuple[int, ...]:
+        layout = self._format.layout
+        self._is_transposed = layout is not PackLayout.PACKED
+        self._packed_dim = 0 if layout is PackLayout.AWQ else 1
+        self._order = _AWQ_ORDER if layout is PackLayout.AWQ else None
+        self._per_word = WORD // self._format.bits
+        rows, columns = self._oriented(self._codes.shape)
+        if self._packed_dim == 0:
+            rows *= self._per_word
+        else:
+            columns *= self._per_word
+        scales = self._oriented(self._scales.shape)
+        if len(scales) != 2 or scales[0] != rows or not scales[1] or columns % scales[1]:
+            raise self._unfit((rows, columns))
+        self._num_groups, self._group = scales[1], columns // scales[1]
+        return rows, columns
+
+    def _oriented(self, sizes: Sequence[_T]) -> Sequence[_T]:
+        """Per dimension of the weight, from stored dimensions; and back."""
+        return sizes[::-1] if self._is_transposed else sizes
+
+    def part(self, box: Box) -> Codes:
+        rows, columns = box
+        groups = (0, self._num_groups)
+        values = self._unpacked(self._codes, box, self._packed_dim)
+        scales = self._read(self._scales, (rows, groups))
+        zeros = None
+        if (points := self._beside.get("zeros")) is not None:
+            zeros = self._unpacked(points, (rows, groups), 0)
+            if self._format.adds_one:
+                zeros = (zeros + 1) & ((1 << self._format.bits) - 1)
+        offset = 0 if zeros is not None else 1 << (self._format.bits - 1)
+        return self._grouped(values, scales, zeros, offset, columns)
+
+    def _read(self, source: Any, box: Box) -> Tensor:  # [rows, columns]
+        stored: Tensor = source.read(tuple(self._oriented(box)))
+        return stored.t() if self._is_transposed else stored
+
+    def _unpacked(self, source: Any, box: Box, dim: int) -> Tensor:  # [rows, columns] uint8
+        """Part of a tensor whose values are packed along the weight's dimension `dim`."""
+        (begin, end), per, bits = box[dim], self._per_word, self._format.bits
+        first = begin // per
+        words = self._read(source, (*box[:dim], (first, -(-end // per)), *box[dim + 1 :]))
+        places = torch.tensor(self._order or range(per), dtype=torch.int32) * bits
+        shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
+        values = (words.unsqueeze(dim + 1) >> places.view(shape)) & ((1 << bits) - 1)
+        wide = values.to(torch.uint8).flatten(dim, dim + 1)
+        return wide.narrow(dim, begin - first * per, end - begin)
+
+    def _grouped(
+        self,
+        values: Tensor,  # [rows, columns of `span`] uint8
+        scales: Tensor,  # [rows, num_groups]
+        zeros: Tensor | None,  # [rows, num_groups] uint8
+        offset: int,
+        span: tuple[int, int],
+    ) -> Codes:
+        """With the groups of columns `span`: by order, or column by column from `g_idx`."""
+        num_columns = span[1] - span[0]
+        if (index := self._beside.get("g_idx")) is not None:
+            of_column = index.read((span,)).long()
+            in_order = torch.arange(*span) // self._group
+            if not torch.equal(of_column, in_order):
+                scales = scales.index_select(1, of_column)
+                zeros = None if zeros is None else zeros.index_select(1, of_column)
+                return Codes(values, scales, zeros, 1, num_columns, offset)
+        group, scales = _cut(scales, self._group, *span)
+        if zeros is not None:
+            _, zeros = _cut(zeros, self._group, *span)
+        return Codes(values, scales, zeros, group, num_columns, offset)
+
+
+def _cut(groups: Tensor, size: int, left: int, right: int) -> tuple[int, Tensor]:
+    """Of [rows, num_groups] for columns [left, right): the size of groups that fit, and these."""
+    if groups.shape[1] == 1:
+        return right - left, groups
+    step = math.gcd(size, left) if left % size else size
+    first = torch.arange(left, right, step) // size
+    return step, groups.index_select(1, first)

@@ -1,1 +1,0 @@
-"""Quantised checkpoints: which formats are read, and their weights as tensors."""

@@ -1,0 +1,218 @@
+"""Which quantised formats are read, from `config.json` alone; every other is refused by name.
+
+- fp8 in blocks with `weight_scale_inv` (DeepSeek-V3's README_WEIGHTS.md, Qwen3's FP8 models).
+- compressed-tensors' `float-quantized`, `int-quantized`, `naive-quantized` (a stored value times
+  the scale of its block) and `pack-quantized` (`compressed_tensors/compressors/pack_quantized`).
+- AWQ as AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from ....errors import CheckpointError
+
+_SCALED = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_PACKED_STRATEGIES = ("channel", "group")
+_PACKED_BITS = (4, 8)
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+
+
+class PackLayout(Enum):
+    """How the tensors of one weight are laid out in the files."""
+
+    SCALED = auto()  # weight, and weight_scale or weight_scale_inv
+    PACKED = auto()  # weight_packed along columns, weight_scale, weight_zero_point
+    AWQ = auto()  # qweight of the transposed weight, packed along its columns; qzeros, scales
+    GPTQ = auto()  # qweight of the transposed weight, packed along its rows; qzeros, scales
+
+
+STORED = {
+    PackLayout.SCALED: "weight",
+    PackLayout.PACKED: "weight_packed",
+    PackLayout.AWQ: "qweight",
+    PackLayout.GPTQ: "qweight",
+}
+"""Last part of the name of a weight's codes."""
+SCALES = ("weight_scale_inv", "weight_scale")
+_BESIDE = {
+    "weight": (*SCALES, "weight_zero_point", "input_scale", "activation_scale"),
+    "weight_packed": (
+        "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+    ),
+    "qweight": ("qzeros", "scales", "g_idx"),
+}  # fmt: skip
+"""By it, last parts of names that are no weights of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a checkpoint's weights are quantised."""
+
+    method: str  # as in config.json: fp8, compressed-tensors, awq, gptq
+    description: str
+    block: tuple[int, int] | None = None  # rows and columns of a scale; None: the shapes tell
+    layout: PackLayout = PackLayout.SCALED
+    bits: int = 8
+    adds_one: bool = False  # GPTQ's first format stores zeros less one
+
+    def stored_name(self, name: str, names: Container[str]) -> str | None:
+        """The codes of tensor `name`; None: it is stored as it is."""
+        stem, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            return None
+        if self.layout is PackLayout.SCALED:
+            return name if self.scale_name(name, names) else None
+        stored = f"{stem}.{STORED[self.layout]}"
+        return stored if stored in names else None
+
+    def scale_name(self, name: str, names: Container[str]) -> str | None:
+        """The scale of weight `name`."""
+        stem = name.rpartition(".")[0]
+        if self.layout in (PackLayout.AWQ, PackLayout.GPTQ):
+            return f"{stem}.scales"
+        return next((f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in names), None)
+
+    def weights(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Names of the weights that the stored tensors `names` make up, each with its codes'."""
+        leaf = STORED[self.layout]
+        hidden = _BESIDE[leaf]
+        found = {}
+        for name in names:
+            stem, _, last = name.rpartition(".")
+            if last == leaf:
+                found[f"{stem}.weight"] = name
+            elif last not in hidden or not (
+                self.layout is PackLayout.SCALED or f"{stem}.{leaf}" in names
+            ):
+                found[name] = name
+        return found
+
+
+def find_format(path: Path) -> WeightFormat | None:
+    """How the weights of `path` are quantised; None: not at all.
+
+    Raises:
+        CheckpointError: in a way that is not read; names the format and the field.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # reported by whoever reads the configuration
+    if not isinstance(config, dict):
+        return None
+    inner = config.get("text_config")
+    for each in (config, inner if isinstance(inner, dict) else {}):
+        section = each.get("quantization_config") or each.get("compression_config")
+        if section:
+            return _read(section, path)
+    return None
+
+
+def _read(section: Any, path: Path) -> WeightFormat:
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    allowed = "fp8 (in blocks), compressed-tensors, awq, gptq"
+    known = isinstance(method, str) and method in _READERS
+    _require(known, path, "quant_method", method, allowed)
+    return _READERS[method](section, path)
+
+
+def _read_fp8(section: Any, path: Path) -> WeightFormat:
+    block = _block(section.get("weight_block_size"), path, "weight_block_size")
+    return WeightFormat("fp8", f"fp8 in blocks of {block[0]} x {block[1]}", block)
+
+
+def _read_awq(section: Any, path: Path) -> WeightFormat:
+    bits, group = section.get("bits", 4), section.get("group_size", 128)
+    version = section.get("version", "gemm")
+    _require(bits == 4, path, "bits", bits, "4")
+    _require(str(version).lower() == "gemm", path, "version", version, "gemm")
+    return WeightFormat("awq", f"4 bits in groups of {group}", layout=PackLayout.AWQ, bits=4)
+
+
+def _read_gptq(section: Any, path: Path) -> WeightFormat:
+    bits, group = section.get("bits"), section.get("group_size", -1)
+    kind = section.get("checkpoint_format") or "gptq"
+    _require(bits in (4, 8), path, "bits", bits, "4, 8")
+    _require(kind in _GPTQ_FORMATS, path, "checkpoint_format", kind, ", ".join(_GPTQ_FORMATS))
+    order = ", in the order of activations" if section.get("desc_act") else ""
+    return WeightFormat(
+        "gptq",
+        f"{bits} bits in groups of {group}{order}",
+        layout=PackLayout.GPTQ,
+        bits=bits,
+        adds_one=kind == "gptq",
+    )
+
+
+def _read_compressed(section: Any, path: Path) -> WeightFormat:
+    kind, scheme = section.get("format"), section.get("kv_cache_scheme")
+    groups, packed = section.get("config_groups"), kind == _PACKED
+    _require(kind in (*_SCALED, _PACKED), path, "format", kind, ", ".join((*_SCALED, _PACKED)))
+    _require(scheme is None, path, "kv_cache_scheme", scheme, "null")
+    has_groups = isinstance(groups, dict) and bool(groups)
+    _require(has_groups, path, "config_groups", groups, "a mapping of groups")
+    found, blocks, bits = [], [], 8
+    for name, group in groups.items():
+        weights = (group.get("weights") if isinstance(group, dict) else None) or {}
+        where = f"config_groups.{name}.weights"
+        bits = _check_group(weights, where, packed, path)
+        found.append(f"{weights.get('type', 'int')}{bits} per {weights['strategy']}")
+        block = None
+        if weights["strategy"] == "block":
+            block = _block(weights.get("block_structure"), path, f"{where}.block_structure")
+        blocks.append(block)
+    alike = len({text.split(" ")[0] for text in found}) == 1 and len(set(blocks)) == 1
+    _require(alike, path, "config_groups", ", ".join(found), "groups of one kind")
+    layout = PackLayout.PACKED if packed else PackLayout.SCALED
+    description = f"{kind}: {', '.join(found)}"
+    return WeightFormat("compressed-tensors", description, blocks[0], layout=layout, bits=bits)
+
+
+def _check_group(weights: Mapping[str, Any], where: str, packed: bool, path: Path) -> int:
+    """The bits of a group of modules that is read."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "num_bits": _PACKED_BITS if packed else (8,),
+        "strategy": _PACKED_STRATEGIES if packed else _STRATEGIES,
+    }
+    if packed and "type" in weights:
+        allowed["type"] = ("int",)
+    for key, values in allowed.items():
+        value = weights.get(key)
+        _require(value in values, path, f"{where}.{key}", value, ", ".join(map(str, values)))
+    if not packed:
+        symmetric, order = weights.get("symmetric", True), weights.get("actorder")
+        _require(bool(symmetric), path, f"{where}.symmetric", False, "true")
+        _require(not order, path, f"{where}.actorder", order, "null")
+    return int(weights["num_bits"])
+
+
+def _block(block: Any, path: Path, field: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    pair = block if isinstance(block, list) and len(block) == 2 else (0, 0)
+    is_right = all(type(size) is int and size > 0 for size in pair)
+    _require(is_right, path, field, block, "two block lengths, as [128, 128]")
+    return pair[0], pair[1]
+
+
+def _require(holds: bool, path: Path, field: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise CheckpointError(
+            f"{str(path)!r} is quantised in a way that is not read: quantization_config.{field} is "
+            f"{value!r}, allowed: {allowed}; serve its unquantised original"
+        )
+
+
+_READERS: dict[Any, Callable[[Any, Path], WeightFormat]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+}
