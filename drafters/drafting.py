@@ -20,7 +20,7 @@ from ..config import SpeculationBase
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict
 from .head_drafters import Colocated
-from .protocol import Composite, Drafter, DrafterStats, DraftFault, Health, Reporting
+from .protocol import Composite, Drafter, DrafterStats, DraftFault, Health, NoDrafter, Reporting
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Drafting:
     ) -> None:
         self.drafter = drafter
         self.name = name or drafter.name
-        self.is_idle = not drafter.needs.proposes
+        self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats()
         self._no_guess = replace(tree.EMPTY, source=self.name)

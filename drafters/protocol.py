@@ -80,7 +80,6 @@ class Needs:
 
     shape: Literal["chain", "tree"] = "chain"  # the largest draft shape that it proposes
     probabilities: bool = False  # whether drafts can carry the distributions they were drawn from
-    proposes: bool = True  # whether it ever proposes a draft
 
 
 class Drafter(Protocol):
@@ -315,7 +314,7 @@ class NoDrafter:
     """No speculation: proposes nothing, so that the loop needs no special case."""
 
     name = "none"
-    needs = Needs(proposes=False)
+    needs = Needs()
 
     def open(self, requests: Sequence[Request]) -> None: ...
 

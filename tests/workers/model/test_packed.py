@@ -36,4 +36,4 @@ def test_the_kernel_multiplies_bfloat16_where_onednn_does_not_pack_it(monkeypatc
         expected = module(states)
         assert pack_linears(module, CPU) == 1
         torch.testing.assert_close(module(states), expected, atol=2e-2, rtol=2e-2)
-    assert isinstance(module.forward._project, cpu.PanelProjection)
+    assert isinstance(module.forward.project, cpu.PanelProjection)
