@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,8 +22,8 @@ import typer
 from pydantic import Field
 
 from ..cluster import process
-from ..cluster.local_ray import find_ray
 from ..cluster.serve.args import ServeConfig, check_acceptance
+from ..cluster.serve.front_door import check_certificate, check_port
 from ..errors import ConfigError, EngineDeadError, OutriderError
 from .console import err, note
 from .options import EngineOptions, Options, options_of, serve_section
@@ -91,29 +90,32 @@ class AccessOptions(Options):
 
 _READY_TIMEOUT_S = 1800.0
 _POLL_S = 0.5
+_PORT = 8000
 _SERVE = "Server"
 
 
-class HttpOptions(Options):
-    """Where to listen."""
-
-    panel = _SERVE
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
-
-
 _DeployFields: Any = options_of(
-    ServeConfig, _SERVE, ("num_replicas", "name", "route_prefix", "graceful_shutdown_timeout_s")
+    ServeConfig,
+    _SERVE,
+    (
+        "host",
+        "port",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "num_replicas",
+        "name",
+        "route_prefix",
+        "graceful_shutdown_timeout_s",
+    ),
 )
 
 
 class DeployOptions(_DeployFields):
-    """How the application is deployed; `None` leaves it to the file's `serve:` section."""
+    """Where the server listens and how it is deployed; `None`: as the file's `serve:` section."""
 
 
 def serve(
     engine: EngineOptions,
-    http: HttpOptions,
     deploy: DeployOptions,
     access: AccessOptions,
     checkpoint: Annotated[
@@ -139,18 +141,19 @@ def serve(
         engine = engine.model_copy(update={"model": checkpoint})
     config = engine.resolve(executor="ray")
     check_acceptance(config)
-    section, own_key = access.apply(serve_section(engine, deploy.given()))
-    if find_ray(address) is None:
-        check_port(http.host, http.port)  # else it may be Serve that listens there
-    url = _url(http, section.route_prefix)
+    section, own_key = access.apply(serve_section(engine, {"port": _PORT, **deploy.given()}))
+    if section.port is None:
+        raise ConfigError.at("port", "the command serves on a port of its own; leave null out")
+    check_certificate(section)
+    check_port(section.host, section.port)
+    url = _url(section)
     from ..cluster.serve.deployment import set_detection
 
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
-        os.environ.update(section.connection_limits.variables())  # for a Ray started here
-        set_detection()  # likewise
+        set_detection()  # for a Ray started here
         os.environ[process.VARIABLE] = str(section.hung_after_s)  # likewise
-        begin = partial(_start_serve, section, http, stack)
+        begin = partial(_start_serve, section, stack)
         prepare(config, stack, address=address, num_engines=replicas, on_ray=begin)
         with suppress(KeyboardInterrupt):  # how a server ends
             with err().status("Starting the workers..."):
@@ -168,31 +171,11 @@ def serve(
         )
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises `ConfigError` naming the field where nobody could listen there."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError.at("host", f"{host!r} is no address: {error.strerror}") from None
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(place)
-            probe.listen()
-        except OSError as error:
-            raise ConfigError.at(
-                "port",
-                f"cannot listen on {host}:{port}: {error.strerror}; "
-                "stop what uses it or choose another with --port",
-            ) from None
-
-
-def _url(http: HttpOptions, route_prefix: str) -> str:
+def _url(section: ServeConfig) -> str:
     """Where a client on this machine finds the server."""
-    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, http.host)
-    return f"http://{here}:{http.port}{route_prefix.rstrip('/')}"
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(section.host, section.host)
+    scheme = "http" if section.ssl_certfile is None else "https"
+    return f"{scheme}://{here}:{section.port}{section.route_prefix.rstrip('/')}"
 
 
 @contextmanager
@@ -211,8 +194,8 @@ def _terminable() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _start_serve(section: ServeConfig, http: HttpOptions, stack: ExitStack) -> None:
-    """Starts Serve, unless it runs.
+def _start_serve(section: ServeConfig, stack: ExitStack) -> None:
+    """Starts Serve, unless it runs; without proxies: the ingresses listen themselves.
 
     Raises:
         ConfigError: the application has no room beside what the cluster serves already.
@@ -223,11 +206,9 @@ def _start_serve(section: ServeConfig, http: HttpOptions, stack: ExitStack) -> N
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = running_serve()
     if running is not None:
-        check_room(running, section, http.host, http.port)
-    else:
-        check_port(http.host, http.port)
+        check_room(running, section)
     stack.callback(_quietly, lambda: undeploy(section))
-    start_serve(http.host, http.port)
+    start_serve()
 
 
 def _deploy(config: EngineConfig, section: ServeConfig) -> None:

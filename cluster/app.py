@@ -18,7 +18,7 @@ from ray.serve import Application
 from ..config import EngineConfig
 from .serve.args import ServeConfig, check_acceptance, read_args
 from .serve.ingress import INGRESS, Ingress
-from .serve.models import ENGINE, ServedModel
+from .serve.models import ENGINE, SETTLE_S, ServedModel
 from .serve.ray_llm import read_llm_args
 from .serve.replica import EngineReplica
 
@@ -70,12 +70,13 @@ def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application
             section.resume_max_values,
             model.deployment.health_hold_s,
             model.deployment.hung_after_s,
+            model.deployment.graceful_shutdown_timeout_s,
         )
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=section.num_ingresses,
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
-        graceful_shutdown_timeout_s=section.graceful_shutdown_timeout_s,
+        graceful_shutdown_timeout_s=section.graceful_shutdown_timeout_s + SETTLE_S,
         health_check_period_s=section.health_check_period_s,
         health_check_timeout_s=section.health_check_timeout_s,
         ray_actor_options={"num_cpus": 0},

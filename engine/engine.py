@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -153,24 +154,32 @@ class Engine:
 
     def submit_all(self, requests: Sequence[Request], sink: Sink) -> None:
         """Queues several requests before the same step, or none of them (raises as `submit`)."""
-        constraints = self._structured.compiled(requests)
         outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
+        self.post(requests, sink, outcome.put)
+        error = outcome.get()
+        if error is not None:
+            raise error
+
+    def post(
+        self, requests: Sequence[Request], sink: Sink, done: Callable[[OutriderError | None], None]
+    ) -> None:
+        """As `submit_all`, but does not wait for the step under way to end.
+
+        Args:
+            done: called, mostly in the loop's thread, with why the requests are refused, or None.
+
+        Raises:
+            InvalidRequestError: a grammar does not compile.
+        """
+        constraints = self._structured.compiled(requests)
 
         def add() -> None:
             self._structured.expect(constraints)
-            outcome.put(self._add_all(requests, sink))
+            done(self._add_all(requests, sink))
 
         self._inbox.put(add)
-        while True:
-            try:
-                error = outcome.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if self._failure is not None or not self._thread.is_alive():
-                    reason = self._failure.message if self._failure else "it was shut down"
-                    raise EngineDeadError(f"the engine is down: {reason}") from None
-        if error is not None:
-            raise error
+        if self._failure is not None:  # the loop has ended, or is about to
+            self._refuse_waiting()
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it still runs; its sink gets a last delta."""
@@ -416,6 +425,15 @@ class Engine:
         self._deliver(
             [Delta(id, (), finish_reason="error", error=error.message) for id in self._sinks]
         )
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """Messages that came as the loop ended: their requests are refused."""
+        with suppress(queue.Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if message is not None:
+                    message()
 
 
 def _fault(error: Exception) -> InternalError:

@@ -14,7 +14,7 @@ from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError
-from .connections import ConnectionLimits
+from .front_door import ConnectionLimits
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
 _LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
@@ -47,11 +47,27 @@ def autoscaling(section: DeploymentConfig, max_num_seqs: int) -> dict[str, Any] 
     its own default of 2 would start an engine for every second request.
     """
     given = section.autoscaling_config
-    if given is None and section.num_replicas != "auto":
+    if not section.scales:
         return None
     if section.num_replicas == "auto":
         given = {"min_replicas": 1, "max_replicas": _AUTO_MAX_REPLICAS, **(given or {})}
-    return {"target_ongoing_requests": max_num_seqs, **(given or {})}
+    policy = {"policy_function": f"{__name__}:{by_load.__name__}"}
+    return {"target_ongoing_requests": max_num_seqs, "policy": policy, **(given or {})}
+
+
+LOAD = "requests"
+
+
+def by_load(context: Any) -> tuple[float, dict[str, Any]]:
+    """Serve's autoscaling policy: engines for the requests that they have and that wait for them.
+
+    Serve itself counts its own calls, and requests are none; it bounds, delays and smooths what
+    this returns, as `autoscaling_config` says.
+    """
+    loads = context.aggregated_metrics.get(LOAD, {})
+    if not loads:  # nothing is known yet
+        return context.target_num_replicas, {}
+    return sum(loads.values()) / context.config.get_target_ongoing_requests(), {}
 
 
 class DeploymentConfig(Strict):
@@ -66,8 +82,8 @@ class DeploymentConfig(Strict):
     max_ongoing_requests: int | None = Field(
         None,
         ge=1,
-        description="Requests that an engine has at once, behind which statistics wait, too; "
-        "default: a batch and its queue, or two batches of engines that Serve scales.",
+        description="Requests that an engine gets at once; the others wait in the ingress. "
+        "Default: a batch and its queue, or two batches of engines that Serve scales.",
     )
     max_queued_requests: int | None = Field(
         None, ge=-1, description="Requests queued by an ingress; default: the engine's; -1: any."
@@ -93,6 +109,11 @@ class DeploymentConfig(Strict):
     )
 
     @property
+    def scales(self) -> bool:
+        """Whether Serve decides how many engines there are."""
+        return self.autoscaling_config is not None or self.num_replicas == "auto"
+
+    @property
     def health_hold_s(self) -> float:
         """How long a check is held: up to the next one, and well within the time it may take."""
         return min(_LATER_THAN_NEXT * self.health_check_period_s, self.health_check_timeout_s / 3)
@@ -114,6 +135,15 @@ class ServeConfig(DeploymentConfig):
 
     name: str = Field("outrider", description="Name of the Serve application.")
     route_prefix: str = Field("/", pattern=r"^/", description="Path before /v1.")
+    host: str = Field("127.0.0.1", description="Address that ingresses listen on.")
+    port: int | None = Field(
+        8001,
+        ge=1,
+        le=65535,
+        description="Port that all ingresses of a node share; null: only Serve's proxy listens.",
+    )
+    ssl_certfile: str | None = Field(None, description="Certificate chain in PEM: serve HTTPS.")
+    ssl_keyfile: str | None = Field(None, description="The certificate's private key in PEM.")
     num_ingress_replicas: int | Literal["auto"] = Field(
         "auto", description="Processes that speak HTTP; auto: 2, or 1 if keys can have limits."
     )
@@ -148,6 +178,8 @@ class ServeConfig(DeploymentConfig):
             raise at_key(
                 "num_ingress_replicas", f"num_ingress_replicas ({count}) must be at least 1"
             )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise at_key("ssl_certfile", "ssl_keyfile needs ssl_certfile as well")
         return self
 
     @property

@@ -1,7 +1,7 @@
 """The application on a cluster's Serve: what is there already, deploying, and taking it down.
 
-A cluster has one Serve with one HTTP port; applications share it under names and routes of their
-own, and none of them may touch another.
+A cluster has one Serve; applications share it under names, routes and ports of their own, and none
+of them may touch another.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _OWN_ERROR = re.compile(r"outrider\.errors\.(\w+): (.+)")
 
 @dataclass(frozen=True, slots=True)
 class RunningServe:
-    """The Serve that a cluster has."""
+    """The Serve that a cluster has, and the port of its own proxies."""
 
-    host: str
     port: int
     routes: dict[str, str] = field(default_factory=dict)  # application -> route prefix
 
@@ -52,42 +51,36 @@ def running_serve() -> RunningServe | None:
         for name, each in applications
         if each.get("status") != ApplicationStatus.DELETING
     }
-    return RunningServe(str(http.get("host", "")), int(http.get("port", 0)), routes)
+    return RunningServe(int(http.get("port", 0)), routes)
 
 
-def check_room(running: RunningServe, section: ServeConfig, host: str, port: int) -> None:
+def check_room(running: RunningServe, section: ServeConfig) -> None:
     """Whether another application fits beside those of a running Serve.
 
     Raises:
         ConfigError: names the field, and the application that has what was asked for.
     """
-    others = ", ".join(f"{name!r} at {route}" for name, route in running.routes.items())
     if section.name in running.routes:
         raise ConfigError.at(
             "name",
             f"this cluster already serves an application {section.name!r} at "
-            f"{running.routes[section.name]} (port {running.port}); "
-            "give this one another --name and --route-prefix",
+            f"{running.routes[section.name]}; "
+            "give this one another --name, --port and --route-prefix",
         )
     for name, route in running.routes.items():
         if route == section.route_prefix:
             raise ConfigError.at(
                 "route_prefix",
-                f"{route} belongs to the application {name!r} on this cluster "
-                f"(port {running.port}); give this one another --route-prefix",
+                f"{route} belongs to the application {name!r} on this cluster"
+                "; give this one another --route-prefix",
             )
-    for key, mine, theirs in (("port", port, running.port), ("host", host, running.host)):
-        if mine != theirs and not (key == "host" and theirs == "0.0.0.0"):
-            raise ConfigError.at(
-                key,
-                f"Serve on this cluster listens on {running.host}:{running.port} for all "
-                f"its applications ({others or 'none now'}), not on {mine}; give --{key} {theirs}",
-            )
+    if section.port == running.port:
+        raise ConfigError.at("port", f"Serve's own proxies use {section.port} on this cluster")
 
 
-def start_serve(host: str, port: int) -> None:
-    """Starts Serve's own processes, unless the cluster has them, and waits for them."""
-    serve.start(http_options={"host": host, "port": port})
+def start_serve() -> None:
+    """Starts Serve's controller, unless the cluster has one. Without proxies: nobody needs them."""
+    serve.start(proxy_location="Disabled")
 
 
 def deploy(application: Application, section: ServeConfig) -> None:
@@ -180,8 +173,7 @@ def _own_error(messages: list[str]) -> OutriderError | None:
 # How soon deaths are noticed by the Ray that `outrider serve` starts. One that runs already has
 # what `ray start` was given; `docs/operations.md` lists the variables.
 DETECTION = {
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",  # a proxy is replaced after three failures
-    # An engine's answers to all ingresses wait behind those to one that died, one after the other,
+    # A process's answers to all callers wait behind those to one that died, one after the other,
     # each for this time (whole seconds) and for the check behind it.
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",

@@ -1,39 +1,45 @@
-"""Tokens to the edge: one socket per pair of engine replica and ingress, one message per step.
+"""The engine's end of its sockets to ingresses: requests in, tokens out, one message per step.
 
-An ingress listens (`EdgeListener`); a replica that gets a request from it connects back once
-(`EdgeLink`, a sink of the engine) and pushes each step's deltas for all of that ingress's requests
-together. Control stays with Ray: see `serve_client.py`.
+An engine's replica listens (`EngineDoor`), and each ingress connects to it once (`engines.py`). An
+ingress's frame has the commands of one turn of its event loop; an engine's frame has the deltas of
+one step for all requests of that ingress, failures, answers, and how many requests the engine has.
+Serve carries none of it: it places, replaces and lists the replicas.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import queue
+import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 
-from ...errors import WorkerDiedError, WorkerError
-from ...scheduler.types import Delta, SpeculationUsage
+from ... import errors
+from ...errors import InternalError, OutriderError, WorkerDiedError, WorkerError
+from ...scheduler.types import Delta, Request, SpeculationUsage
 from ...workers.transport import framing
 from ...workers.transport.wire import decode, encode
 from ..process import start_thread
-from .frames import FrameListener, FrameProtocol
 from .resume_tokens import TokenStore
 
+if TYPE_CHECKING:
+    from ...engine.engine import Engine
+
 log = logging.getLogger(__name__)
-_CONNECT_TIMEOUT_S = 10.0
-MAX_WAITING_DELTAS = 1 << 16  # for one ingress: seconds of a full batch's tokens
+RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
+LEAVING = -1  # in place of its load: the engine takes no more requests
+MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
+_ACCEPT_POLL_S = 1.0
+_PUBLISH_S = 0.02  # between two messages to an ingress that have nothing but the load
 # What of a delta, and of its usage, a flat list has.
 _FLAT = attrgetter(
     "request_id",
@@ -44,27 +50,41 @@ _FLAT = attrgetter(
     "num_cached_tokens",
 )
 _USAGE = attrgetter(*(each.name for each in fields(SpeculationUsage)))
+Failure = tuple[str, str, str, str | None]  # request, kind of error, message, field
+Answer = tuple[int, bytes | None, str]  # number, what `wire.encode` makes of it, or the error
 
 
-def encode_deltas(deltas: Sequence[Delta]) -> bytes:
-    """For `decode_deltas`. The common delta, tokens and counts, is a flat list, others are records.
-
-    A record of `workers/transport/wire.py` costs some 20 us to encode and as much to decode, a flat
-    list 1 us; a full batch sends one delta per sequence and step.
-    """
-    return bytes(msgpack.packb([_flat(delta) for delta in deltas], use_bin_type=True))
+class EdgeLostError(WorkerError):
+    """The connection between an engine and an ingress broke; the request can be sent again."""
 
 
-def decode_deltas(data: bytes) -> list[Delta]:
-    """The deltas in `data`.
+@dataclass(frozen=True, slots=True)
+class FromEngine:
+    """One frame of an engine."""
 
-    Raises:
-        WorkerError: `data` is malformed.
-    """
-    try:
-        return [_delta(given) for given in msgpack.unpackb(data, raw=False)]
-    except (msgpack.UnpackException, ValueError, TypeError) as error:
-        raise WorkerError(f"malformed message of {len(data)} bytes: {error}") from None
+    load: int
+    deltas: Sequence[Delta] = ()
+    failures: Sequence[Failure] = ()
+    answers: Sequence[Answer] = ()
+
+    def encoded(self) -> bytes:
+        """The common delta, tokens and counts, is a flat list, others are records.
+
+        A record of `workers/transport/wire.py` costs some 20 us to encode and as much to decode, a
+        flat list 1 us; a full batch sends one delta per sequence and step.
+        """
+        deltas = [_flat(delta) for delta in self.deltas]
+        whole = (self.load, deltas, self.failures, self.answers)
+        return bytes(msgpack.packb(whole, use_bin_type=True))
+
+    @classmethod
+    def decoded(cls, data: bytes) -> FromEngine:
+        """Raises `WorkerError` where `data` is malformed."""
+        try:
+            load, deltas, failures, answers = msgpack.unpackb(data, raw=False)
+            return cls(load, [_delta(given) for given in deltas], failures, answers)
+        except (msgpack.UnpackException, ValueError, TypeError) as error:
+            raise WorkerError(f"malformed message of {len(data)} bytes: {error}") from None
 
 
 def _flat(delta: Delta) -> list[Any] | bytes:
@@ -88,223 +108,304 @@ def _delta(given: list[Any] | bytes) -> Delta:
     return Delta(request_id, ids, num_accepted, reason, stop_token_id, (), num_cached, usage)
 
 
-class EdgeLostError(WorkerError):
-    """The connection between a replica and an ingress broke; the request can be sent again."""
+def error_of(name: str, message: str, field: str | None) -> OutriderError:
+    """The error that a failure stands for."""
+    kind = getattr(errors, name, WorkerError)
+    return cast("OutriderError", kind(message, field=field))
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyTo:
-    """The address to which tokens for an ingress are sent."""
-
-    ingress: str
-    node: str
-    unix: framing.Address
-    tcp: framing.Address
-    secret: bytes
-
-
-class Inbox:
-    """The deltas of one request, for one reader; None among them is that reader's own mark.
-
-    An `asyncio.Queue` with what one reader needs: it is woken once per token.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[Delta | None] = deque()
-        self._reader: asyncio.Future[None] | None = None
-
-    def put_nowait(self, item: Delta | None) -> None:
-        self._items.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> Delta | None:
-        while not self._items:
-            self._reader = self._loop.create_future()
-            await self._reader
-        return self._items.popleft()
-
-
-class EdgeListener:
-    """The ingress's side: deltas of any replica, given out by request.
+class EngineDoor:
+    """Takes connections of ingresses to one engine, on a Unix socket and on TCP.
 
     Args:
-        ingress: a name that no other ingress has.
-        node: the node's id; replicas there use the Unix socket.
-        host: this node's address, for replicas elsewhere.
-        loop: the event loop that the requests' queues belong to.
+        report: what is answered to an ingress that asks for the engine's statistics.
+        host: this node's address, for ingresses elsewhere.
+        node: the node's id; ingresses there use the Unix socket.
+        folder: for the Unix socket; None is the folder for temporary files.
     """
 
-    def __init__(self, ingress: str, node: str, host: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queues: dict[str, Inbox] = {}
-        self._listener = FrameListener(host, loop, lambda: FrameProtocol(self._give_out, _ended))
-        unix, tcp, secret = self._listener.unix, self._listener.tcp, self._listener.secret
-        self.reply_to = ReplyTo(ingress, node, unix, tcp, secret)
+    def __init__(
+        self,
+        engine: Engine,
+        store: TokenStore,
+        report: Callable[[], Any],
+        host: str,
+        node: str = "",
+        folder: str | None = None,
+    ) -> None:
+        self.engine, self.store = engine, store
+        self.verbs: dict[str, Callable[..., Any]] = {
+            "report": report,
+            "count_resumable": store.count,
+            "take": self._take,
+        }
+        # Grammars are compiled, and statistics of other processes awaited, off the readers.
+        self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
+        self._links: list[EdgeLink] = []
+        self._closed, self._changed = threading.Event(), threading.Event()
+        self._is_leaving = False
+        secret = secrets.token_bytes(32)
+        self._servers = [framing.listen(None, folder)]
+        try:
+            self._servers.append(framing.listen(host))
+        except OSError:
+            self.shutdown()
+            raise
+        self.address = {  # plain values, for Serve's list of replicas
+            "node": node,
+            "unix": list(self._servers[0][1]),
+            "tcp": list(self._servers[1][1]),
+            "secret": secret.hex(),
+        }
+        for server, _ in self._servers:
+            start_thread("accept", self._accept, framing.Acceptor(server, secret))
+        start_thread("edge-load", self._publish)
 
-    def open(self, request_id: str) -> Inbox:
-        """Where the deltas of one request will come."""
-        opened = Inbox(self._loop)
-        self._queues[request_id] = opened
-        return opened
+    @property
+    def num_requests(self) -> int:
+        """Requests of all ingresses that have not ended."""
+        return sum([len(link.requests) for link in self._links])
 
-    def close(self, request_id: str) -> None:
-        """Forgets a request; what still comes for it is dropped."""
-        self._queues.pop(request_id, None)
+    @property
+    def num_expected(self) -> float:
+        """`num_requests`, and this engine's share of those that wait in ingresses."""
+        return self.num_requests + sum([link.num_waiting for link in self._links])
+
+    @property
+    def load(self) -> int:
+        """What ingresses are told: `num_requests`, or that the engine is about to end."""
+        return LEAVING if self._is_leaving else self.num_requests
+
+    def changed(self) -> None:
+        """The load is another; ingresses that get no deltas now learn of it soon."""
+        self._changed.set()
+
+    def leave(self) -> None:
+        """Asks ingresses to send no more requests; those that run go on."""
+        self._is_leaving = True
+        self.changed()
 
     def shutdown(self) -> None:
-        """Stops listening."""
-        self._listener.shutdown()
+        """Stops listening, and hangs up: requests that still run are replayed elsewhere."""
+        self._closed.set()
+        self._changed.set()
+        for server, address in self._servers:
+            server.close()
+            framing.unlink(address)
+        for link in [*self._links]:
+            link.close()
 
-    def _give_out(self, message: bytes) -> None:
-        for delta in decode_deltas(message):
-            waiting = self._queues.get(delta.request_id)
-            if waiting is not None:
-                waiting.put_nowait(delta)
+    def forget(self, link: EdgeLink) -> None:
+        """The link is lost."""
+        with contextlib.suppress(ValueError):
+            self._links.remove(link)
+        self.changed()
 
+    def _take(self, stream_id: str, owner: str) -> Any:
+        """What is kept of a resumable stream; its requests end here."""
+        taken, running = self.store.take(stream_id, owner)
+        for request_id in running:
+            self.engine.abort(request_id)
+        return {index: (t.token_ids, t.logprobs, t.finish_reason, t.stop_token_id)
+                for index, t in taken.items()}  # fmt: skip
 
-def _ended(error: Exception | None) -> None:
-    log.info("a replica's connection has ended: %s", error)
+    def _accept(self, acceptor: framing.Acceptor) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = acceptor.next(_ACCEPT_POLL_S)
+            except TimeoutError:
+                continue
+            except (OSError, ValueError) as error:  # for example out of file descriptors
+                if not self._closed.wait(_ACCEPT_POLL_S):
+                    log.warning("a connection was not accepted: %s", error)
+                continue
+            self._links.append(EdgeLink(connection, self))
+            self.changed()
+
+    def _publish(self) -> None:
+        while not self._closed.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            for link in [*self._links]:
+                link.tell_load()
+            self._closed.wait(_PUBLISH_S)
 
 
 class EdgeLink:
-    """The replica's side: a sink for all requests of one ingress.
+    """One ingress's connection: a sink of the engine for all of its requests.
 
-    The engine's loop writes what the socket takes at once. The rest, and what comes behind it, is
-    written by a thread, what piles up meanwhile as one message, so that the loop never waits.
-    Another thread notices when the ingress is gone. One that does not read is given up at
-    `MAX_WAITING_DELTAS`: its requests fail here with `EdgeLostError`, and it replays them from the
-    tokens that it has once it reads again.
-
-    Raises:
-        EdgeLostError: the ingress cannot be reached from here; from another replica it may be.
+    The engine's loop writes what the socket takes at once; a thread writes the rest and what comes
+    behind it, so that the loop never waits. An ingress that does not read is given up at
+    `MAX_WAITING_BYTES`: its requests end here, and it replays them from the tokens that it has once
+    it reads again. So it is with one that is gone.
     """
 
-    def __init__(self, reply_to: ReplyTo, node: str, store: TokenStore | None = None) -> None:
-        address = reply_to.unix if reply_to.node == node else reply_to.tcp
-        self._store = store
-        try:
-            self._socket = framing.connect(address, reply_to.secret, _CONNECT_TIMEOUT_S)
-        except OSError as error:
-            raise EdgeLostError(f"the ingress cannot be reached at {address}: {error}") from None
-        # What is left of a frame that was written in part, or nothing; and the deltas.
-        self._outbox: queue.SimpleQueue[tuple[bytes, list[Delta]] | None] = queue.SimpleQueue()
-        self._num_put = self._num_taken = 0  # deltas; each counted by one thread alone
-        self._pending: dict[str, Future[Delta]] = {}
-        self._lock = threading.Lock()
-        self._lost = False
-        for name, target in (("write", self._write), ("watch", self._watch)):
+    def __init__(self, connection: socket.socket, door: EngineDoor) -> None:
+        self.requests: set[str] = set()
+        self.num_waiting = 0.0  # this engine's share of what waits in the ingress
+        self.lost = False
+        self._socket, self._door = connection, door
+        self._told_load = 0
+        # Frames that the socket did not take yet; and whether the thread writes one now.
+        self._outbox: deque[bytes] = deque()
+        self._num_bytes, self._writes = 0, False
+        self._changed = threading.Condition()
+        for name, target in (("write", self._write), ("read", self._read)):
             start_thread(f"edge-{name}", target)
 
-    @property
-    def lost(self) -> bool:
-        return self._lost
-
-    def expect(self, request_id: str) -> Future[Delta]:
-        """Done with the last delta once that has been sent; fails where the link is lost."""
-        future: Future[Delta] = Future()
-        with self._lock:
-            if self._lost:
-                raise EdgeLostError("the connection to the ingress is lost")
-            self._pending[request_id] = future
-        return future
-
-    def forget(self, request_id: str) -> None:
-        """Expects nothing more of a request, which may never have begun."""
-        with self._lock:
-            self._pending.pop(request_id, None)
-
     def deliver(self, deltas: list[Delta]) -> None:
-        if self._store is not None:
-            self._store.record(deltas)  # before any of them can reach a client
-        if self._lost:
-            return
-        if self._num_put == self._num_taken:  # the thread has nothing to write
-            self._write_at_once(deltas)
-            return
-        self._num_put += len(deltas)
-        if self._num_put - self._num_taken > MAX_WAITING_DELTAS:
-            log.warning("an ingress does not read its tokens; its requests end here")
-            self.close()
-            return
-        self._outbox.put((b"", deltas))
+        """The engine's loop has emitted these."""
+        self._door.store.record(deltas)  # before any of them can reach a client
+        ended = [each.request_id for each in deltas if each.finish_reason is not None]
+        failed = [each for each in deltas if each.finish_reason == "error"]
+        failures = [(each.request_id, *self._why(each)) for each in failed]
+        self.requests.difference_update(ended)
+        sent = [each for each in deltas if each.finish_reason != "error"] if failed else deltas
+        self._send(sent, failures)
+        self._release(ended)
+
+    def tell_load(self) -> None:
+        """Sends the load where the ingress knows another."""
+        if self._told_load != self._door.load:
+            self._send()
 
     def close(self) -> None:
-        """Hangs up; requests that still run fail with `EdgeLostError`."""
-        with self._lock:
-            self._lost = True
-            pending, self._pending = self._pending, {}
-        self._outbox.put(None)
+        """Hangs up, and ends the requests that still run."""
+        with self._changed:
+            if self.lost:
+                return
+            self.lost = True
+            self._outbox.clear()
+            self._changed.notify()
         # A thread in `recv` is woken by `shutdown`, not by `close`.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for future in pending.values():
-            _settle(partial(future.set_exception, EdgeLostError("the ingress is gone")))
+        self._door.forget(self)
+        running, self.requests = self.requests, set()
+        for request_id in running:
+            self._door.engine.abort(request_id)
+        self._release(running)
 
-    def _write_at_once(self, deltas: list[Delta]) -> None:
-        frame = framing.frame(_encoded(deltas))
+    def _why(self, delta: Delta) -> tuple[str, str, str | None]:
+        """The failure of a request whose steps failed, or whose engine did."""
         try:
-            num_sent = self._socket.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            num_sent = 0
-        except OSError as error:
-            log.warning("the connection to an ingress is lost: %s", error)
+            self._door.engine.check()
+        except OutriderError as error:
+            return type(error).__name__, error.message, error.field
+        return WorkerError.__name__, delta.error or "the step of this request failed", None
+
+    def _release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._door.store.release(request_id)
+            self._door.changed()
+
+    def _send(
+        self,
+        deltas: Sequence[Delta] = (),
+        failures: Sequence[Failure] = (),
+        answers: Sequence[Answer] = (),
+    ) -> None:
+        self._told_load = load = self._door.load
+        frame = framing.frame(FromEngine(load, deltas, failures, answers).encoded())
+        with self._changed:
+            if self.lost:
+                return
+            if not self._writes and not self._outbox:
+                with contextlib.suppress(OSError):  # full; or lost, which the reader finds, too
+                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+                if not frame:
+                    return
+            self._outbox.append(frame)
+            self._num_bytes += len(frame)
+            is_stuck = self._num_bytes > MAX_WAITING_BYTES
+            self._changed.notify()
+        if is_stuck:
+            log.warning("an ingress does not read its tokens; its requests end here")
             self.close()
-            return
-        if num_sent == len(frame):
-            self._settle_finished(deltas)
-        else:
-            self._num_put += len(deltas)
-            self._outbox.put((frame[num_sent:], deltas))
 
     def _write(self) -> None:
-        try:
-            while True:
-                item = self._outbox.get()
-                if item is None:
+        while True:
+            with self._changed:
+                self._writes = False
+                while not self._outbox and not self.lost:
+                    self._changed.wait()
+                if self.lost:
                     return
-                rest, deltas = item
-                if not rest:
-                    deltas = [*deltas]
-                    while not self._outbox.empty():
-                        more = self._outbox.get()
-                        if more is None:
-                            return
-                        assert not more[0], "written at once behind others"
-                        deltas += more[1]
-                    rest = framing.frame(_encoded(deltas))
-                self._socket.sendall(rest)
-                self._num_taken += len(deltas)
-                self._settle_finished(deltas)
-        except OSError as error:
-            log.warning("the connection to an ingress is lost: %s", error)
-            self.close()
-
-    def _settle_finished(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                with self._lock:
-                    future = self._pending.pop(delta.request_id, None)
-                if future is not None:
-                    _settle(partial(future.set_result, delta))
-
-    def _watch(self) -> None:
-        try:
-            while True:
-                framing.receive(self._socket)  # an ingress sends nothing; this returns at its end
-        except (OSError, WorkerDiedError):
-            if not self._lost:
+                frame, self._writes = self._outbox.popleft(), True
+                self._num_bytes -= len(frame)
+            try:
+                self._socket.sendall(frame)
+            except OSError as error:
+                log.warning("the connection to an ingress is lost: %s", error)
                 self.close()
+                return
 
+    def _read(self) -> None:
+        verbs: dict[int, Callable[..., None]] = {
+            RUN: self._run,
+            ABORT: self._abort,
+            ASK: self._ask,
+            WAITING: self._wait,
+        }
+        try:
+            reader = framing.FrameReader(self._socket)
+            while True:
+                for verb, *arguments in msgpack.unpackb(reader.receive(), raw=False):
+                    verbs[verb](*arguments)
+        except (OSError, WorkerDiedError):
+            if not self.lost:
+                log.info("an ingress has closed its connection")
+        except Exception:
+            log.exception("an ingress's connection is closed: its message cannot be read")
+        self.close()
 
-def _encoded(deltas: list[Delta]) -> bytes:
-    """Without failures: the pending call raises those, with their types."""
-    return encode_deltas([delta for delta in deltas if delta.error is None])
+    def _run(self, body: bytes) -> None:
+        request = decode(body)
+        assert isinstance(request, Request)
+        self.requests.add(request.id)
+        self._door.changed()
+        self._door.store.begin(request)
+        if request.sampling.structured_outputs is None:
+            self._post(request)
+        else:
+            self._door.threads.submit(self._post, request)
 
+    def _post(self, request: Request) -> None:
+        posted = partial(self._posted, request.id)
+        try:
+            self._door.engine.post([request], self, posted)
+        except OutriderError as error:
+            posted(error)
+        except Exception as error:
+            log.exception("request %s was not read", request.id)
+            reason = f"the server failed to handle this request: {type(error).__name__}"
+            posted(InternalError(reason))
 
-def _settle(call: Callable[[], None]) -> None:
-    """A future whose waiter was cancelled takes no result."""
-    with contextlib.suppress(InvalidStateError):
-        call()
+    def _posted(self, request_id: str, error: OutriderError | None) -> None:
+        """The engine has queued the request, or refused it."""
+        if error is not None:
+            self.requests.discard(request_id)
+            failure = (request_id, type(error).__name__, error.message, error.field)
+            self._send(failures=[failure])
+            self._release([request_id])
+        elif self.lost:
+            self._door.engine.abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._door.engine.abort(request_id)
+
+    def _ask(self, number: int, verb: str, *arguments: Any) -> None:
+        self._door.threads.submit(self._answer, number, verb, arguments)
+
+    def _answer(self, number: int, verb: str, arguments: tuple[Any, ...]) -> None:
+        answer: Answer
+        try:
+            answer = (number, encode(self._door.verbs[verb](*arguments)), "")
+        except Exception as error:
+            log.exception("%s was not answered", verb)
+            answer = (number, None, f"{type(error).__name__}: {error}")
+        self._send(answers=[answer])
+
+    def _wait(self, num_waiting: float) -> None:
+        self.num_waiting = num_waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import ray
 from fastapi import FastAPI
 from ray import serve
@@ -18,13 +19,12 @@ from ...engine.statistics import EngineInfo
 from ..process import keep_trimmed, start_watchdog, without_torch
 from .access.access import Access
 from .args import ServeConfig
-from .connections import install
-from .edge import EdgeListener
+from .engines import Engines, register
+from .front_door import FrontDoor
 from .metrics import EdgeMetrics
 from .models import HeldCheck, ServedModel
 from .openai.resuming import ResumePolicy
 from .openai.routes import Edge, build_http
-from .relay import IngressRelay
 from .serve_client import ServeClient
 from .telemetry import Tracing, configure_logging
 
@@ -50,38 +50,49 @@ class Ingress:
         self._models = [ServedModel.load(each) for each in models]
         self._section = ServeConfig(**section)
         start_watchdog(self._section.hung_after_s)
-        install(self._section.connection_limits)  # where Serve has replicas listen themselves
         self._access = Access(self._section.access, self._section.num_ingresses)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._metrics = {each.name: EdgeMetrics(each.name, self._name) for each in self._models}
         configure_logging(self._models[0].config.log_format)
         endpoint = self._section.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing.to(endpoint)
-        self._listener: EdgeListener | None = None
+        self._clients: list[Engines] = []
+        self._door: FrontDoor | None = None
+        self._app: FastAPI | None = None
         self._health = HeldCheck(self._section.health_hold_s)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, in the replica's event loop; it waits for all engines to be up."""
         handles = [self._engines[each.name] for each in self._models]
         loading = asyncio.create_task(self._tokenizers())
+        clients = [self._follow(*each) for each in zip(self._models, handles, strict=True)]
         infos: list[EngineInfo] = await asyncio.gather(*(each.info.remote() for each in handles))
         tokenizers = await loading
-        self._listener = EdgeListener(
-            self._name,
-            ray.get_runtime_context().get_node_id(),
-            ray.util.get_node_ip_address(),
-            asyncio.get_running_loop(),
-        )
-        siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
         edges = []
-        for model, engines, *found in zip(self._models, handles, infos, tokenizers, strict=True):
-            replayed = self._metrics[model.name].replayed
-            client = ServeClient(engines, siblings, self._listener, replayed)
+        for model, client, *found in zip(self._models, clients, infos, tokenizers, strict=True):
             frontend = await asyncio.to_thread(Frontend, model.config, *found)
             edges.append(self._edge(model, client, frontend))
-        app = build_http(*edges)
-        app.add_middleware(IngressRelay, node=ray.get_runtime_context().get_node_id())
+        self._app = app = build_http(*edges)
+        if self._section.port is not None:
+            cluster = ray.get_runtime_context().gcs_address
+            owner = f"outrider {cluster} {serve.get_replica_context().app_name}"
+            self._door = FrontDoor(app, self._section, owner)
+            await self._door.open()
         return app
+
+    def _follow(self, model: ServedModel, handle: DeploymentHandle[Any]) -> ServeClient:
+        """A client of a model's engines, whichever there are."""
+        engines = Engines(
+            handle,
+            ray.get_runtime_context().get_node_id(),
+            max_each=model.max_each,
+            max_waiting=model.max_waiting,
+            slack=max(1, model.config.max_num_seqs // 4),
+        )
+        register(str(handle.deployment_id), engines)
+        self._clients.append(engines)
+        siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
+        return ServeClient(engines, siblings, self._metrics[model.name].replayed)
 
     async def _tokenizers(self) -> list[Any]:
         """Of the models, loaded while the engines start."""
@@ -110,6 +121,8 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Serve calls this."""
+        if self._door is not None:
+            self._door.check()
         await self._health.hold()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -120,7 +133,25 @@ class Ingress:
         """This edge's metrics, for the edge that collects those of all."""
         return [family for each in self._metrics.values() for family in each.families()]
 
-    def __del__(self) -> None:
-        listener = getattr(self, "_listener", None)
-        if listener is not None:
-            listener.shutdown()
+    async def post(self, path: str, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
+        """For other applications, which have a handle: the JSON answer at `path`, and its status.
+
+        Args:
+            key: an API key, where the server has any.
+        """
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        assert self._app is not None
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://ingress", timeout=None
+        ) as client:
+            answer = await client.post(path, json=body, headers=headers)
+        return {"status": answer.status_code, "body": answer.json()}
+
+    async def __del__(self) -> None:
+        """Serve calls this as the replica ends."""
+        door: FrontDoor | None = getattr(self, "_door", None)
+        if door is not None:
+            await door.close()
+        for engines in getattr(self, "_clients", []):
+            engines.close()

@@ -10,7 +10,8 @@ from ...config import EngineConfig
 from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
-_CALLS_BESIDE = 64  # that are not for completions
+SETTLE_S = 5.0  # that Serve waits beyond the time that running requests have
+_ROUTER = "outrider.cluster.serve.engines:EngineRouter"
 
 
 class HeldCheck:
@@ -70,27 +71,32 @@ class ServedModel:
             return self.config.max_queued_requests
         return max(1, queued) if queued >= 0 else None
 
+    @property
+    def max_each(self) -> int | None:
+        """Requests that an engine gets at once; None: as many as its own queue takes."""
+        config, section = self.config, self.deployment
+        if section.max_ongoing_requests is not None or not section.scales:
+            return section.max_ongoing_requests
+        # Enough waits in the engine to fill its next batch; engines to come share the rest.
+        return config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that wait in an ingress for an engine with room; negative: any number."""
+        queued = self.deployment.max_queued_requests
+        return self.config.max_queued_requests if queued is None else queued
+
     def serve_options(self) -> dict[str, Any]:
         """Arguments of `serve.deployment` for the engines."""
-        config, section = self.config, self.deployment
-        queued = section.max_queued_requests
-        scale: dict[str, Any] = {"num_replicas": section.num_replicas}
-        scaling = autoscaling(section, config.max_num_seqs)
-        if scaling is not None:
-            scale = {"autoscaling_config": scaling}
-            # Enough waits in the engine to fill its next batch; engines to come share the rest.
-            ongoing = config.max_num_seqs + min(config.max_num_seqs, config.max_queued_requests)
-        else:
-            # The engine itself refuses what its queue cannot hold, so Serve's limit is never
-            # reached, behind which questions for statistics would wait, too.
-            ongoing = config.max_num_seqs + config.max_queued_requests + _CALLS_BESIDE
+        section = self.deployment
+        scaling = autoscaling(section, self.config.max_num_seqs)
+        fixed = {"num_replicas": section.num_replicas}
         return {
-            "max_ongoing_requests": section.max_ongoing_requests or ongoing,
-            "max_queued_requests": config.max_queued_requests if queued is None else queued,
+            "request_router_config": {"request_router_class": _ROUTER},
             "health_check_period_s": section.health_check_period_s,
             "health_check_timeout_s": section.health_check_timeout_s,
-            "graceful_shutdown_timeout_s": section.graceful_shutdown_timeout_s,
+            "graceful_shutdown_timeout_s": section.graceful_shutdown_timeout_s + SETTLE_S,
             "ray_actor_options": {"num_cpus": 0, **section.ray_actor_options},
             "user_config": section.user_config,
-            **scale,
+            **(fixed if scaling is None else {"autoscaling_config": scaling}),
         }

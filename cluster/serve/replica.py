@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -17,16 +18,19 @@ from ...engine.engine import Engine
 from ...engine.statistics import EngineInfo
 from ...errors import OutriderError, WorkerError
 from ...scheduler.sampling import SamplingParams
-from ...scheduler.types import Delta, Request, ints
-from ...workers.transport.wire import decode
+from ...scheduler.types import Request, ints
 from ..backend import backend_of
 from ..keeper import Successors
 from ..process import keep_trimmed, start_watchdog, without_torch
-from .edge import EdgeLink, ReplyTo
+from .args import LOAD
+from .edge import EngineDoor
 from .models import HeldCheck
 from .openai.engine_client import LocalClient
-from .resume_tokens import ResumeTokens, TokenStore
+from .resume_tokens import TokenStore
 from .telemetry import configure_logging
+
+_DRAIN_POLL_S = 0.1
+_MAX_FOLDER_LEN = 75  # of 107 bytes that a Unix socket's path may have
 
 
 class EngineReplica:
@@ -43,18 +47,16 @@ class EngineReplica:
         resume_max_values: int = 1,
         health_hold_s: float = 0.0,
         hung_after_s: float = 0.0,
+        drain_s: float = 0.0,
     ) -> None:
         start_watchdog(hung_after_s)
         keep_trimmed()
         self._engine: Engine | None = None
+        self._door: EngineDoor | None = None
         self._store = TokenStore(resume_window_s, resume_max_values)
-        self._links: dict[str, EdgeLink] = {}
-        self._node = ray.get_runtime_context().get_node_id()
+        self._drain_s = drain_s
         self._health = HeldCheck(health_hold_s)
         replica = serve.get_replica_context().replica_id
-        self._name = replica.unique_id
-        # `submit` waits for the step under way to end: not on the event loop.
-        self._threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-submit")
         config = EngineConfig.load(settings)
         configure_logging(config.log_format)
         with without_torch(unless=_may_compute(config)):
@@ -64,57 +66,33 @@ class EngineReplica:
         engine = Engine.start(config, backend_of(config, successors))
         self._engine = engine
         _decode_one_token(engine)
+        node = ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address()
+        self._door = EngineDoor(engine, self._store, self._report, host, node, sockets_folder())
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve calls this once, and tells every ingress where the engine listens."""
+        assert self._door is not None
+        return self._door.address
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this now and then, for `by_load`."""
+        return {LOAD: 0.0 if self._door is None else float(self._door.num_expected)}
 
     async def info(self) -> EngineInfo:
         return self._alive().info
 
-    async def generate(self, body: bytes, reply_to: ReplyTo) -> None:
-        """Returns when the request's last delta has been sent; cancelling it aborts the request.
+    async def wake(self) -> None:
+        """Returns once there is an engine: a call that waits makes Serve start one."""
 
-        Raises:
-            InvalidRequestError, OverloadedError, WorkerError, EngineDeadError, EdgeLostError.
-        """
-        engine, request = self._alive(), decode(body)
-        assert isinstance(request, Request)
-        link = await self._link(reply_to)
-        last = link.expect(request.id)
-        self._store.begin(request)
-        submitted = self._threads.submit(engine.submit, request, link)
-        finished = False
-        try:
-            await asyncio.shield(asyncio.wrap_future(submitted))
-            delta: Delta = await asyncio.wrap_future(last)
-            finished = True
-            if delta.finish_reason == "error":
-                engine.check()
-                raise WorkerError(delta.error or "the step of this request failed")
-        finally:
-            link.forget(request.id)
-            if not finished:
-                # Behind the submission, should it still be under way.
-                submitted.add_done_callback(lambda _: engine.abort(request.id))
-            self._store.release(request.id)
-
-    async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
-        """How many tokens of a resumable stream's completions are kept here."""
-        return self._store.count(stream_id, owner)
-
-    async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
-        """What is kept of a resumable stream; its requests end here."""
-        taken, running = self._store.take(stream_id, owner)
-        for request_id in running:
-            self._alive().abort(request_id)
-        return taken
-
-    async def report(self) -> tuple[str, dict[str, Any]]:
-        """The replica's name, with its engine's statistics or what is wrong with it."""
+    def _report(self) -> dict[str, Any]:
+        """The engine's statistics, or what is wrong with it."""
         try:
             engine = self._alive()
             engine.check()
-            stats = await asyncio.to_thread(engine.stats)  # it may ask other processes
-            return self._name, {**stats, "resumable": self._store.stats()}
+            return {**engine.stats(), "resumable": self._store.stats()}
         except OutriderError as error:
-            return self._name, {"error": error.message}
+            return {"error": error.message}
 
     async def check_health(self) -> None:
         """Asks the loop's thread nothing, so that a long step is no illness."""
@@ -126,10 +104,16 @@ class EngineReplica:
         """Serve calls this when `user_config` changes: no replica is restarted."""
         self._alive().reconfigure(user_config)
 
-    def __del__(self) -> None:
-        engine, self._engine = getattr(self, "_engine", None), None
-        for link in getattr(self, "_links", {}).values():
-            link.close()
+    async def __del__(self) -> None:
+        """Serve calls this as the replica ends: requests that run may go on for a while."""
+        engine, door = getattr(self, "_engine", None), getattr(self, "_door", None)
+        self._engine = self._door = None
+        if door is not None:
+            door.leave()
+            deadline = time.monotonic() + self._drain_s
+            while door.num_requests and time.monotonic() < deadline:
+                await asyncio.sleep(_DRAIN_POLL_S)
+            door.shutdown()
         if engine is not None:
             engine.shutdown()
 
@@ -138,17 +122,12 @@ class EngineReplica:
             raise WorkerError("the replica is shutting down")
         return self._engine
 
-    async def _link(self, reply_to: ReplyTo) -> EdgeLink:
-        link = self._links.get(reply_to.ingress)
-        if link is None or link.lost:
-            link = await asyncio.to_thread(EdgeLink, reply_to, self._node, self._store)
-            known = self._links.get(reply_to.ingress)
-            if known is not None and not known.lost:  # another request was faster
-                link.close()
-                return known
-            self._links = {name: each for name, each in self._links.items() if not each.lost}
-            self._links[reply_to.ingress] = link
-        return link
+
+def sockets_folder() -> str | None:
+    """Ray's folder for sockets, which is removed with its session; None where it is too deep."""
+    node = ray._private.worker._global_node
+    folder = None if node is None else str(node.get_sockets_dir_path())
+    return folder if folder is not None and len(folder) <= _MAX_FOLDER_LEN else None
 
 
 def _decode_one_token(engine: Engine) -> None:

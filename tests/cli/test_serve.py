@@ -14,7 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.cli.serve import HttpOptions, _url, check_port
+from outrider.cli.serve import _url
+from outrider.cluster.serve.args import ServeConfig
+from outrider.cluster.serve.front_door import check_port
 from outrider.errors import ConfigError
 
 from ..helpers import ports
@@ -54,6 +56,8 @@ def test_host_that_is_no_address():
         (("--config", "/nowhere.yaml"), "config"),
         (("m", "--executor", "local"), "executor"),
         (("m", "--route-prefix", "v2"), "serve.route_prefix"),
+        (("demo/models/target", "--ssl-certfile", "/nowhere.pem"), "ssl_certfile"),
+        (("m", "--ssl-keyfile", "/nowhere.pem"), "serve.ssl_certfile"),
     ],
 )
 def test_mistakes_are_named(outrider_cli, free_port, args, field):
@@ -63,8 +67,9 @@ def test_mistakes_are_named(outrider_cli, free_port, args, field):
 
 
 def test_url_is_one_that_a_client_can_use():
-    assert _url(HttpOptions(host="0.0.0.0", port=80), "/") == "http://127.0.0.1:80"
-    assert _url(HttpOptions(host="::", port=80), "/llm") == "http://[::1]:80/llm"
+    assert _url(ServeConfig(host="0.0.0.0", port=80)) == "http://127.0.0.1:80"
+    section = ServeConfig(host="::", port=443, route_prefix="/llm/", ssl_certfile="cert.pem")
+    assert _url(section) == "https://[::1]:443/llm"
 
 
 @pytest.mark.slow

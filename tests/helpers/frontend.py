@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.errors import EngineDeadError
+from outrider.errors import EngineDeadError, OutriderError
 from outrider.scheduler.types import (
     Delta,
     Logprobs,
@@ -109,7 +109,7 @@ class FakeEngine:
         self.pause_s = 0.0
         self.logprob: Callable[[Request], float] = lambda request: -0.5
         self._running: dict[str, tuple[Request, Any, list[int], int]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -127,6 +127,14 @@ class FakeEngine:
     def submit_all(self, requests: list[Request], sink: Any) -> None:
         for request in requests:
             self.submit(request, sink)
+
+    def post(self, requests: list[Request], sink: Any, done: Callable[[Any], None]) -> None:
+        try:
+            self.submit_all(requests, sink)
+        except OutriderError as error:
+            done(error)
+        else:
+            done(None)
 
     def abort(self, request_id: str) -> None:
         with self._lock:

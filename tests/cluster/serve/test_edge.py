@@ -1,246 +1,206 @@
-"""Tokens between processes' edges, here in one process: delivery, loss, and replay."""
+"""Requests and tokens between an ingress and engines, here in one process: loss, replay, choice."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from outrider.cluster.serve import edge
-from outrider.cluster.serve.edge import (
-    EdgeLink,
-    EdgeListener,
-    EdgeLostError,
-    ReplyTo,
-    encode_deltas,
-)
+from outrider.cluster.serve import edge, engines, serve_client
+from outrider.cluster.serve.edge import EdgeLink, EngineDoor, FromEngine
+from outrider.cluster.serve.engines import EngineLink, Engines
+from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.cluster.serve.serve_client import ServeClient
-from outrider.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from outrider.errors import EngineDeadError, InvalidRequestError, OverloadedError, WorkerError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, Request, ints
 from outrider.workers.transport import framing
-from outrider.workers.transport.wire import decode
+
+TEXT = "the cat sat on the mat. "
 
 
-def request(max_tokens: int = 12) -> Request:
-    return Request("r", ints([5, 6]), SamplingParams(max_tokens=max_tokens), seed=1)
+def request(max_tokens: int = 12, name: str = "r", prompt: int = 2) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(name, ints(range(5, 5 + prompt)), params, seed=1)
+
+
+class Cluster:
+    """Engines with their doors, as Serve would list them, and an ingress's view of them."""
+
+    def __init__(self, make_engine: Callable[..., Any]) -> None:
+        self._make = make_engine
+        self.doors: dict[str, EngineDoor] = {}
+        self.engines: Engines
+
+    def add(self, name: str, *, node: str = "node", host: str = "127.0.0.1") -> Any:
+        """Another engine."""
+        engine = self._make(TEXT, num_per_step=3)
+        store = TokenStore(60.0)
+        self.doors[name] = EngineDoor(engine, store, engine.stats, host, node)
+        self.list()
+        return engine
+
+    def remove(self, name: str) -> EngineDoor:
+        """Serve lists it no more; it goes on."""
+        door = self.doors.pop(name)
+        self.list()
+        return door
+
+    def list(self) -> None:
+        self.engines.update({name: door.address for name, door in self.doors.items()})
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[EdgeListener]:
-    listener = EdgeListener("edge", "node", "127.0.0.1", asyncio.get_running_loop())
+async def cluster(make_engine: Callable[..., Any], **limits: Any) -> AsyncIterator[Cluster]:
+    found = Cluster(make_engine)
+    found.engines = Engines(None, "node", **limits)
     try:
-        yield listener
+        yield found
     finally:
-        listener.shutdown()
+        found.engines.close()
+        for door in found.doors.values():
+            door.shutdown()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+async def all_of(client: ServeClient, wanted: Request) -> list[Delta]:
+    return [delta async for delta in client.generate(wanted)]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+class Flaw:
+    """What goes wrong with the second message for a request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kinds: list[str] = []
+        self.counts: Counter[str] = Counter()  # messages by request
+        self.seen: list[str] = []
+        deliver = EdgeLink.deliver
+        flaw = self
+
+        def flawed(link: EdgeLink, deltas: list[Delta]) -> None:
+            flaw.counts[deltas[0].request_id] += 1
+            if flaw.counts[deltas[0].request_id] != 2 or not flaw.kinds:
+                deliver(link, deltas)
+                return
+            kind = flaw.kinds.pop(0)
+            flaw.seen.append(kind)
+            frame = framing.frame(FromEngine(1, deltas).encoded())
+            if kind == "garbled":
+                link._socket.sendall(framing.frame(b"no deltas"))
+            elif kind == "cut":
+                link._socket.sendall(frame[: len(frame) // 2])
+                link._socket.shutdown(socket.SHUT_RDWR)
+            elif kind == "dies":
+                link.close()
+            else:
+                link._door.engine._running.clear()  # type: ignore[attr-defined]
+                failure = (deltas[0].request_id, EngineDeadError.__name__, "rank 0", None)
+                link._send(failures=[failure])
+
+        monkeypatch.setattr(EdgeLink, "deliver", flawed)
+        monkeypatch.setattr(engines, "_RETRY_S", 0.01)
+        monkeypatch.setattr(serve_client, "_BACKOFF_S", 0.001)
 
 
 @pytest.mark.parametrize("node", ["node", "another"])
-def test_deltas_arrive_by_request(node: str) -> None:
-    async def main() -> None:
-        async with listening() as listener:
-            link = EdgeLink(listener.reply_to, node)
-            first, second = listener.open("a"), listener.open("b")
-            done = link.expect("a")
-            link.deliver([Delta("a", (1, 2)), Delta("b", (3,)), Delta("gone", (9,))])
-            last = Delta("a", (4,), finish_reason="length")
-            link.deliver([last])
-            assert (await first.get()).token_ids == (1, 2)  # type: ignore[union-attr]
-            assert await first.get() == last
-            assert await second.get() == Delta("b", (3,))
-            assert await asyncio.wrap_future(done) == last
-            link.close()
-
-    asyncio.run(main())
-
-
-def test_a_lost_ingress_fails_its_requests() -> None:
-    async def main() -> None:
-        async with listening() as listener:
-            link = EdgeLink(listener.reply_to, "node")
-            future = link.expect("a")
-            replaced = replace(listener.reply_to, secret=b"wrong")
-            stranger = EdgeLink(replaced, "node")
-            with pytest.raises(EdgeLostError):
-                await asyncio.wrap_future(stranger.expect("b"))
-            link.close()
-            with pytest.raises(EdgeLostError):
-                await asyncio.wrap_future(future)
-            with pytest.raises(EdgeLostError):
-                link.expect("c")
-
-    asyncio.run(main())
-
-
-def test_an_ingress_that_does_not_read_is_given_up_and_others_go_on(monkeypatch) -> None:
-    monkeypatch.setattr(edge, "MAX_WAITING_DELTAS", 500)
-
-    async def main() -> None:
-        server, address = framing.listen("127.0.0.1")  # accepts in the kernel, and never reads
-        async with listening() as listener:
-            stuck = EdgeLink(replace(listener.reply_to, tcp=address), "another")
-            fine = EdgeLink(listener.reply_to, "another")
-            lost, inbox = stuck.expect("a"), listener.open("b")
-            num_delivered = 0
-            while not stuck.lost:
-                stuck.deliver([Delta("a", tuple(range(10_000)))])
-                fine.deliver([Delta("b", (num_delivered,))])
-                assert (await inbox.get()).token_ids == (num_delivered,)  # type: ignore[union-attr]
-                num_delivered += 1
-                assert num_delivered < 100_000
-            with pytest.raises(EdgeLostError):
-                await asyncio.wrap_future(lost)
-            for _ in range(2000):  # the engine ends its requests a little later
-                stuck.deliver([Delta("a", (1,))])
-            assert stuck._outbox.qsize() <= 501
-            fine.close()
-        server.close()
-
-    asyncio.run(main())
-
-
-class FakeResponse:
-    """What a handle's `remote` gives: awaitable and cancellable."""
-
-    def __init__(self, task: asyncio.Task[None]) -> None:
-        self._task = task
-        self.is_cancelled = False
-
-    def __await__(self) -> Any:
-        return self._task.__await__()
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self._task.cancel()
-
-
-class FakeReplicas:
-    """A deployment whose replicas fail as told, one behaviour per call; the last one stays."""
-
-    def __init__(self, make_engine: Callable[..., Any], *behaviours: Any) -> None:
-        self.engine = make_engine("the cat sat on the mat. ", num_per_step=3)
-        self.behaviours = list(behaviours)
-        self.responses: list[FakeResponse] = []
-        self.generate = SimpleNamespace(remote=self._remote)
-
-    def _remote(self, body: bytes, reply_to: ReplyTo) -> FakeResponse:
-        behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
-        task = asyncio.ensure_future(self._serve(decode(body), reply_to, behaviour))
-        self.responses.append(FakeResponse(task))
-        return self.responses[-1]
-
-    async def _serve(self, wire: Request, reply_to: ReplyTo, behaviour: Any) -> None:
-        if isinstance(behaviour, Exception):
-            raise behaviour
-        link = await asyncio.to_thread(EdgeLink, reply_to, "node")
-        sinks = {"fine": lambda: link, "dies": lambda: DyingSink(link, 2)}
-        sink = sinks.get(behaviour, lambda: CutSink(link, behaviour))()
-        last = link.expect(wire.id)
-        self.engine.submit(wire, sink)
-        try:
-            if behaviour != "dies":
-                await asyncio.wrap_future(last)
-            else:
-                await asyncio.to_thread(sink.dead.wait)  # type: ignore[attr-defined]
-                raise EdgeLostError("the replica died")
-        finally:
-            self.engine.abort(wire.id)
-
-
-class CutSink:
-    """The second message breaks off in the middle, or is none; the connection's end is noticed."""
-
-    def __init__(self, link: EdgeLink, how: str) -> None:
-        self.link, self.how, self.num_messages = link, how, 0
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        self.num_messages += 1
-        if self.num_messages != 2:
-            self.link.deliver(deltas)
-            return
-        frame = framing.frame(b"no deltas" if self.how == "garbled" else encode_deltas(deltas))
-        self.link._socket.sendall(frame if self.how == "garbled" else frame[: len(frame) // 2])
-        if self.how == "cut":
-            self.link._socket.shutdown(socket.SHUT_RDWR)
-
-
-class DyingSink:
-    """Passes on so many deltas, then nothing."""
-
-    def __init__(self, link: EdgeLink, num_alive: int) -> None:
-        self.link, self.left, self.dead = link, num_alive, threading.Event()
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        if self.left > 0:
-            self.left -= 1
-            self.link.deliver(deltas)
-        if self.left == 0:
-            self.dead.set()
-
-
-def run(make_engine: Callable[..., Any], *behaviours: Any) -> tuple[list[Delta], FakeReplicas]:
-    async def main() -> tuple[list[Delta], FakeReplicas]:
-        async with listening() as listener:
-            replicas = FakeReplicas(make_engine, *behaviours)
-            client = ServeClient(replicas, None, listener)  # type: ignore[arg-type]
-            return [delta async for delta in client.generate(request())], replicas
-
-    return asyncio.run(main())
-
-
-def test_a_lost_replica_costs_no_token(make_engine: Callable[..., Any]) -> None:
-    whole, replicas = run(make_engine, "fine")
-    assert not replicas.responses[0].is_cancelled, "it ends by itself"
-    expected = [token for delta in whole for token in delta.token_ids]
-    assert len(expected) == 12
-    for behaviours in (
-        ("dies", "fine"),
-        ("dies", "dies", "fine"),
-        (EngineDeadError("x"), "fine"),
-        ("cut", "fine"),
-        ("garbled", "cut", "dies", "fine"),
-    ):
-        deltas, replicas = run(make_engine, *behaviours)
-        assert [token for delta in deltas for token in delta.token_ids] == expected
-        assert {delta.request_id for delta in deltas} == {"r"}
-        assert [delta.finish_reason for delta in deltas][-1] == "length"
-        assert deltas[-1].usage == whole[-1].usage, "statistics sum over the replicas"
-        submitted = replicas.engine.submitted
-        assert len({each.id for each in submitted}) == len(submitted)
-        assert submitted[-1].was_accepted, "a full queue does not refuse it"
-
-
-@pytest.mark.parametrize("error", [InvalidRequestError("bad"), OverloadedError("full")])
-def test_what_is_wrong_everywhere_is_not_replayed(
-    make_engine: Callable[..., Any], error: Exception
+def test_a_lost_engine_costs_no_token(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node: str
 ) -> None:
-    from ray.exceptions import RayTaskError
+    """Whichever way it is lost, by the Unix socket and by TCP."""
+    flaw = Flaw(monkeypatch)
 
-    with pytest.raises(type(error)):
-        run(make_engine, RayTaskError("generate", "trace", error), "fine")
-
-
-def test_too_many_losses(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.cluster.serve import serve_client
-
-    monkeypatch.setattr(serve_client, "_BACKOFF_S", 0.001)
-    with pytest.raises(EngineDeadError, match="lost on 4"):
-        run(make_engine, EdgeLostError("gone"))
-
-
-def test_abort_gives_the_last_delta(make_engine: Callable[..., Any]) -> None:
     async def main() -> None:
-        async with listening() as listener:
-            replicas = FakeReplicas(make_engine, "fine")
-            replicas.engine.pause_s = 0.01
-            client = ServeClient(replicas, None, listener)  # type: ignore[arg-type]
+        async with cluster(make_engine) as here:
+            submitted = [here.add(name, node=node).submitted for name in "ab"]
+            client = ServeClient(here.engines, None)
+            whole = await all_of(client, request())
+            assert len(tokens(whole)) == 12
+            ways = (
+                ["dies"], ["cut"], ["garbled"], ["dead"], ["dies", "cut"],
+                ["garbled", "dead", "dies"],
+            )  # fmt: skip
+            for kinds in ways:
+                flaw.kinds, flaw.seen = [*kinds], []
+                flaw.counts.clear()
+                for each in submitted:
+                    each.clear()
+                deltas = await all_of(client, request())
+                assert flaw.seen == kinds
+                assert tokens(deltas) == tokens(whole)
+                assert {delta.request_id for delta in deltas} == {"r"}
+                assert deltas[-1].finish_reason == "length"
+                assert deltas[-1].usage == whole[-1].usage, "statistics sum over the engines"
+                sent = [each for engine in submitted for each in engine]
+                assert len({each.id for each in sent}) == len(sent) == len(kinds) + 1
+                last = max(sent, key=lambda each: len(each.emitted))
+                assert last.was_accepted, "a full queue does not refuse it"
+            flaw.kinds = ["dies"] * 4
+            flaw.counts.clear()
+            with pytest.raises(EngineDeadError, match="lost on 4"):
+                await all_of(client, request(60))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("bad", field="x"), OverloadedError("full")])
+def test_what_is_wrong_everywhere_is_not_replayed(
+    make_engine: Callable[..., Any], error: Any
+) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            here.add("a").refuse = error
+            with pytest.raises(type(error)) as caught:
+                await all_of(ServeClient(here.engines, None), request())
+            assert (caught.value.message, caught.value.field) == (error.message, error.field)
+            await until(lambda: here.doors["a"].num_requests == 0)
+
+    asyncio.run(main())
+
+
+def test_a_failed_step_and_a_fault_name_their_reason(make_engine: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            engine = here.add("a")
+            client = ServeClient(here.engines, None)
+            engine.error = "the step failed: x"
+            with pytest.raises(WorkerError, match="the step failed: x"):
+                await all_of(client, request())
+            engine.error, engine.refuse = None, ValueError("no such thing")
+            with pytest.raises(Exception, match="failed to handle this request: ValueError"):
+                await all_of(client, request())
+            engine.refuse = None
+            assert len(tokens(await all_of(client, request()))) == 12
+
+    asyncio.run(main())
+
+
+def test_abort_and_hanging_up_end_a_request(make_engine: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            client = ServeClient(here.engines, None)
+            waiting = asyncio.ensure_future(all_of(client, request(name="early")))
+            await asyncio.sleep(0.05)
+            await client.abort("early")  # before there is an engine
+            assert [each.finish_reason for each in await waiting] == ["abort"]
+            engine = here.add("a")
+            engine.pause_s = 0.01
             seen = []
             async for delta in client.generate(request(10**6)):
                 seen.append(delta)
@@ -248,110 +208,196 @@ def test_abort_gives_the_last_delta(make_engine: Callable[..., Any]) -> None:
                     await client.abort("r")
             assert seen[-1].finish_reason == "abort"
             assert seen[-1].usage is not None
-            assert replicas.engine.stats()["running"] == 0
-
-    asyncio.run(main())
-
-
-def test_closing_aborts(make_engine: Callable[..., Any]) -> None:
-    async def main() -> None:
-        async with listening() as listener:
-            replicas = FakeReplicas(make_engine, "fine")
-            replicas.engine.pause_s = 0.01
-            client = ServeClient(replicas, None, listener)  # type: ignore[arg-type]
             deltas = client.generate(request(10**6))
             await anext(deltas)
             await deltas.aclose()
-            while replicas.engine.stats()["running"]:
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.stats()["running"] == 0)
+            await until(lambda: here.doors["a"].num_requests == 0)
 
     asyncio.run(main())
 
 
-def test_a_replay_that_meets_full_replicas_tries_again(
+def test_a_replay_that_meets_full_engines_tries_again(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ray.exceptions import RayTaskError
+    flaw = Flaw(monkeypatch)
+    monkeypatch.setattr(serve_client, "_FULL_BACKOFF_S", 0.01)
 
-    from outrider.cluster.serve import serve_client
-
-    monkeypatch.setattr(serve_client, "_FULL_BACKOFF_S", 0.001)
-    expected = [token for delta in run(make_engine, "fine")[0] for token in delta.token_ids]
-    full = RayTaskError("generate", "trace", OverloadedError("full"))
-    deltas, _ = run(make_engine, "dies", *[full] * 9, "fine")
-    assert [token for delta in deltas for token in delta.token_ids] == expected
-    monkeypatch.setattr(serve_client, "_FULL_S", 0.05)
-    with pytest.raises(EngineDeadError, match="lost on 1 replicas; .* full"):
-        run(make_engine, "dies", full)
-
-
-class FakeReports:
-    """A deployment's handle, whose replicas answer so when they are asked for their report."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-
-    def broadcast(self, method: str) -> FakeReports:
-        assert method == "report"
-        return self
-
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        assert timeout_s > 0
-        assert return_exceptions
-        if TimeoutError in self.answers:
-            raise TimeoutError
-        return self.answers
-
-
-@pytest.mark.parametrize(
-    ("answers", "reason"),
-    [
-        ([("a", {"running": 3})], None),
-        ([("a", {"error": "no rank"}), ("b", {"running": 3})], None),
-        ([("a", {"error": "no rank"})], "no rank"),
-        ([("a", {"recovering": "rank 0"})], "rank 0"),
-        ([RuntimeError("dying")], "no engine replica"),
-        ([("a", {"running": 3}), TimeoutError], None),  # full: others are before the question
-    ],
-)
-def test_who_is_healthy(answers: list[Any], reason: str | None) -> None:
     async def main() -> None:
-        async with listening() as listener:
-            client = ServeClient(FakeReports(*answers), None, listener)  # type: ignore[arg-type]
-            if reason is None:
+        async with cluster(make_engine) as here:
+            engine = here.add("a")
+            client = ServeClient(here.engines, None)
+            expected = tokens(await all_of(client, request()))
+            flaw.kinds = ["dies"]
+            flaw.counts.clear()
+            engine.pause_s = 0.05
+            running = asyncio.ensure_future(all_of(client, request()))
+            await until(lambda: len(engine.submitted) == 2)
+            engine.refuse = OverloadedError("full")
+            await asyncio.sleep(0.3)
+            engine.refuse = None
+            assert tokens(await running) == expected
+            monkeypatch.setattr(serve_client, "_FULL_S", 0.05)
+            flaw.kinds = ["dies"]
+            flaw.counts.clear()
+            running = asyncio.ensure_future(all_of(client, request()))
+            await until(lambda: len(engine.submitted) == 4)
+            engine.refuse = OverloadedError("full")
+            with pytest.raises(EngineDeadError, match="lost on 1 engines; .* full"):
+                await running
+
+    asyncio.run(main())
+
+
+def test_the_engine_with_the_fewest_requests_is_chosen_or_a_near_one_that_knows_the_prompt(
+    make_engine: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with cluster(make_engine, slack=2) as here:
+            found = [here.add(name) for name in "abc"]
+            for engine in found:
+                engine.gate.clear()
+            await until(lambda: len(here.engines.links) == 3)
+
+            async def sent(name: str, prompt: int = 2) -> str:
+                link, _ = await here.engines.run(request(100, name, prompt))
+                return link.name
+
+            for turn in range(4):
+                assert {await sent(f"{turn}.{k}") for k in range(3)} == set("abc")
+            await until(lambda: all(door.num_requests == 4 for door in here.doors.values()))
+            first = await sent("p0", 80)
+            assert [await sent(f"p{k}", 80) for k in (1, 2)] == [first] * 2
+            assert await sent("p3", 80) != first, "it has slack + 1 more than the others now"
+            # Another ingress learns of requests that are not its own.
+            other = Engines(None, "node")
+            other.update({name: door.address for name, door in here.doors.items()})
+            await until(lambda: sum(link.load for link in other.links) == 16)
+            assert (await other.run(request(100, "o")))[0].name != first
+            other.close()
+            for engine in found:
+                engine.gate.set()
+
+    asyncio.run(main())
+
+
+def test_requests_wait_in_the_ingress_where_engines_get_so_many(
+    make_engine: Callable[..., Any],
+) -> None:
+    """In their order, up to the limit; a door tells Serve's autoscaler of them."""
+
+    async def main() -> None:
+        async with cluster(make_engine, max_each=2, max_waiting=3) as here:
+            engine = here.add("a")
+            engine.gate.clear()
+            client = ServeClient(here.engines, None)
+            await until(lambda: len(here.engines.links) == 1)
+            ended: list[str] = []
+
+            async def answer(name: str) -> None:
+                assert len(tokens(await all_of(client, request(12, name)))) == 12
+                ended.append(name)
+
+            running = [asyncio.ensure_future(answer(f"{k}")) for k in range(5)]
+            await until(lambda: here.doors["a"].num_expected == 5)
+            assert len(engine.submitted) == 2
+            with pytest.raises(OverloadedError, match="max_queued_requests = 3"):
+                await all_of(client, request(12, "late"))
+            engine.gate.set()
+            await asyncio.gather(*running)
+            assert [each.id for each in engine.submitted] == list("01234")
+            await until(lambda: here.doors["a"].num_expected == 0)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_leaves_ends_what_runs_and_gets_no_more(
+    make_engine: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            client = ServeClient(here.engines, None)
+            old = here.add("old")
+            old.pause_s = 0.02
+            running = asyncio.ensure_future(all_of(client, request(60)))
+            await until(lambda: bool(old.submitted))
+            new = here.add("new")
+            await until(lambda: len(here.engines.links) == 2)
+            door = here.remove("old")
+            await until(lambda: len(here.engines.links) == 1)
+            door.leave()
+            assert len(tokens(await all_of(client, request(12, "next")))) == 12
+            assert [each.id for each in new.submitted] == ["next"]
+            assert len(tokens(await running)) == 60
+            assert len(old.submitted) == 1
+            door.shutdown()
+
+    asyncio.run(main())
+
+
+def test_what_engines_answer(make_engine: Callable[..., Any]) -> None:
+    """Health, statistics, kept streams; an engine that fails or is slow spoils nothing else."""
+
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            client = ServeClient(here.engines, None)
+            with pytest.raises(EngineDeadError, match="no engine is up"):
                 await client.check()
-            else:
-                with pytest.raises(EngineDeadError, match=reason):
-                    await client.check()
-            if TimeoutError in answers:
-                assert await client.stats() == {}
+            here.add("a")
+            here.add("b")
+            await until(lambda: len(here.engines.links) == 2)
+            assert set(await client.stats()) == {"a", "b"}
+            verbs = [door.verbs for door in here.doors.values()]
+            verbs[0]["report"] = lambda: {"error": "no rank"}
+            await client.check()
+            assert set(await client.stats()) == {"b"}
+            verbs[1]["report"] = lambda: {"recovering": "rank 0"}
+            with pytest.raises(EngineDeadError, match="no rank"):
+                await client.check()
+            verbs[0]["report"] = lambda: 1 / 0
+            with pytest.raises(EngineDeadError, match="rank 0"):
+                await client.check()
+            busy = threading.Event()
+            verbs[0]["report"] = busy.wait  # others are before the question
+            await client.check()
+            busy.set()
 
     asyncio.run(main())
 
 
-def test_an_ingress_that_cannot_be_reached_is_lost() -> None:
-    nowhere = ReplyTo("a", "node", ("unix", "/nowhere/channel", 0), ("tcp", "", 0), b"secret")
-    with pytest.raises(EdgeLostError, match="nowhere"):
-        EdgeLink(nowhere, "node")
+def test_an_ingress_that_does_not_read_is_given_up_and_others_go_on(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "MAX_WAITING_BYTES", 2**16)
 
-
-def test_a_refused_request_leaves_nothing_in_the_link() -> None:
     async def main() -> None:
-        async with listening() as listener:
-            link = EdgeLink(listener.reply_to, "node")
-            link.expect("refused")
-            link.forget("refused")
-            link.forget("refused")
-            assert not link._pending
-            link.close()
+        async with cluster(make_engine) as here:
+            engine = here.add("a")
+            address = here.doors["a"].address
+            place = tuple(address["tcp"])
+            stuck = framing.connect(place, bytes.fromhex(address["secret"]), 5.0)  # type: ignore[arg-type]
+            await until(lambda: len(here.doors["a"]._links) == 2)
+            lost = next(link for link in here.doors["a"]._links if link._socket.family != 1)
+            lost.requests.add("x")
+            client = ServeClient(here.engines, None)
+            for _ in range(10_000):
+                lost.deliver([Delta("x", tuple(range(10_000)))])
+                if lost.lost:
+                    break
+            assert lost.lost
+            assert engine.aborted == ["x"]
+            lost.deliver([Delta("x", (1,))])  # the engine ends its requests a little later
+            assert not lost._outbox
+            assert len(tokens(await all_of(client, request()))) == 12
+            stuck.close()
 
     asyncio.run(main())
 
 
-def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.cluster.serve import frames
-
-    following, failures = framing.Acceptor.next, [OSError(24, "Too many open files")] * 2
+def test_strangers_and_failed_accepts_do_not_end_the_door(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following, failures = framing.Acceptor.next, [OSError(24, "Too many open files")] * 4
 
     def flaky(*args: Any) -> Any:
         if failures:
@@ -359,15 +405,48 @@ def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPat
         return following(*args)
 
     monkeypatch.setattr(framing.Acceptor, "next", flaky)
-    monkeypatch.setattr(frames, "_ACCEPT_POLL_S", 0.05)
+    monkeypatch.setattr(edge, "_ACCEPT_POLL_S", 0.05)
 
     async def main() -> None:
-        async with listening() as listener:
-            link = EdgeLink(listener.reply_to, "node")
-            first = listener.open("a")
-            link.deliver([Delta("a", (1,))])
-            assert await asyncio.wait_for(first.get(), 60) == Delta("a", (1,))
+        async with cluster(make_engine) as here:
+            here.add("a")
+            place = tuple(here.doors["a"].address["tcp"])
+            stranger = framing.connect(place, b"wrong", 5.0)  # type: ignore[arg-type]
+            client = ServeClient(here.engines, None)
+            assert len(tokens(await all_of(client, request()))) == 12
             assert not failures
-            link.close()
+            stranger.close()
+            # A message that is none costs its sender alone.
+            address = here.doors["a"].address
+            garbled = framing.connect(place, bytes.fromhex(address["secret"]), 5.0)  # type: ignore[arg-type]
+            framing.send(garbled, b"\xc1")
+            assert garbled.recv(1) == b""
+            assert len(tokens(await all_of(client, request()))) == 12
+
+    asyncio.run(main())
+
+
+def test_commands_of_one_turn_are_one_frame(make_engine: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            engine = here.add("a")
+            await until(lambda: len(here.engines.links) == 1)
+            (link,) = here.engines.links
+            assert isinstance(link, EngineLink)
+            frames: list[bytes] = []
+            write = link._transport.write
+
+            class Written:
+                def write(self, data: bytes) -> None:
+                    frames.append(data)
+                    write(data)
+
+            transport, link._transport = link._transport, Written()  # type: ignore[assignment]
+            inboxes = [link.run(request(3, f"{k}")) for k in range(8)]
+            for inbox in inboxes:
+                assert (await inbox.get()).finish_reason == "length"
+            assert len(frames) == 1
+            assert len(engine.submitted) == 8
+            link._transport = transport
 
     asyncio.run(main())

@@ -1,0 +1,427 @@
+"""The engines of one model as an ingress sees them: which there are, and whose turn it is.
+
+Serve's list of replicas says which engines there are and where they listen; their sockets say at
+once when one is gone. A request goes to the engine with the fewest, by what engines tell with each
+step, or to a hardly busier one that has computed the beginning of its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import msgpack
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from ...errors import EngineDeadError, OutriderError, OverloadedError, WorkerError
+from ...scheduler.types import Delta, Request
+from ...workers.transport import framing
+from ...workers.transport.wire import decode, encode
+from .edge import ABORT, ASK, LEAVING, RUN, WAITING, EdgeLostError, FromEngine, error_of
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+log = logging.getLogger(__name__)
+_CONNECT_TIMEOUT_S = 10.0
+_RETRY_S = 0.25  # between attempts to reach an engine that Serve lists
+_PREFIX_LEN = 64  # tokens by which prompts with the same beginning are known
+_MAX_PREFIXES = 4096
+
+
+class Inbox:
+    """The deltas of one request, for one reader.
+
+    An `asyncio.Queue` with what one reader needs: it is woken once per token.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Delta | OutriderError] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | OutriderError) -> None:
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> Delta:
+        """The next delta; raises what was put in place of one."""
+        while not self._items:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        item = self._items.popleft()
+        if isinstance(item, OutriderError):
+            raise item
+        return item
+
+
+class EngineLink(asyncio.Protocol):
+    """The ingress's end of the socket to one engine.
+
+    Args:
+        on_change: called where the engine's load is another, or the link is lost.
+    """
+
+    def __init__(self, name: str, on_change: Callable[[], None]) -> None:
+        self.name = name
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_change = on_change
+        self._told_load = self._num_sent = 0  # and the requests that were sent since
+        self._is_listed = True
+        self._inboxes: dict[str, Inbox] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._num_asked = 0
+        self._commands: list[list[Any]] = []
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._is_listed and self._told_load != LEAVING and not self.ended.done()
+
+    @property
+    def load(self) -> int:
+        """Requests that the engine has, of all ingresses."""
+        return max(self._told_load + self._num_sent, len(self._inboxes))
+
+    def run(self, request: Request) -> Inbox:
+        """Sends a request; where its deltas will come."""
+        inbox = self._inboxes[request.id] = Inbox()
+        self._num_sent += 1
+        self._put(RUN, encode(request))
+        return inbox
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early; its last delta still comes."""
+        self._put(ABORT, request_id)
+
+    def close(self, request_id: str, *, is_finished: bool) -> None:
+        """Forgets a request, and ends it unless its last delta has come."""
+        if self._inboxes.pop(request_id, None) is None:
+            return
+        if not is_finished:
+            self.abort(request_id)
+        self._on_change()
+
+    def tell_waiting(self, share: float) -> None:
+        """How many requests wait for this engine to have room."""
+        self._put(WAITING, share)
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """What the engine answers (raises `WorkerError`)."""
+        self._num_asked += 1
+        number = self._num_asked
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._put(ASK, number, verb, *arguments)
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def leave(self) -> None:
+        """No more requests; those that run go on until the engine hangs up."""
+        self._is_listed = False
+
+    def hang_up(self) -> None:
+        """Gives up all requests."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
+
+    def data_received(self, data: bytes) -> None:
+        buffer, begin, header = self._buffer, 0, framing.HEADER
+        buffer += data
+        try:
+            while len(buffer) - begin >= header.size:
+                (size,) = header.unpack_from(buffer, begin)
+                if size > framing.MAX_FRAME_BYTES:
+                    raise WorkerError(f"a frame of {size} bytes")
+                end = begin + header.size + size
+                if end > len(buffer):
+                    break
+                self._take(FromEngine.decoded(bytes(memoryview(buffer)[begin + header.size : end])))
+                begin = end
+        except Exception:
+            log.exception("the connection to engine %s is closed: it cannot be read", self.name)
+            self._transport.abort()
+            begin = len(buffer)
+        del buffer[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        error = EdgeLostError(f"the connection to engine {self.name} is lost: {exc or 'closed'}")
+        self.ended.set_result(None)
+        for inbox in self._inboxes.values():
+            inbox.put(error)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._on_change()
+
+    def _put(self, verb: int, *arguments: Any) -> None:
+        """A command; those of one turn of the event loop are one frame."""
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._commands.append([verb, *arguments])
+
+    def _flush(self) -> None:
+        commands, self._commands = self._commands, []
+        if not self.ended.done():
+            self._transport.write(framing.frame(msgpack.packb(commands, use_bin_type=True)))
+
+    def _take(self, frame: FromEngine) -> None:
+        before = self.load, self.is_open
+        self._told_load, self._num_sent = frame.load, 0
+        for delta in frame.deltas:
+            inbox = self._inboxes.get(delta.request_id)
+            if inbox is not None:
+                inbox.put(delta)
+        for request_id, name, message, field in frame.failures:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                inbox.put(error_of(name, message, field))
+        for number, body, reason in frame.answers:
+            answer = self._asked.get(number)
+            if answer is None or answer.done():
+                continue
+            if body is None:
+                answer.set_exception(WorkerError(reason))
+            else:
+                answer.set_result(decode(body))
+        if before != (self.load, self.is_open):
+            self._on_change()
+
+
+class Engines:
+    """The engines behind one deployment; of the ingress's event loop.
+
+    Args:
+        handle: of the deployment: a call to it is held while there is no engine, so that Serve
+            starts one, or says that it cannot.
+        node: this node's id; engines there are reached by the Unix socket.
+        max_each: requests that an engine gets at once; None: as many as it takes.
+        max_waiting: requests that wait here for room; negative: any number.
+        slack: how many requests more an engine may have that knows the beginning of a prompt.
+    """
+
+    def __init__(
+        self,
+        handle: DeploymentHandle[Any] | None,
+        node: str,
+        *,
+        max_each: int | None = None,
+        max_waiting: int = -1,
+        slack: int = 4,
+    ) -> None:
+        self._handle, self._node = handle, node
+        self._max_each, self._max_waiting, self._slack = max_each, max_waiting, slack
+        self._loop = asyncio.get_running_loop()
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by the replica's name
+        self._links: dict[str, EngineLink] = {}
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._wake: asyncio.Task[None] | None = None
+        self._told_waiting = 0
+        self._prefixes: OrderedDict[int, set[str]] = OrderedDict()
+
+    @property
+    def links(self) -> list[EngineLink]:
+        """To the engines that take requests."""
+        return [link for link in self._links.values() if link.is_open]
+
+    def update(self, addresses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Serve's list of replicas, from any thread."""
+        self._loop.call_soon_threadsafe(self._set, dict(addresses))
+
+    async def run(self, request: Request) -> tuple[EngineLink, Inbox]:
+        """Sends a request to an engine, once one has room; where its deltas will come.
+
+        Raises:
+            OverloadedError: too many wait already.
+            EngineDeadError: Serve starts no engine.
+        """
+        if not self._queue:
+            link = self._best(request)
+            if link is not None:
+                return link, link.run(request)
+        if 0 <= self._max_waiting <= len(self._queue) and not request.was_accepted:
+            raise OverloadedError(
+                f"every engine is full, and {len(self._queue)} requests wait "
+                f"(max_queued_requests = {self._max_waiting})"
+            )
+        turn = self._loop.create_future()
+        self._queue.append(turn)
+        self._changed()
+        try:
+            while True:
+                await turn
+                link = self._best(request)
+                if link is not None:
+                    return link, link.run(request)
+                turn = self._loop.create_future()
+                self._queue.appendleft(turn)
+        finally:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            self._changed()
+
+    async def ask(self, verb: str, *arguments: Any, timeout_s: float) -> dict[str, Any]:
+        """What the engines answer, by name; those that are lost meanwhile do not.
+
+        Raises:
+            TimeoutError: not all answered in time.
+        """
+        links = self.links
+        asked = [asyncio.ensure_future(link.ask(verb, *arguments)) for link in links]
+        if not asked:
+            return {}
+        _, late = await asyncio.wait(asked, timeout=timeout_s)
+        for each in late:
+            each.cancel()
+        if late:
+            raise TimeoutError
+        failed = [each for each in asked if each.exception() is not None]
+        for each in failed:
+            log.warning("%s got no answer: %s", verb, each.exception())
+        pairs = zip(links, asked, strict=True)
+        return {link.name: each.result() for link, each in pairs if each not in failed}
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._set({})
+        for link in self._links.values():
+            link.hang_up()
+
+    def _best(self, request: Request) -> EngineLink | None:
+        """The engine with the fewest requests, or a near one that knows the prompt's beginning."""
+        links = self.links
+        if self._max_each is not None:
+            links = [link for link in links if link.load < self._max_each]
+        if not links:
+            return None
+        least = min([link.load for link in links])
+        if len(request.prompt) < _PREFIX_LEN:
+            return random.choice([link for link in links if link.load == least])
+        key = hash((request.tenant, request.prompt[:_PREFIX_LEN].tobytes()))
+        knowing = self._prefixes.setdefault(key, set())
+        self._prefixes.move_to_end(key)
+        if len(self._prefixes) > _MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+        near = [link for link in links if link.load <= least + self._slack]
+        near = [link for link in near if link.name in knowing] or [
+            link for link in near if link.load == least
+        ]
+        link = min(near, key=lambda each: (each.load, random.random()))
+        knowing.add(link.name)
+        return link
+
+    def _set(self, addresses: dict[str, Mapping[str, Any]]) -> None:
+        for name in [*self._keepers]:
+            if name not in addresses:  # its requests go on until it hangs up
+                self._keepers.pop(name).cancel()
+        for name, address in addresses.items():
+            if name not in self._keepers and address:
+                self._keepers[name] = asyncio.ensure_future(self._keep(name, address))
+
+    async def _keep(self, name: str, address: Mapping[str, Any]) -> None:
+        """Links to an engine for as long as Serve lists it."""
+        there = address["unix" if address["node"] == self._node else "tcp"]
+        place, secret = (there[0], there[1], there[2]), bytes.fromhex(address["secret"])
+        while True:
+            try:
+                connection = await asyncio.to_thread(
+                    framing.connect, place, secret, _CONNECT_TIMEOUT_S
+                )
+                connection.setblocking(False)
+                made = partial(EngineLink, name, self._changed)
+                _, link = await self._loop.connect_accepted_socket(made, connection)
+            except OSError as error:
+                log.info("engine %s cannot be reached: %s", name, error)
+            else:
+                await self._linked(link)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _linked(self, link: EngineLink) -> None:
+        """Until the link is lost. One that Serve no longer lists gets no more requests."""
+        self._links[link.name] = link
+        link.ended.add_done_callback(lambda _: self._forget(link))
+        self._changed()
+        try:
+            await asyncio.shield(link.ended)
+        except asyncio.CancelledError:
+            link.leave()
+            raise
+
+    def _forget(self, link: EngineLink) -> None:
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+        for knowing in self._prefixes.values():
+            knowing.discard(link.name)
+
+    def _changed(self) -> None:
+        """Loads, links or the queue are other than before: whoever is first may have room now."""
+        links, waiting = self.links, len(self._queue)
+        if waiting != self._told_waiting and links:
+            self._told_waiting = waiting
+            for link in links:
+                link.tell_waiting(waiting / len(links))
+        if not links and waiting and self._handle is not None and self._wake is None:
+            self._wake = asyncio.ensure_future(self._held())
+        has_room = [link for link in links if self._max_each is None or link.load < self._max_each]
+        if has_room:
+            self._call_next()
+
+    def _call_next(self) -> None:
+        if self._queue and not self._queue[0].done():
+            self._queue.popleft().set_result(None)
+
+    async def _held(self) -> None:
+        """A call that Serve holds until an engine is up; it fails where none will be."""
+        assert self._handle is not None
+        try:
+            await self._handle.wake.remote()
+        except DeploymentUnavailableError as error:
+            while self._queue:
+                self._queue.popleft().set_exception(EngineDeadError(error.message))
+        except Exception as error:  # noqa: BLE001, Serve's own; it is tried again
+            log.info("no engine is up: %s", error)
+        finally:
+            await asyncio.sleep(_RETRY_S)
+            self._wake = None
+            self._changed()
+
+
+_engines: dict[str, Engines] = {}  # of this process, by deployment
+_known: dict[str, dict[str, Mapping[str, Any]]] = {}  # what Serve said last
+
+
+def register(deployment: str, engines: Engines) -> None:
+    """From now on `engines` follows Serve's list of a deployment's replicas."""
+    _engines[deployment] = engines
+    if deployment in _known:
+        engines.update(_known[deployment])
+
+
+def listed(deployment: str, replicas: Iterable[Any]) -> None:
+    """Serve's list of a deployment's replicas is another."""
+    found = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
+    _known[deployment] = found
+    if deployment in _engines:
+        _engines[deployment].update(found)
+
+
+class EngineRouter(PowerOfTwoChoicesRequestRouter):
+    """Serve's own router, for calls of other applications; it passes on the list of replicas."""
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        super().update_replicas(replicas)
+        # Serve may rebuild this class from its source, apart from this module.
+        from outrider.cluster.serve import engines
+
+        engines.listed(str(self._deployment_id), replicas)

@@ -1,0 +1,290 @@
+"""The front door: what listens in an ingress for clients.
+
+Every ingress of a node listens on the same port (SO_REUSEPORT): the kernel spreads connections over
+them, and the death of one breaks only its own. uvicorn serves them, with guards against headers
+that never end and clients that never read. A body that never ends is the ingress's business
+(`read_body`). A client that is cut off counts as one that has hung up: its request is aborted, and
+its KV blocks are free before the engine's next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from ...errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from .args import ServeConfig
+
+log = logging.getLogger(__name__)
+_OWN = "/-/"  # paths that are answered here
+_HEALTH, _WHO = "/-/healthz", "/-/front-door"
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # without a request
+_CLAIM_S = 10.0  # for a sibling that has just opened the port to say who it is
+_CLAIM_POLL_S = 0.1
+_TIMEOUT_ANSWER = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_LARGE_ANSWER = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take."""
+
+    header_timeout_s: float = 10.0  # for all headers of a request to arrive
+    max_header_bytes: int = 64 * 2**10
+    write_timeout_s: float = 30.0  # without room for more of an answer: the client does not read
+    send_buffer_bytes: int = 256 * 2**10  # of the kernel; as much again is kept by the process
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `ConfigError` naming the field where nobody could listen there now."""
+    _bind(host, port).close()
+
+
+def check_certificate(section: ServeConfig) -> None:
+    """Raises `ConfigError` naming the field where no HTTPS could be served."""
+    if section.ssl_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            section.ssl_certfile, section.ssl_keyfile, password=lambda: b""
+        )
+    except (OSError, ssl.SSLError) as error:  # which file it was is not said
+        reason = f"no certificate with its key in {section.ssl_certfile}"
+        beside = f" and {section.ssl_keyfile}" if section.ssl_keyfile else ""
+        raise ConfigError.at("ssl_certfile", f"{reason}{beside}: {error}") from None
+
+
+def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket on the port, which nothing else uses, or only others that share it."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError.at("host", f"{host!r} is no address: {error.strerror}") from None
+    bound = socket.socket(family, kind, protocol)
+    # Connections of a listener that has ended are no hindrance.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    try:
+        bound.bind(place)
+        if not shared:
+            bound.listen()  # else a socket that listens with SO_REUSEADDR is not noticed
+    except OSError as error:
+        bound.close()
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            reason += "; stop what uses it or choose another with --port"
+        raise ConfigError.at("port", reason) from None
+    return bound
+
+
+class FrontDoor:
+    """Serves `app` on the section's port.
+
+    Args:
+        owner: the cluster and the application: whoever says the same shares the port.
+    """
+
+    def __init__(self, app: ASGIApp, section: ServeConfig, owner: str) -> None:
+        import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+        self._app, self._section, self._owner = app, section, owner
+        self._prefix = section.route_prefix.rstrip("/")
+        config = uvicorn.Config(
+            self._answer,
+            http=guarded(AutoHTTPProtocol, section.connection_limits),
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(section.graceful_shutdown_timeout_s),
+            ssl_certfile=section.ssl_certfile,
+            ssl_keyfile=section.ssl_keyfile,
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listens.
+
+        Raises:
+            ConfigError: something else uses the port; or there is no certificate. Names the field.
+        """
+        host, port = self._section.host, self._section.port
+        assert port is not None
+        check_certificate(self._section)
+        listener = await self._claim(host, port)
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+        self.check()
+
+    def check(self) -> None:
+        """Raises `EngineDeadError` where nobody listens any more."""
+        if self._task is not None and self._task.done():
+            reason = None if self._task.cancelled() else self._task.exception()
+            raise EngineDeadError(f"the ingress no longer listens: {reason or 'it was stopped'}")
+
+    async def close(self) -> None:
+        """Takes no more connections; requests that run may end within the section's time."""
+        if self._task is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(Exception):
+                await self._task
+
+    async def _claim(self, host: str, port: int) -> socket.socket:
+        """A socket on the port, which is free or a sibling's; several may try at the same time."""
+        deadline = asyncio.get_running_loop().time() + _CLAIM_S
+        is_ours = False
+        while True:
+            try:
+                if not is_ours:
+                    check_port(host, port)
+                return _bind(host, port, shared=True)
+            except ConfigError as error:
+                owner = await self._owner_of(host, port)
+                is_ours = owner == self._owner
+                is_late = asyncio.get_running_loop().time() > deadline
+                if error.field != "port" or is_late or not (is_ours or owner is None):
+                    raise
+            await asyncio.sleep(_CLAIM_POLL_S)
+
+    async def _owner_of(self, host: str, port: int) -> str | None:
+        """Who says that it listens there; empty: somebody else; None: there is no answer."""
+        import httpx
+
+        scheme = "http" if self._section.ssl_certfile is None else "https"
+        here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+        try:
+            async with httpx.AsyncClient(verify=False, timeout=1.0, trust_env=False) as client:
+                answer = await client.get(f"{scheme}://{here}:{port}{_WHO}")
+        except httpx.TransportError:
+            return None
+        return answer.text if answer.is_success else ""
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if path.startswith(_OWN):
+            known = {_HEALTH: "success", _WHO: self._owner}
+            await _text(send, known.get(path))
+        elif not self._prefix:
+            await self._app(scope, receive, send)
+        elif path == self._prefix or path.startswith(f"{self._prefix}/"):
+            await self._app({**scope, "root_path": self._prefix}, receive, send)
+        else:
+            await _text(send, None)
+
+
+async def _text(send: Send, body: str | None) -> None:
+    """Answers in plain text; None: there is nothing at this path."""
+    text = (body or "there is nothing here").encode()
+    headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(text))]
+    status = 404 if body is None else 200
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+def guarded(base: type[asyncio.Protocol], limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol class `base`, with the limits."""
+    return cast(
+        "type[asyncio.Protocol]", type("GuardedProtocol", (_Guarded, base), {"limits": limits})
+    )
+
+
+class _Guarded(asyncio.Protocol):
+    """In front of one of uvicorn's protocols, whose `cycle` is the request that is answered."""
+
+    limits: ConnectionLimits
+    _transport: asyncio.Transport
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _num_header_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                size = self.limits.send_buffer_bytes // 2  # the kernel doubles it
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+        super().connection_made(transport)
+        self._expect_headers(0)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle = getattr(self, "cycle", None)
+        if cycle is not None and not cycle.response_complete:
+            self._cancel_header_timer()
+        else:
+            self._expect_headers(len(data))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = _later(self.limits.write_timeout_s, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_write_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_header_timer()
+        self._cancel_write_timer()
+        super().connection_lost(exc)
+
+    def _expect_headers(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > self.limits.max_header_bytes:
+            self._refuse(_TOO_LARGE_ANSWER)
+        elif self._header_timer is None:
+            self._header_timer = _later(
+                self.limits.header_timeout_s, lambda: self._refuse(_TIMEOUT_ANSWER)
+            )
+
+    def _refuse(self, answer: bytes) -> None:
+        self._cancel_header_timer()
+        if not self._transport.is_closing():
+            self._transport.write(answer)
+            self._transport.close()
+
+    def _cut_off(self) -> None:
+        self._write_timer = None
+        log.info(
+            "a client has not read for %g s; its connection is cut off", self.limits.write_timeout_s
+        )
+        self._transport.abort()
+
+    def _cancel_header_timer(self) -> None:
+        self._num_header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def _later(delay_s: float, call: Any) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, call)
