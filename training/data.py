@@ -78,10 +78,10 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     """
     wanted = max(window, round(fraction * documents.num_tokens))
     if documents.num_tokens < wanted + window:
-        raise ConfigError(
-            f"--input: {documents.num_tokens} tokens are too few: {wanted} are held out, and one "
+        raise ConfigError.at(
+            "--input",
+            f"{documents.num_tokens} tokens are too few: {wanted} are held out, and one "
             f"window has {window}",
-            field="--input",
         )
     first = documents.num_tokens - wanted
     begins = documents.starts[:-1]
@@ -95,10 +95,10 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     held = Documents(tokens[first:], weights[first:], torch.cat([edge, after]) - first)
     for part, name in ((kept, "first"), (held, "held-out")):
         if not bool((part.weights > 0).any()):
-            raise ConfigError(
-                f"--heldout: no token of the {name} part has a weight; hold out another part, or "
+            raise ConfigError.at(
+                "--heldout",
+                f"no token of the {name} part has a weight; hold out another part, or "
                 "give --heldout-file",
-                field="--heldout",
             )
     return kept, held
 
@@ -124,16 +124,14 @@ class Reader:
         """
         found = pack(document for path in paths for document in self._file(path, option))
         if not found.num_tokens:
-            raise ConfigError(f"{option}: the files hold no text", field=option)
+            raise ConfigError.at(option, f"the files hold no text")
         if not bool((found.weights > 0).any()):
-            raise ConfigError(f"{option}: no token in the files has a weight", field=option)
+            raise ConfigError.at(option, f"no token in the files has a weight")
         return found
 
     def _file(self, path: Path, option: str) -> Iterator[tuple[Any, Any]]:
         if path.suffix not in (".txt", ".jsonl"):
-            raise ConfigError(
-                f"{option}: {path} ends in {path.suffix!r}; allowed: .txt, .jsonl", field=option
-            )
+            raise ConfigError.at(option, f"{path} ends in {path.suffix!r}; allowed: .txt, .jsonl")
         try:
             with path.open(encoding="utf-8") as file:
                 if path.suffix == ".txt":
@@ -143,9 +141,9 @@ class Reader:
                     if line.strip():
                         yield from self._line(line, f"{option}: {path}:{number}", option)
         except OSError as error:
-            raise ConfigError(f"{option}: {path}: {error.strerror}", field=option) from None
+            raise ConfigError.at(option, f"{path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{option}: {path} is not UTF-8: {error}", field=option) from None
+            raise ConfigError.at(option, f"{path} is not UTF-8: {error}") from None
 
     def _line(self, line: str, where: str, option: str) -> Iterator[tuple[Any, Any]]:
         try:

@@ -138,10 +138,10 @@ def write_all(
         rows = (json.loads(line) for line in file)
         documents = pack((row["tokens"], row["weights"]) for row in rows)
     if len(documents) != len(prompts):
-        raise ConfigError(
-            f"generate: {path} holds {len(documents)} texts, this run has {len(prompts)}; give "
+        raise ConfigError.at(
+            "generate",
+            f"{path} holds {len(documents)} texts, this run has {len(prompts)}; give "
             "another output folder",
-            field="generate",
         )
     return documents
 

@@ -61,7 +61,7 @@ class FrozenTarget:
         try:
             require_checkpoint(path, allow_pickle=allow_pickle)
         except CheckpointError as error:
-            raise CheckpointError(f"target: {error.message}", field="target") from None
+            raise CheckpointError.at("target", f"{error.message}") from None
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -71,9 +71,8 @@ class FrozenTarget:
                 use_safetensors=None if allow_pickle else True,
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"target: {str(path)!r} is no causal language model: {reason(error, path)}",
-                field="target",
+            raise CheckpointError.at(
+                "target", f"{str(path)!r} is no causal language model: {reason(error, path)}"
             ) from error
         self.model: Any = model.to(device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()

@@ -90,10 +90,9 @@ class EagleReader:
     def without(self, key: str, why: str) -> None:
         """Raises `ConfigError` if the user set `key`, which this head does not have."""
         if (value := getattr(self.user, key)) is not None:
-            raise ConfigError(
-                f"speculative_config.{key}: {value!r} has no meaning for "
-                f"{str(self.folder)!r}: {why}",
-                field=f"speculative_config.{key}",
+            raise ConfigError.at(
+                f"speculative_config.{key}",
+                f"{value!r} has no meaning for {str(self.folder)!r}: {why}",
             )
 
     def fill(self, module: LlamaModule, stems: Sequence[str]) -> None:
@@ -422,10 +421,10 @@ def _capture(reader: EagleReader) -> tuple[int, ...]:
     if asked is not None:
         if max(asked) >= num_layers - 1:
             name = "speculative_config.eagle3_layers_to_capture"
-            raise ConfigError(
-                f"{name}: {list(asked)} names layers that the target lacks: it has {num_layers} "
+            raise ConfigError.at(
+                name,
+                f"{list(asked)} names layers that the target lacks: it has {num_layers} "
                 f"layers; allowed are 0 to {num_layers - 2}, and -1 for the normed final state",
-                field=name,
             )
         return tuple(num_layers if layer == -1 else layer + 1 for layer in asked)
     many = reader.config if "use_aux_hidden_state" in reader.config else reader.inner

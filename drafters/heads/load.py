@@ -30,7 +30,7 @@ _HEAD_TENSORS = ("d2t", "t2d", "fc.", "model.fc.", "midlayer.", "lm_heads.", "0.
 
 def fail(message: str) -> CheckpointError:
     """The error for any fault of a head's checkpoint."""
-    return CheckpointError(f"{FIELD}: {message}", field=FIELD)
+    return CheckpointError.at(FIELD, f"{message}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

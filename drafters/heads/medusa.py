@@ -86,10 +86,10 @@ class MedusaHead:
             nodes = nodes[: module.num_heads]
         for path in nodes:
             if len(path) > module.num_heads:
-                raise ConfigError(
-                    f"speculative_config.medusa_choices: path {list(path)} is {len(path)} deep, "
+                raise ConfigError.at(
+                    "speculative_config.medusa_choices",
+                    f"path {list(path)} is {len(path)} deep, "
                     f"but the checkpoint has {module.num_heads} heads",
-                    field="speculative_config.medusa_choices",
                 )
         self._tree = FixedTree(nodes)
 
@@ -137,10 +137,9 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
     if not names.num_heads:
         raise fail(f"{str(config.folder)!r} holds no Medusa heads")
     if config.num_medusa_heads not in (None, names.num_heads):
-        raise ConfigError(
-            f"speculative_config.num_medusa_heads: {config.num_medusa_heads}, but the checkpoint "
-            f"has {names.num_heads}",
-            field="speculative_config.num_medusa_heads",
+        raise ConfigError.at(
+            "speculative_config.num_medusa_heads",
+            f"{config.num_medusa_heads}, but the checkpoint has {names.num_heads}",
         )
     vocab, hidden, token_map = target.vocab_size, target.hidden_size, None
     if "token_map" in tensors:

@@ -191,4 +191,4 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def _bad(path: Path, field: str, reason: str) -> TableFileError:
-    return TableFileError(f"{field}: {path} {reason}", field=field)
+    return TableFileError.at(field, f"{path} {reason}")

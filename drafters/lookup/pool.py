@@ -269,4 +269,4 @@ def unpack(data: bytes) -> IntArray:
 
 
 def _bad(path: str, reason: str) -> PoolSnapshotError:
-    return PoolSnapshotError(f"{_FIELD}: {path} {reason}; remove it to start empty", field=_FIELD)
+    return PoolSnapshotError.at(_FIELD, f"{path} {reason}; remove it to start empty")

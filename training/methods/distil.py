@@ -85,9 +85,8 @@ def draft_vocabulary(asked: int | None, vocab_size: int) -> int:
         ConfigError: more than the target has.
     """
     if asked is not None and asked > vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size: {asked} exceeds the target's {vocab_size} tokens",
-            field="draft_vocab_size",
+        raise ConfigError.at(
+            "draft_vocab_size", f"{asked} exceeds the target's {vocab_size} tokens"
         )
     return asked or vocab_size
 

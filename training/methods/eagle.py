@@ -149,12 +149,12 @@ def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
     if layers is None:
         layers = tuple(sorted((2, num_layers // 2, num_layers - 3)))
     if list(layers) != sorted(layers):  # engines gather them on their way up
-        raise ConfigError(f"layers: {list(layers)} do not ascend", field="layers")
+        raise ConfigError.at("layers", f"{list(layers)} do not ascend")
     if not layers or not all(0 <= layer < num_layers for layer in layers):
-        raise ConfigError(
-            f"layers: inputs of layers {list(layers)} are asked for, the target has layers 0 to "
+        raise ConfigError.at(
+            "layers",
+            f"inputs of layers {list(layers)} are asked for, the target has layers 0 to "
             f"{num_layers - 1}",
-            field="layers",
         )
     return layers
 
@@ -175,16 +175,13 @@ def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -
         for found in (getattr(options, key), config.get(key), *otherwise):
             if isinstance(found, int):
                 return found
-        raise ConfigError(
-            f"{key}: config.json of {str(target.path)!r} lacks it; set it here", field=key
-        )
+        raise ConfigError.at(key, f"config.json of {str(target.path)!r} lacks it; set it here")
 
     heads = number("num_attention_heads")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}",
-            field="num_key_value_heads",
+        raise ConfigError.at(
+            "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads, {heads}"
         )
     return LayerSizes(
         hidden_size=hidden,

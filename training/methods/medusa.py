@@ -36,10 +36,10 @@ class MedusaMethod:
     def __init__(self, options: MedusaOptions, target: FrozenTarget) -> None:
         facts = target.facts
         if options.draft_vocab_size and not _LAYOUTS[options.layout].maps_tokens:
-            raise ConfigError(
-                f"layout: {options.layout!r} has no place for a draft vocabulary "
+            raise ConfigError.at(
+                "layout",
+                f"{options.layout!r} has no place for a draft vocabulary "
                 f"(draft_vocab_size {options.draft_vocab_size}); use 'vllm'",
-                field="layout",
             )
         vocab = draft_vocabulary(options.draft_vocab_size, facts.vocab_size)
         self.capture: tuple[int, ...] = (facts.num_layers,)

@@ -47,7 +47,7 @@ class MTPMethod(UnrolledMethod):
             module = _opened(options, target) if options.init else _fresh(options, target)
         except CheckpointError as error:
             message = error.message.removeprefix(f"{FIELD}: ")
-            raise CheckpointError(f"{field}: {message}", field=field) from None
+            raise CheckpointError.at(field, f"{message}") from None
         module.to(target.facts.device, torch.float32).requires_grad_(True)
         super().__init__(module, (target.facts.num_layers,), options)
         self._own, self._target = options, target
