@@ -124,9 +124,9 @@ class Reader:
         """
         found = pack(document for path in paths for document in self._file(path, option))
         if not found.num_tokens:
-            raise ConfigError.at(option, f"the files hold no text")
+            raise ConfigError.at(option, "the files hold no text")
         if not bool((found.weights > 0).any()):
-            raise ConfigError.at(option, f"no token in the files has a weight")
+            raise ConfigError.at(option, "no token in the files has a weight")
         return found
 
     def _file(self, path: Path, option: str) -> Iterator[tuple[Any, Any]]:
