@@ -206,7 +206,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     name = ".".join(parts) or "body"
     value = first.get("input")
     shown = "" if first["type"] == "missing" else f" (got {shown_value(value)})"
-    return InvalidRequestError(f"{name}: {first['msg']}{shown}", field=name)
+    return InvalidRequestError.at(name, f"{first['msg']}{shown}")
 
 
 def shown_value(value: Any) -> str:

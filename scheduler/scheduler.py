@@ -251,15 +251,14 @@ class Scheduler:
         if max_tokens is not None:
             limit = min(limit, num_prompt + max_tokens)
         if num_prompt == 0 or num_prompt >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt: {num_prompt} tokens; allowed are 1 to {self.max_model_len - 1}",
-                field="prompt",
+            raise InvalidRequestError.at(
+                "prompt", f"{num_prompt} tokens; allowed are 1 to {self.max_model_len - 1}"
             )
         if self.pool.blocks_for(limit) > self.pool.num_blocks:
-            raise InvalidRequestError(
-                f"max_tokens: prompt and output of {limit} tokens exceed the KV cache of "
+            raise InvalidRequestError.at(
+                "max_tokens",
+                f"prompt and output of {limit} tokens exceed the KV cache of "
                 f"{self.pool.num_blocks * self.pool.block_size}",
-                field="max_tokens",
             )
         sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens, self._reach)
         sequence.usage = self._unused

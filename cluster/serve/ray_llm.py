@@ -183,8 +183,7 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
     if parsed.runtime_env is not None:
         options = deployment.ray_actor_options
         if "runtime_env" in options:
-            message = "runtime_env: deployment_config.ray_actor_options has one too"
-            raise ConfigError(message, field="runtime_env")
+            raise ConfigError.at("runtime_env", "deployment_config.ray_actor_options has one too")
         options = {**options, "runtime_env": parsed.runtime_env}
         deployment = deployment.model_copy(update={"ray_actor_options": options})
     try:

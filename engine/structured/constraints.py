@@ -83,12 +83,11 @@ def spellings(tokenizer: Any, bad_words: Sequence[str], vocab_size: int) -> Spel
             tuple(tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " ")
         )
         if not plain:
-            raise InvalidRequestError(f"{field}: it has no token (got {word!r})", field=field)
+            raise InvalidRequestError.at(field, f"it has no token (got {word!r})")
         for token in (*plain, *spaced):
             if not 0 <= token < vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: its token {token} is not in the vocabulary (0 to {vocab_size - 1})",
-                    field=field,
+                raise InvalidRequestError.at(
+                    field, f"its token {token} is not in the vocabulary (0 to {vocab_size - 1})"
                 )
         found[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:

@@ -114,10 +114,10 @@ def add_messages(generation: Generation, body: ChatBody, request_id: str) -> Non
     prompt = rendered(frontend, body, body.messages)
     text, functions = prompt.text or "", body.functions()
     if functions and not chat.has_calls:
-        raise InvalidRequestError(
-            "tools: no tools are served with this model: its chat template has no format of calls "
+        raise InvalidRequestError.at(
+            "tools",
+            "no tools are served with this model: its chat template has no format of calls "
             "that is known here; set tool_call_parser in the configuration",
-            field="tools",
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
@@ -143,10 +143,10 @@ def _constrained(
     parallel, continued = body.is_parallel, body.continue_final_message
     if body.must_call:
         if given is not None:
-            raise InvalidRequestError(
-                f"tool_choice: {options.structured_field} constrains the text already; use "
+            raise InvalidRequestError.at(
+                "tool_choice",
+                f"{options.structured_field} constrains the text already; use "
                 "tool_choice auto, or leave it out",
-                field="tool_choice",
             )
         _check_schemas(chat, body, functions)
         text = chat.required(functions, prompt, parallel=parallel, continued=continued)
@@ -166,7 +166,7 @@ def _constrained(
         wanted = StructuredOutputs(grammar=text)
     except ValidationError as error:
         message = invalid_request(error).message.split(": ", 1)[-1]
-        raise InvalidRequestError(f"tools: their grammar: {message}", field="tools") from None
+        raise InvalidRequestError.at("tools", f"their grammar: {message}") from None
     options = replace(options, structured_field="tools")
     return sampling.model_copy(update={"structured_outputs": wanted}), options
 
@@ -193,19 +193,15 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
     """
     for name in body.chat_template_kwargs:
         if name in _RESERVED:
-            raise InvalidRequestError(
-                f"chat_template_kwargs.{name}: this name is taken",
-                field=f"chat_template_kwargs.{name}",
-            )
+            raise InvalidRequestError.at(f"chat_template_kwargs.{name}", "this name is taken")
     continued = body.continue_final_message
     if (
         continued
         and body.add_generation_prompt
         and "add_generation_prompt" in body.model_fields_set
     ):
-        raise InvalidRequestError(
-            "add_generation_prompt: it cannot be combined with continue_final_message",
-            field="add_generation_prompt",
+        raise InvalidRequestError.at(
+            "add_generation_prompt", "it cannot be combined with continue_final_message"
         )
     return frontend.chat_prompt(
         [message.render() for message in messages],

@@ -36,9 +36,8 @@ def add_prompts(generation: Generation, body: CompletionBody, request_id: str) -
     sampling, options = body.sampling(), body.options()
     given = _given(body)
     if len(given) * sampling.n > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompt: {len(given)} prompts x n = {sampling.n}; at most {MAX_PROMPTS} completions",
-            field="prompt",
+        raise InvalidRequestError.at(
+            "prompt", f"{len(given)} prompts x n = {sampling.n}; at most {MAX_PROMPTS} completions"
         )
     generation.check_count(len(given), sampling.n)
     frontend = generation.frontend
@@ -112,9 +111,9 @@ def _given(body: CompletionBody) -> list[Any]:
     """The prompts, each a text or a list of token ids."""
     given: Any = body.prompt if body.prompt is not None else body.prompt_token_ids
     if (body.prompt is None) == (body.prompt_token_ids is None):
-        raise InvalidRequestError("prompt: either prompt or prompt_token_ids", field="prompt")
+        raise InvalidRequestError.at("prompt", "either prompt or prompt_token_ids")
     if not given and not isinstance(given, str):
-        raise InvalidRequestError(f"{_field(body)}: the list is empty", field=_field(body))
+        raise InvalidRequestError.at(_field(body), "the list is empty")
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 

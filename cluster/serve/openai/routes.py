@@ -68,9 +68,8 @@ class Models(Generic[Served]):
         """
         if name is None:
             if len(self.by_name) > 1:
-                raise InvalidRequestError(
-                    f"model: this server has several models; choose one of {self._listed()}",
-                    field="model",
+                raise InvalidRequestError.at(
+                    "model", f"this server has several models; choose one of {self._listed()}"
                 )
             return self.first
         if name in self.by_name:
@@ -390,8 +389,7 @@ def _generation_route(
             body = parse(endpoint.body, raw)
             edge = models.find(body.model)
             if body.stream_options is not None and not body.stream:
-                message = "stream_options: only allowed with stream = true"
-                raise InvalidRequestError(message, field="stream_options")
+                raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
             generation = edge.generation()
             if isinstance(body, GenerationBody):
                 generation.limit_time(body.timeout)
@@ -444,7 +442,7 @@ def _tokenized(models: Models[Edge], raw: bytes) -> Response:
     body = parse(TokenizeBody, raw)
     edge = models.find(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
+        raise InvalidRequestError.at("prompt", "either prompt or messages")
     if body.messages is not None:
         prompt = chat.rendered(edge.frontend, body, body.messages)
     else:
