@@ -39,31 +39,24 @@ class WorkerGroup(Protocol):
     @property
     def alive(self) -> bool:
         """Whether messages can be answered."""
-        ...
 
     def spares(self) -> list[RankLocation]:
         """Processes that could take over now."""
-        ...
 
     def call(self, message: Any) -> Any:
         """Rank 0's answer (raises as `Channel.call` does)."""
-        ...
 
     def send(self, message: Any) -> None:
         """First half of a call (raises as `Channel.send` does)."""
-        ...
 
     def receive(self, timeout_s: float) -> Any:
         """Second half of a call (raises as `Channel.receive` does)."""
-        ...
 
     def restart(self) -> None:
         """Discards all ranks and starts new ones, with empty caches."""
-        ...
 
     def shutdown(self) -> None:
         """Ends all ranks."""
-        ...
 
 
 def agreed_blocks(reports: Sequence[WorkerReport]) -> tuple[int, int]:

@@ -38,11 +38,9 @@ class Channel(Protocol):
             StepMemoryError: a rank ran out of memory; likewise.
             WorkerDiedError: a rank is gone, or did not answer in time.
         """
-        ...
 
     def send(self, message: Any, timeout_s: float) -> None:
         """Sends `message` to all ranks (raises `WorkerDiedError`)."""
-        ...
 
     def receive(self, timeout_s: float) -> Any:
         """Rank 0's answer to the oldest message (raises as `call` does).
@@ -50,15 +48,12 @@ class Channel(Protocol):
         Raises:
             NoAnswerError: no answer within `timeout_s`.
         """
-        ...
 
     def kill(self, reason: str) -> None:
         """Makes pending and later calls raise `WorkerDiedError`; from any thread."""
-        ...
 
     def close(self) -> None:
         """Closes the connections to the ranks."""
-        ...
 
 
 def guarded(handler: Handler, message: Any) -> tuple[Any, Raised | None]:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..protocol import Experts
+from ..reference import sum_in_order
 from .elementwise import KINDS, gated
 from .linear import FIXED_ROWS, PLAIN, add_step, dot, stored
 
@@ -287,11 +288,7 @@ class CudaMixture:
             num_warps=4, num_stages=3,
         )  # fmt: skip
         choices = out.unflatten(0, scores.shape)
-        if not self._fixed_rows:
-            return choices.sum(1).to(states.dtype)
-        total = choices[:, 0]
-        for place in range(1, scores.shape[1]):
-            total = total + choices[:, place]
+        total = sum_in_order(choices) if self._fixed_rows else choices.sum(1)
         return total.to(states.dtype)
 
 
