@@ -40,7 +40,8 @@ from ..scheduler.types import (
 from ..workers.attention import KVCache
 from ..workers.collective import Collective
 from ..workers.head import HeadService
-from ..workers.model import PagedModel, load_model
+from ..workers.model.paged import PagedModel
+from ..workers.model.target import load_model
 from ..workers.seats import lay_out
 
 BLOCK_SIZE = 16

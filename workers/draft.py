@@ -25,7 +25,7 @@ from ..scheduler.types import (
     starts_of,
 )
 from .collective import Collective
-from .model import PagedModel
+from .model.paged import PagedModel
 from .seats import Seats
 from .verify.process import DrawSettings
 from .verify.sample import draw, draw_siblings

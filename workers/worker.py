@@ -23,19 +23,12 @@ from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
-from .model import PagedModel, load_model
 from .model.checkpoint.hub import local_folder
 from .model.fit import check_blocks
-from .model.paged import ForwardChoice
+from .model.paged import ForwardChoice, PagedModel
+from .model.target import load_model
 from .remote_head import RemoteHeadWorker
-from .spec import (
-    DeviceStepReport,
-    ModelReport,
-    ModelSpec,
-    RankLocation,
-    WorkerReport,
-    WorkerSpec,
-)
+from .spec import DeviceStepReport, ModelReport, ModelSpec, RankLocation, WorkerReport, WorkerSpec
 from .target import TargetService
 from .threads import Threads
 from .transport.channel import LinkOffer, ListenFeatures, OpenFeatures, PendingReply
@@ -104,9 +97,7 @@ class Worker:
         wanted = {name: spec for name, spec in specs.items() if spec is not None}
         for name, spec in wanted.items():
             folder = local_folder(
-                spec.path,
-                trust_remote_code=spec.trust_remote_code,
-                allow_pickle=spec.allow_pickle,
+                spec.path, trust_remote_code=spec.trust_remote_code, allow_pickle=spec.allow_pickle
             )
             self._models[name] = load_model(
                 Path(folder),

@@ -77,10 +77,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        run: Callable[[StepShape], None],
-        collective: Collective,
-        device: torch.device,
+        self, run: Callable[[StepShape], None], collective: Collective, device: torch.device
     ) -> None:
         self._run = run
         self._collective = collective

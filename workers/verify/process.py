@@ -24,14 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.types import (
-    FloatArray,
-    IntArray,
-    Logprobs,
-    Masks,
-    Penalties,
-    SamplingRows,
-)
+from ...scheduler.types import FloatArray, IntArray, Logprobs, Masks, Penalties, SamplingRows
 from .noise import nonzero, passes
 
 GREEDY_BELOW = 1e-5  # lower temperatures count as 0: dividing by them overflows float32
