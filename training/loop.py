@@ -36,7 +36,7 @@ from .generate import Writer, prompts_of, write_all
 from .optim import Optimization
 from .options import TrainingOptions
 from .parallel import Ranks, Stop, run
-from .protocol import FrozenTarget, Losses, Method, Prepares
+from .protocol import FrozenTarget, Losses, Method
 from .registry import METHODS
 from .report import Reporter, Score, Scores, Steps, as_row, from_row, plot_log
 
@@ -124,8 +124,7 @@ class _TrainingRun:
         own, own_heldout = self._own_text() if options.generate else (None, None)
         if options.generate and own_heldout is None:
             return Outcome(0, False, {}, 0.0)
-        if isinstance(self.method, Prepares):
-            self.method.prepare(self._token_counts([self.corpus, *([own] if own else [])]))
+        self.method.prepare(self._token_counts([self.corpus, *([own] if own else [])]))
         self.optimization = Optimization(
             self.method.module,
             options,

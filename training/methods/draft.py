@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows
 from ..state import place, stored_dtype
 from .distil import Agreement, soft_cross_entropy, teacher_of
 
@@ -40,15 +40,15 @@ _CARRIED = (
 )
 
 
-class DraftMethod:
+class DraftMethod(Method):
     """Trains a whole model."""
 
-    capture: tuple[int, ...] = ()
+    capture = ()
 
     def __init__(self, options: DraftOptions, target: FrozenTarget) -> None:
         self._options, self._target = options, target
         model: Any = _opened(options.init, target) if options.init else _fresh(options, target)
-        self.module: Any = model.to(target.facts.device, torch.float32)
+        self.module = model.to(target.facts.device, torch.float32)
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The mean over rows whose token is within the window."""
