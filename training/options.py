@@ -89,7 +89,7 @@ class TrainingOptions(Strict):
         return {name: getattr(self, name) for name in kept}
 
 
-# Of the training methods.
+# Of the training methods. The first line of a class describes its method on the command line.
 
 ArgmaxWeight = Annotated[
     float,
@@ -131,7 +131,7 @@ class UnrollOptions(PassOptions):
 
 
 class MedusaOptions(Strict):
-    """Options of `medusa`."""
+    """Heads on the target's last hidden state (Medusa)."""
 
     num_heads: int = Field(4, ge=1, le=64, description="Number of heads: tokens drafted ahead.")
     num_layers: int = Field(1, ge=1, le=16, description="Residual blocks of a head.")
@@ -144,7 +144,7 @@ class MedusaOptions(Strict):
 
 
 class ReDrafterOptions(Strict):
-    """Options of `redrafter`."""
+    """A recurrent head on the target's last hidden state (ReDrafter)."""
 
     num_positions: int = Field(5, ge=1, le=64, description="Draft positions that are trained.")
     position_decay: float = Field(1.0, gt=0, le=1)
@@ -159,7 +159,7 @@ class ReDrafterOptions(Strict):
 
 
 class EagleOptions(UnrollOptions):
-    """Options of `eagle`."""
+    """A layer that predicts the target's next feature (EAGLE-1 and 2)."""
 
     num_passes: int = Field(3, ge=1, le=16, description="Draft positions that are trained.")
     feature_weight: float = Field(1.0, ge=0)
@@ -171,7 +171,7 @@ class EagleOptions(UnrollOptions):
 
 
 class Eagle3TrainOptions(UnrollOptions):
-    """Options of `eagle3`."""
+    """A layer on features of several target layers (EAGLE-3)."""
 
     layers: tuple[int, ...] | None = None
     """Target layers whose inputs are read, repeated; default 2, n // 2, n - 3."""
@@ -181,7 +181,10 @@ class Eagle3TrainOptions(UnrollOptions):
 
 
 class MTPOptions(PassOptions):
-    """Options of `mtp`; sizes are the target's."""
+    """A multi-token-prediction module (MTP).
+
+    Its sizes are the target's.
+    """
 
     num_passes: int = Field(3, ge=1, le=16, description="Draft positions that are trained.")
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
@@ -201,7 +204,10 @@ SIZES = (
 
 
 class DraftOptions(Strict):
-    """Options of `draft`; sizes that are not given follow the target's."""
+    """A small model of the target's family, distilled from it.
+
+    Sizes that are not given follow the target's.
+    """
 
     init: Path | None = None
     """Model to start from, instead of one of the sizes below."""

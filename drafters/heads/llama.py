@@ -168,8 +168,8 @@ class LlamaModule(FeatureModule):
         rope: Rope,
         *,
         embedding_size: int,
-        vocab_size: int | None,  # of an embedding of its own
-        draft_vocab_size: int | None,  # None: the target's output layer
+        vocab_size: int | None = None,  # of an embedding of its own
+        draft_vocab_size: int | None = None,  # None: the target's output layer
         input_norm: bool = True,
         final_norm: bool = True,
         norm_output: bool = False,

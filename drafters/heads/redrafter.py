@@ -204,13 +204,7 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
     """
-    module = read_redrafter(Tensors(config.folder, _FILES, _published, target.device), target)
-    module.to(target.device, target.dtype).eval().requires_grad_(False)
-    return ReDrafterHead(module, config, target)
-
-
-def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
-    """Loads the module of a checkpoint (raises as `load_redrafter` does)."""
+    tensors = Tensors(config.folder, _FILES, _published, target.device)
     outputs = tensors.matches(r"lm_head\.(\d+)\.weight")
     if not outputs:
         raise fail(
@@ -233,7 +227,8 @@ def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
     state = tensors.state_of(module)
     tensors.finish()
     module.load_state_dict(state, assign=True)
-    return module
+    module.to(target.device, target.dtype).eval().requires_grad_(False)
+    return ReDrafterHead(module, config, target)
 
 
 def _published(stored: str) -> str:
