@@ -132,40 +132,37 @@ class Reader:
     def _file(self, path: Path, option: str) -> Iterator[tuple[Any, Any]]:
         if path.suffix not in (".txt", ".jsonl"):
             raise ConfigError.at(option, f"{path} ends in {path.suffix!r}; allowed: .txt, .jsonl")
+        where = str(path)
         try:
             with path.open(encoding="utf-8") as file:
                 if path.suffix == ".txt":
-                    yield from self._document(self._text(file), f"{option}: {path}", option)
+                    yield from self._document(self._text(file))
                     return
                 for number, line in enumerate(file, start=1):
+                    where = f"{path}:{number}"
                     if line.strip():
-                        yield from self._line(line, f"{option}: {path}:{number}", option)
+                        yield from self._line(line)
         except OSError as error:
             raise ConfigError.at(option, f"{path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ConfigError.at(option, f"{path} is not UTF-8: {error}") from None
+        except _BadValueError as error:
+            raise ConfigError.at(option, f"{where}: {error}") from None
 
-    def _line(self, line: str, where: str, option: str) -> Iterator[tuple[Any, Any]]:
+    def _line(self, line: str) -> Iterator[tuple[Any, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{where}: not JSON: {error}", field=option) from None
+            raise _BadValueError(f"not JSON: {error}") from None
         keys = [key for key in _FORMS if isinstance(row, dict) and key in row]
         if len(keys) != 1:
             held = f"has {', '.join(map(repr, row))}" if isinstance(row, dict) else "is no object"
             wanted = ", ".join(map(repr, _FORMS))
-            raise ConfigError(
-                f"{where}: the line {held}; expected exactly one of {wanted}", field=option
-            )
-        try:
-            for parts in _FORMS[keys[0]](self, row):
-                yield from self._document(parts, where, option)
-        except _BadValueError as error:
-            raise ConfigError(f"{where}: {error}", field=option) from None
+            raise _BadValueError(f"the line {held}; expected exactly one of {wanted}")
+        for parts in _FORMS[keys[0]](self, row):
+            yield from self._document(parts)
 
-    def _document(
-        self, parts: Iterable[Part], where: str, option: str
-    ) -> Iterator[tuple[Any, Any]]:
+    def _document(self, parts: Iterable[Part]) -> Iterator[tuple[Any, Any]]:
         """The parts as one document, if they are not empty."""
         ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         counts: list[np.ndarray[Any, np.dtype[np.float32]]] = []
@@ -175,11 +172,10 @@ class Reader:
         joined = np.concatenate([np.zeros(0, dtype=np.int64), *ids])
         if len(joined) == 0:
             return
-        if joined.min() < 0 or joined.max() >= self._vocab_size:
-            bad = joined[(joined < 0) | (joined >= self._vocab_size)][0]
-            raise ConfigError(
-                f"{where}: token {bad} is outside the target's vocabulary of {self._vocab_size}",
-                field=option,
+        wrong = joined[(joined < 0) | (joined >= self._vocab_size)]
+        if len(wrong):
+            raise _BadValueError(
+                f"token {wrong[0]} is outside the target's vocabulary of {self._vocab_size}"
             )
         yield joined, np.concatenate(counts)
 
@@ -291,7 +287,7 @@ class Reader:
 
 
 class _BadValueError(Exception):
-    """A key of a line has an invalid value."""
+    """A file or one of its lines is invalid; the message does not name them."""
 
 
 def _string(row: dict[str, Any], key: str) -> str:
