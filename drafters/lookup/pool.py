@@ -35,19 +35,15 @@ class PoolLink(Protocol):
 
     def publish(self, tenant: str, tokens: IntArray) -> None:
         """A window of tokens that was served."""
-        ...
 
     def poll(self, tenant: str) -> list[IntArray]:
         """Windows of the tenant that came from others and were not handed out before."""
-        ...
 
     def take_fault(self) -> Exception | None:
         """What went wrong in the background since the last call."""
-        ...
 
     def shutdown(self) -> None:
         """Saves what is to be saved and lets go."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
