@@ -224,8 +224,7 @@ class ComposeConfig(SpeculationBase):
 
 
 SpeculativeConfig = Annotated[
-    NoSpeculation | MemberConfig | ComposeConfig,
-    Field(discriminator="decoding_type"),
+    NoSpeculation | MemberConfig | ComposeConfig, Field(discriminator="decoding_type")
 ]
 
 SECTIONS: Mapping[str, type[SpeculationBase]] = MappingProxyType(

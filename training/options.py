@@ -92,8 +92,7 @@ class TrainingOptions(Strict):
 # Of the training methods. The first line of a class describes its method on the command line.
 
 ArgmaxWeight = Annotated[
-    float,
-    Field(ge=0, le=1, description="Weight of the target's most likely token in the loss."),
+    float, Field(ge=0, le=1, description="Weight of the target's most likely token in the loss.")
 ]
 MaxDraftLen = Annotated[int, Field(ge=1, description="Draft positions that an evaluation reports.")]
 InitFromTarget = Annotated[

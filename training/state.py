@@ -133,8 +133,7 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
         shape = tuple(wanted[name].shape) if name in wanted else None
         if found != shape:
             raise CheckpointError(
-                f"resume: tensor {name!r} of {path} has shape {found}, expected {shape}",
-                field=name,
+                f"resume: tensor {name!r} of {path} has shape {found}, expected {shape}", field=name
             )
     module.load_state_dict(stored)
     return state["optimizers"], int(state["step"])

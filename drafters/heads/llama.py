@@ -20,12 +20,7 @@ from .protocol import Attend, FeatureModule
 SCALING = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Supported kinds of `rope_scaling` and the keys that each requires."""
 

@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
 from .load import ConfigReader, Tensors, fail
-from .protocol import (
-    Attend,
-    EarlierRows,
-    FeatureModule,
-    HeadHost,
-    HeadLayer,
-    HeadRows,
-    TargetFacts,
-)
+from .protocol import Attend, EarlierRows, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts
 from .tree_drafting import TreeDrafter, room_of
 
 

@@ -140,8 +140,7 @@ class ChainMethod(Method):
         vocab_size = target.facts.vocab_size
         if draft_vocab_size is not None and draft_vocab_size > vocab_size:
             raise ConfigError.at(
-                "draft_vocab_size",
-                f"{draft_vocab_size} exceeds the target's {vocab_size} tokens",
+                "draft_vocab_size", f"{draft_vocab_size} exceeds the target's {vocab_size} tokens"
             )
         self.capture = capture
         self.draft_vocab_size = draft_vocab_size or vocab_size

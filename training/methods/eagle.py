@@ -126,10 +126,7 @@ class Eagle3Method(UnrolledMethod):
             # One key, two meanings: at the top the layers whose inputs are read, inside
             # `eagle_config` those whose outputs are. Engines read the one or the other.
             key: inputs,
-            "eagle_config": {
-                key: [layer - 1 for layer in inputs],
-                "use_aux_hidden_state": True,
-            },
+            "eagle_config": {key: [layer - 1 for layer in inputs], "use_aux_hidden_state": True},
         }
         write_head(folder, self.module, self._options, self._target, tensors, keys)
 
