@@ -81,13 +81,10 @@ class Engine:
         self._logged_at, self._logged_lines = time.monotonic(), [""]
         self.info = EngineInfo(
             model_name=config.model_name,
-            architecture=report.architecture,
             max_model_len=loop.scheduler.max_model_len,
             vocab_size=report.vocab_size,
             eos_token_ids=report.eos_token_ids,
             drafter=drafting.drafter.name,
-            num_kv_blocks=loop.scheduler.pool.num_blocks,
-            dtype=report.dtype,
             forward=report.forward,
             forward_reason=report.forward_reason,
             all_reduce=host.target_group.reports[0].all_reduce,
@@ -166,9 +163,7 @@ class Engine:
                 error = outcome.get(timeout=1.0)
                 break
             except queue.Empty:
-                if self._failure is not None or not self._thread.is_alive():
-                    reason = self._failure.message if self._failure else "it was shut down"
-                    raise EngineDeadError(f"the engine is down: {reason}") from None
+                self.check()
         if error is not None:
             raise error
 

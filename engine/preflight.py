@@ -149,27 +149,16 @@ def check_quantization(config: EngineConfig) -> None:
         )
     if found is None:
         return
-    if _may_keep(config):
-        log.info(
-            "%s is quantised (%s): its weights stay so on CUDA devices",
-            config.model,
-            found.description,
-        )
-        return
-    log.warning(
-        "%s is quantised (%s): its weights are dequantised at load and take the memory of an "
-        "unquantised model",
-        config.model,
-        found.description,
-    )
+    import torch  # a process without a quantised target need not have it
 
-
-def _may_keep(config: EngineConfig) -> bool:
-    """Whether the target's ranks have kernels for quantised weights, as far as is known here."""
-    import torch
-
+    # Whether the target's ranks have kernels for quantised weights, as far as is known here.
     on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return on_cuda and config.forward != "bridge"
+    if on_cuda and config.forward != "bridge":
+        level, fate = logging.INFO, "its weights stay so on CUDA devices"
+    else:
+        fate = "its weights are dequantised at load and take the memory of an unquantised model"
+        level = logging.WARNING
+    log.log(level, "%s is quantised (%s): %s", config.model, found.description, fate)
 
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:

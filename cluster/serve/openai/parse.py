@@ -187,33 +187,32 @@ def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[
     return kept
 
 
+# Fields that are unions, whose members' complaints would hide what is allowed.
+_ALLOWED = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "prompt_token_ids": "a list of token ids, or a list of such lists",
+    "stop": f"a string or a list of at most {MAX_STOPS} strings",
+    "input": "a string or a list of items",
+    "tool_choice": "'auto', 'required', 'none', or a function by its name",
+}
+
+
 def _complaint(error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint; members of a union are no part of the field's name."""
-    first = error.errors()[0]
-    if first["loc"] and first["loc"][0] in ("prompt", "prompt_token_ids", "stop"):
-        allowed = {
-            "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
-            "prompt_token_ids": "a list of token ids, or a list of such lists",
-            "stop": f"a string or a list of at most {MAX_STOPS} strings",
-        }
-        name = str(first["loc"][0])
-        if first["type"] != "missing":
-            return InvalidRequestError.at(name, f"it has to be {allowed[name]}")
-    if first["loc"] and first["loc"][0] == "input":
+    errors = error.errors()
+    location = errors[0]["loc"]
+    name = str(location[0]) if location else ""
+    if name == "input":
         # A list of items, and more of them is wrong than that it is no string.
-        nested = next((each for each in error.errors() if len(each["loc"]) > 2), None)
+        nested = next((each for each in errors if len(each["loc"]) > 2), None)
         if nested is not None:
-            name = _item_field(nested["loc"])
-            return InvalidRequestError.at(name, f"{nested['msg']}")
-        return InvalidRequestError.at("input", "it has to be a string or a list of items")
-    if first["loc"] and first["loc"][0] == "tool_choice":
-        return InvalidRequestError.at(
-            "tool_choice", "it has to be 'auto', 'required', 'none', or a function by its name"
-        )
-    if first["loc"] and "content" in first["loc"]:
-        many = any(each["type"] == "too_many" for each in error.errors())
+            return InvalidRequestError.at(_item_field(nested["loc"]), nested["msg"])
+    if name in _ALLOWED:
+        return InvalidRequestError.at(name, f"it has to be {_ALLOWED[name]}")
+    if "content" in location:
+        many = any(each["type"] == "too_many" for each in errors)
         parts = f"at most {MANY} parts" if many else "parts"
-        name = ".".join(str(part) for part in first["loc"][: first["loc"].index("content") + 1])
+        name = ".".join(str(part) for part in location[: location.index("content") + 1])
         return InvalidRequestError.at(
             name, f"it has to be a string or a list of {parts} of type 'text'"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -374,7 +374,7 @@ class ToolCall(Strict):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def _names_once(tools: list[Entry]) -> list[Entry]:
+def _names_once(tools: list[Any]) -> list[Any]:
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -383,14 +383,7 @@ def _names_once(tools: list[Entry]) -> list[Entry]:
     return tools
 
 
-class Named(Protocol):
-    """What has a function's name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Entry = TypeVar("Entry", bound=Named)
+Entry = TypeVar("Entry")  # with a function's name
 Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
 
 

@@ -399,14 +399,14 @@ _NAMES = tuple(
 )
 
 
-def add_input(generation: Generation, body: ResponsesBody, request_id: str) -> None:
+def add(generation: Generation, body: ResponsesBody, request_id: str) -> None:
     """Checks the body and adds its conversation.
 
     Raises:
         InvalidRequestError: names the body's own field.
     """
     try:
-        chat.add_messages(generation, as_chat(body), request_id)
+        chat.add(generation, as_chat(body), request_id)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 
