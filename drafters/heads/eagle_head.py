@@ -76,7 +76,7 @@ class EagleReader:
         self.interleaved = config.rope_layout == "interleaved"
         for pattern, owner in _REFUSED.items():
             if found := self.tensors.matches(pattern):
-                raise fail(f"tensor {found[0][0]!r} of {str(self.folder)!r} belongs to {owner}")
+                raise self.tensors.bad(found[0][0], f"belongs to {owner}")
 
     def flag(self, key: str) -> bool:
         """A boolean of the top level or of `eagle_config`."""
@@ -122,8 +122,8 @@ class EagleReader:
         for name in _FIRST:
             if f"{name}.self_attn.q_proj.weight" in self.tensors:
                 return name
-        raise fail(
-            f"{str(self.folder)!r} has neither 'midlayer.self_attn.q_proj.weight' nor "
+        raise self.tensors.fault(
+            "has neither 'midlayer.self_attn.q_proj.weight' nor "
             "'layers.0.self_attn.q_proj.weight': it is not an EAGLE head"
         )
 
@@ -145,11 +145,10 @@ class EagleReader:
         names.append(f"{layer}.mlp.gate_proj.weight")
         for name in names:
             if name not in self.tensors:
-                raise fail(f"{str(self.folder)!r} lacks tensor {name!r} (two dimensions)")
+                raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
             if len(shape(name)) != 2 or 0 in shape(name):
-                raise fail(
-                    f"tensor {name!r} of {str(self.folder)!r} has shape {list(shape(name))}, "
-                    "expected two dimensions"
+                raise self.tensors.bad(
+                    name, f"has shape {list(shape(name))}, expected two dimensions"
                 )
         query, key, output, gate = (shape(name) for name in names)
         heads = self.config.number("num_attention_heads")
@@ -215,8 +214,8 @@ class EagleReader:
         """Rows of the head's own embedding; None if it uses the target's."""
         if "embed_tokens.weight" not in self.tensors:
             if width != self.target.hidden_size:
-                raise fail(
-                    f"{str(self.folder)!r} lacks tensor 'embed_tokens.weight' of shape "
+                raise self.tensors.fault(
+                    f"lacks tensor 'embed_tokens.weight' of shape "
                     f"{[self.target.vocab_size, width]}, needed since the target's is "
                     f"{self.target.hidden_size} wide"
                 )
@@ -231,25 +230,25 @@ class EagleReader:
             size = next(iter(tensors.shape("lm_head.weight")), 0)
             tensors.expect("lm_head.weight", size, hidden)
         elif hidden != self.target.hidden_size:
-            raise fail(
-                f"{str(self.folder)!r} lacks tensor 'lm_head.weight' of width {hidden}, "
+            raise self.tensors.fault(
+                f"lacks tensor 'lm_head.weight' of width {hidden}, "
                 f"needed since the target's output layer reads {self.target.hidden_size}"
             )
         elif "draft_vocab_size" in self.config and self.config.number("draft_vocab_size") != vocab:
-            raise fail(
-                f"{str(self.folder)!r} lacks tensor 'lm_head.weight', needed since its "
-                f"draft_vocab_size is {self.config.number('draft_vocab_size')} and the target's "
-                f"vocabulary {vocab}"
+            raise self.tensors.fault(
+                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
+                f"{self.config.number('draft_vocab_size')} and the target's vocabulary {vocab}"
             )
         if "d2t" in tensors:
             if size is None:
-                raise fail(f"{str(self.folder)!r} has 'd2t' but lacks tensor 'lm_head.weight'")
+                raise self.tensors.fault("has 'd2t' but lacks tensor 'lm_head.weight'")
             ids = tensors.take_ids("d2t", size) + torch.arange(size)
             self._check_ids(ids, vocab)
         elif size is not None and size != vocab:
-            raise fail(
-                f"tensor 'lm_head.weight' of {str(self.folder)!r} has {size} rows, the target "
-                f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them"
+            raise self.tensors.bad(
+                "lm_head.weight",
+                f"has {size} rows, the target "
+                f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them",
             )
         if "t2d" in tensors:
             known = tensors.take_ids("t2d", vocab).to(torch.bool)
@@ -265,10 +264,10 @@ class EagleReader:
         wrong[1:] |= ids.diff() <= 0
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0, 0])
-            raise fail(
-                f"tensor 'd2t' of {str(self.folder)!r} makes draft token {index} token "
-                f"{int(ids[index])}: outside the target's {vocab} tokens, or not above the one "
-                "before; id = i + d2t[i] must rise within them"
+            raise self.tensors.bad(
+                "d2t",
+                f"makes draft token {index} token {int(ids[index])}: outside the target's {vocab} "
+                "tokens, or not above the one before; id = i + d2t[i] must rise within them",
             )
 
 
@@ -301,9 +300,8 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
     first = reader.first_layer()
     is_eagle3 = _is_eagle3(reader, first)
     if isinstance(config, Eagle3Config) and not is_eagle3:
-        raise fail(
-            f"{str(config.folder)!r} lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; "
-            "use decoding_type Eagle"
+        raise reader.tensors.fault(
+            f"lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; use decoding_type Eagle"
         )
     return _eagle3(reader, first) if is_eagle3 else _eagle1(reader)
 

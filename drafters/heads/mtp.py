@@ -171,8 +171,8 @@ def _find(
             stems = [f"model.layers.{layer}." for layer in layers]
             return tensors, [_ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
     _refuse_foreign(config, device)
-    raise fail(
-        f"{str(config.folder)!r} holds no MTP module: neither "
+    raise tensors.fault(
+        f"holds no MTP module: neither "
         f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
     )
 
@@ -182,9 +182,10 @@ def _refuse_foreign(config: MTPConfig, device: torch.device) -> None:
     tensors = Tensors(config.folder, _FILES, lambda stored: stored, device)
     for pattern, whose in _FOREIGN.items():
         if found := tensors.matches(pattern):
-            raise fail(
-                f"tensor {found[0][0]!r} of {str(config.folder)!r} is in {whose} layout of MTP "
-                "modules, which is not read; the layouts of DeepSeek-V3, GLM-4.5 and Qwen3-Next are"
+            raise tensors.bad(
+                found[0][0],
+                f"is in {whose} layout of MTP modules, which is not read; the layouts of "
+                "DeepSeek-V3, GLM-4.5 and Qwen3-Next are",
             )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from ...config import ReDrafterConfig
-from .load import Tensors, fail
+from .load import Tensors
 from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
 
 TOP = 50  # tokens per step with a probability
@@ -207,15 +207,15 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
     tensors = Tensors(config.folder, _FILES, _published, target.device)
     outputs = tensors.matches(r"lm_head\.(\d+)\.weight")
     if not outputs:
-        raise fail(
-            f"{str(tensors.folder)!r} holds no ReDrafter head: it lacks the output layer, "
+        raise tensors.fault(
+            "holds no ReDrafter head: it lacks the output layer, "
             "'lm_head.1.weight' for one residual layer"
         )
     num_layers = max(int(match[1]) for match in outputs)
     output = f"lm_head.{num_layers}.weight"
     if num_layers == 0:
-        raise fail(
-            f"{str(tensors.folder)!r} has no residual layer: {output!r} is its only layer; "
+        raise tensors.fault(
+            f"has no residual layer: {output!r} is its only layer; "
             "expected 'lm_head.0.linear.weight' before it"
         )
     hidden, vocab = target.hidden_size, target.vocab_size
