@@ -365,8 +365,7 @@ def rank_table(
         reached[: min(len(ranks) + 1, num_levels)] += 1
         for level, rank in enumerate(ranks):
             taken[level, rank] += 1
-    table: RankTable = taken / np.maximum(reached, 1)[:, None]
-    return table
+    return taken / np.maximum(reached, 1)[:, None]
 
 
 def search_tree(table: RankTable, num_nodes: int) -> SearchedTree:

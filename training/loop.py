@@ -79,8 +79,7 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
     }
     state.Folder(options.out).check(identity, resume=options.resume)
     training = _TrainingRun(method, options, own, corpus, heldout, identity, on_gpu)
-    outcome: Outcome = run(training, options.num_processes, on_gpu=on_gpu)
-    return outcome
+    return run(training, options.num_processes, on_gpu=on_gpu)
 
 
 @dataclass
@@ -280,14 +279,10 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
     target = options.target
     if not (target / "config.json").is_file():
         raise CheckpointError.at("target", f"{str(target)!r} holds no config.json")
-    trusted = options.trust_remote_code
+    how = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(
-            target, local_files_only=True, trust_remote_code=trusted
-        ).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(
-            target, local_files_only=True, trust_remote_code=trusted
-        )
+        config = AutoConfig.from_pretrained(target, **how).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(target, **how)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError.at(
             "target",

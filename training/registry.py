@@ -44,8 +44,7 @@ class Entry:
         """The method with these options, of the type that the entry has."""
         module, _, kind = self.method.partition(".")
         found = import_module(f".methods.{module}", __package__)
-        made: Method = getattr(found, kind)(options, target)
-        return made
+        return getattr(found, kind)(options, target)
 
 
 METHODS: Mapping[str, Entry] = MappingProxyType(

@@ -125,8 +125,7 @@ class Eagle3Module(LlamaModule):
             features = self.input_norm(features)
         if not self.options.num_features:
             return features
-        fused: Tensor = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.options.eh_proj:

@@ -464,13 +464,12 @@ class EagleHead:
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         states = torch.cat([step.hidden[layer] for layer in self.capture], dim=-1)
-        out: tuple[Tensor, Tensor] = self.module(
+        return self.module(
             self._embed(step.next_tokens, host),
             self.module.fuse(states),
             step.positions,
             step.attend,
         )
-        return out
 
     def advance(
         self,
@@ -482,10 +481,7 @@ class EagleHead:
         host: HeadHost,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
         """Runs the module on its own output."""
-        grown: tuple[Tensor, Tensor] = self.module(
-            self._embed(token_ids, host), feature, positions, attend
-        )
-        return grown
+        return self.module(self._embed(token_ids, host), feature, positions, attend)
 
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
         own = self.module.embed_tokens

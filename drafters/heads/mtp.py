@@ -342,8 +342,7 @@ class MTPHead:
         if index:
             before = (positions < index)[:, None]
             embedded, feature = embedded.masked_fill(before, 0), feature.masked_fill(before, 0)
-        out: tuple[Tensor, Tensor] = self.module[index](embedded, feature, positions, attend)
-        return out
+        return self.module[index](embedded, feature, positions, attend)
 
     def _a_token_earlier(
         self, index: int, feature: Tensor, earlier: EarlierRows, host: HeadHost

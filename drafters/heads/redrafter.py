@@ -80,8 +80,7 @@ class ReDrafterModule(nn.Module):
         states = torch.cat([context, state.to(context.dtype)], dim=-1)
         if self.input_proj is not None:
             states = self.input_proj(states)
-        logits: Tensor = self.lm_head(states)
-        return logits
+        return self.lm_head(states)
 
 
 class ReDrafterHead:

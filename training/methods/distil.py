@@ -55,8 +55,7 @@ def soft_cross_entropy(
 ) -> Tensor:  # []
     """Mean over `weights` of -sum(probs * log softmax(logits)); 0 where nothing counts."""
     share = weights / weights.sum().clamp(min=1e-6)
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probs, share)
-    return loss
+    return _SoftCrossEntropy.apply(logits, probs, share)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
