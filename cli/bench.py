@@ -137,20 +137,16 @@ class SuiteOptions(RunOptions):
 
     panel = "Suite"
     out: Path = Field(Path("bench-suite"), description="Folder for the report, plots and logs.")
-    drafters: str = Field(
-        "default",
-        description="Outrider's, a list of names from bench/drafters.py; default, all, or none. A "
-        "speculative section that is given otherwise takes part as well.",
-    )
+    drafters: str = "default"
+    """Outrider's, a list of names from bench/drafters.py; default, all, or none. A speculative
+    section that is given otherwise takes part as well."""
     baselines: str = "hf,hf-assisted,hf-lookup"
     """transformers' generate(): hf, hf-assisted, hf-lookup, or none."""
     assistant: str | None = Field(None, description="Draft model of hf-assisted, a folder.")
-    peer: list[str] = Field(
-        [],
-        description="An OpenAI-compatible server: NAME=URL, NAME=COMMAND with {port} (and {model}, "
-        "{dtype}, {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, "
-        "llama-server; may be repeated.",
-    )
+    peer: list[str] = Field([])
+    """An OpenAI-compatible server: NAME=URL, NAME=COMMAND with {port} (and {model}, {dtype},
+    {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, llama-server; may be
+    repeated."""
     workloads: str = "code,edit,prose,chat,long,shared"
     """Of code, edit, prose, chat, long, shared; own with --prompts."""
     prompts: Path | None = Field(None, description="Prompts of `own`: a line each, or .jsonl.")

@@ -247,12 +247,9 @@ class SpeculationOptions(Options):
     panel = "Speculation"
     speculative_config: str | None = None
     """JSON or a file, in our keys or vLLM's: '{"method": "ngram", "num_speculative_tokens": 3}'."""
-    spec_type: str | None = Field(
-        None,
-        description="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
-        "vLLM's (ngram, suffix, ...), or a decoding_type; several with commas: the first with a "
-        "guess wins.",
-    )
+    spec_type: str | None = None
+    """Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), vLLM's (ngram,
+    suffix, ...), or a decoding_type; several with commas: the first with a guess wins."""
     draft_model: str | None = None
     """Checkpoint folder of a draft model; asked after drafters without one."""
     drafter: str | None = None

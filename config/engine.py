@@ -30,26 +30,17 @@ class ResourcesConfig(Strict):
     """Ray's name of the GPU that every worker needs: H100."""
     threads_per_worker: int | None = Field(None, ge=1)
     """Threads of a worker; default: cores / workers of the node."""
-    spin_s: float = Field(
-        0.002,
-        ge=0,
-        le=0.1,
-        description="Seconds for which an engine and its workers look for each other's messages "
-        "before they sleep; 0: not at all. It takes processor time that is idle otherwise.",
-    )
+    spin_s: float = Field(0.002, ge=0, le=0.1)
+    """Seconds for which an engine and its workers look for each other's messages before they sleep;
+    0: not at all. It takes processor time that is idle otherwise."""
     placement_timeout_s: float = Field(60.0, gt=0)
     """Seconds that the engine waits for room in the cluster."""
-    spare_workers: bool | Literal["auto"] = Field(
-        "auto",
-        description="A second process per rank takes over a lost one: true, false, or auto: in "
-        "servers on nodes with enough memory.",
-    )
-    keep_workers_s: float = Field(
-        60.0,
-        ge=0,
-        description="Seconds that a server's workers wait for another engine when theirs died; "
-        "0: they end with it.",
-    )
+    spare_workers: bool | Literal["auto"] = "auto"
+    """A second process per rank takes over a lost one: true, false, or auto: in servers on nodes
+    with enough memory."""
+    keep_workers_s: float = Field(60.0, ge=0)
+    """Seconds that a server's workers wait for another engine when theirs died; 0: they end with
+    it."""
     placement_strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
     """PACK: ranks share a node if one has room for all; STRICT_PACK: always."""
 
@@ -83,17 +74,12 @@ class EngineConfig(Strict):
         "mistral",
         "deepseek_v3",
         "harmony",
-    ] = Field(
-        "auto",
-        description="How the model writes tool calls: hermes, qwen3_coder, glm45, kimi_k2, "
-        "llama3_json, pythonic, mistral, deepseek_v3, harmony, none, or auto: as the chat template "
-        "writes them.",
-    )
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"] = Field(
-        "auto",
-        description="How the model marks reasoning: qwen3, deepseek_r1, mistral, harmony, "
-        "none, or auto: as the chat template does.",
-    )
+    ] = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, glm45, kimi_k2, llama3_json, pythonic,
+    mistral, deepseek_v3, harmony, none, or auto: as the chat template writes them."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"] = "auto"
+    """How the model marks reasoning: qwen3, deepseek_r1, mistral, harmony, none, or auto: as the
+    chat template does."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """auto, bfloat16, float16, float32."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu, cuda.")
@@ -101,16 +87,12 @@ class EngineConfig(Strict):
     """family (our decoder), bridge (transformers' modules), or auto: family where both agree."""
     device_step: Literal["auto", "off"] = "auto"
     """auto (on CUDA: captured steps that do not return to the host), off."""
-    symmetric_memory: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto (several CUDA ranks of one node sum small messages over memory that all "
-        "of them map), off: NCCL sums all.",
-    )
-    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = Field(
-        "auto",
-        description="Format of a quantised target: auto (the checkpoint's), none, fp8, "
-        "compressed-tensors, awq, gptq.",
-    )
+    symmetric_memory: Literal["auto", "off"] = "auto"
+    """auto (several CUDA ranks of one node sum small messages over memory that all of them map),
+    off: NCCL sums all."""
+    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = "auto"
+    """Format of a quantised target: auto (the checkpoint's), none, fp8, compressed-tensors, awq,
+    gptq."""
     deterministic: bool = False
     """Outputs whose bits depend on no other request, draft or cache hit."""
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")

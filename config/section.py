@@ -65,11 +65,9 @@ class SpeculationBase(Strict):
     """Running requests above which nothing is drafted."""
     draft_len_schedule: dict[BatchSize, DraftLength] | None = Field(None, min_length=1)
     """Most draft nodes by the number of running requests; above the last, none."""
-    adaptive_draft_len: bool = Field(
-        False,
-        description="Drafts fewer nodes, or none, where that gives more tokens per second, by "
-        "measured acceptance and step times.",
-    )
+    adaptive_draft_len: bool = False
+    """Drafts fewer nodes, or none, where that gives more tokens per second, by measured acceptance
+    and step times."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
     acceptance_length_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)

@@ -26,6 +26,11 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
+
 
 def parse(model: type[Model], data: dict[str, Any]) -> Model:
     """`data` as `model`; pydantic's first complaint as a `ConfigError` with a suggestion."""
