@@ -279,10 +279,14 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
     target = options.target
     if not (target / "config.json").is_file():
         raise CheckpointError.at("target", f"{str(target)!r} holds no config.json")
-    how = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
+    trusted = options.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(target, **how).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(target, **how)
+        config = AutoConfig.from_pretrained(
+            target, local_files_only=True, trust_remote_code=trusted
+        ).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(
+            target, local_files_only=True, trust_remote_code=trusted
+        )
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError.at(
             "target",
