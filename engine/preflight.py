@@ -63,6 +63,8 @@ def preflight(
             cannot be imported or built or lacks a method; names the field.
     """
     from ..workers.model.fit import CPU, Serving, check_weights
+    from ..workers.ops.cpu import KERNEL_DTYPES
+    from ..workers.ops.table import describe
     from ..workers.worker import DTYPES, pick_device
     from .frontend import Frontend
 
@@ -87,6 +89,8 @@ def preflight(
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
+    if device == CPU and target.dtype in KERNEL_DTYPES:
+        facts["kernels"] = describe(target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
     for field, section in draft_sections(config):

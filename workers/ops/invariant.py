@@ -5,6 +5,7 @@ its prompt and the cached part of it (`deterministic: true`). What differs from 
 
 - Every product is the kernel's, at any number of rows and any size: oneDNN picks its
   implementation, and with it the order of additions, by the number of rows.
+- All attention is the kernel's, whatever `table.py` says.
 - Attention adds keys up in tiles whose bounds are multiples of a fixed number, not of the first
   visible key of the rows that happen to be computed together.
 - What torch computes in vectors with a scalar rest (angles, activations, routing) is computed one
@@ -46,6 +47,7 @@ class InvariantOps(CpuOps):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
+        self._prompt_rows = None  # whatever a chunk's length, the kernel attends
         self._angles: dict[int, _AngleTable] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
