@@ -42,12 +42,8 @@ class ResumingTransport(httpx.BaseTransport):
         self._resume_for_s = resume_for_s
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        resumable = _asks(request)
-        response = self._inner.handle_request(request)
-        if not resumable or not _is_stream(response):
-            return response
-        progress = _Progress(request, self._resume_for_s)
-        return _answer(response, _Stream(self._inner, response, progress))
+        progress = _Progress(request, self._resume_for_s) if _asks(request) else None
+        return _answer(self._inner.handle_request(request), _Stream, self._inner, progress)
 
     def close(self) -> None:
         self._inner.close()
@@ -63,12 +59,9 @@ class AsyncResumingTransport(httpx.AsyncBaseTransport):
         self._resume_for_s = resume_for_s
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        resumable = _asks(request)
+        progress = _Progress(request, self._resume_for_s) if _asks(request) else None
         response = await self._inner.handle_async_request(request)
-        if not resumable or not _is_stream(response):
-            return response
-        progress = _Progress(request, self._resume_for_s)
-        return _answer(response, _AsyncStream(self._inner, response, progress))
+        return _answer(response, _AsyncStream, self._inner, progress)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -112,12 +105,19 @@ def _is_stream(response: httpx.Response) -> bool:
     return response.is_success and kind == "text/event-stream" and encoding == "identity"
 
 
-def _answer(response: httpx.Response, stream: Any) -> httpx.Response:
-    """The response, with a body that is resumed."""
+def _answer(
+    response: httpx.Response,
+    stream: type[_Resumed],
+    inner: httpx.BaseTransport | httpx.AsyncBaseTransport,
+    progress: _Progress | None,
+) -> httpx.Response:
+    """The response, with a body that is resumed where the request asked for that."""
+    if progress is None or not _is_stream(response):
+        return response
     return httpx.Response(
         response.status_code,
         headers=response.headers,
-        stream=stream,
+        stream=stream(inner, response, progress),  # type: ignore[arg-type]
         extensions=response.extensions,
     )
 
@@ -188,19 +188,21 @@ class _Progress:
             )
 
 
-class _Stream(httpx.SyncByteStream):
-    def __init__(
-        self, inner: httpx.BaseTransport, response: httpx.Response, progress: _Progress
-    ) -> None:
+class _Resumed:
+    """A body that goes on in further responses of `inner`; None: there is none yet."""
+
+    def __init__(self, inner: Any, response: httpx.Response, progress: _Progress) -> None:
         self._inner = inner
-        self._response: httpx.Response | None = response
+        self._response: Any = response
         self._progress = progress
 
+
+class _Stream(_Resumed, httpx.SyncByteStream):
     def __iter__(self) -> Iterator[bytes]:
         while True:
             try:
                 if self._response is not None:
-                    for data in self._response.stream:  # type: ignore[union-attr]
+                    for data in self._response.stream:
                         yield self._progress.whole_events(data)
             except httpx.TransportError:
                 pass  # as for a stream that ends early
@@ -230,19 +232,12 @@ class _Stream(httpx.SyncByteStream):
             response.close()
 
 
-class _AsyncStream(httpx.AsyncByteStream):
-    def __init__(
-        self, inner: httpx.AsyncBaseTransport, response: httpx.Response, progress: _Progress
-    ) -> None:
-        self._inner = inner
-        self._response: httpx.Response | None = response
-        self._progress = progress
-
+class _AsyncStream(_Resumed, httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
             try:
                 if self._response is not None:
-                    async for data in self._response.stream:  # type: ignore[union-attr]
+                    async for data in self._response.stream:
                         yield self._progress.whole_events(data)
             except httpx.TransportError:
                 pass  # as for a stream that ends early

@@ -17,8 +17,8 @@ import torch
 
 from ..scheduler.types import Draft, StepInput, ints
 from ..workers.collective import Collective
-from ..workers.model import load_model
 from ..workers.model.family.compare import sample_step
+from ..workers.model.target import load_model
 
 _BLOCK = 16
 log = logging.getLogger("outrider.bench")

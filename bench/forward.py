@@ -28,10 +28,11 @@ import torch
 from ..errors import OutriderError
 from ..scheduler.types import Draft, StepInput, ints
 from ..workers.collective import Collective
-from ..workers.model import PagedModel, load_model
 from ..workers.model.family.compare import sample_step
 from ..workers.model.fit import check_weights
 from ..workers.model.info import read_config
+from ..workers.model.paged import PagedModel
+from ..workers.model.target import load_model
 from ..workers.ops.cpu import pack_large
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"

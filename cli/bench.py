@@ -118,10 +118,8 @@ class RunOptions(Options):
     """What is run, and how often."""
 
     panel = "Benchmark"
-    prompts: Path | None = Field(
-        None,
-        description="A line each, or .jsonl with `text`; default: the demo's held-out prompts.",
-    )
+    prompts: Path | None = None
+    """A line each, or .jsonl with `text`; default: the demo's held-out prompts."""
     num_prompts: int = Field(16, ge=1, description="Prompts of one run.")
     rounds: int = Field(3, ge=1, description="Times that everyone runs.")
     max_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
@@ -139,44 +137,29 @@ class SuiteOptions(RunOptions):
 
     panel = "Suite"
     out: Path = Field(Path("bench-suite"), description="Folder for the report, plots and logs.")
-    drafters: str = Field(
-        "default",
-        description="Outrider's, a list of names from bench/drafters.py; default, all, or none. A "
-        "speculative section that is given otherwise takes part as well.",
-    )
-    baselines: str = Field(
-        "hf,hf-assisted,hf-lookup",
-        description="transformers' generate(): hf, hf-assisted, hf-lookup, or none.",
-    )
+    drafters: str = "default"
+    """Outrider's, a list of names from bench/drafters.py; default, all, or none. A speculative
+    section that is given otherwise takes part as well."""
+    baselines: str = "hf,hf-assisted,hf-lookup"
+    """transformers' generate(): hf, hf-assisted, hf-lookup, or none."""
     assistant: str | None = Field(None, description="Draft model of hf-assisted, a folder.")
-    peer: list[str] = Field(
-        [],
-        description="An OpenAI-compatible server: NAME=URL, NAME=COMMAND with {port} (and {model}, "
-        "{dtype}, {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, "
-        "llama-server; may be repeated.",
-    )
-    workloads: str = Field(
-        "code,edit,prose,chat,long,shared",
-        description="Of code, edit, prose, chat, long, shared; own with --prompts.",
-    )
+    peer: list[str] = Field([])
+    """An OpenAI-compatible server: NAME=URL, NAME=COMMAND with {port} (and {model}, {dtype},
+    {threads}, {max_model_len}, {max_num_seqs}), or vllm, sglang, tensorrt-llm, llama-server; may be
+    repeated."""
+    workloads: str = "code,edit,prose,chat,long,shared"
+    """Of code, edit, prose, chat, long, shared; own with --prompts."""
     prompts: Path | None = Field(None, description="Prompts of `own`: a line each, or .jsonl.")
     streams: str = Field("1,4,16,64", description="Closed loops: requests in flight.")
     rates: str = Field("2", description="Poisson arrivals: requests a second, a list; none.")
     max_tokens: int = Field(64, ge=1, description="Tokens of an answer.")
-    threads: int | None = Field(
-        None,
-        ge=1,
-        description="Of every contender (OMP_NUM_THREADS of servers); default: each one's choice.",
-    )
+    threads: int | None = Field(None, ge=1)
+    """Of every contender (OMP_NUM_THREADS of servers); default: each one's choice."""
     in_process: bool = Field(False, description="Outrider without HTTP; closed loops only.")
-    engine_alone: bool = Field(
-        False, description="Plain Outrider without HTTP as well: what HTTP adds."
-    )
-    alone: bool = Field(
-        False,
-        description="One contender up at a time, started for each round: for GPUs and small "
-        "memories.",
-    )
+    engine_alone: bool = False
+    """Plain Outrider without HTTP as well: what HTTP adds."""
+    alone: bool = False
+    """One contender up at a time, started for each round: for GPUs and small memories."""
     start_timeout_s: float = Field(600.0, ge=1, description="Until a server answers.")
 
     def loads(self) -> list[Load]:

@@ -34,20 +34,15 @@ class CalibrationOptions(Options):
     """What is measured."""
 
     panel = "Calibration"
-    prompts: Path | None = Field(
-        None,
-        description="A line each, or .jsonl with `text`; default: the demo's held-out prompts.",
-    )
+    prompts: Path | None = None
+    """A line each, or .jsonl with `text`; default: the demo's held-out prompts."""
     num_prompts: int = Field(16, ge=1, description="Prompts.")
-    max_tokens: int = Field(
-        96, ge=8, description="Tokens that the target continues each prompt by."
-    )
+    max_tokens: int = Field(96, ge=8)
+    """Tokens that the target continues each prompt by."""
     num_points: int = Field(1024, ge=16, description="Drafts per variant.")
     sweep: str = Field("all", description="Keys to try other readings of, a list; or all, or none.")
-    tree_nodes: str = Field(
-        "4,8,16,32,63",
-        description="Node budgets to search static trees for, a list; 0: none.",
-    )
+    tree_nodes: str = "4,8,16,32,63"
+    """Node budgets to search static trees for, a list; 0: none."""
     out: Path | None = Field(None, description="Write all figures as JSON.")
 
     def keys(self) -> tuple[str, ...] | None:

@@ -75,9 +75,7 @@ def build(
 
 
 @app.command()
-def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A table's file.")],
-) -> None:
+def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A table's file.")]) -> None:
     """Shows what a table holds, once its checksum has been verified."""
     from dataclasses import asdict
 

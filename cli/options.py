@@ -236,9 +236,8 @@ def _described(whose: str, section: type[BaseModel], key: str) -> str:
 class SourceOptions(Options):
     """The model, and the configuration file."""
 
-    model: str | None = Field(
-        None, description="Checkpoint folder, or a Hugging Face id (org/name)."
-    )
+    model: str | None = None
+    """Checkpoint folder, or a Hugging Face id (org/name)."""
     config: Path | None = Field(None, description="YAML or JSON; other options override it.")
 
 
@@ -246,30 +245,18 @@ class SpeculationOptions(Options):
     """The speculative section: as a whole, and its keys that most users set."""
 
     panel = "Speculation"
-    speculative_config: str | None = Field(
-        None,
-        description="JSON or a file, in our keys or vLLM's: "
-        '\'{"method": "ngram", "num_speculative_tokens": 3}\'.',
-    )
-    spec_type: str | None = Field(
-        None,
-        description="Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), "
-        "vLLM's (ngram, suffix, ...), or a decoding_type; several with commas: the first with a "
-        "guess wins.",
-    )
-    draft_model: str | None = Field(
-        None,
-        description="Checkpoint folder of a draft model; asked after drafters without one.",
-    )
-    drafter: str | None = Field(
-        None,
-        description="A drafter of your own, package.module:Class; implies --spec-type user.",
-    )
+    speculative_config: str | None = None
+    """JSON or a file, in our keys or vLLM's: '{"method": "ngram", "num_speculative_tokens": 3}'."""
+    spec_type: str | None = None
+    """Drafter by llama.cpp's name (ngram-simple, ngram-mod, draft-simple, ...), vLLM's (ngram,
+    suffix, ...), or a decoding_type; several with commas: the first with a guess wins."""
+    draft_model: str | None = None
+    """Checkpoint folder of a draft model; asked after drafters without one."""
+    drafter: str | None = None
+    """A drafter of your own, package.module:Class; implies --spec-type user."""
     max_draft_len: int | None = Field(None, description="Most draft tokens per request and step.")
-    spec_key: list[str] | None = Field(
-        None,
-        description="KEY=VALUE of the section, in any dialect; --speculative-config.KEY VALUE too.",
-    )
+    spec_key: list[str] | None = None
+    """KEY=VALUE of the section, in any dialect; --speculative-config.KEY VALUE too."""
 
 
 # Written by hand, a section of the file, or named as another option of a command.
@@ -295,9 +282,8 @@ class EngineOptions(
 ):
     """The model and how it runs; `None` leaves it to the configuration file, then to defaults."""
 
-    enable_auto_tool_choice: bool | None = Field(
-        None, description="As in vLLM; it is on.", json_schema_extra={"hidden": True}
-    )
+    enable_auto_tool_choice: bool | None = Field(None, json_schema_extra={"hidden": True})
+    """As in vLLM; it is on."""
 
     def resolve(self, **forced: Any) -> EngineConfig:
         """The configuration: defaults, then the file, then the options, then `forced`.

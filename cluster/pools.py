@@ -1,6 +1,6 @@
 """Shared n-gram pools over Ray: one named, detached actor per tokenizer, and each engine's link.
 
-The actor gathers what every engine publishes (`drafters/lookup/pool.py`). An engine's link
+The actor is a `PoolStore`, which gathers what every engine publishes. An engine's link
 exchanges windows with it a few times a second from a thread of its own, so that the step loop never
 waits for Ray. A slow or lost pool costs only speed: no further request is sent until a pending one
 is answered, and an actor that died is started again, empty.
@@ -39,25 +39,6 @@ def actor_name(fingerprint: str) -> str:
     return f"outrider-pool-{fingerprint[:32]}"
 
 
-class PoolActor:
-    """The store as a Ray actor."""
-
-    def __init__(self, fingerprint: str, max_tokens: int, vocab_size: int) -> None:
-        self._store = PoolStore(fingerprint, max_tokens, vocab_size)
-
-    def warm(self, path: str) -> None:
-        """Reads the snapshot, unless there is text already (raises as `PoolStore.open`)."""
-        self._store.open(path)
-
-    def exchange(
-        self, source: str, published: list[tuple[str, bytes]], epoch: str, cursors: dict[str, int]
-    ) -> Differences:
-        return self._store.exchange(source, published, epoch, cursors)
-
-    def save(self, path: str) -> None:
-        self._store.save(path)
-
-
 class RayPoolLink:
     """A drafter's line to the actor; its thread is the only one that waits for Ray.
 
@@ -94,7 +75,7 @@ class RayPoolLink:
         try:
             actor = self._find()
             if snapshot is not None:
-                self._answer(actor.warm.remote(snapshot), _START_TIMEOUT_S)
+                self._answer(actor.open.remote(snapshot), _START_TIMEOUT_S)
             self._actor = actor
         except RayError as error:
             self._note(error)
@@ -184,7 +165,7 @@ class RayPoolLink:
     def _find(self) -> Any:
         """The actor, made if there is none."""
         return (
-            ray.remote(PoolActor)
+            ray.remote(PoolStore)
             .options(
                 name=actor_name(self._fingerprint),
                 namespace=NAMESPACE,
@@ -207,7 +188,7 @@ class RayPoolLink:
     def _warm(self, actor: Any) -> None:
         """A snapshot that went bad since the start is a fault; the pool starts without it."""
         try:
-            self._answer(actor.warm.remote(self._snapshot))
+            self._answer(actor.open.remote(self._snapshot))
             self._is_snapshot_bad = False
         except (ConfigError, RayTaskError) as error:
             if not self._is_snapshot_bad:

@@ -10,15 +10,14 @@ new generation, a new store and new sockets.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from ..errors import WorkerDiedError
-from ..workers.group import OverChannel
-from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
+from ..workers.group import WorkerGroup
+from ..workers.spec import RankLocation, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.heartbeat import Monitor
 from ..workers.transport.socket_channel import SocketChannel, routes
@@ -28,7 +27,7 @@ from .rank_actors import LOAD_TIMEOUT_S, Formed, RankSource
 _CONNECT_TIMEOUT_S = 30.0
 
 
-class RayGroup(OverChannel):
+class RayGroup(WorkerGroup):
     """Ranks in actors of their own.
 
     Raises (also from `restart`):
@@ -39,28 +38,17 @@ class RayGroup(OverChannel):
     is_concurrent = True
 
     def __init__(self, spec: WorkerSpec, source: RankSource) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._source = source
         self._ranks: list[Any] = []
-        self._channel: SocketChannel | None = None
         self._monitor: Monitor | None = None
-        self.reports: list[WorkerReport] = []
-        self.on_restart: list[Callable[[], None]] = []
-        self.on_death: list[Callable[[str], None]] = []
         self._form(reuse=True)
-
-    @property
-    def alive(self) -> bool:
-        channel = self._channel
-        return channel is not None and not channel.dead
 
     def spares(self) -> list[RankLocation]:
         return self._source.spares()
 
-    def restart(self) -> None:
+    def _replace_ranks(self) -> None:
         self._form(reuse=False)
-        for told in self.on_restart:
-            told()
 
     def shutdown(self) -> None:
         self._hang_up()

@@ -22,70 +22,46 @@ from .strict import Strict, at_key, parse, read_mapping
 class ResourcesConfig(Strict):
     """What each Ray actor asks of the cluster."""
 
-    cpus_per_worker: float | None = Field(
-        None, ge=0, description="CPUs of a worker; default: 1 on a CPU, 0 beside a GPU."
-    )
-    gpus_per_worker: float | None = Field(
-        None, ge=0, description="GPUs of a worker; default: 1 on CUDA, 0 on a CPU."
-    )
-    accelerator_type: str | None = Field(
-        None, min_length=1, description="Ray's name of the GPU that every worker needs: H100."
-    )
-    threads_per_worker: int | None = Field(
-        None, ge=1, description="Threads of a worker; default: cores / workers of the node."
-    )
-    spin_s: float = Field(
-        0.002,
-        ge=0,
-        le=0.1,
-        description="Seconds for which an engine and its workers look for each other's messages "
-        "before they sleep; 0: not at all. It takes processor time that is idle otherwise.",
-    )
-    placement_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds that the engine waits for room in the cluster."
-    )
-    spare_workers: bool | Literal["auto"] = Field(
-        "auto",
-        description="A second process per rank takes over a lost one: true, false, or auto: in "
-        "servers on nodes with enough memory.",
-    )
-    keep_workers_s: float = Field(
-        60.0,
-        ge=0,
-        description="Seconds that a server's workers wait for another engine when theirs died; "
-        "0: they end with it.",
-    )
-    placement_strategy: Literal["PACK", "STRICT_PACK"] = Field(
-        "PACK",
-        description="PACK: ranks share a node if one has room for all; STRICT_PACK: always.",
-    )
+    cpus_per_worker: float | None = Field(None, ge=0)
+    """CPUs of a worker; default: 1 on a CPU, 0 beside a GPU."""
+    gpus_per_worker: float | None = Field(None, ge=0)
+    """GPUs of a worker; default: 1 on CUDA, 0 on a CPU."""
+    accelerator_type: str | None = Field(None, min_length=1)
+    """Ray's name of the GPU that every worker needs: H100."""
+    threads_per_worker: int | None = Field(None, ge=1)
+    """Threads of a worker; default: cores / workers of the node."""
+    spin_s: float = Field(0.002, ge=0, le=0.1)
+    """Seconds for which an engine and its workers look for each other's messages before they sleep;
+    0: not at all. It takes processor time that is idle otherwise."""
+    placement_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that the engine waits for room in the cluster."""
+    spare_workers: bool | Literal["auto"] = "auto"
+    """A second process per rank takes over a lost one: true, false, or auto: in servers on nodes
+    with enough memory."""
+    keep_workers_s: float = Field(60.0, ge=0)
+    """Seconds that a server's workers wait for another engine when theirs died; 0: they end with
+    it."""
+    placement_strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
+    """PACK: ranks share a node if one has room for all; STRICT_PACK: always."""
 
 
 class EngineConfig(Strict):
     """One engine: a target, its drafter, its scheduler."""
 
     model: str = Field(description="Folder of the checkpoint (safetensors), or a Hugging Face id.")
-    served_model_name: str | None = Field(
-        None, description="Name for clients; default: the last part of the model's path."
-    )
+    served_model_name: str | None = None
+    """Name for clients; default: the last part of the model's path."""
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face id.")
-    generation_config: str = Field(
-        "auto",
-        description="Sampling defaults of HTTP requests: auto (the model's), vllm (none), a "
-        "folder.",
-    )
+    generation_config: str = "auto"
+    """Sampling defaults of HTTP requests: auto (the model's), vllm (none), a folder."""
     trust_remote_code: bool = Field(False, description="Run Python code contained in a checkpoint.")
-    allow_pickle: bool = Field(
-        False,
-        description="Read pickled weights (pytorch_model.bin) where there are no safetensors.",
-    )
+    allow_pickle: bool = False
+    """Read pickled weights (pytorch_model.bin) where there are no safetensors."""
     tokenizer: str | None = Field(None, description="Tokenizer; default: the model's own.")
-    chat_template: str | None = Field(
-        None, description="Chat template or a file of one; default: the tokenizer's."
-    )
-    trust_request_chat_template: bool = Field(
-        False, description="Accept chat_template in requests; it runs in a sandbox."
-    )
+    chat_template: str | None = None
+    """Chat template or a file of one; default: the tokenizer's."""
+    trust_request_chat_template: bool = False
+    """Accept chat_template in requests; it runs in a sandbox."""
     tool_call_parser: Literal[
         "auto",
         "none",
@@ -98,95 +74,63 @@ class EngineConfig(Strict):
         "mistral",
         "deepseek_v3",
         "harmony",
-    ] = Field(
-        "auto",
-        description="How the model writes tool calls: hermes, qwen3_coder, glm45, kimi_k2, "
-        "llama3_json, pythonic, mistral, deepseek_v3, harmony, none, or auto: as the chat template "
-        "writes them.",
-    )
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"] = Field(
-        "auto",
-        description="How the model marks reasoning: qwen3, deepseek_r1, mistral, harmony, "
-        "none, or auto: as the chat template does.",
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="auto, bfloat16, float16, float32."
-    )
+    ] = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, glm45, kimi_k2, llama3_json, pythonic,
+    mistral, deepseek_v3, harmony, none, or auto: as the chat template writes them."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"] = "auto"
+    """How the model marks reasoning: qwen3, deepseek_r1, mistral, harmony, none, or auto: as the
+    chat template does."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """auto, bfloat16, float16, float32."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu, cuda.")
-    forward: Literal["auto", "family", "bridge"] = Field(
-        "auto",
-        description="family (our decoder), bridge (transformers' modules), or auto: family where "
-        "both agree.",
-    )
-    device_step: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto (on CUDA: captured steps that do not return to the host), off.",
-    )
-    symmetric_memory: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto (several CUDA ranks of one node sum small messages over memory that all "
-        "of them map), off: NCCL sums all.",
-    )
-    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = Field(
-        "auto",
-        description="Format of a quantised target: auto (the checkpoint's), none, fp8, "
-        "compressed-tensors, awq, gptq.",
-    )
-    deterministic: bool = Field(
-        False, description="Outputs whose bits depend on no other request, draft or cache hit."
-    )
+    forward: Literal["auto", "family", "bridge"] = "auto"
+    """family (our decoder), bridge (transformers' modules), or auto: family where both agree."""
+    device_step: Literal["auto", "off"] = "auto"
+    """auto (on CUDA: captured steps that do not return to the host), off."""
+    symmetric_memory: Literal["auto", "off"] = "auto"
+    """auto (several CUDA ranks of one node sum small messages over memory that all of them map),
+    off: NCCL sums all."""
+    quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = "auto"
+    """Format of a quantised target: auto (the checkpoint's), none, fp8, compressed-tensors, awq,
+    gptq."""
+    deterministic: bool = False
+    """Outputs whose bits depend on no other request, draft or cache hit."""
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")
-    max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt and output together; default: the checkpoint's."
-    )
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt and output together; default: the checkpoint's."""
     max_num_seqs: int = Field(64, ge=1, description="Requests that run at once.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens of one step.")
     max_queued_requests: int = Field(1024, ge=1, description="Requests that wait; more get 429.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens of a KV block.")
     num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks; default: what fits.")
-    kv_memory_fraction: float = Field(
-        0.9, gt=0, le=0.98, description="Share of a GPU's memory to use, weights included."
-    )
-    kv_cpu_bytes: int = Field(
-        2**30, ge=2**20, description="Bytes of KV cache per worker, on a CPU."
-    )
+    kv_memory_fraction: float = Field(0.9, gt=0, le=0.98)
+    """Share of a GPU's memory to use, weights included."""
+    kv_cpu_bytes: int = Field(2**30, ge=2**20)
+    """Bytes of KV cache per worker, on a CPU."""
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal beginnings.")
-    executor: Literal["ray", "local"] = Field(
-        "ray", description="ray (an actor per rank), local (this process)."
-    )
-    seed: int | None = Field(
-        None,
-        description="Seed of the generator that gives seeds to requests without one; "
-        "default: unpredictable.",
-    )
-    overlap_scheduling: bool = Field(
-        True, description="Plan, deliver and take in requests while the workers compute."
-    )
-    step_timeout_s: float = Field(
-        120.0, gt=0, description="Seconds after which a step counts as a failure."
-    )
-    heartbeat_timeout_s: float = Field(
-        5.0, gt=0, description="Seconds of silence after which a rank is replaced."
-    )
-    max_restarts: int = Field(
-        3, ge=0, description="Restarts of the worker group within restart_window_s."
-    )
+    executor: Literal["ray", "local"] = "ray"
+    """ray (an actor per rank), local (this process)."""
+    seed: int | None = None
+    """Seed of the generator that gives seeds to requests without one; default: unpredictable."""
+    overlap_scheduling: bool = True
+    """Plan, deliver and take in requests while the workers compute."""
+    step_timeout_s: float = Field(120.0, gt=0)
+    """Seconds after which a step counts as a failure."""
+    heartbeat_timeout_s: float = Field(5.0, gt=0)
+    """Seconds of silence after which a rank is replaced."""
+    max_restarts: int = Field(3, ge=0)
+    """Restarts of the worker group within restart_window_s."""
     restart_window_s: float = Field(600.0, gt=0, description="Seconds in which restarts count.")
-    log_format: Literal["text", "json"] = Field(
-        "text", description="Log of engine and edge: text, json (a line of JSON per record)."
-    )
-    allow_synthetic_acceptance: bool = Field(
-        False, description="Serve although verification is synthetic, for benchmarks."
-    )
-    stats_interval_s: float = Field(
-        30.0, gt=0, description="Seconds between statistics lines in the log."
-    )
-    resources: ResourcesConfig = Field(
-        ResourcesConfig(), description="What each worker asks of the cluster."
-    )
-    speculative_config: SpeculativeConfig = Field(
-        NoSpeculation(), description="The drafter; default: none."
-    )
+    log_format: Literal["text", "json"] = "text"
+    """Log of engine and edge: text, json (a line of JSON per record)."""
+    allow_synthetic_acceptance: bool = False
+    """Serve although verification is synthetic, for benchmarks."""
+    stats_interval_s: float = Field(30.0, gt=0)
+    """Seconds between statistics lines in the log."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """What each worker asks of the cluster."""
+    speculative_config: SpeculativeConfig = NoSpeculation()
+    """The drafter; default: none."""
 
     @model_validator(mode="after")
     def _one_format_of_harmony(self) -> EngineConfig:

@@ -24,16 +24,12 @@ class HeadConfig(PlacedConfig):
     of_separate = ("draft_timeout_s", "feature_transport")
 
     speculative_model: str = Field(min_length=1, description="Folder of the head's checkpoint.")
-    placement: Literal["colocated", "separate"] = Field(
-        "colocated",
-        description="colocated: in the target's ranks; separate: in a worker of its own.",
-    )
-    feature_transport: Literal["auto", "socket", "distributed"] = Field(
-        "auto", description="separate: how hidden states are sent."
-    )
-    draft_tensor_parallel_size: Literal[1] = Field(
-        1, description="vLLM's key; a head is not sharded."
-    )
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated: in the target's ranks; separate: in a worker of its own."""
+    feature_transport: Literal["auto", "socket", "distributed"] = "auto"
+    """separate: how hidden states are sent."""
+    draft_tensor_parallel_size: Literal[1] = 1
+    """vLLM's key; a head is not sharded."""
 
     @property
     def folder(self) -> Path:
@@ -109,22 +105,13 @@ class TreeDraftingConfig(HeadConfig):
 
     choices_key: ClassVar[str]  # of the fixed tree
 
-    max_draft_len: MaxDraftLen = Field(
-        0, description="Levels of the draft; 0: those of the fixed tree, or a default."
-    )
+    max_draft_len: MaxDraftLen = 0
+    """Levels of the draft; 0: those of the fixed tree, or a default."""
     use_dynamic_tree: bool = Field(False, description="Grow the tree where it is likely.")
-    dynamic_tree_max_topK: int = Field(
-        10,
-        ge=1,
-        le=_MOST_SIBLINGS,
-        description="Dynamic tree: children of a node, and nodes of a level.",
-    )
-    max_total_draft_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="Nodes of a dynamic tree; default: dynamic_tree_max_topK per level.",
-    )
+    dynamic_tree_max_topK: int = Field(10, ge=1, le=_MOST_SIBLINGS)
+    """Dynamic tree: children of a node, and nodes of a level."""
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
+    """Nodes of a dynamic tree; default: dynamic_tree_max_topK per level."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:
@@ -200,29 +187,18 @@ class EagleConfig(TreeDraftingConfig):
     choices_key = "eagle_choices"
 
     decoding_type: Literal["Eagle"] = "Eagle"
-    eagle_choices: tuple[Choice, ...] | None = Field(
-        None, description="A fixed tree, as paths of ranks."
-    )
-    eagle3_layers_to_capture: tuple[Layer, ...] | None = Field(
-        None,
-        min_length=1,
-        description="Target layers whose outputs the head reads; default: the checkpoint's.",
-    )
-    rope_theta: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Base of the head's rotary positions; default: the checkpoint's.",
-    )
-    rope_layout: Literal["half", "interleaved"] | None = Field(
-        None, description="Dimensions that are rotated together; default: the checkpoint's."
-    )
-    norm_before_residual: bool | None = Field(
-        None, description="EAGLE-3: the residual is the normed feature; default: the checkpoint's."
-    )
-    recycle: Literal["post_norm", "pre_norm"] | None = Field(
-        None, description="Output that is the next feature; default: the checkpoint's."
-    )
+    eagle_choices: tuple[Choice, ...] | None = None
+    """A fixed tree, as paths of ranks."""
+    eagle3_layers_to_capture: tuple[Layer, ...] | None = Field(None, min_length=1)
+    """Target layers whose outputs the head reads; default: the checkpoint's."""
+    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Base of the head's rotary positions; default: the checkpoint's."""
+    rope_layout: Literal["half", "interleaved"] | None = None
+    """Dimensions that are rotated together; default: the checkpoint's."""
+    norm_before_residual: bool | None = None
+    """EAGLE-3: the residual is the normed feature; default: the checkpoint's."""
+    recycle: Literal["post_norm", "pre_norm"] | None = None
+    """Output that is the next feature; default: the checkpoint's."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:
@@ -243,12 +219,10 @@ class MedusaConfig(HeadConfig):
 
     decoding_type: Literal["Medusa"] = "Medusa"
     max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: the whole tree.")
-    medusa_choices: tuple[Choice, ...] | None = Field(
-        None, description="The tree, as paths of ranks; default: a chain of each head's best token."
-    )
-    num_medusa_heads: int | None = Field(
-        None, ge=1, le=64, description="Heads of the checkpoint; default: derived from its tensors."
-    )
+    medusa_choices: tuple[Choice, ...] | None = None
+    """The tree, as paths of ranks; default: a chain of each head's best token."""
+    num_medusa_heads: int | None = Field(None, ge=1, le=64)
+    """Heads of the checkpoint; default: derived from its tensors."""
     top_k: int = Field(10, ge=1, le=64, description="Tokens considered per head.")
 
     @model_validator(mode="after")
@@ -290,21 +264,16 @@ class MTPConfig(TreeDraftingConfig):
     speculative_model: str | None = Field(  # type: ignore[assignment]
         None, min_length=1, description="Folder of the modules; default: the target's."
     )
-    num_nextn_predict_layers: int = Field(
-        1, ge=1, le=64, description="Draft length where max_draft_len is not given."
-    )
-    use_mtp_vanilla: bool | None = Field(
-        None, description="One module per token; default: if the checkpoint has several."
-    )
-    mtp_choices: tuple[Choice, ...] | None = Field(
-        None, description="A fixed tree, as paths of ranks."
-    )
-    recycle: Literal["post_norm", "pre_norm"] = Field(
-        "post_norm", description="Output that is the next feature."
-    )
-    zero_first_embedding: bool = Field(
-        False, description="The first row reads no embedding, as in vLLM."
-    )
+    num_nextn_predict_layers: int = Field(1, ge=1, le=64)
+    """Draft length where max_draft_len is not given."""
+    use_mtp_vanilla: bool | None = None
+    """One module per token; default: if the checkpoint has several."""
+    mtp_choices: tuple[Choice, ...] | None = None
+    """A fixed tree, as paths of ranks."""
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    """Output that is the next feature."""
+    zero_first_embedding: bool = False
+    """The first row reads no embedding, as in vLLM."""
 
     @property
     def choices(self) -> tuple[Choice, ...] | None:
@@ -325,16 +294,13 @@ class ReDrafterConfig(HeadConfig):
     """ReDrafter (arXiv:2403.09919): TensorRT-LLM's keys, and the reference's two."""
 
     decoding_type: Literal["ReDrafter"] = "ReDrafter"
-    redrafter_num_beams: int = Field(
-        5, ge=1, le=64, description="Beams; they are merged into a tree."
-    )
-    redrafter_draft_len_per_beam: int = Field(
-        0, ge=0, le=LONGEST_DRAFT, description="Tokens of a beam; 0: max_draft_len, or 5."
-    )
+    redrafter_num_beams: int = Field(5, ge=1, le=64)
+    """Beams; they are merged into a tree."""
+    redrafter_draft_len_per_beam: int = Field(0, ge=0, le=LONGEST_DRAFT)
+    """Tokens of a beam; 0: max_draft_len, or 5."""
     max_draft_len: MaxDraftLen = Field(0, description="Tokens of a beam, by its common name.")
-    max_total_draft_tokens: int | None = Field(
-        None, ge=1, le=1024, description="Nodes of the merged beams; default: all."
-    )
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
+    """Nodes of the merged beams; default: all."""
 
     @model_validator(mode="before")
     @classmethod

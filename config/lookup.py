@@ -19,17 +19,15 @@ class PromptLookupConfig(SpeculationBase):
 
     decoding_type: Literal["PromptLookup"] = "PromptLookup"
     max_draft_len: MaxDraftLen = Field(10, description="Most tokens of a draft.")
-    max_matching_ngram_size: int = Field(
-        2, ge=1, le=64, description="Longest tail that is looked up."
-    )
+    max_matching_ngram_size: int = Field(2, ge=1, le=64)
+    """Longest tail that is looked up."""
 
 
 class LlamaMapConfig(ShortestDraft):
     """Those that draft the m tokens after a known n-gram."""
 
-    max_draft_len: MaxDraftLen = Field(
-        None, description="Most tokens of a draft; default: ngram_size_m."
-    )
+    max_draft_len: MaxDraftLen = None
+    """Most tokens of a draft; default: ngram_size_m."""
     ngram_size_n: int = Field(12, ge=1, le=1024, description="Tokens that are looked up.")
     ngram_size_m: int = Field(48, ge=1, le=1024, description="Tokens that are drafted.")
     check_rate: int = Field(1, ge=1, description="Tokens from one look-up to the next.")
@@ -96,17 +94,12 @@ class NGramCacheConfig(ShortestDraft):
 
     decoding_type: Literal["NGramCache"] = "NGramCache"
     max_draft_len: MaxDraftLen = Field(8, description="Most tokens of a draft.")
-    lookup_cache_static: str | None = Field(
-        None, description="Table of `outrider ngram build`; implies ngram-cache."
-    )
-    lookup_cache_dynamic: str | None = Field(
-        None, description="Past requests' table, read and written; implies ngram-cache."
-    )
-    max_dynamic_entries: int = Field(
-        2**20,
-        ge=0,
-        description="Entries of the past's table, all tenants together; the oldest go first.",
-    )
+    lookup_cache_static: str | None = None
+    """Table of `outrider ngram build`; implies ngram-cache."""
+    lookup_cache_dynamic: str | None = None
+    """Past requests' table, read and written; implies ngram-cache."""
+    max_dynamic_entries: int = Field(2**20, ge=0)
+    """Entries of the past's table, all tenants together; the oldest go first."""
 
     @field_validator("lookup_cache_static", "lookup_cache_dynamic")
     @classmethod
@@ -120,26 +113,20 @@ class SuffixConfig(SpeculationBase):
     """Suffix decoding (arXiv:2411.04975) with vLLM's defaults."""
 
     decoding_type: Literal["Suffix"] = "Suffix"
-    max_draft_len: MaxDraftLen = Field(
-        None, description="Most tokens of a draft; default: max_tree_depth."
-    )
+    max_draft_len: MaxDraftLen = None
+    """Most tokens of a draft; default: max_tree_depth."""
     max_tree_depth: int = Field(24, ge=1, le=256, description="Longest match and draft together.")
-    max_cached_requests: int = Field(
-        10_000, ge=0, description="Finished requests that are searched, per tenant; 0: none."
-    )
-    max_cached_tokens: int = Field(
-        2**18, ge=0, description="Tokens of their outputs, all tenants together."
-    )
-    max_spec_factor: float = Field(
-        1.0, ge=0, le=1024, description="Draft tokens per matched token."
-    )
+    max_cached_requests: int = Field(10_000, ge=0)
+    """Finished requests that are searched, per tenant; 0: none."""
+    max_cached_tokens: int = Field(2**18, ge=0)
+    """Tokens of their outputs, all tenants together."""
+    max_spec_factor: float = Field(1.0, ge=0, le=1024)
+    """Draft tokens per matched token."""
     max_spec_offset: float = Field(0.0, ge=-1024, le=1024, description="Draft tokens beside those.")
-    min_token_prob: float = Field(
-        0.1, ge=0, le=1, description="Least estimated probability of a drafted token."
-    )
-    shape: Literal["chain", "tree"] = Field(
-        "chain", description="chain: the likeliest continuation; tree: several."
-    )
+    min_token_prob: float = Field(0.1, ge=0, le=1)
+    """Least estimated probability of a drafted token."""
+    shape: Literal["chain", "tree"] = "chain"
+    """chain: the likeliest continuation; tree: several."""
 
     @property
     def draft_len(self) -> int:

@@ -24,6 +24,7 @@ RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 LONGEST_DRAFT = 1024  # nodes of any section, per request and step
+Rule = Literal["coupled", "rejection", "block", "typical", "relaxed", "synthetic"]
 BatchSize = Annotated[int, Field(ge=1)]
 DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
 MaxDraftLen = Annotated[int | None, Field(ge=0, le=LONGEST_DRAFT)]
@@ -42,61 +43,35 @@ class SpeculationBase(Strict):
     """
 
     max_draft_len: MaxDraftLen = Field(4, description="Draft nodes per request and step.")
-    verification: Literal["coupled", "rejection", "block", "typical", "relaxed", "synthetic"] = (
-        Field("coupled", description="Rule by which drafted tokens are accepted.")
-    )
-    lossy: bool = Field(
-        False, description="Confirms a rule that changes the output: typical, relaxed, synthetic."
-    )
-    posterior_threshold: float = Field(
-        0.09,
-        gt=0,
-        le=1,
-        description="typical: the probability that is always enough for a token.",
-    )
-    posterior_alpha: float = Field(
-        0.3, gt=0, allow_inf_nan=False, description="typical: factor of exp(-entropy)."
-    )
-    relaxed_topk: int = Field(
-        1, ge=1, le=1024, description="relaxed: most likely tokens that may be accepted."
-    )
-    relaxed_delta: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="relaxed: how far below the best token's probability.",
-    )
-    begin_thinking_phase_token: int = Field(
-        128798, ge=0, lt=2**31, description="relaxed: id that begins the thinking phase."
-    )
-    end_thinking_phase_token: int = Field(
-        128799, ge=0, lt=2**31, description="relaxed: id that ends the thinking phase."
-    )
-    synthetic_acceptance_rate: float | None = Field(
-        None, ge=0, le=1, description="synthetic: probability that a coin accepts a node."
-    )
-    max_concurrency: int | None = Field(
-        None, ge=1, description="Running requests above which nothing is drafted."
-    )
-    draft_len_schedule: dict[BatchSize, DraftLength] | None = Field(
-        None,
-        min_length=1,
-        description="Most draft nodes by the number of running requests; above the last, none.",
-    )
-    adaptive_draft_len: bool = Field(
-        False,
-        description="Drafts fewer nodes, or none, where that gives more tokens per second, by "
-        "measured acceptance and step times.",
-    )
-    acceptance_window: int = Field(
-        0, ge=0, description="Finished requests over which acceptance is averaged; 0: off."
-    )
-    acceptance_length_threshold: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Accepted tokens per step below which drafting ends.",
-    )
+    verification: Rule = "coupled"
+    """Rule by which drafted tokens are accepted."""
+    lossy: bool = False
+    """Confirms a rule that changes the output: typical, relaxed, synthetic."""
+    posterior_threshold: float = Field(0.09, gt=0, le=1)
+    """typical: the probability that is always enough for a token."""
+    posterior_alpha: float = Field(0.3, gt=0, allow_inf_nan=False)
+    """typical: factor of exp(-entropy)."""
+    relaxed_topk: int = Field(1, ge=1, le=1024)
+    """relaxed: most likely tokens that may be accepted."""
+    relaxed_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """relaxed: how far below the best token's probability."""
+    begin_thinking_phase_token: int = Field(128798, ge=0, lt=2**31)
+    """relaxed: id that begins the thinking phase."""
+    end_thinking_phase_token: int = Field(128799, ge=0, lt=2**31)
+    """relaxed: id that ends the thinking phase."""
+    synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
+    """synthetic: probability that a coin accepts a node."""
+    max_concurrency: int | None = Field(None, ge=1)
+    """Running requests above which nothing is drafted."""
+    draft_len_schedule: dict[BatchSize, DraftLength] | None = Field(None, min_length=1)
+    """Most draft nodes by the number of running requests; above the last, none."""
+    adaptive_draft_len: bool = False
+    """Drafts fewer nodes, or none, where that gives more tokens per second, by measured acceptance
+    and step times."""
+    acceptance_window: int = Field(0, ge=0)
+    """Finished requests over which acceptance is averaged; 0: off."""
+    acceptance_length_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Accepted tokens per step below which drafting ends."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculationBase:
@@ -240,12 +215,10 @@ class PlacedConfig(SpeculationBase):
 
     of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s",)  # keys of that placement
 
-    placement: Literal["separate", "colocated"] = Field(
-        "separate", description="separate: in workers of its own; colocated: in the target's."
-    )
-    draft_timeout_s: float = Field(
-        1.0, gt=0, le=60, description="separate: seconds after which a step goes without the draft."
-    )
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: in workers of its own; colocated: in the target's."""
+    draft_timeout_s: float = Field(1.0, gt=0, le=60)
+    """separate: seconds after which a step goes without the draft."""
 
     @model_validator(mode="after")
     def _keys_of_its_placement(self) -> PlacedConfig:

@@ -28,25 +28,19 @@ class NGramConfig(SpeculationBase):
     """TensorRT-LLM's n-gram pool (`tensorrt_llm/_torch/speculative/ngram.py`)."""
 
     decoding_type: Literal["NGram"] = "NGram"
-    max_matching_ngram_size: int = Field(
-        4, ge=1, le=64, description="Longest n-gram that is looked up."
-    )
-    min_matching_ngram_size: int = Field(
-        1, ge=1, le=64, description="Shortest n-gram that is looked up."
-    )
+    max_matching_ngram_size: int = Field(4, ge=1, le=64)
+    """Longest n-gram that is looked up."""
+    min_matching_ngram_size: int = Field(1, ge=1, le=64)
+    """Shortest n-gram that is looked up."""
     is_public_pool: bool = Field(False, description="TensorRT-LLM's name of pool_scope: tenant.")
-    is_use_oldest: bool = Field(
-        True, description="Draft from the oldest match; false: from the newest."
-    )
-    pool_scope: Literal["request", "tenant", "replica", "cluster"] = Field(
-        "request", description="Who shares a pool; what is shared may show in timing."
-    )
-    pool_max_patterns: int = Field(
-        2**18, ge=1024, description="Patterns of shared pools, all tenants together."
-    )
-    pool_snapshot: str | None = Field(
-        None, description="File that a shared pool is saved to and starts from."
-    )
+    is_use_oldest: bool = True
+    """Draft from the oldest match; false: from the newest."""
+    pool_scope: Literal["request", "tenant", "replica", "cluster"] = "request"
+    """Who shares a pool; what is shared may show in timing."""
+    pool_max_patterns: int = Field(2**18, ge=1024)
+    """Patterns of shared pools, all tenants together."""
+    pool_snapshot: str | None = None
+    """File that a shared pool is saved to and starts from."""
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramConfig:
@@ -81,9 +75,8 @@ class LookaheadConfig(SpeculationBase):
 
     decoding_type: Literal["Lookahead"] = "Lookahead"
     max_window_size: int = Field(4, ge=1, le=64, description="W: width of the window.")
-    max_ngram_size: int = Field(
-        3, ge=1, le=16, description="N: length of n-grams; 1 guesses nothing."
-    )
+    max_ngram_size: int = Field(3, ge=1, le=16)
+    """N: length of n-grams; 1 guesses nothing."""
     max_verification_set_size: int = Field(4, ge=1, le=64, description="G: guesses per step.")
     pool_from_prompt: bool = Field(True, description="The prompt's n-grams are guesses too.")
     max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: all of W, N and G.")
@@ -118,14 +111,10 @@ class DraftModelConfig(PlacedConfig):
     of_separate = ("draft_timeout_s", "draft_tensor_parallel_size")
 
     speculative_model: str = Field(description="Folder or Hugging Face id of the draft model.")
-    draft_tensor_parallel_size: int | None = Field(
-        None,
-        ge=1,
-        description="Ranks of the draft model; default: 1, or the target's where colocated.",
-    )
-    num_kv_blocks: int | None = Field(
-        None, ge=2, description="KV blocks of the draft model; default: what fits."
-    )
+    draft_tensor_parallel_size: int | None = Field(None, ge=1)
+    """Ranks of the draft model; default: 1, or the target's where colocated."""
+    num_kv_blocks: int | None = Field(None, ge=2)
+    """KV blocks of the draft model; default: what fits."""
 
 
 class DraftTargetConfig(DraftModelConfig, ShortestDraft):
@@ -133,27 +122,22 @@ class DraftTargetConfig(DraftModelConfig, ShortestDraft):
 
     decoding_type: Literal["DraftTarget"] = "DraftTarget"
     max_draft_len: MaxDraftLen = Field(3, description="Draft tokens per request and step.")
-    p_min: float = Field(
-        0.0, ge=0, le=1, description="A draft ends where its best token is less likely."
-    )
-    probs_top: int = Field(
-        32, ge=1, le=1024, description="Tokens of the draft distribution that the rule sees."
-    )
+    p_min: float = Field(0.0, ge=0, le=1)
+    """A draft ends where its best token is less likely."""
+    probs_top: int = Field(32, ge=1, le=1024)
+    """Tokens of the draft distribution that the rule sees."""
 
 
 class UserConfig(SpeculationBase):
     """A drafter of the user's own, by import path."""
 
     decoding_type: Literal["User"] = "User"
-    drafter: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$", description="Import path of the drafter: package.module:Class."
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of its constructor."
-    )
-    timeout_s: float = Field(
-        0.1, gt=0, le=60, description="Seconds of each of its calls; a later answer is not used."
-    )
+    drafter: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    """Import path of the drafter: package.module:Class."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    timeout_s: float = Field(0.1, gt=0, le=60)
+    """Seconds of each of its calls; a later answer is not used."""
 
 
 MemberConfig = Annotated[
@@ -184,18 +168,14 @@ class ComposeConfig(SpeculationBase):
     """Several drafters: the first that has a guess, or all of them merged into one tree."""
 
     decoding_type: Literal["Compose"] = "Compose"
-    members: tuple[MemberConfig, ...] = Field(
-        min_length=1, max_length=16, description="Sections of the drafters."
-    )
-    mode: Literal["precedence", "merge"] = Field(
-        "precedence", description="precedence: the first that has a guess; merge: one tree of all."
-    )
-    keep_order: bool = Field(
-        False, description="precedence: false asks members without a model first."
-    )
-    max_draft_len: MaxDraftLen = Field(
-        0, description="Draft nodes; 0: the longest member's, or all merged."
-    )
+    members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
+    """Sections of the drafters."""
+    mode: Literal["precedence", "merge"] = "precedence"
+    """precedence: the first that has a guess; merge: one tree of all."""
+    keep_order: bool = False
+    """precedence: false asks members without a model first."""
+    max_draft_len: MaxDraftLen = 0
+    """Draft nodes; 0: the longest member's, or all merged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -244,8 +224,7 @@ class ComposeConfig(SpeculationBase):
 
 
 SpeculativeConfig = Annotated[
-    NoSpeculation | MemberConfig | ComposeConfig,
-    Field(discriminator="decoding_type"),
+    NoSpeculation | MemberConfig | ComposeConfig, Field(discriminator="decoding_type")
 ]
 
 SECTIONS: Mapping[str, type[SpeculationBase]] = MappingProxyType(

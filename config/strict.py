@@ -22,9 +22,14 @@ _AT_KEY = "at_key"
 
 
 class Strict(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """Frozen, and an unknown key is an error; a field's docstring is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
 
 
 def parse(model: type[Model], data: dict[str, Any]) -> Model:

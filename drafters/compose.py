@@ -221,17 +221,14 @@ def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:
     sampled = [index for index, each in enumerate(members) if each.drafter.needs.probabilities]
     if merge and sampled and config.wants_draft_probs:
         index = sampled[0]
-        raise ConfigError(
-            f"{field}.{index}: under verification {config.verification!r} the member "
+        raise ConfigError.at(
+            f"{field}.{index}",
+            f"under verification {config.verification!r} the member "
             f"{members[index].drafter.name!r} draws its nodes from distributions, which are not "
             "valid in a merged tree; use verification 'coupled', or mode 'precedence'",
-            field=f"{field}.{index}",
         )
     trees = merge or any(member.drafter.needs.shape == "tree" for member in members)
-    return Needs(
-        shape="tree" if trees else "chain",
-        probabilities=bool(sampled),
-    )
+    return Needs(shape="tree" if trees else "chain", probabilities=bool(sampled))
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -42,9 +42,7 @@ def check_writable(path: Path, field: str) -> None:
         os.close(os.open(partial, _FLAGS, 0o600))
         partial.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"{field}: {path} cannot be written: {error.strerror}", field=field
-        ) from None
+        raise ConfigError.at(field, f"{path} cannot be written: {error.strerror}") from None
 
 
 def _places(path: Path) -> tuple[Path, Path]:

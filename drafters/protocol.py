@@ -90,26 +90,21 @@ class Drafter(Protocol):
 
     def open(self, requests: Sequence[Request]) -> None:
         """Called before requests are first served; `prompt` and `emitted` are set."""
-        ...
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         """One draft per row, of at most `budgets[row]` nodes; `EMPTY` for no guess.
 
         Guesses deeper than `batch.max_depth[row]` are dropped; a chain's budget never exceeds it.
         """
-        ...
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Called with the target's verdict: append emitted tokens, rewind rejected ones."""
-        ...
 
     def close(self, request_ids: Sequence[str]) -> None:
         """Called when requests are finished; frees their state."""
-        ...
 
     def shutdown(self) -> None:
         """Frees all resources."""
-        ...
 
 
 class DraftFault(Exception):
@@ -139,7 +134,6 @@ class DraftModel(Protocol):
         Raises:
             WorkerDiedError: the model is gone.
         """
-        ...
 
     def answer(self, timeout_s: float) -> Drafted | None:
         """The chains; None if a separate model has not answered yet.
@@ -148,15 +142,12 @@ class DraftModel(Protocol):
             WorkerError: the model raised; nothing was drawn.
             WorkerDiedError: the model is gone.
         """
-        ...
 
     def revive(self) -> bool:
         """Whether the model is up; if not, starts its restart. A new one has an empty cache."""
-        ...
 
     def shutdown(self) -> None:
         """Shuts its workers down, if it owns them."""
-        ...
 
 
 class HeadModel(Protocol):
@@ -165,7 +156,6 @@ class HeadModel(Protocol):
     @property
     def num_outstanding(self) -> int:
         """Requests without an answer; 0 after the head died."""
-        ...
 
     def ask(self, step: int, wait_s: float) -> None:
         """Requests drafts after `step`, without waiting.
@@ -173,7 +163,6 @@ class HeadModel(Protocol):
         Raises:
             WorkerDiedError: the head is gone, or not linked.
         """
-        ...
 
     def answer(self, timeout_s: float) -> HeadAnswer | None:
         """The answer to the oldest request; None if there is none within `timeout_s`.
@@ -182,15 +171,12 @@ class HeadModel(Protocol):
             WorkerError: the head raised; that request has no answer.
             WorkerDiedError: the head is gone.
         """
-        ...
 
     def revive(self) -> bool:
         """Whether the head is up and linked; if not, starts a restart or opens a link."""
-        ...
 
     def shutdown(self) -> None:
         """Shuts its workers down."""
-        ...
 
 
 class DraftHost(Protocol):
@@ -205,7 +191,6 @@ class DraftHost(Protocol):
         Raises:
             ConfigError: the model does not exist or does not fit the target.
         """
-        ...
 
     def head_model(self, config: Any) -> HeadModel:
         """The separate head of a configuration section.
@@ -213,7 +198,6 @@ class DraftHost(Protocol):
         Raises:
             CheckpointError: its tensors are missing, superfluous or of the wrong shape.
         """
-        ...
 
     def pool_link(self, config: Any) -> PoolLink:
         """The link to the shared pool of a configuration section.
@@ -221,7 +205,6 @@ class DraftHost(Protocol):
         Raises:
             PoolSnapshotError: the initial snapshot is malformed or of another vocabulary.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +221,6 @@ class Reporting(Protocol):
 
     def health(self) -> Health:
         """The state of its workers; called from any thread."""
-        ...
 
 
 @runtime_checkable
@@ -247,11 +229,9 @@ class Composite(Protocol):
 
     def all_stats(self) -> dict[str, DrafterStats]:
         """Statistics by member."""
-        ...
 
     def all_health(self) -> dict[str, dict[str, str]]:
         """Health by member, as `Drafting.all_health` returns it."""
-        ...
 
 
 def worker_health(down: str, late: bool, timeout_s: float) -> Health:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -185,64 +186,17 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
     return SeparateHead(name, host.head_model(config), config.draft_timeout_s)
 
 
-# Heads are imported on first use, by the workers that run them: transformers takes seconds.
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    """A class or function of this package, imported when it is called.
+
+    Heads import transformers, which takes seconds; look-ups import kernels, which compiles them.
+    """
+    return lambda *given: getattr(import_module(f".{module}", __package__), name)(*given)
 
 
-def _load_medusa(config: sections.MedusaConfig, target: TargetFacts) -> Head:
-    from .heads.medusa import load_medusa
-
-    return load_medusa(config, target)
-
-
-def _load_redrafter(config: sections.ReDrafterConfig, target: TargetFacts) -> Head:
-    from .heads.redrafter import load_redrafter
-
-    return load_redrafter(config, target)
-
-
-def _load_eagle(config: sections.EagleConfig, target: TargetFacts) -> Head:
-    from .heads.eagle_head import EagleHead
-
-    return EagleHead(config, target)
-
-
-def _check_eagle(config: sections.EagleConfig, target: TargetFacts) -> None:
-    from .heads.eagle_head import read_eagle
-
-    read_eagle(config, target)
-
-
-def _load_mtp(config: sections.MTPConfig, target: TargetFacts) -> Head:
-    from .heads.mtp import MTPHead
-
-    return MTPHead(config, target)
-
-
-def _check_mtp(config: sections.MTPConfig, target: TargetFacts) -> None:
-    from .heads.mtp import read_mtp
-
-    read_mtp(config, target)
-
-
-# Imported on first use, since importing their kernels compiles them.
-
-
-def _ngram_cache(config: sections.NGramCacheConfig, host: DraftHost) -> Drafter:
-    from .lookup.ngram_cache import NGramCache
-
-    return NGramCache(config, host.tokenizer, host.vocab_size)
-
-
-def _ngram_mod(config: sections.NGramModConfig, host: DraftHost) -> Drafter:
-    from .lookup.ngram_mod import NGramMod
-
-    return NGramMod(config)
-
-
-def _suffix(config: sections.SuffixConfig, host: DraftHost) -> Drafter:
-    from .lookup.suffix import Suffix
-
-    return Suffix(config)
+_NGRAM_CACHE = _imported("lookup.ngram_cache", "NGramCache")
+_NGRAM_MOD = _imported("lookup.ngram_mod", "NGramMod")
+_SUFFIX = _imported("lookup.suffix", "Suffix")
 
 
 def _ngram(config: sections.NGramConfig, host: DraftHost) -> Drafter:
@@ -274,9 +228,7 @@ def _check_tables(config: sections.NGramCacheConfig, tokenizer: Path, vocab_size
 def _probe_tables(
     config: sections.NGramCacheConfig, tokenizer: Path, vocab_size: int
 ) -> dict[str, str]:
-    from .lookup.ngram_cache import NGramCache
-
-    NGramCache(config, tokenizer, vocab_size)
+    _NGRAM_CACHE(config, tokenizer, vocab_size)
     return {}
 
 
@@ -322,9 +274,14 @@ _RECORDS: tuple[Method[Any], ...] = (
     Method(sections.NGramSimpleConfig, _llama_map("ngram_simple", SimpleMemory)),
     Method(sections.NGramMapKConfig, _llama_map("ngram_map_k", MapKMemory)),
     Method(sections.NGramMapK4VConfig, _llama_map("ngram_map_k4v", MapK4VMemory)),
-    Method(sections.NGramModConfig, _ngram_mod),
-    Method(sections.NGramCacheConfig, _ngram_cache, check_files=_check_tables, probe=_probe_tables),
-    Method(sections.SuffixConfig, _suffix),
+    Method(sections.NGramModConfig, lambda config, host: _NGRAM_MOD(config)),
+    Method(
+        sections.NGramCacheConfig,
+        lambda config, host: _NGRAM_CACHE(config, host.tokenizer, host.vocab_size),
+        check_files=_check_tables,
+        probe=_probe_tables,
+    ),
+    Method(sections.SuffixConfig, lambda config, host: _SUFFIX(config)),
     Method(
         sections.DraftTargetConfig,
         lambda config, host: DraftTarget(config, host.draft_model(config)),
@@ -332,16 +289,20 @@ _RECORDS: tuple[Method[Any], ...] = (
     Method(
         sections.MedusaConfig,
         _colocated_or_separate,
-        load_head=_load_medusa,
+        load_head=_imported("heads.medusa", "load_medusa"),
         tree_key="medusa_choices",
     ),
-    Method(sections.ReDrafterConfig, _colocated_or_separate, load_head=_load_redrafter),
+    Method(
+        sections.ReDrafterConfig,
+        _colocated_or_separate,
+        load_head=_imported("heads.redrafter", "load_redrafter"),
+    ),
     *(
         Method(
             section,
             _colocated_or_separate,
-            load_head=_load_eagle,
-            check_head=_check_eagle,
+            load_head=_imported("heads.eagle_head", "EagleHead"),
+            check_head=_imported("heads.eagle_head", "read_eagle"),
             variants=eagle_variants,
             tree_key="eagle_choices",
         )
@@ -350,8 +311,8 @@ _RECORDS: tuple[Method[Any], ...] = (
     Method(
         sections.MTPConfig,
         _colocated_or_separate,
-        load_head=_load_mtp,
-        check_head=_check_mtp,
+        load_head=_imported("heads.mtp", "MTPHead"),
+        check_head=_imported("heads.mtp", "read_mtp"),
         variants=mtp_variants,
         tree_key="mtp_choices",
     ),

@@ -58,10 +58,9 @@ def make(config: UserConfig) -> Any:
     try:
         return found(**config.options)
     except Exception as error:
-        raise ConfigError(
-            f"speculative_config.options: {config.drafter}(**{config.options!r}) raised "
-            f"{type(error).__name__}: {error}",
-            field="speculative_config.options",
+        raise ConfigError.at(
+            "speculative_config.options",
+            f"{config.drafter}(**{config.options!r}) raised {type(error).__name__}: {error}",
         ) from error
 
 
@@ -99,7 +98,7 @@ def _check_arguments(
 
 def wrong(path: str, reason: str) -> ConfigError:
     """The error for a drafter that cannot be used."""
-    return ConfigError(f"{_FIELD}: {path}: {reason}", field=_FIELD)
+    return ConfigError.at(_FIELD, f"{path}: {reason}")
 
 
 T = TypeVar("T")

@@ -47,10 +47,10 @@ def read(tokenizer: Path, needed_by: str = "the vocabulary's check") -> Vocabula
             if type(index) is not int or type(token) is not str:
                 raise TypeError(f"{token!r} with the id {index!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{FIELD}: {path} is not a readable tokenizer.json ({type(error).__name__}); "
+        raise CheckpointError.at(
+            FIELD,
+            f"{path} is not a readable tokenizer.json ({type(error).__name__}); "
             f"{needed_by} needs one to compare token ids",
-            field=FIELD,
         ) from None
     return Vocabulary(base, added)
 

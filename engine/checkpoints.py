@@ -76,20 +76,16 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"generation_config: {str(file)!r} cannot be read: {error}", field="generation_config"
+        raise ConfigError.at(
+            "generation_config", f"{str(file)!r} cannot be read: {error}"
         ) from None
     if not isinstance(stored, dict):
-        raise ConfigError(
-            f"generation_config: {str(file)!r} holds no mapping", field="generation_config"
-        )
+        raise ConfigError.at("generation_config", f"{str(file)!r} holds no mapping")
     found = {name: stored[name] for name in _FIELDS if stored.get(name) is not None}
     try:
         SamplingParams(**found)
     except InvalidRequestError as error:
-        raise ConfigError(
-            f"generation_config: {str(file)!r}: {error.message}", field="generation_config"
-        ) from None
+        raise ConfigError.at("generation_config", f"{str(file)!r}: {error.message}") from None
     return found
 
 
@@ -108,6 +104,4 @@ def load_tokenizer(config: EngineConfig) -> Any:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = reason(error, path).splitlines()[0]
-        raise CheckpointError(
-            f"tokenizer: none can be loaded from {path!r}: {why}", field="tokenizer"
-        ) from None
+        raise CheckpointError.at("tokenizer", f"none can be loaded from {path!r}: {why}") from None

@@ -82,13 +82,10 @@ class Engine:
         self._logged_at, self._logged_lines = time.monotonic(), [""]
         self.info = EngineInfo(
             model_name=config.model_name,
-            architecture=report.architecture,
             max_model_len=loop.scheduler.max_model_len,
             vocab_size=report.vocab_size,
             eos_token_ids=report.eos_token_ids,
             drafter=drafting.drafter.name,
-            num_kv_blocks=loop.scheduler.pool.num_blocks,
-            dtype=report.dtype,
             forward=report.forward,
             forward_reason=report.forward_reason,
             all_reduce=host.target_group.reports[0].all_reduce,
@@ -119,10 +116,10 @@ class Engine:
             if room < max_model_len and config.max_model_len is None:
                 max_model_len = room
             elif room < max_model_len:
-                raise ConfigError(
-                    f"num_kv_blocks: {target.num_blocks} blocks of {config.block_size} tokens hold "
+                raise ConfigError.at(
+                    "num_kv_blocks",
+                    f"{target.num_blocks} blocks of {config.block_size} tokens hold "
                     f"less than max_model_len ({max_model_len})",
-                    field="num_kv_blocks",
                 )
             report, section = target.report, host.speculative_config
             drafter, in_ranks = build(section, host), target.ranks_draft
@@ -218,18 +215,17 @@ class Engine:
         allowed = {"enabled", "max_draft_len"}
         for key in speculative:
             if key not in allowed:
-                raise ConfigError(f"{key}: unknown key; allowed: {sorted(allowed)}", field=key)
+                raise ConfigError.at(key, f"unknown key; allowed: {sorted(allowed)}")
         enabled = speculative.get("enabled", True)
         if not isinstance(enabled, bool):
-            raise ConfigError(f"enabled: {enabled!r} is not true or false", field="enabled")
+            raise ConfigError.at("enabled", f"{enabled!r} is not true or false")
         configured = self._config.speculative_config.max_nodes
         length = speculative.get("max_draft_len")
         if length is None:
             length = configured
         if type(length) is not int or not 0 <= length <= configured:
-            raise ConfigError(
-                f"max_draft_len: {length!r} is not within 0 to the configured {configured}",
-                field="max_draft_len",
+            raise ConfigError.at(
+                "max_draft_len", f"{length!r} is not within 0 to the configured {configured}"
             )
         self._loop.scheduler.budget.enabled = enabled
         self._loop.scheduler.budget.max_draft_len = length

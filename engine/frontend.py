@@ -145,14 +145,12 @@ class Frontend:
             InvalidRequestError: these are no token ids, or one is not in the vocabulary.
         """
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sized):
-            raise InvalidRequestError(
-                f"{field}: a list of token ids, got {token_ids!r}", field=field
-            )
+            raise InvalidRequestError.at(field, f"a list of token ids, got {token_ids!r}")
         if len(token_ids) > MAX_KEPT_TOKENS + self.max_model_len:
             raise too_long(str(len(token_ids)), self.max_model_len, field)
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise InvalidRequestError(f"{field}: {token_id!r} is no token id", field=field)
+                raise InvalidRequestError.at(field, f"{token_id!r} is no token id")
         self._check_ids(field, token_ids)
         return Prompt(tuple(int(token_id) for token_id in token_ids))
 
@@ -174,21 +172,20 @@ class Frontend:
             InvalidRequestError: the template rejects them, there is none, or it is not allowed.
         """
         if chat_template is not None and not self._trusts_templates:
-            raise InvalidRequestError(
-                "chat_template: requests may not bring a chat template; the server's configuration "
+            raise InvalidRequestError.at(
+                "chat_template",
+                "requests may not bring a chat template; the server's configuration "
                 "has to set trust_request_chat_template: true",
-                field="chat_template",
             )
         if chat_template is not None and not 0 < len(chat_template) <= MAX_TEMPLATE_CHARS:
-            raise InvalidRequestError(
-                f"chat_template: 1 to {MAX_TEMPLATE_CHARS} characters (got {len(chat_template)})",
-                field="chat_template",
+            raise InvalidRequestError.at(
+                "chat_template", f"1 to {MAX_TEMPLATE_CHARS} characters (got {len(chat_template)})"
             )
         if chat_template is None and not self.has_chat_template:
-            raise InvalidRequestError(
-                f"messages: the tokenizer of {self.model_name} has no chat template; set "
+            raise InvalidRequestError.at(
+                "messages",
+                f"the tokenizer of {self.model_name} has no chat template; set "
                 "chat_template in the configuration, or use /v1/completions",
-                field="messages",
             )
         text = render(
             self.tokenizer,
@@ -245,11 +242,10 @@ class Frontend:
         for stop in sampling.stop:
             check_text("stop", stop)
         if "" in sampling.stop:
-            raise InvalidRequestError("stop: an empty string stops everything", field="stop")
+            raise InvalidRequestError.at("stop", "an empty string stops everything")
         if sampling.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens: {sampling.min_tokens} is above max_tokens ({max_tokens})",
-                field="min_tokens",
+            raise InvalidRequestError.at(
+                "min_tokens", f"{sampling.min_tokens} is above max_tokens ({max_tokens})"
             )
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         one = sampling.model_copy(update={"max_tokens": max_tokens, "n": 1})
@@ -282,28 +278,27 @@ class Frontend:
     def _room(self, num_prompt: int, max_tokens: int | None, field: str) -> int:
         """Tokens to produce at most."""
         if num_prompt == 0:
-            raise InvalidRequestError(f"{field}: it is empty; at least one token", field=field)
+            raise InvalidRequestError.at(field, "it is empty; at least one token")
         if num_prompt >= self.max_model_len:
             raise too_long(str(num_prompt), self.max_model_len, field)
         room = self.max_model_len - num_prompt
         if max_tokens is None:
             return room
         if max_tokens > room:
-            raise PromptTooLongError(
-                f"max_tokens: This model's maximum context length is {self.max_model_len} tokens. "
+            raise PromptTooLongError.at(
+                "max_tokens",
+                f"This model's maximum context length is {self.max_model_len} tokens. "
                 f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the "
                 f"{field}, {max_tokens} in the completion); at most {room} are left.",
-                field="max_tokens",
             )
         return max_tokens
 
     def _check_ids(self, field: str, token_ids: Sequence[int] | dict[int, float]) -> None:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: token id {token_id} is not in the vocabulary "
-                    f"(0 to {self.vocab_size - 1})",
-                    field=field,
+                raise InvalidRequestError.at(
+                    field,
+                    f"token id {token_id} is not in the vocabulary (0 to {self.vocab_size - 1})",
                 )
 
 
@@ -317,10 +312,10 @@ def derive_seed(seed: int, index: int) -> int:
 
 def too_long(how_many: str, max_model_len: int, field: str) -> PromptTooLongError:
     """A prompt that leaves no room for output."""
-    return PromptTooLongError(
-        f"{field}: This model's maximum context length is {max_model_len} tokens. "
+    return PromptTooLongError.at(
+        field,
+        f"This model's maximum context length is {max_model_len} tokens. "
         f"However, your prompt has {how_many} tokens, which leaves no room for output.",
-        field=field,
     )
 
 
@@ -329,9 +324,8 @@ def check_text(field: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{field}: character {error.start} is half of a surrogate pair, which is not text",
-            field=field,
+        raise InvalidRequestError.at(
+            field, f"character {error.start} is half of a surrogate pair, which is not text"
         ) from None
 
 

@@ -71,10 +71,10 @@ def local_backend(config: EngineConfig) -> Backend:
         ConfigError: the configuration's executor is not `local`.
     """
     if config.executor != "local":
-        raise ConfigError(
-            f"executor: {config.executor!r} needs a backend; use outrider.LLM, or pass "
+        raise ConfigError.at(
+            "executor",
+            f"{config.executor!r} needs a backend; use outrider.LLM, or pass "
             "outrider.cluster.backend.backend_of(config)",
-            field="executor",
         )
     return Backend()
 

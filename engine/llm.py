@@ -275,9 +275,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several; `tools` are rendered by the template."""
         if isinstance(messages, (str, dict)):
-            raise InvalidRequestError(
-                f"messages: a list of messages, or of such lists, got {messages!r}",
-                field="messages",
+            raise InvalidRequestError.at(
+                "messages", f"a list of messages, or of such lists, got {messages!r}"
             )
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
@@ -346,9 +345,8 @@ class LLM:
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
-                raise InvalidRequestError(
-                    f"prompt: a dict has `prompt` or `prompt_token_ids`, got {sorted(prompt)}",
-                    field="prompt",
+                raise InvalidRequestError.at(
+                    "prompt", f"a dict has `prompt` or `prompt_token_ids`, got {sorted(prompt)}"
                 )
             if "prompt_token_ids" in prompt:
                 parsed = self.frontend.token_prompt(prompt["prompt_token_ids"], "prompt_token_ids")
@@ -356,10 +354,10 @@ class LLM:
             return self._prompt(prompt["prompt"])
         if isinstance(prompt, np.ndarray):
             if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
-                raise InvalidRequestError(
-                    "prompt: an array of token ids has one dimension of integers; got "
+                raise InvalidRequestError.at(
+                    "prompt",
+                    "an array of token ids has one dimension of integers; got "
                     f"{prompt.dtype} of shape {prompt.shape}",
-                    field="prompt",
                 )
             return self.frontend.token_prompt(prompt.tolist())
         return self.frontend.token_prompt(prompt)
@@ -369,18 +367,17 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise InvalidRequestError(
-            f"prompts: a text, a list of token ids, a dict, or a list of those, got {prompts!r}",
-            field="prompts",
+        raise InvalidRequestError.at(
+            "prompts", f"a text, a list of token ids, a dict, or a list of those, got {prompts!r}"
         )
     if isinstance(prompts, np.ndarray):  # token ids of one prompt or a row per prompt, or texts
         texts = prompts.dtype.kind in "UO" and all(isinstance(item, str) for item in prompts.flat)
         allowed = (1,) if texts else (1, 2)
         if prompts.ndim not in allowed or not (texts or np.issubdtype(prompts.dtype, np.integer)):
-            raise InvalidRequestError(
-                "prompts: an array has integers in one or two dimensions, or texts in one; got "
+            raise InvalidRequestError.at(
+                "prompts",
+                "an array has integers in one or two dimensions, or texts in one; got "
                 f"{prompts.dtype} of shape {prompts.shape}",
-                field="prompts",
             )
         rows: list[Any] = prompts.tolist()
         return rows if texts or prompts.ndim > 1 else [rows]
@@ -398,12 +395,11 @@ def _per_prompt(
     if not isinstance(sampling, (list, tuple)) or not all(
         isinstance(one, SamplingParams) for one in sampling
     ):
-        raise InvalidRequestError(
-            f"sampling_params: one SamplingParams, or one per prompt, got {sampling!r}",
-            field="sampling_params",
+        raise InvalidRequestError.at(
+            "sampling_params", f"one SamplingParams, or one per prompt, got {sampling!r}"
         )
     if len(sampling) != num_prompts:
-        raise InvalidRequestError(
-            f"sampling_params: {len(sampling)} for {num_prompts} prompts", field="sampling_params"
+        raise InvalidRequestError.at(
+            "sampling_params", f"{len(sampling)} for {num_prompts} prompts"
         )
     return list(sampling)

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Delta, Logprobs, SpeculationUsage, StepTrace, TokenLogprobs
+from ..scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
 
 _CONTEXT = 24  # tokens of the prompt that the first tokens of a completion are decoded behind
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
@@ -435,7 +435,7 @@ class Assembler:
         if delta.usage is not None:
             self.speculation = delta.usage
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = _rows(delta.prompt_logprobs)
+            self.prompt_logprobs = delta.prompt_logprobs.by_token()
         if self.finish_reason is not None:
             return Chunk("", ())
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
@@ -524,11 +524,3 @@ def _table_row(
     }
     row.setdefault(token_id, Logprob(logprobs.chosen, None, text(token_id)))
     return row
-
-
-def _rows(table: Logprobs) -> tuple[TokenLogprobs, ...]:
-    tops = zip(table.top_ids.tolist(), table.top.tolist(), strict=True)
-    return tuple(
-        TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)))
-        for chosen, (ids, values) in zip(table.chosen.tolist(), tops, strict=True)
-    )

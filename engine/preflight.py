@@ -37,8 +37,8 @@ def require_checkpoints(config: EngineConfig) -> None:
     require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle)
     for field, section in draft_sections(config):
         if not Path(section.speculative_model).exists():
-            raise CheckpointError(
-                f"{field}: model path {section.speculative_model!r} does not exist", field=field
+            raise CheckpointError.at(
+                field, f"model path {section.speculative_model!r} does not exist"
             )
     head_sections(config)
 
@@ -63,6 +63,8 @@ def preflight(
             cannot be imported or built or lacks a method; names the field.
     """
     from ..workers.model.fit import CPU, Serving, check_weights
+    from ..workers.ops.cpu import KERNEL_DTYPES
+    from ..workers.ops.table import describe
     from ..workers.worker import DTYPES, pick_device
     from .frontend import Frontend
 
@@ -87,6 +89,8 @@ def preflight(
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
+    if device == CPU and target.dtype in KERNEL_DTYPES:
+        facts["kernels"] = describe(target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
     for field, section in draft_sections(config):
@@ -142,43 +146,30 @@ def check_quantization(config: EngineConfig) -> None:
     found = find_format(Path(config.model))
     method, wanted = ("none" if found is None else found.method), config.quantization
     if wanted not in ("auto", method):
-        raise ConfigError(
-            f"quantization: {wanted!r}, but the checkpoint {config.model!r} has {method!r}; "
+        raise ConfigError.at(
+            "quantization",
+            f"{wanted!r}, but the checkpoint {config.model!r} has {method!r}; "
             "allowed for it: 'auto' and its own",
-            field="quantization",
         )
     if found is None:
         return
-    if _may_keep(config):
-        log.info(
-            "%s is quantised (%s): its weights stay so on CUDA devices",
-            config.model,
-            found.description,
-        )
-        return
-    log.warning(
-        "%s is quantised (%s): its weights are dequantised at load and take the memory of an "
-        "unquantised model",
-        config.model,
-        found.description,
-    )
+    import torch  # a process without a quantised target need not have it
 
-
-def _may_keep(config: EngineConfig) -> bool:
-    """Whether the target's ranks have kernels for quantised weights, as far as is known here."""
-    import torch
-
+    # Whether the target's ranks have kernels for quantised weights, as far as is known here.
     on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return on_cuda and config.forward != "bridge"
+    if on_cuda and config.forward != "bridge":
+        level, fate = logging.INFO, "its weights stay so on CUDA devices"
+    else:
+        fate = "its weights are dequantised at load and take the memory of an unquantised model"
+        level = logging.WARNING
+    log.log(level, "%s is quantised (%s): %s", config.model, found.description, fate)
 
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
     """Raises `ConfigError` for a length or a token that is beyond the target's."""
     length, limit = config.max_model_len, target.max_model_len
     if length is not None and length > limit:
-        raise ConfigError(
-            f"max_model_len: {length} exceeds the checkpoint's {limit}", field="max_model_len"
-        )
+        raise ConfigError.at("max_model_len", f"{length} exceeds the checkpoint's {limit}")
     check_thinking_tokens(config, target.vocab_size)
 
 
@@ -188,20 +179,20 @@ def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
     for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
         token = getattr(section, name)
         if section.thinking_tokens is not None and token >= vocab_size:
-            raise ConfigError(
-                f"speculative_config.{name}: {token} is outside the target's vocabulary of "
+            raise ConfigError.at(
+                f"speculative_config.{name}",
+                f"{token} is outside the target's vocabulary of "
                 f"{vocab_size} tokens; verification {section.verification!r} needs it",
-                field=f"speculative_config.{name}",
             )
 
 
 def check_chains(config: EngineConfig, *, proposes_trees: bool) -> None:
     """Raises `ConfigError` where a deterministic engine's drafter proposes trees."""
     if config.deterministic and proposes_trees:
-        raise ConfigError(
-            f"deterministic: drafts must be chains, and {config.speculative_config.decoding_type} "
+        raise ConfigError.at(
+            "deterministic",
+            f"drafts must be chains, and {config.speculative_config.decoding_type} "
             "proposes trees here; siblings change the order in which attention adds keys up",
-            field="deterministic",
         )
 
 
@@ -214,10 +205,9 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
     blocks, block_size = config.num_kv_blocks, config.block_size
     least = config.max_model_len or 0
     if blocks is not None and blocks * block_size < least:
-        raise ConfigError(
-            f"num_kv_blocks: {blocks} blocks of {block_size} tokens hold less than "
-            f"max_model_len ({least})",
-            field="num_kv_blocks",
+        raise ConfigError.at(
+            "num_kv_blocks",
+            f"{blocks} blocks of {block_size} tokens hold less than max_model_len ({least})",
         )
     if device is None or blocks is None or kv_bytes is None:
         return
@@ -233,9 +223,8 @@ def _check_template(frontend: Frontend) -> None:
     try:
         frontend.chat_prompt([{"role": "user", "content": "Hello"}])
     except (OutriderError, ArithmeticError, LookupError, AttributeError) as error:
-        raise ConfigError(
-            f"chat_template: a conversation of one user message cannot be rendered: {error}",
-            field="chat_template",
+        raise ConfigError.at(
+            "chat_template", f"a conversation of one user message cannot be rendered: {error}"
         ) from None
 
 
@@ -254,12 +243,12 @@ def _check_vocabulary(
         info = outline(Path(draft), draft_size(config, section), **_trust(config))
         theirs = _vocabulary(Path(draft))
     except ConfigError as error:
-        raise type(error)(f"{field}: {error.message}", field=field) from None
+        raise type(error).at(field, error.message) from None
     if info.vocab_size != vocab_size:
-        raise ConfigError(
-            f"{field}: {draft} has a vocabulary of {info.vocab_size} tokens, the target "
+        raise ConfigError.at(
+            field,
+            f"{draft} has a vocabulary of {info.vocab_size} tokens, the target "
             f"{target} one of {vocab_size}; a drafter must share the target's",
-            field=field,
         )
     ours = _vocabulary(Path(config.tokenizer or target))
     if theirs is None or ours is None:
@@ -267,11 +256,11 @@ def _check_vocabulary(
     differing = vocabulary.differing(ours, theirs)
     if differing:
         first = differing[0]
-        raise ConfigError(
-            f"{field}: {draft} has another tokenizer than the target {target}: "
+        raise ConfigError.at(
+            field,
+            f"{draft} has another tokenizer than the target {target}: "
             f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
             f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}",
-            field=field,
         )
 
 
@@ -300,7 +289,7 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
                 "; these are the tensors of a head, which reads the target's hidden states and is "
                 "no draft model: set the decoding_type of its method"
             )
-        raise CheckpointError(f"{field}: {error.message}{hint}", field=field) from None
+        raise CheckpointError.at(field, f"{error.message}{hint}") from None
 
 
 def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
@@ -357,10 +346,9 @@ def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
     colocated = [field for field, section in found if section.placement == "colocated"]
     if len(colocated) > 1:
         field = colocated[1].replace("speculative_model", "placement")
-        raise ConfigError(
-            f"{field}: one draft model at most can be colocated with the target; "
-            "make this one 'separate'",
-            field=field,
+        raise ConfigError.at(
+            field,
+            "one draft model at most can be colocated with the target; make this one 'separate'",
         )
     return found
 
@@ -374,10 +362,10 @@ def head_section(config: EngineConfig) -> HeadConfig | None:
     """
     found = [section for section in head_sections(config) if section.placement == "colocated"]
     if len(found) > 1:
-        raise ConfigError(
-            "speculative_config.members: one head at most can draft inside the target's workers, "
+        raise ConfigError.at(
+            "speculative_config.members",
+            "one head at most can draft inside the target's workers, "
             f"these are {len(found)}; give the others `placement: separate`",
-            field="speculative_config.members",
         )
     return found[0] if found else None
 
@@ -394,9 +382,7 @@ def head_sections(config: EngineConfig) -> list[HeadConfig]:
             continue
         if not section.folder_beside(config.model).is_dir():
             field = f"{prefix}speculative_model"
-            raise CheckpointError(
-                f"{field}: {section.speculative_model!r} is not a folder", field=field
-            )
+            raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
         found.append(section)
     return found
 

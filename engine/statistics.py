@@ -86,13 +86,10 @@ class EngineInfo:
     """Facts of a running engine, for the front end and the HTTP edge."""
 
     model_name: str
-    architecture: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     drafter: str
-    num_kv_blocks: int
-    dtype: str
     forward: str  # "family" or "bridge": which decoder computes the target
     forward_reason: str  # why it is not the family's; empty if it is
     # Of the coins that accept drafts; None: the target does.

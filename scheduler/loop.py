@@ -110,11 +110,15 @@ class Loop:
             return []
         drafts = timed("propose_ms", self.drafting.propose, batch)
         verdict = timed("verify_ms", self.target.verify, batch, drafts)
-        deltas = timed("commit_ms", self.scheduler.commit, batch, drafts, verdict)
-        timed("observe_ms", self.drafting.observe, batch, verdict)
-        elapsed_ms = self.timer.count(batch, drafts, verdict)
-        self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
+        deltas = self._commit(batch, drafts, verdict)
         finished = [delta.request_id for delta in deltas if delta.finish_reason]
         if finished:
             self.drafting.close(finished)
+        return deltas
+
+    def _commit(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> list[Delta]:
+        deltas = self.timer("commit_ms", self.scheduler.commit, batch, drafts, verdict)
+        self.timer("observe_ms", self.drafting.observe, batch, verdict)
+        elapsed_ms = self.timer.count(batch, drafts, verdict)
+        self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
         return deltas

@@ -120,10 +120,7 @@ class OverlapLoop(Loop):
         if batch.plan.own_drafts:
             drafts = timed("propose_ms", self.drafting.drafted, batch)
         self._posted.popleft()
-        deltas = timed("commit_ms", self.scheduler.commit, batch, drafts, verdict)
-        timed("observe_ms", self.drafting.observe, batch, verdict)
-        elapsed_ms = timed.count(batch, drafts, verdict)
-        self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
+        deltas = self._commit(batch, drafts, verdict)
         self._close([delta.request_id for delta in deltas if delta.finish_reason])
         self.take_in()  # who arrived while the ranks computed is in the very next step
         return deltas

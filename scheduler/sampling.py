@@ -188,15 +188,6 @@ class SamplingParams(BaseModel):
                 raise ValueError("a word without characters but white space forbids nothing")
         return words
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the token history matters to this request."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
-
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint as an `InvalidRequestError` that names the field."""
@@ -206,7 +197,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     name = ".".join(parts) or "body"
     value = first.get("input")
     shown = "" if first["type"] == "missing" else f" (got {shown_value(value)})"
-    return InvalidRequestError(f"{name}: {first['msg']}{shown}", field=name)
+    return InvalidRequestError.at(name, f"{first['msg']}{shown}")
 
 
 def shown_value(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc, deque
+from operator import attrgetter
 
 import numpy as np
 
@@ -251,15 +252,14 @@ class Scheduler:
         if max_tokens is not None:
             limit = min(limit, num_prompt + max_tokens)
         if num_prompt == 0 or num_prompt >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt: {num_prompt} tokens; allowed are 1 to {self.max_model_len - 1}",
-                field="prompt",
+            raise InvalidRequestError.at(
+                "prompt", f"{num_prompt} tokens; allowed are 1 to {self.max_model_len - 1}"
             )
         if self.pool.blocks_for(limit) > self.pool.num_blocks:
-            raise InvalidRequestError(
-                f"max_tokens: prompt and output of {limit} tokens exceed the KV cache of "
+            raise InvalidRequestError.at(
+                "max_tokens",
+                f"prompt and output of {limit} tokens exceed the KV cache of "
                 f"{self.pool.num_blocks * self.pool.block_size}",
-                field="max_tokens",
             )
         sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens, self._reach)
         sequence.usage = self._unused
@@ -437,7 +437,7 @@ class Scheduler:
             self._continue(sequence, plan)
             return plan
         while not self._admit(sequence, plan):
-            self._preempt(max(self.running, key=_rank))
+            self._preempt(max(self.running, key=attrgetter("rank")))
         return plan
 
     def _continue(self, sequence: Sequence, plan: KnownPlan) -> bool:
@@ -484,7 +484,9 @@ class Scheduler:
         Beside those blocks, one is left for every running request, or they would soon be evicted.
         """
         priority, max_seats = sequence.request.priority, self._config.max_num_seqs
-        worse = sorted((s for s in self.running if s.request.priority > priority), key=_rank)
+        worse = sorted(
+            (s for s in self.running if s.request.priority > priority), key=attrgetter("rank")
+        )
         worse = [*beyond_share(sequence, self.running), *worse]
         others = len(self.running) - len(worse)
         most = self.pool.num_free + sum(len(each.blocks) for each in worse)
@@ -538,7 +540,3 @@ class Scheduler:
         self._poison.forget(sequence.request.id)
         self._shares.leave(sequence.request.tenant)
         del self._sequences[sequence.request.id]
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

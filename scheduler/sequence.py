@@ -68,8 +68,7 @@ def prompt_parts(batch: Batch, verdict: Verdict) -> dict[int, Logprobs]:
     assert starts[-1] == len(table.chosen), (starts, len(table.chosen))
     parts = {}
     for row in np.flatnonzero(counts).tolist():
-        span = slice(starts[row], starts[row + 1])
-        parts[row] = Logprobs(table.chosen[span], table.top_ids[span], table.top[span])
+        parts[row] = table.part(starts[row], starts[row + 1])
     return parts
 
 
@@ -337,18 +336,5 @@ def emitted_logprobs(
     wanted = sequence.request.sampling.logprobs
     if wanted is None or verdict.logprobs is None:
         return ()
-    table = verdict.logprobs
     begin = int(verdict.emitted_start[row])
-    return tuple(
-        TokenLogprobs(
-            float(table.chosen[index]),
-            tuple(
-                zip(
-                    table.top_ids[index, :wanted].tolist(),
-                    table.top[index, :wanted].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for index in range(begin, begin + count)
-    )
+    return verdict.logprobs.part(begin, begin + count).by_token(wanted)

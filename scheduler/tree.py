@@ -12,24 +12,14 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from .types import (
-    Draft,
-    DraftProbs,
-    IntArray,
-    ints,
-    starts_of,
-)
+from .types import Draft, DraftProbs, IntArray, ints, starts_of
 
 _FEW_NODES = 256
 
 
-def _shared_chains(longest: int) -> tuple[IntArray, ...]:
-    parents = np.arange(-1, longest - 1, dtype=np.int32)
-    parents.flags.writeable = False
-    return tuple([parents[:count] for count in range(longest + 1)])
-
-
-_CHAINS = _shared_chains(128)  # by length
+_CHAIN = np.arange(-1, 127, dtype=np.int32)
+_CHAIN.flags.writeable = False
+_CHAINS = tuple([_CHAIN[:count] for count in range(len(_CHAIN) + 1)])  # by length
 
 
 def chain_parents(count: int) -> IntArray:  # [count], read-only

@@ -264,6 +264,18 @@ class Logprobs:
     top_ids: IntArray  # [num_emitted, top]
     top: FloatArray  # [num_emitted, top]
 
+    def part(self, begin: int, end: int) -> Logprobs:
+        """Those of the tokens [begin, end)."""
+        return Logprobs(self.chosen[begin:end], self.top_ids[begin:end], self.top[begin:end])
+
+    def by_token(self, num_top: int | None = None) -> tuple[TokenLogprobs, ...]:
+        """One by one, with `num_top` rivals each; None: all."""
+        tops = zip(self.top_ids[:, :num_top].tolist(), self.top[:, :num_top].tolist(), strict=True)
+        return tuple(
+            TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)))
+            for chosen, (ids, values) in zip(self.chosen.tolist(), tops, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NextDrafts:

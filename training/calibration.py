@@ -40,7 +40,8 @@ from ..scheduler.types import (
 from ..workers.attention import KVCache
 from ..workers.collective import Collective
 from ..workers.head import HeadService
-from ..workers.model import PagedModel, load_model
+from ..workers.model.paged import PagedModel
+from ..workers.model.target import load_model
 from ..workers.seats import lay_out
 
 BLOCK_SIZE = 16
@@ -364,8 +365,7 @@ def rank_table(
         reached[: min(len(ranks) + 1, num_levels)] += 1
         for level, rank in enumerate(ranks):
             taken[level, rank] += 1
-    table: RankTable = taken / np.maximum(reached, 1)[:, None]
-    return table
+    return taken / np.maximum(reached, 1)[:, None]
 
 
 def search_tree(table: RankTable, num_nodes: int) -> SearchedTree:

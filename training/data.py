@@ -78,10 +78,10 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     """
     wanted = max(window, round(fraction * documents.num_tokens))
     if documents.num_tokens < wanted + window:
-        raise ConfigError(
-            f"--input: {documents.num_tokens} tokens are too few: {wanted} are held out, and one "
+        raise ConfigError.at(
+            "--input",
+            f"{documents.num_tokens} tokens are too few: {wanted} are held out, and one "
             f"window has {window}",
-            field="--input",
         )
     first = documents.num_tokens - wanted
     begins = documents.starts[:-1]
@@ -95,10 +95,10 @@ def split(documents: Documents, fraction: float, window: int) -> tuple[Documents
     held = Documents(tokens[first:], weights[first:], torch.cat([edge, after]) - first)
     for part, name in ((kept, "first"), (held, "held-out")):
         if not bool((part.weights > 0).any()):
-            raise ConfigError(
-                f"--heldout: no token of the {name} part has a weight; hold out another part, or "
+            raise ConfigError.at(
+                "--heldout",
+                f"no token of the {name} part has a weight; hold out another part, or "
                 "give --heldout-file",
-                field="--heldout",
             )
     return kept, held
 
@@ -124,50 +124,45 @@ class Reader:
         """
         found = pack(document for path in paths for document in self._file(path, option))
         if not found.num_tokens:
-            raise ConfigError(f"{option}: the files hold no text", field=option)
+            raise ConfigError.at(option, "the files hold no text")
         if not bool((found.weights > 0).any()):
-            raise ConfigError(f"{option}: no token in the files has a weight", field=option)
+            raise ConfigError.at(option, "no token in the files has a weight")
         return found
 
     def _file(self, path: Path, option: str) -> Iterator[tuple[Any, Any]]:
         if path.suffix not in (".txt", ".jsonl"):
-            raise ConfigError(
-                f"{option}: {path} ends in {path.suffix!r}; allowed: .txt, .jsonl", field=option
-            )
+            raise ConfigError.at(option, f"{path} ends in {path.suffix!r}; allowed: .txt, .jsonl")
+        where = str(path)
         try:
             with path.open(encoding="utf-8") as file:
                 if path.suffix == ".txt":
-                    yield from self._document(self._text(file), f"{option}: {path}", option)
+                    yield from self._document(self._text(file))
                     return
                 for number, line in enumerate(file, start=1):
+                    where = f"{path}:{number}"
                     if line.strip():
-                        yield from self._line(line, f"{option}: {path}:{number}", option)
+                        yield from self._line(line)
         except OSError as error:
-            raise ConfigError(f"{option}: {path}: {error.strerror}", field=option) from None
+            raise ConfigError.at(option, f"{path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{option}: {path} is not UTF-8: {error}", field=option) from None
+            raise ConfigError.at(option, f"{path} is not UTF-8: {error}") from None
+        except _BadValueError as error:
+            raise ConfigError.at(option, f"{where}: {error}") from None
 
-    def _line(self, line: str, where: str, option: str) -> Iterator[tuple[Any, Any]]:
+    def _line(self, line: str) -> Iterator[tuple[Any, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{where}: not JSON: {error}", field=option) from None
+            raise _BadValueError(f"not JSON: {error}") from None
         keys = [key for key in _FORMS if isinstance(row, dict) and key in row]
         if len(keys) != 1:
             held = f"has {', '.join(map(repr, row))}" if isinstance(row, dict) else "is no object"
             wanted = ", ".join(map(repr, _FORMS))
-            raise ConfigError(
-                f"{where}: the line {held}; expected exactly one of {wanted}", field=option
-            )
-        try:
-            for parts in _FORMS[keys[0]](self, row):
-                yield from self._document(parts, where, option)
-        except _BadValueError as error:
-            raise ConfigError(f"{where}: {error}", field=option) from None
+            raise _BadValueError(f"the line {held}; expected exactly one of {wanted}")
+        for parts in _FORMS[keys[0]](self, row):
+            yield from self._document(parts)
 
-    def _document(
-        self, parts: Iterable[Part], where: str, option: str
-    ) -> Iterator[tuple[Any, Any]]:
+    def _document(self, parts: Iterable[Part]) -> Iterator[tuple[Any, Any]]:
         """The parts as one document, if they are not empty."""
         ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         counts: list[np.ndarray[Any, np.dtype[np.float32]]] = []
@@ -177,11 +172,10 @@ class Reader:
         joined = np.concatenate([np.zeros(0, dtype=np.int64), *ids])
         if len(joined) == 0:
             return
-        if joined.min() < 0 or joined.max() >= self._vocab_size:
-            bad = joined[(joined < 0) | (joined >= self._vocab_size)][0]
-            raise ConfigError(
-                f"{where}: token {bad} is outside the target's vocabulary of {self._vocab_size}",
-                field=option,
+        wrong = joined[(joined < 0) | (joined >= self._vocab_size)]
+        if len(wrong):
+            raise _BadValueError(
+                f"token {wrong[0]} is outside the target's vocabulary of {self._vocab_size}"
             )
         yield joined, np.concatenate(counts)
 
@@ -293,7 +287,7 @@ class Reader:
 
 
 class _BadValueError(Exception):
-    """A key of a line has an invalid value."""
+    """A file or one of its lines is invalid; the message does not name them."""
 
 
 def _string(row: dict[str, Any], key: str) -> str:

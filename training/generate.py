@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from ..errors import ConfigError
@@ -81,12 +81,10 @@ class Writer:
     def write(self, prompts: list[Tensor], number: int) -> list[tuple[list[int], list[int]]]:
         """Tokens and weights of batch `number`; the prompt's weights are 0."""
         torch.manual_seed((self._seed << 20) + number)
-        longest = max(len(prompt) for prompt in prompts)
-        lead = [longest - len(prompt) for prompt in prompts]
         device = self._target.facts.device
-        ids = torch.stack([pad(p, (left, 0)) for p, left in zip(prompts, lead, strict=True)])
-        mask = torch.stack(
-            [pad(torch.ones_like(p), (left, 0)) for p, left in zip(prompts, lead, strict=True)]
+        ids, mask = (
+            pad_sequence(parts, batch_first=True, padding_side="left")
+            for parts in (prompts, [torch.ones_like(prompt) for prompt in prompts])
         )
         most = self._window_len - min(len(prompt) for prompt in prompts)
         config = GenerationConfig(max_new_tokens=max(1, most), **self._options)
@@ -94,7 +92,7 @@ class Writer:
             ids.to(device), attention_mask=mask.to(device), generation_config=config
         )
         texts = []
-        for prompt, written in zip(prompts, out[:, longest:].tolist(), strict=True):
+        for prompt, written in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True):
             room = self._window_len - len(prompt)
             end = next((at + 1 for at, token in enumerate(written) if token in self._eos), room)
             answer = written[: min(end, room)]
@@ -138,10 +136,10 @@ def write_all(
         rows = (json.loads(line) for line in file)
         documents = pack((row["tokens"], row["weights"]) for row in rows)
     if len(documents) != len(prompts):
-        raise ConfigError(
-            f"generate: {path} holds {len(documents)} texts, this run has {len(prompts)}; give "
+        raise ConfigError.at(
+            "generate",
+            f"{path} holds {len(documents)} texts, this run has {len(prompts)}; give "
             "another output folder",
-            field="generate",
         )
     return documents
 

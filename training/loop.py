@@ -36,7 +36,7 @@ from .generate import Writer, prompts_of, write_all
 from .optim import Optimization
 from .options import TrainingOptions
 from .parallel import Ranks, Stop, run
-from .protocol import FrozenTarget, Losses, Method, Prepares
+from .protocol import FrozenTarget, Losses, Method
 from .registry import METHODS
 from .report import Reporter, Score, Scores, Steps, as_row, from_row, plot_log
 
@@ -67,7 +67,7 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
     """
     if method not in METHODS:
         known = ", ".join(METHODS)
-        raise ConfigError(f"method: unknown method {method!r}; known: {known}", field="method")
+        raise ConfigError.at("method", f"unknown method {method!r}; known: {known}")
     on_gpu = _on_gpu(options)
     corpus, heldout = _read(options)
     identity = {
@@ -79,8 +79,7 @@ def train(method: str, options: TrainingOptions, own: Strict) -> Outcome:
     }
     state.Folder(options.out).check(identity, resume=options.resume)
     training = _TrainingRun(method, options, own, corpus, heldout, identity, on_gpu)
-    outcome: Outcome = run(training, options.num_processes, on_gpu=on_gpu)
-    return outcome
+    return run(training, options.num_processes, on_gpu=on_gpu)
 
 
 @dataclass
@@ -124,8 +123,7 @@ class _TrainingRun:
         own, own_heldout = self._own_text() if options.generate else (None, None)
         if options.generate and own_heldout is None:
             return Outcome(0, False, {}, 0.0)
-        if isinstance(self.method, Prepares):
-            self.method.prepare(self._token_counts([self.corpus, *([own] if own else [])]))
+        self.method.prepare(self._token_counts([self.corpus, *([own] if own else [])]))
         self.optimization = Optimization(
             self.method.module,
             options,
@@ -210,9 +208,8 @@ class _TrainingRun:
         optimizers, step = found
         self.optimization.load(optimizers)
         if step > self.options.steps:
-            raise ConfigError(
-                f"steps: {self.options.steps}, but the saved run has taken {step}",
-                field="steps",
+            raise ConfigError.at(
+                "steps", f"{self.options.steps}, but the saved run has taken {step}"
             )
         if self.ranks.first:
             state.cut_log(folder.log, step)
@@ -281,7 +278,7 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
     """
     target = options.target
     if not (target / "config.json").is_file():
-        raise CheckpointError(f"target: {str(target)!r} holds no config.json", field="target")
+        raise CheckpointError.at("target", f"{str(target)!r} holds no config.json")
     trusted = options.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(
@@ -291,17 +288,17 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
             target, local_files_only=True, trust_remote_code=trusted
         )
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"target: configuration or tokenizer of {str(target)!r} cannot be read: "
+        raise CheckpointError.at(
+            "target",
+            f"configuration or tokenizer of {str(target)!r} cannot be read: "
             f"{reason(error, target)}",
-            field="target",
         ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.window > longest:
-        raise ConfigError(
-            f"window: {options.window} tokens exceed the target's {longest} positions "
+        raise ConfigError.at(
+            "window",
+            f"{options.window} tokens exceed the target's {longest} positions "
             "(max_position_embeddings)",
-            field="window",
         )
     reader = Reader(tokenizer, config.vocab_size, all_tokens=options.all_tokens)
     corpus = reader.read(options.inputs)
@@ -316,11 +313,10 @@ def _on_gpu(options: TrainingOptions) -> bool:
     if options.device == "cpu" or (options.device == "auto" and not count):
         return False
     if not count:
-        raise ConfigError("device: 'cuda' was requested, but there is no GPU", field="device")
+        raise ConfigError.at("device", "'cuda' was requested, but there is no GPU")
     if options.num_processes > count:
-        raise ConfigError(
-            f"num_processes: {options.num_processes} processes need as many GPUs, but there are "
-            f"{count}",
-            field="num_processes",
+        raise ConfigError.at(
+            "num_processes",
+            f"{options.num_processes} processes need as many GPUs, but there are {count}",
         )
     return True

@@ -40,9 +40,8 @@ class Optimization:
         if options.optimizer == "adamw":
             matrices = []
         elif options.optimizer == "muon" and not matrices:
-            raise ConfigError(
-                "optimizer: 'muon' needs hidden matrices, but this method has none; use 'adamw'",
-                field="optimizer",
+            raise ConfigError.at(
+                "optimizer", "'muon' needs hidden matrices, but this method has none; use 'adamw'"
             )
         taken = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in taken]
@@ -86,10 +85,10 @@ class Optimization:
         """
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self._options.max_grad_norm))
         if not math.isfinite(norm):
-            raise ConfigError(
-                f"adam_lr: the gradient norm of step {step + 1} is {norm}; start another run with "
+            raise ConfigError.at(
+                "adam_lr",
+                f"the gradient norm of step {step + 1} is {norm}; start another run with "
                 "lower rates (adam_lr, muon_lr) or a longer warmup",
-                field="adam_lr",
             )
         scale = rate(step, self._options)
         for optimizer, peaks in zip(self._optimizers, self._rates, strict=True):

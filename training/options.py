@@ -20,66 +20,49 @@ class TrainingOptions(Strict):
 
     target: Path = Field(description="Folder of the target's checkpoint.")
     out: Path = Field(description="Folder of the run, and of the result.")
-    inputs: tuple[Path, ...] = Field(
-        min_length=1, description="Text to train on, .txt or .jsonl; may be repeated."
-    )
+    inputs: tuple[Path, ...] = Field(min_length=1)
+    """Text to train on, .txt or .jsonl; may be repeated."""
 
     # Data.
     window: int = Field(512, ge=8, description="Tokens in a training window.")
-    heldout: float = Field(
-        0.02,
-        gt=0,
-        lt=1,
-        description="Share of the corpus, at its end, that is held out for evaluation.",
-    )
-    heldout_file: Path | None = Field(
-        None, description="File to evaluate on, instead of a part of the corpus."
-    )
+    heldout: float = Field(0.02, gt=0, lt=1)
+    """Share of the corpus, at its end, that is held out for evaluation."""
+    heldout_file: Path | None = None
+    """File to evaluate on, instead of a part of the corpus."""
     all_tokens: bool = Field(False, description="Train on users' messages of conversations too.")
     generate: int = Field(0, ge=0, description="Texts that the target generates before training.")
     own_share: float = Field(0.5, ge=0, le=1, description="Share of generated texts in a batch.")
-    temperature: float = Field(
-        0.0, ge=0, description="Temperature of generated texts; 0 is greedy."
-    )
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of generated texts; 0 is greedy."""
 
     # Optimization.
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
     batch: int = Field(16, ge=1, description="Windows in a step, over all processes.")
     micro_batch: int = Field(MICRO_BATCH, ge=1, description="Windows in one forward pass.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random choice.")
-    optimizer: Literal["auto", "muon", "adamw"] = Field(
-        "auto", description="auto, muon (AdamW for parameters that are not matrices) or adamw."
-    )
-    adam_lr: float | None = Field(
-        None, gt=0, description="AdamW's learning rate; default depends on the method."
-    )
-    muon_lr: float | None = Field(
-        None, gt=0, description="Muon's learning rate; default depends on the method."
-    )
+    optimizer: Literal["auto", "muon", "adamw"] = "auto"
+    """auto, muon (AdamW for parameters that are not matrices) or adamw."""
+    adam_lr: float | None = Field(None, gt=0)
+    """AdamW's learning rate; default depends on the method."""
+    muon_lr: float | None = Field(None, gt=0)
+    """Muon's learning rate; default depends on the method."""
     weight_decay: float = Field(0.0, ge=0, description="Weight decay of matrices.")
     warmup: int = Field(20, ge=0, description="Steps in which the learning rate rises.")
-    decay: float = Field(
-        0.4, ge=0, le=1, description="Share of the steps in which the learning rate falls to zero."
-    )
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="Largest norm of the gradient; larger ones are clipped."
-    )
+    decay: float = Field(0.4, ge=0, le=1)
+    """Share of the steps in which the learning rate falls to zero."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Largest norm of the gradient; larger ones are clipped."""
 
     # Machine.
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda.")
     trust_remote_code: bool = Field(False, description="Run Python code that TARGET brings.")
-    allow_pickle: bool = Field(
-        False,
-        description="Read TARGET's pickled weights (pytorch_model.bin) without safetensors.",
-    )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "bfloat16",
-        description="Data type of the target and of matrix products: bfloat16, float32, auto.",
-    )
+    allow_pickle: bool = False
+    """Read TARGET's pickled weights (pytorch_model.bin) without safetensors."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
+    """Data type of the target and of matrix products: bfloat16, float32, auto."""
     num_processes: int = Field(1, ge=1, description="Number of GPUs, or of processes on a CPU.")
-    threads: int | None = Field(
-        None, ge=1, description="Threads of a process; default shares out all cores."
-    )
+    threads: int | None = Field(None, ge=1)
+    """Threads of a process; default shares out all cores."""
 
     # Reports.
     eval_every: int = Field(100, ge=1, description="Steps between evaluations.")
@@ -106,11 +89,10 @@ class TrainingOptions(Strict):
         return {name: getattr(self, name) for name in kept}
 
 
-# Of the training methods.
+# Of the training methods. The first line of a class describes its method on the command line.
 
 ArgmaxWeight = Annotated[
-    float,
-    Field(ge=0, le=1, description="Weight of the target's most likely token in the loss."),
+    float, Field(ge=0, le=1, description="Weight of the target's most likely token in the loss.")
 ]
 MaxDraftLen = Annotated[int, Field(ge=1, description="Draft positions that an evaluation reports.")]
 InitFromTarget = Annotated[
@@ -126,9 +108,8 @@ class PassOptions(Strict):
     """Options of every method that unrolls."""
 
     num_passes: int = Field(5, ge=1, le=16, description="Draft positions that are trained.")
-    pass_decay: float = Field(
-        0.8, gt=0, le=1, description="Factor of the loss from each position to the next."
-    )
+    pass_decay: float = Field(0.8, gt=0, le=1)
+    """Factor of the loss from each position to the next."""
     argmax_weight: ArgmaxWeight = 0.5
     max_draft_len: Annotated[MaxDraftLen, Field(le=16)] = 5
     init_from_target: InitFromTarget = True
@@ -138,94 +119,78 @@ class UnrollOptions(PassOptions):
     """Options of every EAGLE method; sizes that are not given are the target's."""
 
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary embedding.")
-    intermediate_size: int | None = Field(
-        None, ge=1, description="Width of the MLP; default the target's."
-    )
-    num_attention_heads: int | None = Field(
-        None, ge=1, description="Attention heads; default the target's."
-    )
-    num_key_value_heads: int | None = Field(
-        None, ge=1, description="Key/value heads; default the target's."
-    )
-    head_dim: int | None = Field(
-        None, ge=2, multiple_of=2, description="Size of an attention head; default the target's."
-    )
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; default the target's."""
+    num_attention_heads: int | None = Field(None, ge=1)
+    """Attention heads; default the target's."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """Key/value heads; default the target's."""
+    head_dim: int | None = Field(None, ge=2, multiple_of=2)
+    """Size of an attention head; default the target's."""
 
 
 class MedusaOptions(Strict):
-    """Options of `medusa`."""
+    """Heads on the target's last hidden state (Medusa)."""
 
     num_heads: int = Field(4, ge=1, le=64, description="Number of heads: tokens drafted ahead.")
     num_layers: int = Field(1, ge=1, le=16, description="Residual blocks of a head.")
-    head_decay: float = Field(
-        0.8, gt=0, le=1, description="Factor of the loss from each head to the next."
-    )
+    head_decay: float = Field(0.8, gt=0, le=1)
+    """Factor of the loss from each head to the next."""
     argmax_weight: ArgmaxWeight = 0.5
     draft_vocab_size: DraftVocabSize = None
-    layout: Literal["vllm", "reference"] = Field(
-        "vllm", exclude=True, description="Layout of the files: vllm or reference."
-    )
+    layout: Literal["vllm", "reference"] = Field("vllm", exclude=True)
+    """Layout of the files: vllm or reference."""
 
 
 class ReDrafterOptions(Strict):
-    """Options of `redrafter`."""
+    """A recurrent head on the target's last hidden state (ReDrafter)."""
 
     num_positions: int = Field(5, ge=1, le=64, description="Draft positions that are trained.")
-    position_decay: float = Field(
-        1.0, gt=0, le=1, description="Factor of the loss from each position to the next."
-    )
+    position_decay: float = Field(1.0, gt=0, le=1)
+    """Factor of the loss from each position to the next."""
     argmax_weight: ArgmaxWeight = 0.5
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 5
     init_from_target: InitFromTarget = True
     num_draft_layers: int = Field(1, ge=1, le=16, description="Residual blocks.")
-    exit_dim: int | None = Field(
-        None,
-        ge=1,
-        description="Width of the residual blocks; default twice the target's hidden size.",
-    )
+    exit_dim: int | None = Field(None, ge=1)
+    """Width of the residual blocks; default twice the target's hidden size."""
     rnn: bool = Field(False, description="Recurrent weights, instead of a sum of embeddings.")
 
 
 class EagleOptions(UnrollOptions):
-    """Options of `eagle`."""
+    """A layer that predicts the target's next feature (EAGLE-1 and 2)."""
 
     num_passes: int = Field(3, ge=1, le=16, description="Draft positions that are trained.")
-    feature_weight: float = Field(
-        1.0, ge=0, description="Weight of the distance to the target's feature in the loss."
-    )
-    feature_noise: float = Field(
-        0.0, ge=0, description="Largest noise that is added to the target's features."
-    )
-    layout: Literal["vllm", "sglang"] = Field(
-        "vllm", exclude=True, description="Layout of the files: vllm or sglang."
-    )
+    feature_weight: float = Field(1.0, ge=0)
+    """Weight of the distance to the target's feature in the loss."""
+    feature_noise: float = Field(0.0, ge=0)
+    """Largest noise that is added to the target's features."""
+    layout: Literal["vllm", "sglang"] = Field("vllm", exclude=True)
+    """Layout of the files: vllm or sglang."""
 
 
 class Eagle3TrainOptions(UnrollOptions):
-    """Options of `eagle3`."""
+    """A layer on features of several target layers (EAGLE-3)."""
 
-    layers: tuple[int, ...] | None = Field(
-        None,
-        description="Target layers whose inputs are read, repeated; default 2, n // 2, n - 3.",
-    )
+    layers: tuple[int, ...] | None = None
+    """Target layers whose inputs are read, repeated; default 2, n // 2, n - 3."""
     draft_vocab_size: DraftVocabSize = None
-    norm_before_residual: bool = Field(
-        False, description="The residual carries the normalized state."
-    )
+    norm_before_residual: bool = False
+    """The residual carries the normalized state."""
 
 
 class MTPOptions(PassOptions):
-    """Options of `mtp`; sizes are the target's."""
+    """A multi-token-prediction module (MTP).
+
+    Its sizes are the target's.
+    """
 
     num_passes: int = Field(3, ge=1, le=16, description="Draft positions that are trained.")
-    recycle: Literal["post_norm", "pre_norm"] = Field(
-        "post_norm",
-        description="Output that is the next position's feature: post_norm or pre_norm.",
-    )
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    """Output that is the next position's feature: post_norm or pre_norm."""
     init: Path | None = Field(None, description="Folder with a module to start from.")
-    copies: bool = Field(
-        False, exclude=True, description="Write the target's embedding and output layer too."
-    )
+    copies: bool = Field(False, exclude=True)
+    """Write the target's embedding and output layer too."""
 
 
 SIZES = (
@@ -238,26 +203,23 @@ SIZES = (
 
 
 class DraftOptions(Strict):
-    """Options of `draft`; sizes that are not given follow the target's."""
+    """A small model of the target's family, distilled from it.
 
-    init: Path | None = Field(
-        None, description="Model to start from, instead of one of the sizes below."
-    )
-    hidden_size: int | None = Field(
-        None, ge=1, description="Hidden size; default half the target's."
-    )
-    num_layers: int | None = Field(
-        None, ge=1, description="Number of layers; default a quarter of the target's."
-    )
-    num_attention_heads: int | None = Field(
-        None, ge=1, description="Attention heads; default keeps the target's head size."
-    )
-    num_key_value_heads: int | None = Field(
-        None, ge=1, description="Key/value heads; default the target's where they divide the heads."
-    )
-    intermediate_size: int | None = Field(
-        None, ge=1, description="Width of the MLP; default in the target's proportion."
-    )
+    Sizes that are not given follow the target's.
+    """
+
+    init: Path | None = None
+    """Model to start from, instead of one of the sizes below."""
+    hidden_size: int | None = Field(None, ge=1)
+    """Hidden size; default half the target's."""
+    num_layers: int | None = Field(None, ge=1)
+    """Number of layers; default a quarter of the target's."""
+    num_attention_heads: int | None = Field(None, ge=1)
+    """Attention heads; default keeps the target's head size."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """Key/value heads; default the target's where they divide the heads."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; default in the target's proportion."""
     argmax_weight: ArgmaxWeight = 0.5
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 5
 

@@ -1,18 +1,19 @@
-"""The interface of a training method: a module, its loss on a batch, its exported files.
+"""The base of a training method: a module, its loss on a batch, its exported files.
 
-One file per method implements `Method`, and `registry.py` lists them. The modules are the ones used
-for serving (`drafters/heads/`), with another attention. `FrozenTarget` is what they learn from.
+One file per method derives from `Method`, and `registry.py` lists them. The modules are the ones
+used for serving (`drafters/heads/`), with another attention. `FrozenTarget` is what they learn
+from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ class FrozenTarget:
         try:
             require_checkpoint(path, allow_pickle=allow_pickle)
         except CheckpointError as error:
-            raise CheckpointError(f"target: {error.message}", field="target") from None
+            raise CheckpointError.at("target", f"{error.message}") from None
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -71,9 +72,8 @@ class FrozenTarget:
                 use_safetensors=None if allow_pickle else True,
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"target: {str(path)!r} is no causal language model: {reason(error, path)}",
-                field="target",
+            raise CheckpointError.at(
+                "target", f"{str(path)!r} is no causal language model: {reason(error, path)}"
             ) from error
         self.model: Any = model.to(device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
@@ -128,33 +128,23 @@ class Losses:
     num_judged: Tensor  # [num_positions]
 
 
-class Method(Protocol):
+class Method:
     """How one kind of head is trained."""
 
     capture: tuple[int, ...]  # target layers whose inputs it reads; num_layers: the final state
+    module: Any  # in float32; parameters that require gradients are trained
 
-    @property
-    def module(self) -> nn.Module:
-        """The module, in float32; parameters that require gradients are trained."""
-        ...
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab] int64
+        """Called with how often each token is predicted in the training text.
+
+        That is before the first step and again before resuming; the result must depend only on the
+        counts.
+        """
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The loss of a batch; called under autocast, with or without gradients."""
-        ...
+        raise NotImplementedError
 
     def export(self, folder: Path) -> None:
         """Writes the published format: weights and `config.json`, in the target's dtype."""
-        ...
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A method that needs the token counts of the training text.
-
-    `prepare` runs before the first step and again before resuming; the result must depend only on
-    the counts.
-    """
-
-    def prepare(self, token_counts: Tensor) -> None:  # [vocab] int64
-        """How often each token is predicted in the training text."""
-        ...
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The training methods by name: options, builder and default learning rates.
+"""The training methods by name: options, class and default learning rates.
 
 A method's module is imported when it is built: it imports torch, which the help of a command and
 the check of its options do without.
@@ -6,7 +6,7 @@ the check of its options do without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -30,56 +30,30 @@ if TYPE_CHECKING:
 class Entry:
     """A training method."""
 
-    summary: str  # one line, for the help of the command line
+    method: str  # module and class, in `methods/`
     options: type[Strict]
-    build: Callable[[Any, FrozenTarget], Method]  # arguments: options, target
     adam_lr: float = 1e-3
     muon_lr: float = 1e-2
 
+    @property
+    def summary(self) -> str:
+        """The first line of what its options say of it, for the help of the command line."""
+        return (self.options.__doc__ or "").partition("\n")[0]
 
-def _entry(name: str, summary: str, options: type[Strict], **rates: float) -> Entry:
-    """The entry of a class of `methods/`, given as module and class."""
-    module, _, kind = name.partition(".")
-
-    def build(given: Any, target: FrozenTarget) -> Method:
-        made: Method = getattr(import_module(f".methods.{module}", __package__), kind)(
-            given, target
-        )
-        return made
-
-    return Entry(summary, options, build, **rates)
+    def build(self, options: Any, target: FrozenTarget) -> Method:
+        """The method with these options, of the type that the entry has."""
+        module, _, kind = self.method.partition(".")
+        found = import_module(f".methods.{module}", __package__)
+        return getattr(found, kind)(options, target)
 
 
 METHODS: Mapping[str, Entry] = MappingProxyType(
     {
-        "medusa": _entry(
-            "medusa.MedusaMethod",
-            "Heads on the target's last hidden state (Medusa).",
-            MedusaOptions,
-            muon_lr=2e-2,
-        ),
-        "draft": _entry(
-            "draft.DraftMethod",
-            "A small model of the target's family, distilled from it.",
-            DraftOptions,
-            adam_lr=3e-3,
-            muon_lr=2e-2,
-        ),
-        "eagle": _entry(
-            "eagle.EagleMethod",
-            "A layer that predicts the target's next feature (EAGLE-1 and 2).",
-            EagleOptions,
-        ),
-        "eagle3": _entry(
-            "eagle.Eagle3Method",
-            "A layer on features of several target layers (EAGLE-3).",
-            Eagle3TrainOptions,
-        ),
-        "mtp": _entry("mtp.MTPMethod", "A multi-token-prediction module (MTP).", MTPOptions),
-        "redrafter": _entry(
-            "redrafter.ReDrafterMethod",
-            "A recurrent head on the target's last hidden state (ReDrafter).",
-            ReDrafterOptions,
-        ),
+        "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
+        "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
+        "eagle": Entry("eagle.EagleMethod", EagleOptions),
+        "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
+        "mtp": Entry("mtp.MTPMethod", MTPOptions),
+        "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
     }
 )

@@ -72,18 +72,14 @@ class Folder:
             if self.run.exists():
                 what = "a training run; give --resume to continue it, or another folder"
             if held:
-                raise ConfigError(f"out: {self.path} holds {what}", field="out")
+                raise ConfigError.at("out", f"{self.path} holds {what}")
             return
         try:
             before = json.loads(self.run.read_text(encoding="utf-8"))
         except OSError:
-            raise ConfigError(
-                f"resume: {self.path} holds no training run", field="resume"
-            ) from None
+            raise ConfigError.at("resume", f"{self.path} holds no training run") from None
         except ValueError as error:
-            raise CheckpointError(
-                f"resume: {self.run} is damaged: {error}", field="resume"
-            ) from None
+            raise CheckpointError.at("resume", f"{self.run} is damaged: {error}") from None
         now = json.loads(json.dumps(identity))
         for key in [*now, *sorted(before.keys() - now.keys())]:  # the method first
             if before.get(key) != now.get(key):
@@ -103,9 +99,7 @@ class Folder:
             self.training.mkdir(parents=True, exist_ok=True)
             replace(self.run, json.dumps(identity, indent=2, sort_keys=True).encode() + b"\n")
         except OSError as error:
-            raise ConfigError(
-                f"out: cannot write {self.path}: {error.strerror}", field="out"
-            ) from None
+            raise ConfigError.at("out", f"cannot write {self.path}: {error.strerror}") from None
 
 
 def save(path: Path, module: nn.Module, optimizers: list[dict[str, Any]], step: int) -> None:
@@ -130,9 +124,8 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"resume: {path} cannot be read: {error}; delete it to restart the run",
-            field="resume",
+        raise CheckpointError.at(
+            "resume", f"{path} cannot be read: {error}; delete it to restart the run"
         ) from error
     stored, wanted = state["module"], module.state_dict()
     for name in sorted(stored.keys() | wanted.keys()):
@@ -140,8 +133,7 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
         shape = tuple(wanted[name].shape) if name in wanted else None
         if found != shape:
             raise CheckpointError(
-                f"resume: tensor {name!r} of {path} has shape {found}, expected {shape}",
-                field=name,
+                f"resume: tensor {name!r} of {path} has shape {found}, expected {shape}", field=name
             )
     module.load_state_dict(stored)
     return state["optimizers"], int(state["step"])

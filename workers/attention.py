@@ -106,13 +106,13 @@ class StepAttention(Protocol):
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
         scale: float,
-        window: int | None,  # a query sees keys whose position is above its own minus `window`
-        softcap: float | None,
-        sinks: Tensor | None,  # [num_heads], logits of a key that holds no value
+        *,
+        window: int | None = None,  # a query sees keys whose position is above its own minus this
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads], logits of a key that holds no value
         chunk: int | None = None,  # a query sees keys whose position // chunk is its own's
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """Write keys and values into their slots, then attend."""
-        ...
 
 
 BoolArray = NDArray[np.bool_]
@@ -358,6 +358,7 @@ class SdpaAttention:
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
         scale: float,
+        *,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [num_heads]

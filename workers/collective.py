@@ -53,8 +53,12 @@ class RankPlace:
         """Of this process and `device`."""
         boot = Path("/proc/sys/kernel/random/boot_id")
         started = boot.read_text().strip() if boot.exists() else ""
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        return cls(f"{socket.gethostname()} {started}", gpu)
+        return cls(f"{socket.gethostname()} {started}", gpu_of(device))
+
+
+def gpu_of(device: torch.device) -> str:
+    """The GPU's UUID; "": no CUDA device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 class SharedMemory:
@@ -407,7 +411,7 @@ class Collective:
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(host, port, size, rank == 0, timeout)
         scoped = PrefixStore(f"generation-{generation}", store)
-        group = _builder(backend, device)(scoped, rank, size, timeout)
+        group = _new_group(backend, scoped, rank, size, timeout, device)
         collective = Collective(rank, size, group)
         collective.all_reduce_by = backend
         if symmetric_memory and backend == "nccl":
@@ -439,28 +443,20 @@ class Collective:
     @staticmethod
     def host_pair(host: str, timeout_s: float) -> tuple[Any, int]:
         """Hosts a store through which two processes form a `pair`; returns it and its port."""
-        store = TCPStore(
-            host, 0, 2, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        store = _pair_store(host, 0, timeout_s, is_master=True)
         return store, store.port
 
     @staticmethod
     def join_pair(host: str, port: int, timeout_s: float) -> Any:
         """Connects to the store that the other process hosts."""
-        return TCPStore(
-            host,
-            port,
-            2,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        return _pair_store(host, port, timeout_s, is_master=False)
 
     @staticmethod
     def pair(store: Any, rank: int, timeout_s: float, device: torch.device) -> Collective:
         """A group of two for `send` and `receive`: NCCL on CUDA, else gloo. Blocks until joined."""
-        build = _builder("nccl" if device.type == "cuda" else "gloo", device)
-        return Collective(rank, 2, build(store, rank, 2, timedelta(seconds=timeout_s)))
+        backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        return Collective(rank, 2, _new_group(backend, store, rank, 2, timeout, device))
 
     @staticmethod
     def threads(size: int, timeout_s: float) -> list[Collective]:
@@ -470,7 +466,8 @@ class Collective:
         store, timeout = HashStore(), timedelta(seconds=timeout_s)
 
         def build(rank: int) -> Collective:
-            collective = Collective(rank, size, _gloo(store, rank, size, timeout))
+            group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            collective = Collective(rank, size, group)
             collective.all_reduce_by = "gloo"
             return collective
 
@@ -503,9 +500,11 @@ class Agreement:
         return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
-def _builder(backend: Backend, device: torch.device) -> Callable[..., Any]:
+def _new_group(
+    backend: Backend, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Any:
     if backend == "gloo":
-        return _gloo
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     if not dist.is_nccl_available() or device.type != "cuda":
         raise ConfigError(
             f"backend 'nccl' needs a CUDA device and a torch built with NCCL, got {device}; "
@@ -513,14 +512,11 @@ def _builder(backend: Backend, device: torch.device) -> Callable[..., Any]:
             field="backend",
         )
     torch.cuda.set_device(device)
-    return _nccl
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _pair_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, 2, is_master, timeout, wait_for_workers=False)

@@ -8,7 +8,6 @@ and `block` the sparse distributions that they were drawn from are returned too.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,12 +20,11 @@ from ..scheduler.types import (
     SamplingRows,
     StepInput,
     ints,
-    slots_of,
     starts_of,
 )
 from .collective import Collective
-from .model import PagedModel
-from .seats import Seats
+from .model.paged import PagedModel
+from .seats import Seats, lay_out
 from .verify.process import DrawSettings
 from .verify.sample import draw, draw_siblings
 
@@ -75,16 +73,9 @@ class DraftService:
         rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
         for level in range(depth):
             if level:
-                logits = self._model.forward(
-                    _next_token(
-                        known,
-                        rows,
-                        tokens[rows, level - 1],
-                        lens[rows] + level - 1,
-                        self._block_size,
-                    ),
-                    self._cache,
-                )
+                last, index = tokens[rows, level - 1], lens[rows] + level - 1
+                following = _next_token(known, rows, last, index, self._block_size)
+                logits = self._model.forward(following, self._cache)
             if step.p_min > 0:
                 keep = self._likely(logits, step.p_min)
                 rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
@@ -141,22 +132,14 @@ def _next_token(
     known: StepInput, rows: IntArray, tokens: IntArray, index: IntArray, block_size: int
 ) -> StepInput:
     """A step of one token for each of `rows`, at position `index` of its sequence."""
-    count, tables = len(rows), known.block_tables[rows]
-    slots = slots_of(tables, index[:, None], block_size)[:, 0]
-    none, index = np.zeros(0, dtype=np.int32), index.astype(np.int32)
-    return replace(
-        known,
+    return lay_out(
         token_ids=tokens,
-        positions=index,
-        slot_mapping=slots.astype(np.int32),
-        query_start=np.arange(count + 1, dtype=np.int32),
-        context_lens=index,
-        block_tables=tables,
-        samples=np.ones(count, dtype=np.bool_),
-        draft_tokens=none,
-        draft_parents=none,
-        draft_start=np.zeros(count + 1, dtype=np.int32),
-        draft_probs=None,
-        rows=np.arange(count, dtype=np.int32),
-        kv_moves=none.reshape(0, 2),
+        query_start=np.arange(len(rows) + 1, dtype=np.int32),
+        context_lens=index.astype(np.int32),
+        block_tables=known.block_tables[rows],
+        samples=np.ones(len(rows), dtype=np.bool_),
+        max_nodes=np.zeros(len(rows), dtype=np.int32),
+        sampling=known.sampling,
+        drafts=None,
+        block_size=block_size,
     )

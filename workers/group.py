@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..drafters.protocol import Drafted, DraftStep
 from ..errors import WorkerDiedError
-from ..scheduler.types import Batch, Draft, Verdict
+from ..scheduler.types import Batch, Draft, StepPlan, Verdict
 from .restart_policy import RestartPolicy
 from .seats import gather
 from .spec import DeviceStepReport, ModelReport, RankLocation, WorkerReport, WorkerSpec
@@ -26,44 +26,6 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 log = logging.getLogger(__name__)
-
-
-class WorkerGroup(Protocol):
-    """Ranks that load, step and fail as one unit."""
-
-    is_concurrent: bool  # ranks compute while the caller of `send` goes on
-    reports: list[WorkerReport]
-    on_restart: list[Callable[[], None]]  # called in the same thread once new ranks are up
-    on_death: list[Callable[[str], None]]  # called with the reason, in any thread, on a lost rank
-
-    @property
-    def alive(self) -> bool:
-        """Whether messages can be answered."""
-        ...
-
-    def spares(self) -> list[RankLocation]:
-        """Processes that could take over now."""
-        ...
-
-    def call(self, message: Any) -> Any:
-        """Rank 0's answer (raises as `Channel.call` does)."""
-        ...
-
-    def send(self, message: Any) -> None:
-        """First half of a call (raises as `Channel.send` does)."""
-        ...
-
-    def receive(self, timeout_s: float) -> Any:
-        """Second half of a call (raises as `Channel.receive` does)."""
-        ...
-
-    def restart(self) -> None:
-        """Discards all ranks and starts new ones, with empty caches."""
-        ...
-
-    def shutdown(self) -> None:
-        """Ends all ranks."""
-        ...
 
 
 def agreed_blocks(reports: Sequence[WorkerReport]) -> tuple[int, int]:
@@ -81,20 +43,51 @@ def with_device_steps(
     return [replace(report, device_step=step) for report, step in pairs]
 
 
-class OverChannel(ABC):
-    """A group's messages over its channel to rank 0, which ends with the ranks."""
+class WorkerGroup(ABC):
+    """Ranks that load, step and fail as one unit; messages go over a channel to rank 0.
 
-    _spec: WorkerSpec
-    _channel: Channel | None  # none: the ranks are down
+    The channel ends with the ranks.
+    """
+
+    is_concurrent: bool  # ranks compute while the caller of `send` goes on
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._channel: Channel | None = None  # none: the ranks are down
+        self.reports: list[WorkerReport] = []
+        self.on_restart: list[Callable[[], None]] = []  # in the same thread, once new ranks are up
+        self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
+
+    @property
+    def alive(self) -> bool:
+        """Whether messages can be answered."""
+        return self._channel is not None and not self._channel.dead
+
+    def spares(self) -> list[RankLocation]:
+        """Processes that could take over now."""
+        return []
 
     def call(self, message: Any) -> Any:
+        """Rank 0's answer (raises as `Channel.call` does)."""
         return self._using(lambda channel: channel.call(message, self._spec.timeout_s))
 
     def send(self, message: Any) -> None:
+        """First half of a call (raises as `Channel.send` does)."""
         self._using(lambda channel: channel.send(message, self._spec.timeout_s))
 
     def receive(self, timeout_s: float) -> Any:
+        """Second half of a call (raises as `Channel.receive` does)."""
         return self._using(lambda channel: channel.receive(timeout_s))
+
+    def restart(self) -> None:
+        """Discards all ranks and starts new ones, with empty caches."""
+        self._replace_ranks()
+        for callback in self.on_restart:
+            callback()
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends all ranks."""
 
     def _using(self, verb: Callable[[Channel], Any]) -> Any:
         channel = self._channel
@@ -107,32 +100,25 @@ class OverChannel(ABC):
             raise
 
     @abstractmethod
+    def _replace_ranks(self) -> None:
+        """Ends the ranks, if there are any, and starts new ones."""
+
     def _drop_ranks(self) -> None:
         """Lets go of all ranks and the channel; one of them died."""
+        self.shutdown()
 
 
-class LocalGroup(OverChannel):
-    """Ranks as threads of this process, connected by gloo."""
+class LocalGroup(WorkerGroup):
+    """Ranks as threads of this process, connected by gloo; threads do not die."""
 
     is_concurrent = False  # they share the interpreter with the engine, or run within `send`
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec
-        self._channel: Channel | None = None
+        super().__init__(spec)
         self._workers: list[Worker] = []
-        self.reports: list[WorkerReport] = []
-        self.on_restart: list[Callable[[], None]] = []
-        self.on_death: list[Callable[[str], None]] = []  # threads do not die
         self.restart()
 
-    @property
-    def alive(self) -> bool:
-        return self._channel is not None
-
-    def spares(self) -> list[RankLocation]:
-        return []  # threads do not die
-
-    def restart(self) -> None:
+    def _replace_ranks(self) -> None:
         # An engine whose ranks are processes of their own does not import what computes models.
         from .collective import Collective
         from .worker import Worker, pick_device
@@ -151,11 +137,6 @@ class LocalGroup(OverChannel):
         # A target alone may run inline, since the loop waits for it; drafters have a deadline.
         handlers = [worker.handle for worker in workers]
         self._channel = ThreadChannel(handlers, inline=spec.target is not None)
-        for callback in self.on_restart:
-            callback()
-
-    def _drop_ranks(self) -> None:
-        self.shutdown()
 
     def shutdown(self) -> None:
         for worker in self._workers:
@@ -168,22 +149,11 @@ class LocalGroup(OverChannel):
 
 def _log_forward(what: str, report: ModelReport) -> None:
     """Logs which decoder computes a model; a warning where it is the slower one."""
+    forward = f"forward of the {what} {report.architecture}: {report.forward}"
     if report.forward_reason:
-        log.warning(
-            "forward of the %s %s: %s (%s)",
-            what,
-            report.architecture,
-            report.forward,
-            report.forward_reason,
-        )
+        log.warning("%s (%s)", forward, report.forward_reason)
     else:
-        log.info(
-            "forward of the %s %s: %s, operations: %s",
-            what,
-            report.architecture,
-            report.forward,
-            report.operations,
-        )
+        log.info("%s, operations: %s", forward, report.operations)
 
 
 class GroupTarget:
@@ -207,21 +177,26 @@ class GroupTarget:
         self.num_blocks = agreed_blocks(group.reports)[0]
 
     def verify(self, batch: Batch, drafts: Sequence[Draft]) -> Verdict:
-        verdict = self._group.call(replace(batch.plan, drafts=gather(drafts, batch.samples)))
-        assert isinstance(verdict, Verdict), type(verdict)
-        return verdict
+        return _verdict(self._group.call(_plan(batch, drafts)))
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
-        self._group.send(replace(batch.plan, drafts=gather(drafts, batch.samples)))
+        self._group.send(_plan(batch, drafts))
 
     def collect(self) -> Verdict:
         try:
-            verdict = self._group.receive(self._timeout_s)
+            return _verdict(self._group.receive(self._timeout_s))
         except NoAnswerError:
             self._group.shutdown()
             raise WorkerDiedError(f"no answer within {self._timeout_s} s") from None
-        assert isinstance(verdict, Verdict), type(verdict)
-        return verdict
+
+
+def _plan(batch: Batch, drafts: Sequence[Draft]) -> StepPlan:
+    return replace(batch.plan, drafts=gather(drafts, batch.samples))
+
+
+def _verdict(answer: object) -> Verdict:
+    assert isinstance(answer, Verdict), type(answer)
+    return answer
 
 
 class GroupDraftModel:

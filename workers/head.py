@@ -35,8 +35,9 @@ from .attention import KVCache, KVShape
 from .collective import Collective
 from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_layers import load_head
-from .model import PagedModel, whole_module
+from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
+from .model.target import whole_module
 from .ops import PlannedOps, make_ops
 from .spec import HeadReport
 from .verify.noise import argmax

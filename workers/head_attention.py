@@ -8,6 +8,7 @@ one slot each there, because accepted nodes are still in the slots that the step
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..scheduler.types import IntArray, StepInput, Verdict, ints, slots_of
 from .attention import KVCache
 from .ops import PagedStep, PlannedOps
 from .ops.plan import WORD_BITS
-from .ops.protocol import OpsAttention
+from .ops.protocol import AttentionSpec
 
 
 def committed(
@@ -46,9 +47,15 @@ def committed(
     return slots, known
 
 
+_spec = functools.cache(AttentionSpec)  # one object for equal layers: operations look it up
+
+
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """Attention of planned rows; implements `Attend`."""
+    """Attention alone of planned rows, whose queries and keys a head's layer has prepared.
+
+    Implements `Attend`.
+    """
 
     planned: PlannedOps
     plan: PagedStep
@@ -63,8 +70,12 @@ class PagedAttend:
         value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
         scale: float,
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-        attention = OpsAttention(self.planned, self.plan, self.cache)
-        return attention.attend(self.first + layer, query, key, value, scale)
+        spec = _spec(query.shape[1], key.shape[1], query.shape[2], value.shape[2], scale)
+        joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
+        out = self.planned.ops.rope_store_attend(
+            joined, None, None, self.plan, self.cache, self.first + layer, spec
+        )
+        return out.unflatten(1, query.shape[1:2] + value.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ..errors import ConfigError, WorkerError
 from ..scheduler.types import IntArray, NextDrafts, StepInput, slots_of
 from .attention import KVCache
 from .head import HeadRunner
-from .model import load_ends
+from .model.target import load_ends
 from .ops import PlannedOps, make_ops
 from .spec import HeadReport, ModelSpec
 from .threads import Threads

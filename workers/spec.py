@@ -69,7 +69,7 @@ class ModelReport:
     kv_bytes_per_token: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    forward: str  # "family" or "bridge"
+    forward: Literal["family", "bridge"]
     forward_reason: str  # why the family decoder is not used; empty if it is
     operations: str  # "cpu", "triton", "torch", or the bridge's "transformers"
 

@@ -23,7 +23,7 @@ from .device_step.seats import SeatSizes
 from .device_step.service import DeviceStepService
 from .device_step.shape import StepShape
 from .head import HeadService
-from .model import PagedModel
+from .model.paged import PagedModel
 from .seats import Seats, gather
 from .transport.channel import OpenFeatures, PendingReply
 from .transport.features import FeatureQueue, Features, FeatureSender

@@ -10,32 +10,24 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..errors import ConfigError
 from ..scheduler.types import StepPlan, Verdict
-from .collective import Agreement, Collective
+from .collective import Agreement, Collective, gpu_of
 from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
-from .model import PagedModel, load_model
 from .model.checkpoint.hub import local_folder
 from .model.fit import check_blocks
-from .model.paged import ForwardChoice
+from .model.paged import ForwardChoice, PagedModel
+from .model.target import load_model
 from .remote_head import RemoteHeadWorker
-from .spec import (
-    DeviceStepReport,
-    ModelReport,
-    ModelSpec,
-    RankLocation,
-    WorkerReport,
-    WorkerSpec,
-)
+from .spec import DeviceStepReport, ModelReport, ModelSpec, RankLocation, WorkerReport, WorkerSpec
 from .target import TargetService
 from .threads import Threads
 from .transport.channel import LinkOffer, ListenFeatures, OpenFeatures, PendingReply
@@ -56,9 +48,7 @@ def pick_device(wish: str) -> torch.device:
         ConfigError: CUDA was requested and is not available.
     """
     if wish == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device: 'cuda' was requested but no CUDA device is visible", field="device"
-        )
+        raise ConfigError.at("device", "'cuda' was requested but no CUDA device is visible")
     if wish != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -104,9 +94,7 @@ class Worker:
         wanted = {name: spec for name, spec in specs.items() if spec is not None}
         for name, spec in wanted.items():
             folder = local_folder(
-                spec.path,
-                trust_remote_code=spec.trust_remote_code,
-                allow_pickle=spec.allow_pickle,
+                spec.path, trust_remote_code=spec.trust_remote_code, allow_pickle=spec.allow_pickle
             )
             self._models[name] = load_model(
                 Path(folder),
@@ -135,7 +123,7 @@ class Worker:
             device=str(self._device),
             target=reports.get("target"),
             draft=reports.get("draft"),
-            location=RankLocation(self._node, os.getpid(), _gpu(self._device)),
+            location=RankLocation(self._node, os.getpid(), gpu_of(self._device)),
             all_reduce=self._collective.all_reduce_by,
             head=head.report() if head is not None else None,
         )
@@ -321,22 +309,16 @@ class Worker:
         room = free_bytes // (kv_bytes_per_token * spec.block_size)
         if room < per_sequence:
             field = "kv_memory_fraction" if self._device.type == "cuda" else "kv_cpu_bytes"
-            raise ConfigError(
-                f"{field}: room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
+            raise ConfigError.at(
+                field,
+                f"room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
                 f"sequence may have {max_model_len}; raise {field} or lower max_model_len",
-                field=field,
             )
         return min(room, per_sequence * spec.max_num_seqs)
 
 
 def _known_choice(report: ModelReport | None) -> ForwardChoice | None:
     """The forward that serves a model."""
-    if report is None or report.forward not in ("family", "bridge"):
+    if report is None:
         return None
-    kind: Literal["family", "bridge"] = "family" if report.forward == "family" else "bridge"
-    return ForwardChoice(kind, report.forward_reason, report.operations)
-
-
-def _gpu(device: torch.device) -> str:
-    """The GPU's UUID; empty on a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return ForwardChoice(report.forward, report.forward_reason, report.operations)

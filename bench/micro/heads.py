@@ -24,8 +24,9 @@ from ...scheduler.tree import EMPTY
 from ...scheduler.types import Draft, StepInput, Verdict, ints
 from ...workers.collective import Collective
 from ...workers.head import HeadService
-from ...workers.model import PagedModel, load_model
 from ...workers.model.family.compare import sample_step
+from ...workers.model.paged import PagedModel
+from ...workers.model.target import load_model
 from .timing import Pair, timed
 
 MODELS = Path(__file__).parents[2] / "demo" / "models"

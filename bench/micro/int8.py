@@ -5,8 +5,7 @@
 What torch has: `_weight_int8pack_mm` multiplies bfloat16 activations by int8 weights with a scale
 per row (weight-only); oneDNN's `qlinear_pointwise`, `_int_mm` and fbgemm's `linear_dynamic`
 multiply by quantised activations, here with a scale per row of them or one for all, found in the
-call. Against them stand the products that serve: kernels up to `SMALL` elements, oneDNN beyond
-where it packs the dtype.
+call. Against them stand the products that serve (`workers/ops/table.py`).
 
 Shapes are those of a decoder with 400 million parameters: hidden size 1024, 24 layers. One thread,
 on its own time on a CPU; the weights of the copies do not fit into the caches together, so every

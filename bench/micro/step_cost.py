@@ -34,7 +34,8 @@ from ...workers import seats
 from ...workers.attention import KVCache
 from ...workers.collective import Collective
 from ...workers.device_step.seats import SeatSizes
-from ...workers.model import PagedModel, load_model
+from ...workers.model.paged import PagedModel
+from ...workers.model.target import load_model
 from ...workers.ops import ReferenceOps
 from ...workers.target import TargetService
 from ...workers.transport import wire

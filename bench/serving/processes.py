@@ -13,7 +13,7 @@ ROLES = (
     (":Ingress", "ingress"),
     ("ray::ProxyActor", "proxy"),
     ("ray::ServeController", "controller"),
-    ("ray::PoolActor", "pool"),
+    ("ray::PoolStore", "pool"),
     ("ray::Keeper", "keeper"),
     ("raylet/raylet", "raylet"),
     ("gcs_server", "gcs"),

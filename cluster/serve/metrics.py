@@ -181,7 +181,8 @@ class EdgeMetrics:
         names = tuple(self._labels)
 
         def counter(name: str, text: str, *further: str) -> Counter:
-            return Counter(PREFIX + name, text, (*names, *further), registry=self.registry)
+            family = Counter(PREFIX + name, text, (*names, *further), registry=self.registry)
+            return family if further else family.labels(**self._labels)
 
         self._times: dict[str, Histogram] = {}
         for name, text in _TIMES.items():
@@ -190,12 +191,8 @@ class EdgeMetrics:
             self._times[name] = family.labels(**self._labels)
         self._gaps_s: list[float] = []  # not yet in the histogram
         self._num_output = 0  # not yet in the counter
-        self._prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens of requests at this edge"
-        ).labels(**self._labels)
-        self._output_tokens = counter("generation_tokens", "Tokens sent by this edge").labels(
-            **self._labels
-        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests at this edge")
+        self._output_tokens = counter("generation_tokens", "Tokens sent by this edge")
         self._requests = counter(
             "request_success", "Completions by how they ended", "finished_reason"
         )
@@ -203,10 +200,6 @@ class EdgeMetrics:
     def started(self, num_prompt_tokens: int) -> None:
         """A request was accepted."""
         self._prompt_tokens.inc(num_prompt_tokens)
-
-    def stopwatch(self) -> Stopwatch:
-        """For one completion, from now."""
-        return Stopwatch(self)
 
     def tokens(self, count: int, gap_s: float | None) -> None:
         """`count` tokens came `gap_s` each after the one before; None: the first of a completion.
@@ -245,7 +238,7 @@ class EdgeMetrics:
 
 
 class Stopwatch:
-    """Times of one completion."""
+    """Times of one completion, from now."""
 
     def __init__(self, metrics: EdgeMetrics) -> None:
         self._metrics = metrics

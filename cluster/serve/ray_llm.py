@@ -19,12 +19,15 @@ from .models import ServedModel
 _ENTRY = "llm_configs"
 # What Ray Serve LLM has beside the fields below, with the reason for refusing it.
 _REFUSED = {
+    "lora_config": "LoRA adapters; merge the adapter into the checkpoint and serve it as a model "
+    "of its own",
     "accelerator_config": "a machine's accelerator is found at start; TPUs are not supported",
     "callback_config": "engines have no callbacks",
     "experimental_configs": "tokens are sent without batching delay; the number of ingress "
     "replicas is ingress_deployment_config.num_replicas",
     "server_cls": "the engine is Outrider's",
 }
+_NOTHING = {"lora_config": (None,)}  # values that ask for nothing; of the others, also {}
 
 _OF_LOADING = {
     "model": "model_source",
@@ -91,14 +94,10 @@ class LLMArgs(Strict):
     @classmethod
     def _refused(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            if data.get("lora_config") is not None:
-                raise at_key("lora_config", "not supported: LoRA adapters; merge the adapter "
-                             "into the checkpoint and serve it as a model of its own")  # fmt: skip
             for key, reason in _REFUSED.items():
-                if data.get(key) not in (None, {}):
+                if data.get(key) not in _NOTHING.get(key, (None, {})):
                     raise at_key(key, f"not supported: {reason}")
-            none = ("lora_config", *_REFUSED)
-            return {key: value for key, value in data.items() if key not in none}
+            return {key: value for key, value in data.items() if key not in _REFUSED}
         return data
 
 
@@ -183,8 +182,7 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
     if parsed.runtime_env is not None:
         options = deployment.ray_actor_options
         if "runtime_env" in options:
-            message = "runtime_env: deployment_config.ray_actor_options has one too"
-            raise ConfigError(message, field="runtime_env")
+            raise ConfigError.at("runtime_env", "deployment_config.ray_actor_options has one too")
         options = {**options, "runtime_env": parsed.runtime_env}
         deployment = deployment.model_copy(update={"ray_actor_options": options})
     try:

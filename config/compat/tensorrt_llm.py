@@ -92,9 +92,7 @@ KEYS: dict[str, Entry] = {
     "mtp_eagle_one_model": Into(switch({}, _SEPARATE), _ONE_MODEL),
     "redrafter_greedy_search": Refused("each request's temperature decides", "temperature"),
     "is_keep_all": Only(
-        (True,),
-        "another key chooses which continuation is drafted",
-        "is_use_oldest",
+        (True,), "another key chooses which continuation is drafted", "is_use_oldest"
     ),
     "eagle3_model_arch": Only(("llama3",), "the layer's kind is read from the checkpoint"),
     "load_format": Only(("auto", None), "weights are read as the checkpoint has them"),

@@ -136,8 +136,7 @@ class DecoderBlock(nn.Module):
             use_cache=False,
             outrider_attend=partial(attend, layer),
         )
-        after: Tensor = out.last_hidden_state[0]
-        return after
+        return out.last_hidden_state[0]
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor is kept when the model runs in `dtype`."""

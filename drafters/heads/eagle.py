@@ -29,7 +29,8 @@ class Eagle1Module(LlamaModule):
     """EAGLE-1 and EAGLE-2.
 
     Args:
-        options: of `LlamaModule`; only Llama-4's heads have more than an embedding of their own.
+        options: of `LlamaModule`, which has no norms here by default; only Llama-4's heads have
+            more than an embedding of their own.
     """
 
     def __init__(
@@ -40,23 +41,11 @@ class Eagle1Module(LlamaModule):
         *,
         fc_bias: bool,
         para_norm: bool = False,
-        vocab_size: int | None = None,
-        draft_vocab_size: int | None = None,
-        input_norm: bool = False,
-        final_norm: bool = False,
         **options: Any,
     ) -> None:
         hidden = sizes.hidden_size
-        super().__init__(
-            (sizes,) * num_layers,
-            rope,
-            embedding_size=hidden,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            input_norm=input_norm,
-            final_norm=final_norm,
-            **options,
-        )
+        options = {"input_norm": False, "final_norm": False, **options}
+        super().__init__((sizes,) * num_layers, rope, embedding_size=hidden, **options)
         self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias)
         self.para_norm = para_norm
         if para_norm:
@@ -136,8 +125,7 @@ class Eagle3Module(LlamaModule):
             features = self.input_norm(features)
         if not self.options.num_features:
             return features
-        fused: Tensor = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.options.eh_proj:

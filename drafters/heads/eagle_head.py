@@ -76,7 +76,7 @@ class EagleReader:
         self.interleaved = config.rope_layout == "interleaved"
         for pattern, owner in _REFUSED.items():
             if found := self.tensors.matches(pattern):
-                raise fail(f"tensor {found[0][0]!r} of {str(self.folder)!r} belongs to {owner}")
+                raise self.tensors.bad(found[0][0], f"belongs to {owner}")
 
     def flag(self, key: str) -> bool:
         """A boolean of the top level or of `eagle_config`."""
@@ -90,10 +90,9 @@ class EagleReader:
     def without(self, key: str, why: str) -> None:
         """Raises `ConfigError` if the user set `key`, which this head does not have."""
         if (value := getattr(self.user, key)) is not None:
-            raise ConfigError(
-                f"speculative_config.{key}: {value!r} has no meaning for "
-                f"{str(self.folder)!r}: {why}",
-                field=f"speculative_config.{key}",
+            raise ConfigError.at(
+                f"speculative_config.{key}",
+                f"{value!r} has no meaning for {str(self.folder)!r}: {why}",
             )
 
     def fill(self, module: LlamaModule, stems: Sequence[str]) -> None:
@@ -123,8 +122,8 @@ class EagleReader:
         for name in _FIRST:
             if f"{name}.self_attn.q_proj.weight" in self.tensors:
                 return name
-        raise fail(
-            f"{str(self.folder)!r} has neither 'midlayer.self_attn.q_proj.weight' nor "
+        raise self.tensors.fault(
+            "has neither 'midlayer.self_attn.q_proj.weight' nor "
             "'layers.0.self_attn.q_proj.weight': it is not an EAGLE head"
         )
 
@@ -146,11 +145,10 @@ class EagleReader:
         names.append(f"{layer}.mlp.gate_proj.weight")
         for name in names:
             if name not in self.tensors:
-                raise fail(f"{str(self.folder)!r} lacks tensor {name!r} (two dimensions)")
+                raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
             if len(shape(name)) != 2 or 0 in shape(name):
-                raise fail(
-                    f"tensor {name!r} of {str(self.folder)!r} has shape {list(shape(name))}, "
-                    "expected two dimensions"
+                raise self.tensors.bad(
+                    name, f"has shape {list(shape(name))}, expected two dimensions"
                 )
         query, key, output, gate = (shape(name) for name in names)
         heads = self.config.number("num_attention_heads")
@@ -216,8 +214,8 @@ class EagleReader:
         """Rows of the head's own embedding; None if it uses the target's."""
         if "embed_tokens.weight" not in self.tensors:
             if width != self.target.hidden_size:
-                raise fail(
-                    f"{str(self.folder)!r} lacks tensor 'embed_tokens.weight' of shape "
+                raise self.tensors.fault(
+                    f"lacks tensor 'embed_tokens.weight' of shape "
                     f"{[self.target.vocab_size, width]}, needed since the target's is "
                     f"{self.target.hidden_size} wide"
                 )
@@ -232,25 +230,25 @@ class EagleReader:
             size = next(iter(tensors.shape("lm_head.weight")), 0)
             tensors.expect("lm_head.weight", size, hidden)
         elif hidden != self.target.hidden_size:
-            raise fail(
-                f"{str(self.folder)!r} lacks tensor 'lm_head.weight' of width {hidden}, "
+            raise self.tensors.fault(
+                f"lacks tensor 'lm_head.weight' of width {hidden}, "
                 f"needed since the target's output layer reads {self.target.hidden_size}"
             )
         elif "draft_vocab_size" in self.config and self.config.number("draft_vocab_size") != vocab:
-            raise fail(
-                f"{str(self.folder)!r} lacks tensor 'lm_head.weight', needed since its "
-                f"draft_vocab_size is {self.config.number('draft_vocab_size')} and the target's "
-                f"vocabulary {vocab}"
+            raise self.tensors.fault(
+                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
+                f"{self.config.number('draft_vocab_size')} and the target's vocabulary {vocab}"
             )
         if "d2t" in tensors:
             if size is None:
-                raise fail(f"{str(self.folder)!r} has 'd2t' but lacks tensor 'lm_head.weight'")
+                raise self.tensors.fault("has 'd2t' but lacks tensor 'lm_head.weight'")
             ids = tensors.take_ids("d2t", size) + torch.arange(size)
             self._check_ids(ids, vocab)
         elif size is not None and size != vocab:
-            raise fail(
-                f"tensor 'lm_head.weight' of {str(self.folder)!r} has {size} rows, the target "
-                f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them"
+            raise self.tensors.bad(
+                "lm_head.weight",
+                f"has {size} rows, the target "
+                f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them",
             )
         if "t2d" in tensors:
             known = tensors.take_ids("t2d", vocab).to(torch.bool)
@@ -266,10 +264,10 @@ class EagleReader:
         wrong[1:] |= ids.diff() <= 0
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0, 0])
-            raise fail(
-                f"tensor 'd2t' of {str(self.folder)!r} makes draft token {index} token "
-                f"{int(ids[index])}: outside the target's {vocab} tokens, or not above the one "
-                "before; id = i + d2t[i] must rise within them"
+            raise self.tensors.bad(
+                "d2t",
+                f"makes draft token {index} token {int(ids[index])}: outside the target's {vocab} "
+                "tokens, or not above the one before; id = i + d2t[i] must rise within them",
             )
 
 
@@ -302,9 +300,8 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
     first = reader.first_layer()
     is_eagle3 = _is_eagle3(reader, first)
     if isinstance(config, Eagle3Config) and not is_eagle3:
-        raise fail(
-            f"{str(config.folder)!r} lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; "
-            "use decoding_type Eagle"
+        raise reader.tensors.fault(
+            f"lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; use decoding_type Eagle"
         )
     return _eagle3(reader, first) if is_eagle3 else _eagle1(reader)
 
@@ -422,10 +419,10 @@ def _capture(reader: EagleReader) -> tuple[int, ...]:
     if asked is not None:
         if max(asked) >= num_layers - 1:
             name = "speculative_config.eagle3_layers_to_capture"
-            raise ConfigError(
-                f"{name}: {list(asked)} names layers that the target lacks: it has {num_layers} "
+            raise ConfigError.at(
+                name,
+                f"{list(asked)} names layers that the target lacks: it has {num_layers} "
                 f"layers; allowed are 0 to {num_layers - 2}, and -1 for the normed final state",
-                field=name,
             )
         return tuple(num_layers if layer == -1 else layer + 1 for layer in asked)
     many = reader.config if "use_aux_hidden_state" in reader.config else reader.inner
@@ -467,13 +464,12 @@ class EagleHead:
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         states = torch.cat([step.hidden[layer] for layer in self.capture], dim=-1)
-        out: tuple[Tensor, Tensor] = self.module(
+        return self.module(
             self._embed(step.next_tokens, host),
             self.module.fuse(states),
             step.positions,
             step.attend,
         )
-        return out
 
     def advance(
         self,
@@ -485,10 +481,7 @@ class EagleHead:
         host: HeadHost,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
         """Runs the module on its own output."""
-        grown: tuple[Tensor, Tensor] = self.module(
-            self._embed(token_ids, host), feature, positions, attend
-        )
-        return grown
+        return self.module(self._embed(token_ids, host), feature, positions, attend)
 
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
         own = self.module.embed_tokens

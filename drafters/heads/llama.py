@@ -20,12 +20,7 @@ from .protocol import Attend, FeatureModule
 SCALING = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Supported kinds of `rope_scaling` and the keys that each requires."""
 
@@ -108,8 +103,7 @@ class Attention(nn.Module):
         if factors is not None:
             query = (query * factors[:, None, None]).to(query.dtype)
         out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        return self.o_proj(out.flatten(-2))
 
 
 class Mlp(nn.Module):
@@ -122,8 +116,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], same shape
-        out: Tensor = self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
-        return out
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
 
 
 class Layer(nn.Module):
@@ -148,8 +141,7 @@ class Layer(nn.Module):
         if read is None:
             read = states if self.input_layernorm is None else self.input_layernorm(states)
         states = states + self.self_attn(read, rotation, layer, attend, factors)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class LlamaModule(FeatureModule):
@@ -168,8 +160,8 @@ class LlamaModule(FeatureModule):
         rope: Rope,
         *,
         embedding_size: int,
-        vocab_size: int | None,  # of an embedding of its own
-        draft_vocab_size: int | None,  # None: the target's output layer
+        vocab_size: int | None = None,  # of an embedding of its own
+        draft_vocab_size: int | None = None,  # None: the target's output layer
         input_norm: bool = True,
         final_norm: bool = True,
         norm_output: bool = False,

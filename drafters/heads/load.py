@@ -30,7 +30,7 @@ _HEAD_TENSORS = ("d2t", "t2d", "fc.", "model.fc.", "midlayer.", "lm_heads.", "0.
 
 def fail(message: str) -> CheckpointError:
     """The error for any fault of a head's checkpoint."""
-    return CheckpointError(f"{FIELD}: {message}", field=FIELD)
+    return CheckpointError.at(FIELD, f"{message}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -90,6 +90,14 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._readers
 
+    def fault(self, what: str) -> CheckpointError:
+        """The error of a folder of which `what` is true."""
+        return fail(f"{str(self.folder)!r} {what}")
+
+    def bad(self, name: str, what: str) -> CheckpointError:
+        """The error of a tensor of which `what` is true."""
+        return fail(f"tensor {name!r} of {str(self.folder)!r} {what}")
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is present."""
         return self._shapes[name]
@@ -118,9 +126,7 @@ class Tensors:
         self.expect(name, *shape)
         tensor = self._readers[name]()
         if tensor.is_floating_point() or tensor.is_complex():
-            raise fail(
-                f"tensor {name!r} of {str(self.folder)!r} is {tensor.dtype}, expected whole numbers"
-            )
+            raise self.bad(name, f"is {tensor.dtype}, expected whole numbers")
         return tensor.to(torch.int64)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
@@ -130,9 +136,10 @@ class Tensors:
             CheckpointError: it is quantised, or no weight at all.
         """
         if tensor.dtype not in _WEIGHTS:
-            raise fail(
-                f"tensor {name!r} of {str(self.folder)!r} is {tensor.dtype}, expected "
-                "torch.float32, bfloat16 or float16: quantised heads are not read"
+            raise self.bad(
+                name,
+                f"is {tensor.dtype}, expected "
+                "torch.float32, bfloat16 or float16: quantised heads are not read",
             )
         return tensor
 
@@ -144,15 +151,9 @@ class Tensors:
         """
         if name not in self._readers:
             near = ", ".join(sorted(self._left)[:4]) or "none"
-            raise fail(
-                f"{str(self.folder)!r} lacks tensor {name!r} of shape {list(shape)}; "
-                f"unused ones: {near}"
-            )
+            raise self.fault(f"lacks tensor {name!r} of shape {list(shape)}; unused ones: {near}")
         if self._shapes[name] != shape:
-            raise fail(
-                f"tensor {name!r} of {str(self.folder)!r} has shape {list(self._shapes[name])}, "
-                f"expected {list(shape)}"
-            )
+            raise self.bad(name, f"has shape {list(self._shapes[name])}, expected {list(shape)}")
         self._left.discard(name)
 
     def reader(self, name: str) -> Callable[[], Tensor]:
@@ -166,9 +167,8 @@ class Tensors:
         left = sorted(name for name in self._left if not re.fullmatch(ignored, name))
         if left:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-            raise fail(
-                f"{str(self.folder)!r} holds tensors that this head does not have: "
-                f"{', '.join(left[:4])}{more}"
+            raise self.fault(
+                f"holds tensors that this head does not have: {', '.join(left[:4])}{more}"
             )
 
 

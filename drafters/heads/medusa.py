@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 from ...config import MedusaConfig
 from ...errors import ConfigError
-from .load import Tensors, fail
+from .load import Tensors
 from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
 from .tree_drafting import FixedTree
 
@@ -86,10 +86,10 @@ class MedusaHead:
             nodes = nodes[: module.num_heads]
         for path in nodes:
             if len(path) > module.num_heads:
-                raise ConfigError(
-                    f"speculative_config.medusa_choices: path {list(path)} is {len(path)} deep, "
+                raise ConfigError.at(
+                    "speculative_config.medusa_choices",
+                    f"path {list(path)} is {len(path)} deep, "
                     f"but the checkpoint has {module.num_heads} heads",
-                    field="speculative_config.medusa_choices",
                 )
         self._tree = FixedTree(nodes)
 
@@ -135,12 +135,11 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
     tensors = Tensors(config.folder, _FILES, _without_prefix, target.device)
     names = _names(tensors)
     if not names.num_heads:
-        raise fail(f"{str(config.folder)!r} holds no Medusa heads")
+        raise tensors.fault("holds no Medusa heads")
     if config.num_medusa_heads not in (None, names.num_heads):
-        raise ConfigError(
-            f"speculative_config.num_medusa_heads: {config.num_medusa_heads}, but the checkpoint "
-            f"has {names.num_heads}",
-            field="speculative_config.num_medusa_heads",
+        raise ConfigError.at(
+            "speculative_config.num_medusa_heads",
+            f"{config.num_medusa_heads}, but the checkpoint has {names.num_heads}",
         )
     vocab, hidden, token_map = target.vocab_size, target.hidden_size, None
     if "token_map" in tensors:
@@ -148,10 +147,7 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
         token_map = tensors.take_ids("token_map", shape[0] if shape else 0)
         inside = (token_map >= 0) & (token_map < vocab)
         if not bool(inside.all()) or not 0 < len(token_map.unique()) == len(token_map):
-            raise fail(
-                f"tensor 'token_map' of {str(config.folder)!r} must hold distinct ids of the "
-                f"target's {vocab} tokens"
-            )
+            raise tensors.bad("token_map", f"must hold distinct ids of the target's {vocab} tokens")
         token_map = token_map.to(target.device)
     is_full = True  # whether output layers have a row per token of the target
     if token_map is not None:

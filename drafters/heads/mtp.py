@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
 from .load import ConfigReader, Tensors, fail
-from .protocol import (
-    Attend,
-    EarlierRows,
-    FeatureModule,
-    HeadHost,
-    HeadLayer,
-    HeadRows,
-    TargetFacts,
-)
+from .protocol import Attend, EarlierRows, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts
 from .tree_drafting import TreeDrafter, room_of
 
 
@@ -179,8 +171,8 @@ def _find(
             stems = [f"model.layers.{layer}." for layer in layers]
             return tensors, [_ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
     _refuse_foreign(config, device)
-    raise fail(
-        f"{str(config.folder)!r} holds no MTP module: neither "
+    raise tensors.fault(
+        f"holds no MTP module: neither "
         f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
     )
 
@@ -190,9 +182,10 @@ def _refuse_foreign(config: MTPConfig, device: torch.device) -> None:
     tensors = Tensors(config.folder, _FILES, lambda stored: stored, device)
     for pattern, whose in _FOREIGN.items():
         if found := tensors.matches(pattern):
-            raise fail(
-                f"tensor {found[0][0]!r} of {str(config.folder)!r} is in {whose} layout of MTP "
-                "modules, which is not read; the layouts of DeepSeek-V3, GLM-4.5 and Qwen3-Next are"
+            raise tensors.bad(
+                found[0][0],
+                f"is in {whose} layout of MTP modules, which is not read; the layouts of "
+                "DeepSeek-V3, GLM-4.5 and Qwen3-Next are",
             )
 
 
@@ -349,8 +342,7 @@ class MTPHead:
         if index:
             before = (positions < index)[:, None]
             embedded, feature = embedded.masked_fill(before, 0), feature.masked_fill(before, 0)
-        out: tuple[Tensor, Tensor] = self.module[index](embedded, feature, positions, attend)
-        return out
+        return self.module[index](embedded, feature, positions, attend)
 
     def _a_token_earlier(
         self, index: int, feature: Tensor, earlier: EarlierRows, host: HeadHost

@@ -75,7 +75,6 @@ class DraftLevels(Protocol):
         above: Tensor,  # [num_drafts, width], row of the last level
     ) -> Attend:
         """Attention of `width` new rows per sequence, each a child of a row of the last level."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,31 +183,25 @@ class HeadHost(Protocol):
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         """The target's embedding."""
-        ...
 
     def draft_logits(
         self, states: Tensor
     ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
         """Logits of the layer that drafts are drawn from: the head's own, or the target's."""
-        ...
 
     def attention(self, step: StepInput) -> Attend:
         """The attention of `step`, in the head's own layers."""
-        ...
 
     def draft_attention(
         self, step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
     ) -> DraftLevels:
         """Attention of one draft of every sequence of `ends`, over its committed rows."""
-        ...
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [*slots, num_kv_heads, head_dim] of a layer of the head."""
-        ...
 
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes rows that `cached` reads, for a layer of the head without attention."""
-        ...
 
     def draw(
         self,
@@ -219,7 +212,6 @@ class HeadHost(Protocol):
         ids: Tensor | None = None,  # [vocab], target id of every column; None: the same
     ) -> Tensor:  # [num_rows], the target's ids
         """Draws tokens with the verification rule's noise, which makes acceptance most likely."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +233,6 @@ class Head(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module that holds all weights."""
-        ...
 
     @property
     def outputs(self) -> Sequence[nn.Linear]:
@@ -249,12 +240,10 @@ class Head(Protocol):
 
         A head whose drafts are drawn has one or none: then the target's serves.
         """
-        ...
 
     @property
     def drafting(self) -> Expansion:
         """Builds the drafts."""
-        ...
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         """Computes and stores the head's rows of a step.
@@ -262,7 +251,6 @@ class Head(Protocol):
         Returns the features [num_rows, feature] and what the output layer reads
         [num_rows, hidden_size].
         """
-        ...
 
 
 class Expansion(Protocol):
@@ -271,12 +259,10 @@ class Expansion(Protocol):
     @property
     def branches(self) -> bool:
         """Whether a node may have siblings."""
-        ...
 
     @property
     def room(self) -> int:
         """Rows that one draft computes, at most."""
-        ...
 
     def expand(
         self,
@@ -285,7 +271,6 @@ class Expansion(Protocol):
         host: HeadHost,
     ) -> Trees:
         """The drafts."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from ...config import ReDrafterConfig
-from .load import Tensors, fail
+from .load import Tensors
 from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
 
 TOP = 50  # tokens per step with a probability
@@ -80,8 +80,7 @@ class ReDrafterModule(nn.Module):
         states = torch.cat([context, state.to(context.dtype)], dim=-1)
         if self.input_proj is not None:
             states = self.input_proj(states)
-        logits: Tensor = self.lm_head(states)
-        return logits
+        return self.lm_head(states)
 
 
 class ReDrafterHead:
@@ -204,24 +203,18 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
     """
-    module = read_redrafter(Tensors(config.folder, _FILES, _published, target.device), target)
-    module.to(target.device, target.dtype).eval().requires_grad_(False)
-    return ReDrafterHead(module, config, target)
-
-
-def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
-    """Loads the module of a checkpoint (raises as `load_redrafter` does)."""
+    tensors = Tensors(config.folder, _FILES, _published, target.device)
     outputs = tensors.matches(r"lm_head\.(\d+)\.weight")
     if not outputs:
-        raise fail(
-            f"{str(tensors.folder)!r} holds no ReDrafter head: it lacks the output layer, "
+        raise tensors.fault(
+            "holds no ReDrafter head: it lacks the output layer, "
             "'lm_head.1.weight' for one residual layer"
         )
     num_layers = max(int(match[1]) for match in outputs)
     output = f"lm_head.{num_layers}.weight"
     if num_layers == 0:
-        raise fail(
-            f"{str(tensors.folder)!r} has no residual layer: {output!r} is its only layer; "
+        raise tensors.fault(
+            f"has no residual layer: {output!r} is its only layer; "
             "expected 'lm_head.0.linear.weight' before it"
         )
     hidden, vocab = target.hidden_size, target.vocab_size
@@ -233,7 +226,8 @@ def read_redrafter(tensors: Tensors, target: TargetFacts) -> ReDrafterModule:
     state = tensors.state_of(module)
     tensors.finish()
     module.load_state_dict(state, assign=True)
-    return module
+    module.to(target.device, target.dtype).eval().requires_grad_(False)
+    return ReDrafterHead(module, config, target)
 
 
 def _published(stored: str) -> str:

@@ -137,12 +137,7 @@ class TreeDrafter:
         """Rows that one draft computes, at most."""
         return room_of(self._config)
 
-    def expand(
-        self,
-        start: DraftStart,
-        depth: int,
-        host: HeadHost,
-    ) -> Trees:
+    def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         if self._tree is not None:
             return Trees(*self._fixed(self._tree, start, host))
         if self.branches:

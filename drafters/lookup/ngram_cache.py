@@ -62,10 +62,7 @@ class CountTable:
 
     def extend(self, text: IntArray, begin: int) -> None:
         """Counts `text[begin:]` as what follows the tokens before it."""
-        while True:
-            begin = loops.extend(self.hashed, text, begin)
-            if begin == len(text):
-                return
+        while (begin := loops.extend(self.hashed, text, begin)) < len(text):
             self._grow()
 
     def merge(
@@ -81,10 +78,9 @@ class CountTable:
 
         Those that `older` has come over from there first.
         """
-        while True:
-            begin = loops.merge(self.hashed, older.hashed, source.rows, begin, end, is_only_new)
-            if begin == end:
-                return
+        while (
+            begin := loops.merge(self.hashed, older.hashed, source.rows, begin, end, is_only_new)
+        ) < end:
             self._grow()
 
     def fill(self, arrays: Arrays) -> None:

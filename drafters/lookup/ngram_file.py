@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...errors import TableFileError
 from ...scheduler.types import IntArray
@@ -28,21 +29,25 @@ _BEGIN = _LENGTHS.size + 32
 MAX_ORDER = 4
 
 
-@dataclass(frozen=True, slots=True)
+_CHECKED = ConfigDict(strict=True, extra="forbid")
+_Size = Annotated[int, Field(ge=0, le=2**31)]
+
+
+@checked_dataclass(frozen=True, slots=True, config=_CHECKED)
 class TableInfo:
     """One table of a file."""
 
     tenant: str  # whose it is; empty for everybody's
-    order: int  # tokens of a key
-    num_keys: int
-    num_pairs: int
+    order: Annotated[int, Field(ge=1, le=MAX_ORDER)]  # tokens of a key
+    num_keys: _Size
+    num_pairs: _Size
 
     @property
     def num_bytes(self) -> int:
         return 4 * (self.num_keys * (self.order + 1) + 2 * self.num_pairs)
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=_CHECKED)
 class Header:
     """What a file says of itself."""
 
@@ -102,9 +107,11 @@ def read(path: Path, field: str) -> tuple[Header, memoryview]:
     if len(data) > end or checksum != _checksum(lengths, data[_BEGIN:middle], data[middle:]):
         raise _bad(path, field, "is damaged: its checksum does not match")
     try:
-        header = _header(json.loads(bytes(data[_BEGIN:middle])))
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, field, f"has a damaged header: {error}") from None
+        header = TypeAdapter(Header).validate_json(bytes(data[_BEGIN:middle]))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}." for part in first["loc"])[:-1] or "the header"
+        raise _bad(path, field, f"has a damaged header: {place}: {first['msg']}") from None
     if sum(info.num_bytes for info in header.tables) != payload_bytes:
         raise _bad(path, field, "has a damaged header: tables: sizes do not add up")
     return header, data[middle:]
@@ -154,35 +161,6 @@ def _problem(arrays: Arrays, vocab_size: int) -> str | None:
     return None
 
 
-_HEADER_KEYS: Mapping[str, type | range] = {"tokenizer": str, "tables": list, "facts": dict}
-_SIZES = range(2**31 + 1)
-_TABLE_KEYS: Mapping[str, type | range] = {
-    "tenant": str, "order": range(1, MAX_ORDER + 1), "num_keys": _SIZES, "num_pairs": _SIZES,
-}  # fmt: skip
-
-
-def _header(data: Any) -> Header:
-    """Raises `ValueError` with the key at fault."""
-    _check(data, _HEADER_KEYS, "the header", "")
-    for index, each in enumerate(data["tables"]):
-        _check(each, _TABLE_KEYS, f"tables.{index}", f"tables.{index}.")
-    infos = tuple(TableInfo(**each) for each in data["tables"])
-    return Header(data["tokenizer"], infos, data["facts"])
-
-
-def _check(data: Any, keys: Mapping[str, type | range], where: str, prefix: str) -> None:
-    """Checks that `data` has these keys alone, each of its type, or a number in its range."""
-    if not isinstance(data, dict) or data.keys() != keys.keys():
-        raise ValueError(f"{where} must have {', '.join(keys)} and nothing else")
-    for name, kind in keys.items():
-        if isinstance(kind, range):
-            if type(data[name]) is not int or data[name] not in kind:
-                reason = f"a number from {kind[0]} to {kind[-1]} is wanted"
-                raise ValueError(f"{prefix}{name}: {reason}")
-        elif type(data[name]) is not kind:
-            raise ValueError(f"{prefix}{name}: a {kind.__name__} is wanted")
-
-
 def _checksum(*parts: bytes | memoryview) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
@@ -191,4 +169,4 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def _bad(path: Path, field: str, reason: str) -> TableFileError:
-    return TableFileError(f"{field}: {path} {reason}", field=field)
+    return TableFileError.at(field, f"{path} {reason}")

@@ -35,19 +35,15 @@ class PoolLink(Protocol):
 
     def publish(self, tenant: str, tokens: IntArray) -> None:
         """A window of tokens that was served."""
-        ...
 
     def poll(self, tenant: str) -> list[IntArray]:
         """Windows of the tenant that came from others and were not handed out before."""
-        ...
 
     def take_fault(self) -> Exception | None:
         """What went wrong in the background since the last call."""
-        ...
 
     def shutdown(self) -> None:
         """Saves what is to be saved and lets go."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,4 +265,4 @@ def unpack(data: bytes) -> IntArray:
 
 
 def _bad(path: str, reason: str) -> PoolSnapshotError:
-    return PoolSnapshotError(f"{_FIELD}: {path} {reason}; remove it to start empty", field=_FIELD)
+    return PoolSnapshotError.at(_FIELD, f"{path} {reason}; remove it to start empty")

@@ -32,10 +32,21 @@ from .reader import Content, Flow, Parser, Reader
 NONE, AUTO, HARMONY = "none", "auto", "harmony"
 
 
-class CallParser(Protocol):
-    """Text to content and calls; the functions by name are those that may be called."""
+class FormatCode(Protocol):
+    """A file of `formats`."""
 
-    def __call__(self, reader: Reader, functions: Mapping[str, Function], /) -> Flow[None]: ...
+    @property
+    def MARKS(self) -> tuple[str, ...]:
+        """Texts that a tokenizer may treat as special tokens, and that `parse` reads."""
+        ...
+
+    def parse(self, reader: Reader, functions: Mapping[str, Function], /) -> Flow[None]:
+        """Text to content and calls; the functions by name are those that may be called."""
+        ...
+
+    def layout(self, functions: Sequence[Function], lark: Lark, /) -> CallLayout:
+        """What calls look like, for a grammar."""
+        ...
 
 
 def _call_id() -> str:
@@ -51,62 +62,37 @@ class CallFormat:
     """How a family writes calls.
 
     Args:
-        parse: reads them.
-        layout: writes them as a grammar.
-        marks: texts that a tokenizer may treat as special tokens, and that `parse` reads.
+        code: reads them, and writes them as a grammar.
         is_used: whether a chat template writes calls so.
         new_id: an id that the family's templates take.
     """
 
-    parse: CallParser
-    layout: Callable[[Sequence[Function], Lark], CallLayout]
-    marks: tuple[str, ...]
+    code: FormatCode
     is_used: Callable[[str], bool]
     new_id: Callable[[], str] = _call_id
-
-
-def _hermes(template: str) -> bool:
-    return hermes.BEGIN in template and "<function=" not in template and "<arg_key>" not in template
-
-
-def _llama_json(template: str) -> bool:
-    return '"parameters":' in template and '{"name":' in template and "ipython" in template
-
-
-def _pythonic(template: str) -> bool:
-    return "[func_name1(" in template or "[func_name(" in template
 
 
 # The first whose `is_used` holds is taken.
 CALLS: Mapping[str, CallFormat] = MappingProxyType(
     {
-        "harmony": CallFormat(
-            harmony.parse, harmony.layout, harmony.MARKS, lambda text: harmony.CHANNEL in text
-        ),
-        "deepseek_v3": CallFormat(
-            deepseek.parse, deepseek.layout, deepseek.MARKS, lambda text: deepseek.CALLS in text
-        ),
-        "mistral": CallFormat(
-            mistral.parse,
-            mistral.layout,
-            (mistral.MARK, mistral.ID, mistral.ARGS),
-            lambda text: mistral.MARK in text,
-            _short_id,
-        ),
-        "kimi_k2": CallFormat(kimi.parse, kimi.layout, kimi.MARKS, lambda text: kimi.CALLS in text),
+        "harmony": CallFormat(harmony, lambda text: harmony.CHANNEL in text),
+        "deepseek_v3": CallFormat(deepseek, lambda text: deepseek.CALLS in text),
+        "mistral": CallFormat(mistral, lambda text: mistral.MARK in text, _short_id),
+        "kimi_k2": CallFormat(kimi, lambda text: kimi.CALLS in text),
         "qwen3_coder": CallFormat(
-            qwen_coder.parse,
-            qwen_coder.layout,
-            (qwen_coder.BEGIN, qwen_coder.END),
+            qwen_coder,
             lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text,
         ),
-        "glm45": CallFormat(glm.parse, glm.layout, glm.MARKS, lambda text: glm.KEY in text),
-        "hermes": CallFormat(hermes.parse, hermes.layout, (hermes.BEGIN, hermes.END), _hermes),
+        "glm45": CallFormat(glm, lambda text: glm.KEY in text),
+        "hermes": CallFormat(
+            hermes, lambda text: hermes.BEGIN in text and qwen_coder.FUNCTION not in text
+        ),
         "pythonic": CallFormat(
-            pythonic.parse, pythonic.layout, (pythonic.BEGIN, pythonic.END), _pythonic
+            pythonic, lambda text: "[func_name1(" in text or "[func_name(" in text
         ),
         "llama3_json": CallFormat(
-            llama_json.parse, llama_json.layout, (llama_json.TAG,), _llama_json
+            llama_json,
+            lambda text: all(each in text for each in ('"parameters":', '{"name":', "ipython")),
         ),
     }
 )
@@ -162,13 +148,14 @@ class ChatText:
         if calls == HARMONY and reasoning not in (HARMONY, NONE):
             calls = NONE
         self.calls_name, self.reasoning_name = calls, reasoning
-        self._format: CallFormat | None = CALLS.get(self.calls_name)
-        self._block = REASONING.get(self.reasoning_name)
+        self._is_harmony = HARMONY in (calls, reasoning)
+        self._format: CallFormat | None = CALLS.get(calls)
+        self._block = REASONING.get(reasoning)
         self._template = template
         added = _added_tokens(tokenizer)
         self._token_ids = {text: id for text, (id, special) in added.items() if special}
-        marks = {*(self._format.marks if self._format else ())}
-        if HARMONY in (self.calls_name, self.reasoning_name):
+        marks = {*(self._format.code.MARKS if self._format else ())}
+        if self._is_harmony:
             marks.update(harmony.MARKS)
         if self._block is not None:
             marks.update((self._block.begin, self._block.end))
@@ -197,10 +184,9 @@ class ChatText:
         if wanted is None or (wanted == "none" and not self.has_reasoning):
             return {}
         if "reasoning_effort" not in self._template:
-            raise InvalidRequestError(
-                f"reasoning_effort: the chat template has no such setting (got {wanted!r}); leave "
-                "it out",
-                field="reasoning_effort",
+            raise InvalidRequestError.at(
+                "reasoning_effort",
+                f"the chat template has no such setting (got {wanted!r}); leave it out",
             )
         return {"reasoning_effort": wanted}
 
@@ -219,11 +205,10 @@ class ChatText:
             continued: whether the prompt ends within an answer.
         """
         named = {function.name: function for function in functions}
-        is_harmony = HARMONY in (self.calls_name, self.reasoning_name)
-        if not self.has_reasoning and not named and not is_harmony:
+        if not self.has_reasoning and not named and not self._is_harmony:
             return None
         is_open = self._is_open(prompt, continued)
-        return Parser(lambda reader: self._flow(reader, named, is_open, is_harmony))
+        return Parser(lambda reader: self._flow(reader, named, is_open))
 
     def check_function(self, function: Function, field: str) -> None:
         """Refuses parameters that no grammar of the model's format can be held to.
@@ -231,29 +216,25 @@ class ChatText:
         Raises:
             InvalidRequestError: names `field`.
         """
-        assert self._format is not None
         try:
-            self._format.layout([function], self._lark)
+            self._layout([function])
         except UnenforceableError as error:
-            raise InvalidRequestError(
-                f"{field}: {error}; {self.calls_name} calls cannot be held to it", field=field
+            raise InvalidRequestError.at(
+                field, f"{error}; {self.calls_name} calls cannot be held to it"
             ) from None
 
     def required(
         self, functions: Sequence[Function], prompt: str, *, parallel: bool, continued: bool = False
     ) -> str:
         """The grammar of answers that are calls."""
-        assert self._format is not None
-        layout = self._format.layout(functions, self._lark)
-        lead = self._lead(prompt, continued, to_final=False)
-        return grammar("calls", call_rules(layout, self._lark, parallel), lead)
+        rules = call_rules(self._layout(functions), self._lark, parallel)
+        return grammar("calls", rules, self._lead(prompt, continued, to_final=False))
 
     def strict(
         self, functions: Sequence[Function], prompt: str, *, continued: bool = False
     ) -> str | None:
         """The grammar of answers whose calls match; None where no mark tells calls from text."""
-        assert self._format is not None
-        layout = self._format.layout(functions, self._lark)
+        layout = self._layout(functions)
         if not layout.trigger:
             return None
         start, rules = free_calls(layout, self._lark)
@@ -273,29 +254,26 @@ class ChatText:
         answer, rules = "@answer", list[str]()
         lead = self._lead(prompt, continued, to_final=not functions)
         if functions and self._format is not None:
-            layout = self._format.layout(functions, self._lark)
-            rules = call_rules(layout, self._lark, parallel)
+            rules = call_rules(self._layout(functions), self._lark, parallel)
             final = harmony.final_header(self._lark) if self.reasoning_name == HARMONY else ""
             answer = f"(calls | {final} @answer)"
         return grammar(answer, rules, lead) if rules or lead else None
 
-    def _flow(
-        self,
-        reader: Reader,
-        functions: Mapping[str, Function],
-        is_open: bool,
-        is_harmony: bool,
-    ) -> Flow[None]:
-        if is_harmony:
+    def _flow(self, reader: Reader, functions: Mapping[str, Function], is_open: bool) -> Flow[None]:
+        if self._is_harmony:
             thinks = self.has_reasoning
             yield from harmony.parse(reader, functions, calls=bool(functions), reasoning=thinks)
             return
         if self._block is not None:
             yield from lark.split(reader, self._block, is_open)
         if functions and self._format is not None:
-            yield from self._format.parse(reader, functions)
+            yield from self._format.code.parse(reader, functions)
         else:
             yield from reader.rest(Content)
+
+    def _layout(self, functions: Sequence[Function]) -> CallLayout:
+        assert self._format is not None
+        return self._format.code.layout(functions, self._lark)
 
     def _is_open(self, prompt: str, continued: bool) -> bool:
         return self._block is not None and self._block.is_open(prompt, continued)

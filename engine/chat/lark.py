@@ -65,14 +65,11 @@ class Block:
 def split(reader: Reader, block: Block, is_open: bool) -> Flow[None]:
     """Reads the block, if there is one; what follows is the answer."""
     reader.begin()
-    if not is_open:
-        yield from reader.space()
-        if not (yield from reader.literal(block.begin)):
-            yield from reader.give_back()
-            return
-    else:
-        yield from reader.space()
-        yield from reader.literal(block.begin)  # some models repeat it
+    yield from reader.space()
+    begins = yield from reader.literal(block.begin)  # some models repeat it
+    if not is_open and not begins:
+        yield from reader.give_back()
+        return
     if (yield from reader.prose((block.end,), Reasoning)):
         reader.begin()
         yield from reader.space()

@@ -84,7 +84,7 @@ class Reader:
         self.ended = False
         self.num_calls = 0
         self.num_read = 0  # characters read in all
-        self.reasoning: list[tuple[int, int]] = []  # which of them are: from, to
+        self.reasoning: list[tuple[int, int]] = []  # which of them are that: from, to
         self.content: list[tuple[int, int]] = []
         self._taken: list[str] = []
 
@@ -397,32 +397,17 @@ class Parser:
     """
 
     def __init__(self, flow: Callable[[Reader], Flow[None]]) -> None:
-        self._reader = Reader()
-        self._steps = flow(self._reader)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._reader.num_calls
-
-    @property
-    def reasoning_spans(self) -> list[tuple[int, int]]:
-        """Characters of the text that are reasoning: from, to."""
-        return self._reader.reasoning
-
-    @property
-    def content_spans(self) -> list[tuple[int, int]]:
-        """Characters of the text that are content: from, to."""
-        return self._reader.content
+        self.reader = Reader()
+        self._steps = flow(self.reader)
 
     def push(self, text: str) -> list[Event]:
         """What `text` adds; neighbours of one kind are joined."""
-        self._reader.buffer += text
+        self.reader.buffer += text
         return self._advance()
 
     def finish(self) -> list[Event]:
         """What was held back; the text ends here."""
-        self._reader.ended = True
+        self.reader.ended = True
         return self._advance()
 
     def _advance(self) -> list[Event]:

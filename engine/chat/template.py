@@ -25,9 +25,7 @@ def read_template(template: str | None) -> str | None:
         try:
             template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"chat_template: cannot read {template!r}: {error}", field="chat_template"
-            ) from None
+            raise ConfigError.at("chat_template", f"cannot read {template!r}: {error}") from None
     import jinja2
 
     try:
@@ -35,9 +33,7 @@ def read_template(template: str | None) -> str | None:
     except jinja2.TemplateSyntaxError as error:
         # `{% generation %}` is transformers' own tag; only it knows that.
         if "generation" not in str(error):
-            raise ConfigError(
-                f"chat_template: line {error.lineno}: {error.message}", field="chat_template"
-            ) from None
+            raise ConfigError.at("chat_template", f"line {error.lineno}: {error.message}") from None
     return template
 
 
@@ -77,15 +73,11 @@ def render(
     except (ArithmeticError, LookupError, AttributeError) as error:
         if field == "messages":
             raise
-        raise InvalidRequestError(
-            f"{field}: it fails on these messages: {error}", field=field
-        ) from None
+        raise InvalidRequestError.at(field, f"it fails on these messages: {error}") from None
     if any(message.get("tool_calls") for message in messages):
         with suppress(*rejected):
             return rendered([_with_text_arguments(message) for message in messages])
-    raise InvalidRequestError(
-        f"messages: the chat template rejects them: {first}", field="messages"
-    ) from None
+    raise InvalidRequestError.at("messages", f"the chat template rejects them: {first}") from None
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -83,12 +83,11 @@ def spellings(tokenizer: Any, bad_words: Sequence[str], vocab_size: int) -> Spel
             tuple(tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " ")
         )
         if not plain:
-            raise InvalidRequestError(f"{field}: it has no token (got {word!r})", field=field)
+            raise InvalidRequestError.at(field, f"it has no token (got {word!r})")
         for token in (*plain, *spaced):
             if not 0 <= token < vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: its token {token} is not in the vocabulary (0 to {vocab_size - 1})",
-                    field=field,
+                raise InvalidRequestError.at(
+                    field, f"its token {token} is not in the vocabulary (0 to {vocab_size - 1})"
                 )
         found[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
@@ -217,8 +216,8 @@ class Compiler:
         self._config = config
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._spelled: tuple[tuple[str, ...], Spellings] = ((), ())  # the last request's bad words
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()  # fresh; least recent first
+        self._spellings = lru_cache(1)(self._spell)  # the last request's bad words
+        self._matcher = lru_cache(_MAX_KEPT)(self._compile)
         self._lock = threading.Lock()
 
     def open(self, request: Request) -> Constraint | None:
@@ -253,10 +252,7 @@ class Compiler:
         if sampling.allowed_token_ids is None and not sampling.bad_words:
             return None
         with self._lock:
-            if sampling.bad_words != self._spelled[0]:
-                found = spellings(self._tokenizer, sampling.bad_words, self._vocab_size)
-                self._spelled = sampling.bad_words, found
-            bad = self._spelled[1]
+            bad = self._spellings(sampling.bad_words) if sampling.bad_words else ()
         ends = (*request.eos_token_ids, *sampling.stop_token_ids)
         return TokenConstraint(
             self._vocab_size, sampling.allowed_token_ids, bad, ends, sampling.min_tokens
@@ -264,16 +260,16 @@ class Compiler:
 
     def _compiled(self, grammar: str) -> LLMatcher:
         with self._lock:
-            matcher = self._matchers.get(grammar)
-            if matcher is None:
-                matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
-                if matcher.is_error():
-                    raise ValueError(matcher.get_error())
-                self._matchers[grammar] = matcher
-            self._matchers.move_to_end(grammar)
-            if len(self._matchers) > _MAX_KEPT:
-                self._matchers.popitem(last=False)
-            return matcher.deep_copy()
+            return self._matcher(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    def _spell(self, bad_words: tuple[str, ...]) -> Spellings:
+        return spellings(self._tokenizer, bad_words, self._vocab_size)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -243,12 +243,11 @@ def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str =
     field = field or f"structured_outputs.{wanted.kind}"
     for name, is_set in (("ignore_eos", sampling.ignore_eos), ("min_tokens", sampling.min_tokens)):
         if is_set:
-            raise InvalidRequestError(
-                f"{name}: a text that has to match {field} ends where that does; leave it out",
-                field=name,
+            raise InvalidRequestError.at(
+                name, f"a text that has to match {field} ends where that does; leave it out"
             )
     if not eos_token_ids:
-        raise InvalidRequestError(f"{field}: this model has no end token", field=field)
+        raise InvalidRequestError.at(field, "this model has no end token")
     _check_grammar(lambda: grammar_of(wanted), field)
 
 
@@ -277,7 +276,7 @@ def invalid(field: str, problem: str) -> InvalidRequestError:
     brief = _STOP_REASONS.get(brief, brief)
     if len(brief) > _MAX_MESSAGE:
         brief = brief[:_MAX_MESSAGE] + "..."
-    return InvalidRequestError(f"{field}: {brief}", field=field)
+    return InvalidRequestError.at(field, f"{brief}")
 
 
 def _framed(frame: str, answer: StructuredOutputs) -> str:

@@ -230,7 +230,7 @@ def test_a_pool_that_hangs_costs_speed_only(
     stuck, waiters = tmp_path / "stuck", []
     stuck.touch()
 
-    class Stuck(pools.PoolActor):
+    class Stuck(pools.PoolStore):
         def exchange(self, *args):
             while stuck.exists():
                 time.sleep(0.02)

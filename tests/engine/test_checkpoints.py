@@ -98,7 +98,7 @@ def test_sampling_defaults(folder, tmp_path):
 def test_what_a_request_says_wins(folder):
     from outrider.engine.frontend import Frontend
     from outrider.scheduler.sampling import SamplingParams
-    from outrider.workers.model import describe
+    from outrider.workers.model.info import describe
 
     frontend = Frontend(EngineConfig.load({"model": str(folder)}), describe(folder))
     sampling = frontend.with_defaults(SamplingParams(temperature=1.0, max_tokens=3))

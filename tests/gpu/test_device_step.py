@@ -89,7 +89,7 @@ def test_shapes_are_captured(tiny):
 def test_steps_queue_behind_one_another(tiny):
     """The device gets a step before the outcome of the last one is read: the same tokens."""
     from outrider.workers.collective import Collective
-    from outrider.workers.model import load_model
+    from outrider.workers.model.target import load_model
 
     device = torch.device("cuda", 0)
     collective = Collective.single()

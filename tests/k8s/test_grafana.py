@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
-from outrider.cluster.serve.metrics import EdgeMetrics, exposition
+from outrider.cluster.serve.metrics import EdgeMetrics, Stopwatch, exposition
 from outrider.scheduler.types import RequestTimes
 
 from ..helpers.engines import complete, engine_of, random_prompts
@@ -35,7 +35,7 @@ def exported(tiny: Any) -> dict[str, set[str]]:
     """Labels of every sample of a scrape after a few requests."""
     edge = EdgeMetrics("tiny")
     edge.started(3)
-    times = edge.stopwatch()
+    times = Stopwatch(edge)
     times.before_first(RequestTimes(0.1, 0.2))
     for _ in range(2):
         times.tokens(2)

@@ -142,8 +142,7 @@ def exported(target, tmp_path):
     def call(case: str) -> tuple[Path, dict[str, torch.Tensor], dict]:
         name, options, stem, _, _ = CASES[case]
         method = METHODS[name].build(METHODS[name].options(**options), target)
-        if hasattr(method, "prepare"):
-            method.prepare(torch.arange(VOCAB_SIZE) % 7)
+        method.prepare(torch.arange(VOCAB_SIZE) % 7)
         method.export(tmp_path / "out")
         tensors = load_file(tmp_path / "out" / f"{stem}.safetensors")
         return tmp_path / "out", tensors, json.loads((tmp_path / "out" / "config.json").read_text())

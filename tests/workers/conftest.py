@@ -25,7 +25,7 @@ from outrider.tests.helpers.dense_head import attend_densely
 from outrider.workers import seats
 from outrider.workers.collective import Collective
 from outrider.workers.head import HeadService
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 
 @dataclass(frozen=True)

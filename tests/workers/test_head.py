@@ -16,7 +16,7 @@ from outrider.scheduler.types import Draft, NextDrafts, Verdict, ints
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
 from outrider.workers.head import HeadService
 from outrider.workers.head_attention import committed
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.transport import wire
 
 

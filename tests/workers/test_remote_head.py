@@ -21,7 +21,7 @@ from outrider.tests.helpers.heads.remote import (
     write_shapes,
 )
 from outrider.tests.helpers.models import write_guessable
-from outrider.workers.model import load_ends
+from outrider.workers.model.target import load_ends
 
 from ..helpers.engines import engine_of
 

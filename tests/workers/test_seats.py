@@ -112,7 +112,7 @@ def check(step: StepInput, rows: list[Row], drafts: list) -> None:
         given = settings.num_prompt_logprobs
         assert (-1 if given is None else given[seq]) == (-1 if scores is None else scores)
         penalties = [each for each in settings.penalties if each.row == seq]
-        assert len(penalties) == params.has_penalties
+        assert len(penalties) == sequence.settings.has_penalties
         for each in penalties:
             assert each.prompt_ids.tolist() == sorted(set(tokens[: sequence.num_prompt]))
             counts = dict(zip(each.output_ids.tolist(), each.output_counts.tolist()))

@@ -6,7 +6,7 @@ them shifted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ def soft_cross_entropy(
 ) -> Tensor:  # []
     """Mean over `weights` of -sum(probs * log softmax(logits)); 0 where nothing counts."""
     share = weights / weights.sum().clamp(min=1e-6)
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probs, share)
-    return loss
+    return _SoftCrossEntropy.apply(logits, probs, share)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -76,26 +75,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
         slope = torch.softmax(logits, -1, dtype=torch.float32)
         slope.mul_(mass[..., None]).sub_(probs).mul_((share * grads[0])[..., None])
         return slope.to(logits.dtype), None, None
-
-
-def draft_vocabulary(asked: int | None, vocab_size: int) -> int:
-    """The size of a head's vocabulary.
-
-    Raises:
-        ConfigError: more than the target has.
-    """
-    if asked is not None and asked > vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size: {asked} exceeds the target's {vocab_size} tokens",
-            field="draft_vocab_size",
-        )
-    return asked or vocab_size
-
-
-def most_frequent(token_counts: Tensor, size: int) -> Tensor:  # [vocab] -> [size], ascending
-    """The most frequent tokens; among equals, the first."""
-    ranked = token_counts.sort(descending=True, stable=True).indices
-    return ranked[:size].sort().values
 
 
 def likeliest(logits: Tensor) -> Tensor:  # [..., vocab] -> [...]
@@ -130,41 +109,91 @@ class Agreement:
         return torch.stack(self._agreed), torch.stack(self._judged)
 
 
-def chain_losses(
-    levels: Iterable[tuple[Tensor, Tensor | float]],
-    windows: Windows,
-    states: TargetStates,
-    *,
-    argmax_weight: float,
-    decay: float,
-    num_trained: int,
-    target_ids: Tensor | None = None,  # [draft_vocab], the head's vocabulary; None: all
-) -> Losses:
-    """The mean over draft positions, each with `decay` times the weight of the one before.
+class ChainMethod(Method):
+    """A method whose loss is the mean over draft positions.
 
     Row t of position d predicts token t + 2 + d, so its teacher is the target at position
     t + 1 + d.
 
     Args:
-        levels: by position, logits [num_windows, num_rows, draft_vocab] of the rows whose token is
-            within the window, and a loss that is added to theirs.
-        num_trained: positions with a loss; later ones are only judged.
+        decay: weight of each position's loss, in units of the one before.
+        num_trained: positions with a loss.
+        num_judged: positions that are judged without gradients, if these are more.
+        draft_vocab_size: of the head; None: the target's.
+
+    Raises:
+        ConfigError: the draft vocabulary is larger than the target's.
     """
-    teacher = teacher_of(states.logits, argmax_weight, target_ids)
-    agreement, total = Agreement(), 0.0
-    loss = windows.weights.new_zeros(())
-    for level, (logits, further) in enumerate(levels):
-        here = slice(1 + level, 1 + level + logits.shape[1])
-        weights = windows.weights[:, 2 + level :]
-        guessed = likeliest(logits)
-        if target_ids is not None:
-            guessed = target_ids[guessed]
-        agreement.add(guessed, teacher.best[:, here], weights > 0)
-        if level < num_trained:
-            share = decay**level
-            learnt = soft_cross_entropy(logits, teacher.probs[:, here], weights)
-            loss, total = loss + share * (learnt + further), total + share
-    return Losses(loss / total, *agreement.totals())
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        capture: tuple[int, ...],
+        *,
+        argmax_weight: float,
+        decay: float,
+        num_trained: int,
+        num_judged: int = 0,
+        draft_vocab_size: int | None = None,
+    ) -> None:
+        vocab_size = target.facts.vocab_size
+        if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+            raise ConfigError.at(
+                "draft_vocab_size", f"{draft_vocab_size} exceeds the target's {vocab_size} tokens"
+            )
+        self.capture = capture
+        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.target_ids: Tensor | None = None  # [draft_vocab]; None: the target's vocabulary
+        self._target, self._argmax_weight, self._decay = target, argmax_weight, decay
+        self._num_trained, self._num_judged = num_trained, num_judged
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self._target.facts.vocab_size
+
+    def levels(
+        self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
+    ) -> Iterator[tuple[Tensor, Tensor | float]]:
+        """By position, of which there are `count`: logits and a loss that is added to theirs.
+
+        The logits [num_windows, num_rows, draft_vocab] are of the rows whose token is within the
+        window.
+        """
+        raise NotImplementedError
+
+    def begin_output(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
+        """Initializes the output layers with the target's rows of the draft vocabulary."""
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
+        """The draft vocabulary is the most frequent tokens; among equals, the first."""
+        if self.has_own_vocabulary:
+            ranked = token_counts.sort(descending=True, stable=True).indices
+            ids = ranked[: self.draft_vocab_size].sort().values
+            self.target_ids = ids.to(self._target.facts.device)
+            self.begin_output(output_rows(self._target)[self.target_ids])
+
+    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
+        ids = self.target_ids
+        assert ids is not None or not self.has_own_vocabulary, "prepare() comes first"
+        count = self._num_trained
+        if not torch.is_grad_enabled():
+            count = max(count, self._num_judged)
+        count = min(count, windows.tokens.shape[1] - 2)
+        teacher = teacher_of(states.logits, self._argmax_weight, ids)
+        agreement, total = Agreement(), 0.0
+        loss = windows.weights.new_zeros(())
+        for level, (logits, further) in enumerate(self.levels(windows, states, target, count)):
+            here = slice(1 + level, 1 + level + logits.shape[1])
+            weights = windows.weights[:, 2 + level :]
+            guessed = likeliest(logits)
+            agreement.add(
+                guessed if ids is None else ids[guessed], teacher.best[:, here], weights > 0
+            )
+            if level < self._num_trained:
+                share = self._decay**level
+                learnt = soft_cross_entropy(logits, teacher.probs[:, here], weights)
+                loss, total = loss + share * (learnt + further), total + share
+        return Losses(loss / total, *agreement.totals())
 
 
 def output_rows(target: FrozenTarget) -> Tensor:  # [vocab, hidden_size] float32

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows
 from ..state import place, stored_dtype
 from .distil import Agreement, soft_cross_entropy, teacher_of
 
@@ -40,15 +40,15 @@ _CARRIED = (
 )
 
 
-class DraftMethod:
+class DraftMethod(Method):
     """Trains a whole model."""
 
-    capture: tuple[int, ...] = ()
+    capture = ()
 
     def __init__(self, options: DraftOptions, target: FrozenTarget) -> None:
         self._options, self._target = options, target
         model: Any = _opened(options.init, target) if options.init else _fresh(options, target)
-        self.module: Any = model.to(target.facts.device, torch.float32)
+        self.module = model.to(target.facts.device, torch.float32)
 
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
         """The mean over rows whose token is within the window."""
@@ -83,15 +83,13 @@ def _opened(folder: Path, target: FrozenTarget) -> Any:
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(
-            f"init: {str(folder)!r} is no causal language model: {reason(error, folder)}",
-            field="init",
+        raise CheckpointError.at(
+            "init", f"{str(folder)!r} is no causal language model: {reason(error, folder)}"
         ) from error
     size = model.config.get_text_config().vocab_size
     if size != target.facts.vocab_size:
-        raise CheckpointError(
-            f"init: {str(folder)!r} has {size} tokens, the target has {target.facts.vocab_size}",
-            field="init",
+        raise CheckpointError.at(
+            "init", f"{str(folder)!r} has {size} tokens, the target has {target.facts.vocab_size}"
         )
     return model
 
@@ -122,20 +120,18 @@ def _sizes(options: DraftOptions, config: Any) -> dict[str, int]:
         most = min(heads, getattr(config, "num_key_value_heads", None) or heads)
         kv_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
     if hidden % heads:
-        raise ConfigError(
-            f"num_attention_heads: {heads} does not divide hidden_size, {hidden}",
-            field="num_attention_heads",
+        raise ConfigError.at(
+            "num_attention_heads", f"{heads} does not divide hidden_size, {hidden}"
         )
     if hidden // heads % 2:
-        raise ConfigError(
-            f"num_attention_heads: {heads} of hidden_size {hidden} have {hidden // heads} numbers "
+        raise ConfigError.at(
+            "num_attention_heads",
+            f"{heads} of hidden_size {hidden} have {hidden // heads} numbers "
             "each; rotary positions need an even number",
-            field="num_attention_heads",
         )
     if heads % kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}",
-            field="num_key_value_heads",
+        raise ConfigError.at(
+            "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads, {heads}"
         )
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {

@@ -20,9 +20,9 @@ from ...drafters.heads.llama import LayerSizes, LlamaModule, Rope
 from ...drafters.heads.load import Tensors
 from ...errors import ConfigError
 from ..options import Eagle3TrainOptions, EagleOptions, UnrollOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget
 from ..state import target_config, write_tensors
-from .distil import draft_vocabulary, most_frequent, output_rows
+from .distil import output_rows
 from .unroll import UnrolledMethod
 
 
@@ -35,8 +35,8 @@ class EagleMethod(UnrolledMethod):
         sizes = layer_sizes(options, target, target.facts.hidden_size)
         # Without a bias, which not every engine has a place for.
         module = Eagle1Module(sizes, 1, Rope(sizes.head_dim, options.rope_theta), fc_bias=False)
-        super().__init__(module, (target.facts.num_layers,), options)
-        self._own, self._target = options, target
+        super().__init__(target, (target.facts.num_layers,), options)
+        self.module, self._options = module, options
         begin(module, target, from_target=options.init_from_target)
         with torch.no_grad():  # the feature is let through, the layer adds what it learns
             hidden, layer = target.facts.hidden_size, module.layers[0]
@@ -49,24 +49,26 @@ class EagleMethod(UnrolledMethod):
     def export(self, folder: Path) -> None:
         tensors = self.module.state_dict()
         architecture = "LlamaForCausalLM"
-        if self._own.layout == "sglang":  # it adds a bias, and leaves it random if there is none
+        if (
+            self._options.layout == "sglang"
+        ):  # it adds a bias, and leaves it random if there is none
             architecture = "LlamaForCausalLMEagle"
             tensors["fc.bias"] = torch.zeros(self._target.facts.hidden_size)
         keys = {"architectures": [architecture], "bias": False}
-        write_head(folder, self.module, self._own, self._target, tensors, keys)
+        write_head(folder, self.module, self._options, self._target, tensors, keys)
 
     def _input_features(self, features: Tensor) -> Tensor:
-        noise = self._own.feature_noise
+        noise = self._options.feature_noise
         if not noise or not torch.is_grad_enabled():
             return features
         return features + torch.empty_like(features).uniform_(-noise, noise)
 
     def _feature_loss(self, feature: Tensor, wanted: Tensor, weights: Tensor) -> Tensor | float:
-        if not self._own.feature_weight:
+        if not self._options.feature_weight:
             return 0.0
         distance = smooth_l1_loss(feature.float(), wanted, reduction="none").mean(-1)
         mean = (distance * weights).sum() / weights.sum().clamp(min=1e-6)
-        return self._own.feature_weight * mean
+        return self._options.feature_weight * mean
 
 
 class Eagle3Method(UnrolledMethod):
@@ -76,41 +78,29 @@ class Eagle3Method(UnrolledMethod):
 
     def __init__(self, options: Eagle3TrainOptions, target: FrozenTarget) -> None:
         facts = target.facts
-        capture = _capture(options, facts.num_layers)
-        vocab = draft_vocabulary(options.draft_vocab_size, facts.vocab_size)
+        super().__init__(
+            target, _capture(options, facts.num_layers), options, options.draft_vocab_size
+        )
+        self._options = options
         sizes = layer_sizes(options, target, 2 * facts.hidden_size)
-        module = Eagle3Module(
+        self.module = Eagle3Module(
             sizes,
             1,
             Rope(sizes.head_dim, options.rope_theta),
             Eagle3Options(
-                num_features=len(capture), norm_before_residual=options.norm_before_residual
+                num_features=len(self.capture), norm_before_residual=options.norm_before_residual
             ),
             target_hidden_size=facts.hidden_size,
-            draft_vocab_size=vocab,
+            draft_vocab_size=self.draft_vocab_size,
         )
-        super().__init__(module, capture, options)
-        self._own, self._target = options, target
-        self._partial = vocab < facts.vocab_size
-        begin(module, target, from_target=options.init_from_target)
-        if options.init_from_target:
-            assert module.lm_head is not None
-            fill(module.lm_head.weight, output_rows(target))
-        module.to(facts.device)
+        begin(self.module, target, from_target=options.init_from_target)
+        self.begin_output(output_rows(target))
+        self.module.to(facts.device)
 
-    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The draft vocabulary is the most frequent tokens; among equals, the first."""
-        if not self._partial:
-            return
-        assert self.module.lm_head is not None
-        ids = most_frequent(token_counts, self.module.lm_head.out_features)
-        self.target_ids = ids.to(self._target.facts.device)
-        if self._own.init_from_target:
-            fill(self.module.lm_head.weight, output_rows(self._target)[self.target_ids])
-
-    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        assert not self._partial or self.target_ids is not None, "prepare() comes first"
-        return super().loss(windows, states, target)
+    def begin_output(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
+        if self._options.init_from_target:
+            assert self.module.lm_head is not None
+            fill(self.module.lm_head.weight, rows)
 
     def export(self, folder: Path) -> None:
         facts = self._target.facts
@@ -132,16 +122,13 @@ class Eagle3Method(UnrolledMethod):
             "draft_vocab_size": len(tensors["lm_head.weight"]),
             "target_hidden_size": facts.hidden_size,
             "num_aux_hidden_states": len(inputs),
-            "norm_before_residual": self._own.norm_before_residual,
+            "norm_before_residual": self._options.norm_before_residual,
             # One key, two meanings: at the top the layers whose inputs are read, inside
             # `eagle_config` those whose outputs are. Engines read the one or the other.
             key: inputs,
-            "eagle_config": {
-                key: [layer - 1 for layer in inputs],
-                "use_aux_hidden_state": True,
-            },
+            "eagle_config": {key: [layer - 1 for layer in inputs], "use_aux_hidden_state": True},
         }
-        write_head(folder, self.module, self._own, self._target, tensors, keys)
+        write_head(folder, self.module, self._options, self._target, tensors, keys)
 
 
 def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
@@ -149,12 +136,12 @@ def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
     if layers is None:
         layers = tuple(sorted((2, num_layers // 2, num_layers - 3)))
     if list(layers) != sorted(layers):  # engines gather them on their way up
-        raise ConfigError(f"layers: {list(layers)} do not ascend", field="layers")
+        raise ConfigError.at("layers", f"{list(layers)} do not ascend")
     if not layers or not all(0 <= layer < num_layers for layer in layers):
-        raise ConfigError(
-            f"layers: inputs of layers {list(layers)} are asked for, the target has layers 0 to "
+        raise ConfigError.at(
+            "layers",
+            f"inputs of layers {list(layers)} are asked for, the target has layers 0 to "
             f"{num_layers - 1}",
-            field="layers",
         )
     return layers
 
@@ -175,16 +162,13 @@ def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -
         for found in (getattr(options, key), config.get(key), *otherwise):
             if isinstance(found, int):
                 return found
-        raise ConfigError(
-            f"{key}: config.json of {str(target.path)!r} lacks it; set it here", field=key
-        )
+        raise ConfigError.at(key, f"config.json of {str(target.path)!r} lacks it; set it here")
 
     heads = number("num_attention_heads")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}",
-            field="num_key_value_heads",
+        raise ConfigError.at(
+            "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads, {heads}"
         )
     return LayerSizes(
         hidden_size=hidden,

@@ -21,64 +21,53 @@ from torch import Tensor, nn
 from ...drafters.heads.medusa import MedusaModule
 from ...errors import ConfigError
 from ..options import MedusaOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget, TargetStates, Windows
 from ..state import write_tensors
-from .distil import chain_losses, draft_vocabulary, most_frequent, output_rows
+from .distil import ChainMethod, output_rows
 
 
-class MedusaMethod:
+class MedusaMethod(ChainMethod):
     """Trains the module that serves.
 
     Raises:
         ConfigError: the layout has no place for a draft vocabulary, or that is too large.
     """
 
+    module: MedusaModule
+
     def __init__(self, options: MedusaOptions, target: FrozenTarget) -> None:
         facts = target.facts
         if options.draft_vocab_size and not _LAYOUTS[options.layout].maps_tokens:
-            raise ConfigError(
-                f"layout: {options.layout!r} has no place for a draft vocabulary "
+            raise ConfigError.at(
+                "layout",
+                f"{options.layout!r} has no place for a draft vocabulary "
                 f"(draft_vocab_size {options.draft_vocab_size}); use 'vllm'",
-                field="layout",
             )
-        vocab = draft_vocabulary(options.draft_vocab_size, facts.vocab_size)
-        self.capture: tuple[int, ...] = (facts.num_layers,)
-        self.module = MedusaModule(facts.hidden_size, vocab, options.num_heads, options.num_layers)
-        self._vocab, self._options, self._target = vocab, options, target
-        self._target_ids: Tensor | None = None  # [draft_vocab]; None: the target's vocabulary
-        self.module.to(facts.device)
-        for weight in self.module.blocks.parameters():
-            nn.init.zeros_(weight)
-        if vocab == facts.vocab_size:
-            self._begin(output_rows(target))
-
-    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The draft vocabulary is the most frequent tokens; among equals, the first."""
-        if self._vocab < len(token_counts):
-            self._target_ids = most_frequent(token_counts, self._vocab).to(
-                self._target.facts.device
-            )
-            self._begin(output_rows(self._target)[self._target_ids])
-
-    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over heads, each over the rows whose token is within the window."""
-        options, num_rows = self._options, windows.tokens.shape[1] - 2
-        hidden = states.hidden[self.capture[0]].float()
-
-        def levels() -> Iterator[tuple[Tensor, float]]:
-            for head in range(min(options.num_heads, num_rows)):
-                read = self.module.states(head, hidden[:, : num_rows - head])
-                yield self.module.lm_heads[head](read), 0.0
-
-        return chain_losses(
-            levels(),
-            windows,
-            states,
+        super().__init__(
+            target,
+            (facts.num_layers,),
             argmax_weight=options.argmax_weight,
             decay=options.head_decay,
             num_trained=options.num_heads,
-            target_ids=self._target_ids,
+            draft_vocab_size=options.draft_vocab_size,
         )
+        self._options = options
+        self.module = MedusaModule(
+            facts.hidden_size, self.draft_vocab_size, options.num_heads, options.num_layers
+        )
+        self.module.to(facts.device)
+        for weight in self.module.blocks.parameters():
+            nn.init.zeros_(weight)
+        if not self.has_own_vocabulary:
+            self.begin_output(output_rows(target))
+
+    def levels(
+        self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
+    ) -> Iterator[tuple[Tensor, float]]:
+        hidden = states.hidden[self.capture[0]].float()
+        for head in range(count):
+            read = self.module.states(head, hidden[:, : hidden.shape[1] - 2 - head])
+            yield self.module.lm_heads[head](read), 0.0
 
     def export(self, folder: Path) -> None:
         layout, options, facts = _LAYOUTS[self._options.layout], self._options, self._target.facts
@@ -91,14 +80,13 @@ class MedusaMethod:
             layout.layers_key: options.num_layers,
             **layout.keys,
         }
-        if self._target_ids is not None:
-            tensors["token_map"] = self._target_ids
-            config["truncated_vocab_size"] = len(self._target_ids)
+        if self.target_ids is not None:
+            tensors["token_map"] = self.target_ids
+            config["truncated_vocab_size"] = len(self.target_ids)
         write_tensors(folder, tensors, config, self._target, layout.file)
 
     @torch.no_grad()
-    def _begin(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
-        """Initializes every head with the target's output layer."""
+    def begin_output(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
         for output in self.module.lm_heads.parameters():
             output.copy_(rows)
 

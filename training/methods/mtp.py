@@ -47,10 +47,10 @@ class MTPMethod(UnrolledMethod):
             module = _opened(options, target) if options.init else _fresh(options, target)
         except CheckpointError as error:
             message = error.message.removeprefix(f"{FIELD}: ")
-            raise CheckpointError(f"{field}: {message}", field=field) from None
+            raise CheckpointError.at(field, f"{message}") from None
         module.to(target.facts.device, torch.float32).requires_grad_(True)
-        super().__init__(module, (target.facts.num_layers,), options)
-        self._own, self._target = options, target
+        super().__init__(target, (target.facts.num_layers,), options)
+        self.module, self._options = module, options
 
     def export(self, folder: Path) -> None:
         """By the names that a target of this kind has for its own, and with the target's keys."""
@@ -63,7 +63,7 @@ class MTPMethod(UnrolledMethod):
         }
         layer = self.module.block.published()
         tensors |= {layout.layer + name: tensor for name, tensor in layer.items()}
-        if self._own.copies:
+        if self._options.copies:
             every = torch.arange(self._target.facts.vocab_size, device=self._target.facts.device)
             tensors[layout.embedding] = self._target.embed(every)
             tensors[layout.output] = output_rows(self._target)

@@ -19,56 +19,52 @@ from torch import Tensor, nn
 
 from ...drafters.heads.redrafter import ReDrafterModule
 from ..options import ReDrafterOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
+from ..protocol import FrozenTarget, TargetStates, Windows
 from ..state import write_tensors
-from .distil import chain_losses, output_rows
+from .distil import ChainMethod, output_rows
 
 MODEL_TYPE = "recurrent_drafting_drafter"  # as published
 
 
-class ReDrafterMethod:
+class ReDrafterMethod(ChainMethod):
     """Trains the module that serves."""
+
+    module: ReDrafterModule
 
     def __init__(self, options: ReDrafterOptions, target: FrozenTarget) -> None:
         facts = target.facts
-        self.capture: tuple[int, ...] = (facts.num_layers,)
-        exit_dim = options.exit_dim or 2 * facts.hidden_size
-        self.module = ReDrafterModule(
-            facts.hidden_size,
-            facts.vocab_size,
-            exit_dim,
-            options.num_draft_layers,
-            rnn=options.rnn,
-        )
-        self._options, self._target, self._exit_dim = options, target, exit_dim
-        self.module.to(facts.device)
-        _begin(self.module, target if options.init_from_target else None)
-
-    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over positions; without gradients, `max_draft_len` of them are judged."""
-        options, window_len = self._options, windows.tokens.shape[1]
-        hidden = states.hidden[self.capture[0]].float()
-        embedded = target.embed(windows.tokens).float()
-        count = options.num_positions
-        if not torch.is_grad_enabled():
-            count = max(count, options.max_draft_len)
-
-        def levels() -> Iterator[tuple[Tensor, float]]:
-            state = hidden.new_zeros(hidden[:, 2:].shape)
-            for index in range(min(count, window_len - 2)):
-                inside = window_len - 2 - index  # rows whose token is within the window
-                read = embedded[:, 1 + index : 1 + index + inside]
-                state = self.module.recur(read, state[:, :inside])
-                yield self.module(hidden[:, :inside], state), 0.0
-
-        return chain_losses(
-            levels(),
-            windows,
-            states,
+        super().__init__(
+            target,
+            (facts.num_layers,),
             argmax_weight=options.argmax_weight,
             decay=options.position_decay,
             num_trained=options.num_positions,
+            num_judged=options.max_draft_len,
         )
+        self._options = options
+        self._exit_dim = options.exit_dim or 2 * facts.hidden_size
+        self.module = ReDrafterModule(
+            facts.hidden_size,
+            facts.vocab_size,
+            self._exit_dim,
+            options.num_draft_layers,
+            rnn=options.rnn,
+        )
+        self.module.to(facts.device)
+        _begin(self.module, target if options.init_from_target else None)
+
+    def levels(
+        self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
+    ) -> Iterator[tuple[Tensor, float]]:
+        hidden = states.hidden[self.capture[0]].float()
+        embedded = target.embed(windows.tokens).float()
+        num_rows = hidden.shape[1] - 2
+        state = hidden.new_zeros(hidden[:, 2:].shape)
+        for index in range(count):
+            inside = num_rows - index  # rows whose token is within the window
+            read = embedded[:, 1 + index : 1 + index + inside]
+            state = self.module.recur(read, state[:, :inside])
+            yield self.module(hidden[:, :inside], state), 0.0
 
     def export(self, folder: Path) -> None:
         config = {

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...drafters.heads.protocol import FeatureModule
 from ..options import PassOptions
-from ..protocol import FrozenTarget, Losses, TargetStates, Windows
-from .distil import chain_losses
+from ..protocol import FrozenTarget, TargetStates, Windows
+from .distil import ChainMethod
 
 
 class Unrolled:
@@ -106,50 +106,38 @@ def passes(
         yield feature.unflatten(0, shape)[:, :inside], read.unflatten(0, shape)[:, :inside]
 
 
-class UnrolledMethod:
-    """The loss of a head that is trained on its own features.
+class UnrolledMethod(ChainMethod):
+    """The loss of a head that is trained on its own features; `capture` is in the head's order."""
 
-    Args:
-        capture: the target's layers, in the order in which the head has them.
-    """
+    module: FeatureModule
 
     def __init__(
         self,
-        module: FeatureModule,
+        target: FrozenTarget,
         capture: tuple[int, ...],
         options: PassOptions,
+        draft_vocab_size: int | None = None,
     ) -> None:
-        self.module = module
-        self.capture = capture
-        self.target_ids: Tensor | None = None  # [draft_vocab]; None: the target's vocabulary
-        self._options = options
-
-    def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        """The mean over passes; without gradients, `max_draft_len` positions are judged."""
-        options = self._options
-        features = torch.cat([states.hidden[layer] for layer in self.capture], dim=-1).float()
-        embedded = target.embed(windows.tokens).float()
-        count = options.num_passes
-        if not torch.is_grad_enabled():
-            count = max(count, options.max_draft_len)
-
-        def levels() -> Iterator[tuple[Tensor, Tensor | float]]:
-            given = self._input_features(features)
-            for index, (feature, read) in enumerate(passes(self.module, given, embedded, count)):
-                own = self.module.lm_head
-                wanted = features[:, 1 + index : 1 + index + read.shape[1]]
-                further = self._feature_loss(feature, wanted, windows.weights[:, 2 + index :])
-                yield target.unembed(read) if own is None else own(read), further
-
-        return chain_losses(
-            levels(),
-            windows,
-            states,
+        super().__init__(
+            target,
+            capture,
             argmax_weight=options.argmax_weight,
             decay=options.pass_decay,
             num_trained=options.num_passes,
-            target_ids=self.target_ids,
+            num_judged=options.max_draft_len,
+            draft_vocab_size=draft_vocab_size,
         )
+
+    def levels(
+        self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
+    ) -> Iterator[tuple[Tensor, Tensor | float]]:
+        features = torch.cat([states.hidden[layer] for layer in self.capture], dim=-1).float()
+        embedded, own = target.embed(windows.tokens).float(), self.module.lm_head
+        made = passes(self.module, self._input_features(features), embedded, count)
+        for index, (feature, read) in enumerate(made):
+            wanted = features[:, 1 + index : 1 + index + read.shape[1]]
+            further = self._feature_loss(feature, wanted, windows.weights[:, 2 + index :])
+            yield target.unembed(read) if own is None else own(read), further
 
     def _input_features(self, features: Tensor) -> Tensor:  # [num_windows, window_len, ...], alike
         """The target's features as the head is given them."""

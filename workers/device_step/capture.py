@@ -35,11 +35,9 @@ class GraphApi(Protocol):
 
     def warm_up(self, work: Work) -> None:
         """Runs `work` where it is going to be recorded, to compile its kernels."""
-        ...
 
     def capture(self, work: Work) -> Work:
         """Records `work` and returns what replays it; its collectives are not executed."""
-        ...
 
 
 class CudaGraphs:
@@ -79,10 +77,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        run: Callable[[StepShape], None],
-        collective: Collective,
-        device: torch.device,
+        self, run: Callable[[StepShape], None], collective: Collective, device: torch.device
     ) -> None:
         self._run = run
         self._collective = collective

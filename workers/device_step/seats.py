@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...scheduler import tree
 from ...scheduler.types import Draft, IntArray, Logprobs, NextDrafts, Opening, StepPlan, Verdict
-from ..model import ModelInfo
+from ..model.info import ModelInfo
 from ..verify.device_settings import (
     EDIT_WORDS,
     MAX_BIASES,
@@ -46,11 +46,7 @@ def edit_rows(opening: Opening, vocab: int) -> dict[str, IntArray]:
     ends = settings.ends[(settings.ends >= 0) & (settings.ends < vocab)]
     if not fits(settings):  # the host path's: its rows are not read
         bias_ids, values, ends = bias_ids[:0], values[:0], ends[:0]
-    penalties = (
-        settings.repetition_penalty,
-        settings.frequency_penalty,
-        settings.presence_penalty,
-    )
+    penalties = (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty)
     least = opening.num_prompt + settings.min_tokens
     edits = (*penalties, least, settings.num_logprobs, len(bias_ids), len(ends))
     return {

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...scheduler.types import IntArray, StepPlan, Verdict, ints
 from ..attention import KVCache
 from ..head import HeadService
-from ..model import PagedModel
 from ..model.family import FamilyRunner
+from ..model.paged import PagedModel
 from ..spec import DeviceStepReport
 from .capture import Captured, CaptureError, CudaGraphs, GraphApi
 from .draft import DeviceHead
@@ -111,11 +111,7 @@ class DeviceStepService:
     """One rank's device step; `cache` has one block more than requests own."""
 
     def __init__(
-        self,
-        model: PagedModel,
-        cache: KVCache,
-        sizes: SeatSizes,
-        head: HeadService | None = None,
+        self, model: PagedModel, cache: KVCache, sizes: SeatSizes, head: HeadService | None = None
     ) -> None:
         assert cache.num_blocks == sizes.num_blocks + 1, (cache.num_blocks, sizes)
         assert (head is None) == (sizes.num_draft_nodes == 0), sizes

@@ -43,11 +43,7 @@ class DeviceStep:
     """The step of one rank's model, cache and seats, and of the head that drafts there."""
 
     def __init__(
-        self,
-        model: FamilyModel,
-        cache: KVCache,
-        seats: DeviceSeats,
-        head: DeviceHead | None = None,
+        self, model: FamilyModel, cache: KVCache, seats: DeviceSeats, head: DeviceHead | None = None
     ) -> None:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
         self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked

@@ -78,10 +78,8 @@ def llama4_attention(
     value: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
     attention_mask: Tensor | None,
     *,
-    outrider_attention: StepAttention,
     outrider_positions: Tensor,  # [num_tokens]
-    scaling: float,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """`paged_attention` with temperatures and chunks."""
     config = module.config
@@ -91,10 +89,7 @@ def llama4_attention(
         query = (query * factor[:, None]).to(query.dtype)
     is_chunked = config.layer_types[module.layer_idx] == "chunked_attention"
     chunk = config.attention_chunk_size if is_chunked else None
-    return paged_attention(
-        module, query, key, value, None,
-        outrider_attention=outrider_attention, scaling=scaling, chunk=chunk,
-    )  # fmt: skip
+    return paged_attention(module, query, key, value, None, chunk=chunk, **others)
 
 
 AttentionInterface.register(LLAMA4_ATTENTION, llama4_attention)
@@ -318,15 +313,10 @@ class _Observer:
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
         scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,  # [num_heads]
-        chunk: int | None = None,
+        **masks: Any,
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
-        self.specs[layer] = AttentionSpec(
-            *sizes, scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
-        )
+        self.specs[layer] = AttentionSpec(*sizes, scale, **masks)
         return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -352,10 +342,10 @@ def paged_attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window,
-        softcap,
-        s_aux,
-        chunk,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        chunk=chunk,
     )
     return out.unsqueeze(0), None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache, KVShape, SdpaAttention, StepAttention
+from ..attention import KVCache, KVShape
 from ..collective import Collective
 from ..ops import PlannedOps
 from .info import ModelInfo
@@ -34,17 +34,14 @@ class Runner(Protocol):
     @property
     def planned(self) -> PlannedOps | None:
         """The operations that it runs on, for others' layers too; None: transformers' modules."""
-        ...
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         """Logits of the step's rows, and the inputs of layers `capture`."""
-        ...
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         """Logits of states behind the final norm."""
-        ...
 
 
 class PagedModel:
@@ -108,8 +105,3 @@ class PagedModel:
     ) -> Tensor:  # [num_rows, vocab], float32
         """Logits of states that a forward captured; collective."""
         return self.runner.logits(states).float()
-
-    def attention(self, step: StepInput, cache: KVCache) -> StepAttention:
-        """The attention of `step`, for layers of `cache` that are not the target's."""
-        planned = self.runner.planned
-        return planned.begin(step, cache) if planned else SdpaAttention(step, cache)

@@ -67,12 +67,7 @@ def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> Sha
 
 
 def plan_vocabulary(
-    plan: ShardPlan,
-    model: nn.Module,
-    embedding: nn.Module,
-    head: nn.Module,
-    rank: int,
-    size: int,
+    plan: ShardPlan, model: nn.Module, embedding: nn.Module, head: nn.Module, rank: int, size: int
 ) -> None:
     """Split the embedding and the output layer by token; the last rank's part is padded."""
     names = {id(module): name for name, module in model.named_modules()}

@@ -1,16 +1,10 @@
 """The operations on a CPU: kernels compiled by numba, large products through oneDNN.
 
 A kernel is given addresses, and what it returns lies in a buffer that is kept from step to step,
-so that a call costs about a microsecond. Which implementation a product gets depends on its size
-alone, never on a measurement: two starts of one model give the same bits.
+so that a call costs about a microsecond. Which implementation serves is in `table.py`.
 
-Measured on an AVX-512 CPU with bfloat16 dots, one thread, in microseconds, kernel against packed
-oneDNN: 768x320 13 against 29 at one row, 24 against 40 at eight, 1195 against 1319 at 512; 1728x320
-22 against 42, 49 against 80 and 2625 against 2832; 1024x2816 112 against 173, 248 against 326 and
-13674 against 14281.
-
-oneDNN packs bfloat16 on a CPU with AVX-512 or `avx_ne_convert`; on others the kernel multiplies at
-every size. Measured with AVX2, one thread, in microseconds, kernel against torch's plain product:
+Where oneDNN does not pack bfloat16 the kernel multiplies at every size. Measured with AVX2, one
+thread, in microseconds, kernel against torch's plain product:
 1024x1024 113 against 850 at one row, 568 against 1848 at eight, 72590 against 171742 at 200;
 512x8000 616 against 3130, 9377 against 20032, 225526 against 628921. A packed copy in float32 is
 faster at 200 rows (17244 and 96285) and slower at one (299 and 3036), and takes twice the memory.
@@ -49,12 +43,23 @@ from .kernels.prepare import (
 from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes
 from .kernels.vector import FULL, HALF
 from .plan import PagedStep, plan_step
+from .prompts import PromptChunk, passes_of, suits_torch
 from .protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
 from .reference import ReferenceOps
+from .table import (
+    ATTENTION,
+    KERNEL,
+    LARGE_WEIGHT,
+    ONEDNN,
+    SMALL,
+    SMALL_WEIGHT,
+    TORCH,
+    filled_rows,
+    rows_for,
+    ways,
+)
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-SMALL = {torch.bfloat16: 1 << 21, torch.float32: 1 << 20}
-"""Elements of a weight up to which the kernel multiplies, on one thread; beyond, oneDNN on all."""
 GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
     GateKind.GELU_TANH: elementwise.GELU_TANH,
@@ -88,6 +93,7 @@ class CpuOps(ReferenceOps):
         self._kernels = kernels_of(dtype)
         self._own = _Buffers()
         self._layers: dict[AttentionSpec, _Layer] = {}
+        self._prompt_rows = rows_for(dtype, ATTENTION, TORCH)  # of a chunk; None: at no length
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return self.adopt(plan_step(step, cache.block_size, cache.device))
@@ -105,7 +111,10 @@ class CpuOps(ReferenceOps):
             plan.block_size,
             *[*map(_address, arrays), self.tile_alignment(plan.block_size)],
         )
-        return replace(plan, integers=np.array(read, dtype=np.int64))
+        adopted = replace(plan, integers=np.array(read, dtype=np.int64), passes=())
+        if self._prompt_rows is None or plan.max_query_len < self._prompt_rows:
+            return adopted
+        return replace(adopted, passes=passes_of(plan, self._prompt_rows, self.adopt))
 
     def tile_alignment(self, block_size: int) -> int:
         """Keys of which the first tile of a row's attention begins at a multiple."""
@@ -114,9 +123,8 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype != self._dtype:  # a router's in float32
             return super().pack(weight, bias)
-        if weight.numel() <= SMALL[self._dtype]:
-            return PanelProjection(weight, bias, self._kernels)
-        return pack_large(weight, bias) or super().pack(weight, bias)
+        what = SMALL_WEIGHT if weight.numel() <= SMALL[self._dtype] else LARGE_WEIGHT
+        return pack_weight(weight, bias, what) or super().pack(weight, bias)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         if states.dtype != self._dtype:
@@ -189,7 +197,18 @@ class CpuOps(ReferenceOps):
         if plan.turn is not None:
             plan.turn.stored()
         scratch = self._own.scratch_of(found.scratch_bytes)
-        kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats)
+        if not plan.passes or not suits_torch(spec):
+            kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats)
+            return out
+        for each in plan.passes:
+            rows, results = joined[each.begin :], out[each.begin :]
+            if isinstance(each, PromptChunk):
+                each.attend(rows, cache.keys[layer], cache.values[layer], spec, results)
+                continue
+            step = each.plan.integers.ctypes.data
+            kernels.attend(
+                rows.data_ptr(), keys, values, results.data_ptr(), scratch, step, integers, floats
+            )
         return out
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
@@ -205,14 +224,12 @@ class CpuOps(ReferenceOps):
         return out
 
     def _buffer(self, verb: str, num_rows: int, width: int) -> Tensor:  # [num_rows, width]
-        """What the verb's last call returned, if it was as large."""
+        """What the verb's last call returned, if it was as large; with rows for `filled_rows`."""
         buffers = self._own.buffers
         found = buffers.get((verb, width))
         if found is None or found[0] < num_rows:
-            found = buffers[verb, width] = (
-                num_rows,
-                torch.empty(num_rows, width, dtype=self._dtype),
-            )
+            kept = torch.empty(filled_rows(num_rows), width, dtype=self._dtype)
+            found = buffers[verb, width] = (kept.shape[0], kept)
         kept_rows, kept = found  # a tensor's own length takes a microsecond
         return kept if kept_rows == num_rows else kept[:num_rows]
 
@@ -272,25 +289,38 @@ def panels_of(
     return filled.view(shape).permute(0, 2, 1, 3).contiguous()
 
 
-def onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN lays out weights of `dtype` on this CPU."""
-    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if not has_avx or not torch.backends.mkldnn.is_available():
-        return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def pack_weight(weight: Tensor, bias: Tensor | None, what: str) -> Projection | None:
+    """The product by a weight of a class of the table; None: torch's plain one serves."""
+    made: dict[str, Callable[[], Projection]] = {
+        KERNEL: lambda: PanelProjection(weight, bias, kernels_of(weight.dtype)),
+        ONEDNN: lambda: PackedProjection(weight, bias),
+    }
+    found = ways(weight.dtype, what)
+    if found[0].name == TORCH:
+        return None
+    few = made[found[0].name]()
+    return ProjectionByRows(few, made[found[1].name](), found[1].fewest_rows) if found[1:] else few
 
 
 def pack_large(weight: Tensor, bias: Tensor | None) -> Projection | None:
-    """The product by a weight laid out for oneDNN, or for the kernel; None: plain torch serves."""
-    if onednn_packs(weight.dtype):
-        return PackedProjection(weight, bias)
-    if weight.dtype == torch.bfloat16:
-        return PanelProjection(weight, bias, kernels_of(weight.dtype))
-    return None
+    """`pack_weight` for whoever multiplies on all threads, whatever the weight's size."""
+    return pack_weight(weight, bias, LARGE_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProjectionByRows:
+    """A product with two layouts of its weight: one for few rows, one for many."""
+
+    few: Projection
+    many: Projection
+    fewest_rows: int  # of `many`
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return (self.few if states.shape[0] < self.fewest_rows else self.many)(states)
 
 
 class PackedProjection:
-    """A product whose weight oneDNN has laid out."""
+    """A product whose weight oneDNN has laid out, by one of few numbers of rows (`filled_rows`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -298,8 +328,21 @@ class PackedProjection:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, states: Tensor) -> Tensor:
+        num_rows = states.shape[0]
+        filled = filled_rows(num_rows)
+        if filled != num_rows:
+            states = _with_more_rows(states, filled)
         out: Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
-        return out
+        return out if filled == num_rows else out[:num_rows]
+
+
+def _with_more_rows(states: Tensor, num_rows: int) -> Tensor:  # [num_rows, width]
+    """`states` with anything behind them: what lies there, where there is as much memory."""
+    size = states.shape[1]
+    end = states.storage_offset() + num_rows * size
+    if states.is_contiguous() and end * states.itemsize <= states.untyped_storage().nbytes():
+        return states.as_strided((num_rows, size), (size, 1))
+    return pad(states, (0, 0, 0, num_rows - states.shape[0]))
 
 
 def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:

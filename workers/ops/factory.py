@@ -39,19 +39,16 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_triton()):
         lack = "" if device.type != "cuda" else " without the package triton"
-        raise ConfigError(
-            f"deterministic: not available on {device.type}{lack}, where matrix products depend on "
+        raise ConfigError.at(
+            "deterministic",
+            f"not available on {device.type}{lack}, where matrix products depend on "
             "the size of the batch; allowed: device 'cpu', or 'cuda' with triton",
-            field="deterministic",
         )
     dtypes = KERNEL_DTYPES if device.type == "cpu" else CUDA_DTYPES
     if dtype not in dtypes:
         allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
-        raise ConfigError(
-            f"deterministic: not available in {str(dtype).removeprefix('torch.')}; allowed: dtype "
-            f"{allowed}",
-            field="deterministic",
-        )
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError.at("deterministic", f"not available in {kind}; allowed: dtype {allowed}")
     if device.type == "cpu":
         return InvariantOps(dtype)
     from .cuda.ops import InvariantCudaOps

@@ -5,6 +5,7 @@ its prompt and the cached part of it (`deterministic: true`). What differs from 
 
 - Every product is the kernel's, at any number of rows and any size: oneDNN picks its
   implementation, and with it the order of additions, by the number of rows.
+- All attention is the kernel's, whatever `table.py` says.
 - Attention adds keys up in tiles whose bounds are multiples of a fixed number, not of the first
   visible key of the rows that happen to be computed together.
 - What torch computes in vectors with a scalar rest (angles, activations, routing) is computed one
@@ -16,7 +17,7 @@ tiles move. The engine refuses drafters of trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from .cpu import (
 from .kernels.tiles import TILE
 from .plan import PagedStep
 from .protocol import AttentionSpec, Experts, Gate, Mixture, Projection, Rotation, Router
+from .reference import route_by_row, sum_in_order
 
 
 class InvariantOps(CpuOps):
@@ -45,6 +47,7 @@ class InvariantOps(CpuOps):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
+        self._prompt_rows = None  # whatever a chunk's length, the kernel attends
         self._angles: dict[int, _AngleTable] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
@@ -58,8 +61,7 @@ class InvariantOps(CpuOps):
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
         if frequencies.dim() == 2:  # a set per row
             pairs = zip(positions.tolist(), frequencies, strict=True)
-            rows = [_angles(position, row, scale) for position, row in pairs]
-            return torch.stack([cos for cos, _ in rows]), torch.stack([sin for _, sin in rows])
+            return _stacked(_angles(position, row, scale) for position, row in pairs)
         key = id(frequencies)
         if key not in self._angles:
             self._angles[key] = _AngleTable(frequencies, scale)
@@ -85,10 +87,7 @@ class InvariantOps(CpuOps):
         return by_row(lambda row: super(InvariantOps, self).gate(row, gate), gate_up)
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        rows = [super(InvariantOps, self).route(row, router) for row in logits.split(1)]
-        if not rows:
-            return super().route(logits, router)
-        return torch.cat([chosen for chosen, _ in rows]), torch.cat([score for _, score in rows])
+        return route_by_row(logits, lambda row: super(InvariantOps, self).route(row, router))
 
     def tile_alignment(self, block_size: int) -> int:
         return TILE // block_size * block_size if block_size <= TILE else block_size
@@ -106,9 +105,9 @@ class _AngleTable:
         have, needed = len(self._cos), int(positions.max()) + 1 if len(positions) else 0
         if needed > have:
             needed = max(needed, min(2 * have, have + 1024))
-            rows = [_angles(each, self._frequencies, self._scale) for each in range(have, needed)]
-            self._cos = torch.cat([self._cos, torch.stack([cos for cos, _ in rows])])
-            self._sin = torch.cat([self._sin, torch.stack([sin for _, sin in rows])])
+            rows = (_angles(each, self._frequencies, self._scale) for each in range(have, needed))
+            cos, sin = _stacked(rows)
+            self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
         rows_of = positions.long()
         return self._cos.index_select(0, rows_of), self._sin.index_select(0, rows_of)
 
@@ -118,15 +117,13 @@ class _Mixture:
 
     def __init__(self, ops: InvariantOps, experts: Experts) -> None:
         self._ops, self._gate, self._scores_input = ops, experts.gate, experts.scores_input
-        gate_up_bias, down_bias = experts.gate_up_bias, experts.down_bias
-        self._gate_up = [
-            ops.pack(weight, None if gate_up_bias is None else gate_up_bias[index])
-            for index, weight in enumerate(experts.gate_up)
-        ]
-        self._down = [
-            ops.pack(weight, None if down_bias is None else down_bias[index])
-            for index, weight in enumerate(experts.down)
-        ]
+        self._gate_up = self._packed(experts.gate_up, experts.gate_up_bias)
+        self._down = self._packed(experts.down, experts.down_bias)
+
+    def _packed(self, weights: Tensor, biases: Tensor | None) -> list[Projection]:
+        """One product per expert."""
+        rows = [None] * len(weights) if biases is None else biases
+        return [self._ops.pack(weight, bias) for weight, bias in zip(weights, rows, strict=True)]
 
     def __call__(
         self,
@@ -144,10 +141,7 @@ class _Mixture:
             inner = self._ops.gate(self._gate_up[expert](read), self._gate)
             part = self._down[expert](inner).float()
             given[rows, place] = part if self._scores_input else part * score
-        total = given[:, 0]
-        for place in range(1, chosen.shape[1]):
-            total = total + given[:, place]
-        return total.to(states.dtype)
+        return sum_in_order(given).to(states.dtype)
 
 
 def _angles(position: int, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -155,6 +149,11 @@ def _angles(position: int, frequencies: Tensor, scale: float) -> tuple[Tensor, T
     angles = frequencies * float(position)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+def _stacked(rows: Iterable[Rotation]) -> Rotation:  # [rotary_dim / 2] each
+    cos, sin = zip(*rows, strict=True)
+    return torch.stack(cos), torch.stack(sin)
 
 
 def by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:  # [num_rows, ...]
@@ -165,4 +164,4 @@ def by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:  # [nu
 
 
 def refused(why: str) -> ConfigError:
-    return ConfigError(f"deterministic: {why}; leave `deterministic` out", field="deterministic")
+    return ConfigError.at("deterministic", f"{why}; leave `deterministic` out")

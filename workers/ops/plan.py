@@ -150,6 +150,7 @@ class PagedStep:
     host: StepInput | None = None  # the same on the host, where there is such a thing
     turn: Turn | None = None  # of a part of a step
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
+    passes: tuple[Any, ...] = ()  # of attention on a CPU (`prompts.py`); none: the kernel's alone
 
     @property
     def num_tokens(self) -> int:

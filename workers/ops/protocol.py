@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache, StepAttention
+from ..attention import KVCache
 from ..verify.device_settings import DeviceEdits, DeviceSettings
 from .plan import PagedStep
 
@@ -156,11 +155,9 @@ class Ops(Protocol):
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         """The arrays of a step, once for all layers."""
-        ...
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         """A plan whose arrays were made elsewhere, with what the implementation adds to one."""
-        ...
 
     def pack(
         self,
@@ -168,15 +165,12 @@ class Ops(Protocol):
         bias: Tensor | None,  # [out_features]
     ) -> Projection:
         """Lays a weight out for its product, at load. The caller keeps no other reference."""
-        ...
 
     def pack_heads(self, weight: Tensor) -> HeadProjection:  # [num_heads, out, in]
         """Lays a weight per head out for its products, at load."""
-        ...
 
     def pack_experts(self, experts: Experts) -> Mixture:
         """Lays experts out, at load. A step computes only the experts that were chosen."""
-        ...
 
     def rotation(
         self,
@@ -185,11 +179,9 @@ class Ops(Protocol):
         scale: float,  # of both cosines and sines
     ) -> Rotation:
         """Rotary angles of a step's rows, once for all layers of one kind."""
-        ...
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:  # [num_tokens, size], alike
         """RMSNorm. `states` may be columns of a wider tensor."""
-        ...
 
     def add_norm(
         self,
@@ -203,7 +195,6 @@ class Ops(Protocol):
 
         Without `before`, the result is `residual` itself.
         """
-        ...
 
     def rope_store_attend(
         self,
@@ -219,7 +210,6 @@ class Ops(Protocol):
 
         `joined` may be overwritten.
         """
-        ...
 
     def gate(
         self,
@@ -227,7 +217,6 @@ class Ops(Protocol):
         gate: Gate,
     ) -> Tensor:  # [num_tokens, width]
         """The gated unit between an MLP's two products."""
-        ...
 
     def route(
         self,
@@ -235,7 +224,6 @@ class Ops(Protocol):
         router: Router,
     ) -> tuple[Tensor, Tensor]:  # chosen int64, scores float32, each [num_tokens, top]
         """Which experts each row goes to, and with which weights."""
-        ...
 
 
 class DeviceOps(Ops, Protocol):
@@ -248,7 +236,6 @@ class DeviceOps(Ops, Protocol):
         settings: DeviceSettings,  # of the rows
     ) -> Tensor:  # [num_rows] int32
         """One token per row with the target's noise, as `workers/verify/sample.py` defines it."""
-        ...
 
     def gumbel_argmax_on_device(
         self,
@@ -258,7 +245,6 @@ class DeviceOps(Ops, Protocol):
         tokens: Tensor | int,  # [width] int64, of the columns, or of the first of neighbours
     ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
         """Each row's best score and its column; the best of all parts is what is drawn."""
-        ...
 
     def edit_on_device(
         self,
@@ -266,7 +252,6 @@ class DeviceOps(Ops, Protocol):
         edits: DeviceEdits,
     ) -> None:
         """Biases, forbidden ends and penalties, as `workers/verify/process.py` defines them."""
-        ...
 
     def logprobs_on_device(
         self,
@@ -276,21 +261,13 @@ class DeviceOps(Ops, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and ids [num_rows,
         MAX_TOP] int32 of the most likely; of rows and columns that are asked for."""
-        ...
-
-
-# -- attention alone, for heads' layers, which prepare queries and keys themselves; a step that was
-# planned for the target is not planned again
-
-_Key = tuple[int, int, int, int, float, int | None, float | None, int | None]
 
 
 class PlannedOps:
-    """The operations with the plan of the last step; makes attention for others' layers."""
+    """The operations with the plan of the last step, which layers other than the target's share."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
-        self._specs: dict[_Key, AttentionSpec] = {}
         self.last: tuple[StepInput, KVCache, PagedStep] | None = None
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -301,55 +278,3 @@ class PlannedOps:
         plan = self.ops.plan(step, cache)
         self.last = (step, cache, plan)
         return plan
-
-    def begin(self, step: StepInput, cache: KVCache) -> StepAttention:
-        return OpsAttention(self, self.plan(step, cache), cache)
-
-    def spec(self, key: _Key, sinks: Tensor | None) -> AttentionSpec:
-        """The description of a layer that is called so; one object for equal calls."""
-        if sinks is not None or key not in self._specs:
-            heads, kv_heads, head_dim, value_dim, scale, window, softcap, chunk = key
-            spec = AttentionSpec(
-                heads,
-                kv_heads,
-                head_dim,
-                value_dim,
-                scale,
-                window=window,
-                softcap=softcap,
-                chunk=chunk,
-                sinks=sinks,
-            )
-            if sinks is not None:
-                return spec
-            self._specs[key] = spec
-        return self._specs[key]
-
-
-@dataclass(frozen=True, slots=True)
-class OpsAttention:
-    """One step of it."""
-
-    planned: PlannedOps
-    plan: PagedStep
-    cache: KVCache
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [num_tokens, num_heads, head_dim]
-        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,  # [num_heads]
-        chunk: int | None = None,
-    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-        shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
-        spec = self.planned.spec((*shape, scale, window, softcap, chunk), sinks)
-        joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
-        out = self.planned.ops.rope_store_attend(
-            joined, None, None, self.plan, self.cache, layer, spec
-        )
-        return out.unflatten(1, (query.shape[1], value.shape[2]))

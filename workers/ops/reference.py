@@ -6,6 +6,7 @@ whole contexts and pads every sequence to the longest: correct for every step, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -74,9 +75,8 @@ class ReferenceOps:
         before: Norm | None,
     ) -> Tensor:  # [num_tokens, hidden_size]
         if update is not None:
-            update = update if after is None else rms_norm(update, after)
-            residual.add_(update, alpha=scale)
-        return residual if before is None else rms_norm(residual, before)
+            residual.add_(update if after is None else self.norm(update, after), alpha=scale)
+        return residual if before is None else self.norm(residual, before)
 
     def rope_store_attend(
         self,
@@ -88,13 +88,7 @@ class ReferenceOps:
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        query, key, value = split_heads(joined, spec)
-        query, key = (
-            prepare(query, spec.query_norm, rotation, spec),
-            prepare(key, spec.key_norm, rotation, spec),
-        )
-        if temperature is not None:
-            query = (query * temperature[:, None, None]).to(query.dtype)
+        query, key, value = prepared_heads(joined, rotation, temperature, spec)
         slots, keys, values = plan.slots.long(), cache.keys[layer], cache.values[layer]
         if spec.shared_values:
             keys.index_copy_(0, slots, key)
@@ -162,6 +156,20 @@ def split_heads(
         return query, key, key[..., : spec.value_dim]
     value = joined[:, spec.value_begin :]
     return query, key, value.unflatten(1, (spec.num_kv_heads, spec.value_dim))
+
+
+def prepared_heads(
+    joined: Tensor,  # [num_tokens, spec.joined_width]
+    rotation: Rotation | None,
+    temperature: Tensor | None,  # [num_tokens] float32
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:  # each [num_tokens, heads, dim]
+    """Queries, keys and values as attention reads them; shared values are views of the keys."""
+    query, key, value = split_heads(joined, spec)
+    query = prepare(query, spec.query_norm, rotation, spec)
+    if temperature is not None:
+        query = (query * temperature[:, None, None]).to(query.dtype)
+    return query, prepare(key, spec.key_norm, rotation, spec), value
 
 
 def prepare(
@@ -279,13 +287,24 @@ def _best(scores: Tensor, count: int, *, stable: bool) -> Tensor:  # int64 [...,
     return scores.topk(count, dim=-1).indices
 
 
-def _sum(scores: Tensor, *, stable: bool) -> Tensor:  # over the last dimension
-    if not stable:
-        return scores.sum(dim=-1)
-    total = scores[..., 0]
-    for place in range(1, scores.shape[-1]):
-        total = total + scores[..., place]
+def sum_in_order(values: Tensor) -> Tensor:  # [num_tokens, count, ...] -> [num_tokens, ...]
+    """The sum over dimension 1, with one order of additions on every device."""
+    total = values[:, 0]
+    for place in range(1, values.shape[1]):
+        total = total + values[:, place]
     return total
+
+
+def _sum(scores: Tensor, *, stable: bool) -> Tensor:  # over the last dimension
+    return sum_in_order(scores.movedim(-1, 1)) if stable else scores.sum(dim=-1)
+
+
+def route_by_row(
+    logits: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:  # as `route` of [num_tokens, num_experts]
+    """`route` of every row alone, so that an element's place in its vector never changes."""
+    chosen, scores = zip(*[route(row) for row in logits.split(1)], strict=True)
+    return torch.cat(chosen), torch.cat(scores)
 
 
 def _within_groups(
@@ -358,18 +377,6 @@ class GroupedOps(ReferenceOps):
         out = functional.rms_norm(states.float(), states.shape[-1:], norm.weight, norm.eps)
         return out.to(states.dtype)
 
-    def add_norm(
-        self,
-        residual: Tensor,  # [num_tokens, hidden_size], written
-        update: Tensor | None,  # [num_tokens, hidden_size]
-        after: Norm | None,
-        scale: float,
-        before: Norm | None,
-    ) -> Tensor:  # [num_tokens, hidden_size]
-        if update is not None:
-            residual.add_(update if after is None else self.norm(update, after), alpha=scale)
-        return residual if before is None else self.norm(residual, before)
-
     def rope_store_attend(
         self,
         joined: Tensor,  # [num_tokens, spec.joined_width]
@@ -386,12 +393,9 @@ class GroupedOps(ReferenceOps):
                 joined, rotation, temperature, plan, cache, layer, spec
             )
         assert plan.attention is not None, "planned by `plan`"
-        query, key, value = split_heads(joined, spec)
-        query = prepare(query, spec.query_norm, rotation, spec)
-        key = prepare(key, spec.key_norm, rotation, spec)
-        if temperature is not None:
-            query = (query * temperature[:, None, None]).to(query.dtype)
+        query, key, value = prepared_heads(joined, rotation, temperature, spec)
         out = plan.attention.attend(
-            layer, query, key, value, spec.scale, spec.window, spec.softcap, spec.sinks, spec.chunk
-        )
+            layer, query, key, value, spec.scale,
+            window=spec.window, softcap=spec.softcap, sinks=spec.sinks, chunk=spec.chunk,
+        )  # fmt: skip
         return out.flatten(1)

@@ -13,7 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import StepMemoryError, WorkerDiedError, WorkerError
 from .framing import Address
@@ -27,8 +27,16 @@ class NoAnswerError(Exception):
     """No answer arrived within the timeout; it may still arrive."""
 
 
-class Channel(Protocol):
+class Channel(ABC):
     """The engine's end. With one rank several answers may be outstanding; they keep order."""
+
+    def __init__(self) -> None:
+        self._dead: str | None = None  # why every further call raises `WorkerDiedError`
+
+    @property
+    def dead(self) -> bool:
+        """Whether every further call raises `WorkerDiedError`."""
+        return self._dead is not None
 
     def call(self, message: Any, timeout_s: float) -> Any:
         """Rank 0's answer.
@@ -38,27 +46,37 @@ class Channel(Protocol):
             StepMemoryError: a rank ran out of memory; likewise.
             WorkerDiedError: a rank is gone, or did not answer in time.
         """
-        ...
+        deadline = time.monotonic() + timeout_s
+        self.send(message, timeout_s)
+        try:
+            return self.receive(max(0.0, deadline - time.monotonic()))
+        except NoAnswerError:
+            self._dead = f"no answer within {timeout_s} s"
+            raise WorkerDiedError(self._dead) from None
 
+    @abstractmethod
     def send(self, message: Any, timeout_s: float) -> None:
         """Sends `message` to all ranks (raises `WorkerDiedError`)."""
-        ...
 
+    @abstractmethod
     def receive(self, timeout_s: float) -> Any:
         """Rank 0's answer to the oldest message (raises as `call` does).
 
         Raises:
             NoAnswerError: no answer within `timeout_s`.
         """
-        ...
 
+    @abstractmethod
     def kill(self, reason: str) -> None:
         """Makes pending and later calls raise `WorkerDiedError`; from any thread."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Closes the connections to the ranks."""
-        ...
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise WorkerDiedError(self._dead)
 
 
 def guarded(handler: Handler, message: Any) -> tuple[Any, Raised | None]:
@@ -129,7 +147,7 @@ def finished(reply: Any) -> Any:
 _JOIN_S = 1.0
 
 
-class ThreadChannel:
+class ThreadChannel(Channel):
     """Ranks as threads of this process.
 
     Args:
@@ -137,6 +155,7 @@ class ThreadChannel:
     """
 
     def __init__(self, handlers: Sequence[Handler], *, inline: bool = True) -> None:
+        super().__init__()
         self._alone = handlers[0] if inline and len(handlers) == 1 else None
         self._num_ranks = len(handlers)
         self._inboxes: list[queue.SimpleQueue[Any]] = []
@@ -144,31 +163,17 @@ class ThreadChannel:
         self._replies: queue.SimpleQueue[tuple[int, Any, Raised | None]] = queue.SimpleQueue()
         self._num_missing = 0  # ranks that have not answered the oldest message yet
         self._answer: Any = None  # rank 0's, until all ranks have answered
-        self._dead: str | None = None
         if self._alone is None:
             for rank, handler in enumerate(handlers):
                 inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._inboxes.append(inbox)
-                thread = threading.Thread(
-                    target=self._run,
-                    args=(rank, handler, inbox),
-                    daemon=True,
-                    name=f"outrider-rank-{rank}",
-                )
+                name, work = f"outrider-rank-{rank}", (rank, handler, inbox)
+                thread = threading.Thread(target=self._run, args=work, daemon=True, name=name)
                 self._threads.append(thread)
                 thread.start()
 
-    def call(self, message: Any, timeout_s: float) -> Any:
-        self.send(message, timeout_s)
-        try:
-            return self.receive(timeout_s)
-        except NoAnswerError:
-            self._dead = f"no answer within {timeout_s} s"
-            raise WorkerDiedError(self._dead) from None
-
     def send(self, message: Any, timeout_s: float) -> None:
-        if self._dead is not None:
-            raise WorkerDiedError(self._dead)
+        self._require_alive()
         if self._alone is not None:
             self._replies.put((0, *guarded(self._alone, message)))
         for inbox in self._inboxes:
@@ -177,17 +182,14 @@ class ThreadChannel:
     def receive(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         self._num_missing = self._num_missing or self._num_ranks
+        self._require_alive()
         while self._num_missing:  # waits for every rank, so that none lags behind
-            if self._dead is not None:
-                raise WorkerDiedError(self._dead)
+            left_s = max(0.0, deadline - time.monotonic())
             try:
-                rank, reply, error = self._replies.get(
-                    timeout=max(0.0, deadline - time.monotonic())
-                )
+                rank, reply, error = self._replies.get(timeout=left_s)
             except queue.Empty:
                 raise NoAnswerError from None
-            if self._dead is not None:
-                raise WorkerDiedError(self._dead)
+            self._require_alive()
             self._num_missing -= 1
             if error is not None:
                 self._num_missing = 0

@@ -40,10 +40,7 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        connections: Sequence[socket.socket],
-        timeout_s: float,
-        on_loss: Callable[[str], None],
+        self, connections: Sequence[socket.socket], timeout_s: float, on_loss: Callable[[str], None]
     ) -> None:
         self._connections = list(connections)
         self._timeout_s = timeout_s

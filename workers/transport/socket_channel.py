@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import WorkerDiedError
 from . import framing, wire
-from .channel import Handler, NoAnswerError, PendingReply, Raised, error_of, guarded
+from .channel import Channel, Handler, NoAnswerError, PendingReply, Raised, error_of, guarded
 from .framing import FrameReader
 
 
@@ -167,7 +167,7 @@ class RankEnd:
 _LOOK_S = 5e-5  # between two looks for the next message and at the device
 
 
-class SocketChannel:
+class SocketChannel(Channel):
     """The engine's end of the ranks' sockets, rank 0's first.
 
     Args:
@@ -183,9 +183,9 @@ class SocketChannel:
         num_ranks: int | None = None,
         spin_s: float = SPIN_S,
     ) -> None:
+        super().__init__()
         self._connections = list(connections)
         self._num_ranks = num_ranks or len(self._connections)
-        self._dead: str | None = None
         # The reader stays open after `close`, so that a pending call wakes up.
         self._wake, self._wake_reader = socket.socketpair()
         self._timeout_s: float | None = None  # of the connections
@@ -195,17 +195,8 @@ class SocketChannel:
         for number in (self._wake_reader.fileno(), *self._readers):
             self._waiting.register(number, select.POLLIN)
 
-    def call(self, message: Any, timeout_s: float) -> Any:
-        deadline = time.monotonic() + timeout_s
-        self.send(message, timeout_s)
-        try:
-            return self.receive(max(0.0, deadline - time.monotonic()))
-        except NoAnswerError:
-            raise WorkerDiedError(f"no answer within {timeout_s} s") from None
-
     def send(self, message: Any, timeout_s: float) -> None:
-        if self._dead is not None:
-            raise WorkerDiedError(self._dead)
+        self._require_alive()
         body = wire.encode(message)
         try:
             if timeout_s != self._timeout_s:
@@ -218,8 +209,7 @@ class SocketChannel:
             raise WorkerDiedError(self._dead or f"a rank is gone: {error}") from None
 
     def receive(self, timeout_s: float) -> Any:
-        if self._dead is not None:
-            raise WorkerDiedError(self._dead)
+        self._require_alive()
         reader = self._next_reader(timeout_s)
         try:
             ok, rank, reply = wire.decode(reader.receive())
@@ -243,11 +233,6 @@ class SocketChannel:
         if self._dead is not None or any(number not in self._readers for number in ready):
             raise WorkerDiedError(self._dead or "killed")
         return self._readers[ready[0]]
-
-    @property
-    def dead(self) -> bool:
-        """Whether every further call raises `WorkerDiedError`."""
-        return self._dead is not None
 
     def kill(self, reason: str) -> None:
         self._dead = reason

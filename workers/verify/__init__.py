@@ -16,15 +16,7 @@ from .rejection import Rejection
 from .rules import Coupled, Rule, verify
 from .sample import draw, draw_siblings
 
-__all__ = [
-    "RULES",
-    "DrawSettings",
-    "Rule",
-    "draw",
-    "draw_siblings",
-    "make_rule",
-    "verify",
-]
+__all__ = ["RULES", "DrawSettings", "Rule", "draw", "draw_siblings", "make_rule", "verify"]
 
 RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(
     {

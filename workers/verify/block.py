@@ -73,13 +73,9 @@ def odds(rows: DraftRows, family: Siblings, seen: Evidence) -> Odds:
     """
     at = np.arange(rows.num_rows)
     child, own = family.children[:, 0], family.column[:, 0]
-    one_hot = np.zeros_like(seen.target_probs)
-    one_hot[at, own] = 1.0
-    sampled = family.draft_probs[at, 0, own] > 0
-    drawn_from = np.where(sampled[:, None], family.draft_probs[:, 0], one_hot)
-    drawn_from /= drawn_from.sum(1, keepdims=True)
-    ratio = seen.target_probs[at, own] / drawn_from[at, own]
-    drawn_from[child < 0] = 0.0
+    source = rejection.drawn_from(family, 0)
+    ratio = seen.target_probs[at, own] / source[at, own]
+    source[child < 0] = 0.0
 
     weight = np.ones(rows.num_rows)
     for depth in range(int(rows.depth.max(initial=0))):
@@ -87,7 +83,7 @@ def odds(rows: DraftRows, family: Siblings, seen: Evidence) -> Odds:
         weight[child[parents]] = np.minimum(1.0, weight[parents] * ratio[parents])
 
     owed = weight[:, None] * seen.target_probs
-    left, outside = np.maximum(owed - drawn_from, 0.0), weight * seen.outside
+    left, outside = np.maximum(owed - source, 0.0), weight * seen.outside
     mass = left.sum(1) + outside
     room = mass + (1.0 - weight)
     accept = np.divide(mass, room, out=np.ones_like(mass), where=room > 0)

@@ -7,6 +7,7 @@ logits those of `process.edit` bit by bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,8 +23,7 @@ NUM_WORDS = EDIT_WORDS.itemsize // 4
 """Columns of `EditTables.words`. Penalties are float64, two int32 words each, as on the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSettings:
+class DeviceSettings(NamedTuple):
     """Sampling settings per row of logits, on their device."""
 
     seeds: Tensor  # [num_rows] int64
@@ -33,8 +33,7 @@ class DeviceSettings:
     min_p: Tensor  # [num_rows] float32, 0 is off
 
     def take(self, rows: slice) -> DeviceSettings:
-        columns = (self.seeds, self.temperature, self.top_k, self.top_p, self.min_p)
-        return DeviceSettings(*(column[rows] for column in columns))
+        return DeviceSettings._make(column[rows] for column in self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,8 @@ def weigh(
         at = torch.from_numpy(np.searchsorted(pool.rows, place[inside])).to(device)
         index = torch.from_numpy(rows.tokens[nodes[inside]].astype(np.int64)).to(device)
         logs = pool.logits.log_softmax(1)
-        if pool.ids is None:
-            own = logs[at, index]
-        else:
-            ids, tokens = pool.ids[at], index[:, None]
-            index = torch.searchsorted(ids, tokens).clamp_(max=ids.shape[1] - 1)
-            known = ids.gather(1, index) == tokens
-            own = logs[at, index[:, 0]].masked_fill(~known[:, 0], -torch.inf)
+        column, known = pool.find(at, index[:, None])
+        own = logs[at, column[:, 0]].masked_fill(~known[:, 0], -torch.inf)
         passes[nodes[inside]] = test(logs, at, own).cpu().numpy()
         log_probs[nodes[inside]] = own.double().cpu().numpy()
     return passes, log_probs
@@ -78,11 +73,7 @@ class Relaxed:
     end: int = 128799  # token that ends it
 
     def choose(
-        self,
-        rows: DraftRows,
-        sampling: SamplingRows,
-        draft_probs: object,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
+        self, rows: DraftRows, sampling: SamplingRows, draft_probs: object, logits: Tensor
     ) -> Choice:
         drawn = draw_rows(rows, sampling, logits)
         matched = match(rows, drawn)
@@ -140,11 +131,7 @@ class Typical:
     alpha: float = 0.3  # factor of the entropy bound
 
     def choose(
-        self,
-        rows: DraftRows,
-        sampling: SamplingRows,
-        draft_probs: object,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
+        self, rows: DraftRows, sampling: SamplingRows, draft_probs: object, logits: Tensor
     ) -> Choice:
         drawn = draw_rows(rows, sampling, logits)
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
@@ -188,11 +175,7 @@ class Synthetic:
     rate: float = 0.0  # of a token whose parent was accepted and no earlier sibling was
 
     def choose(
-        self,
-        rows: DraftRows,
-        sampling: SamplingRows,
-        draft_probs: object,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
+        self, rows: DraftRows, sampling: SamplingRows, draft_probs: object, logits: Tensor
     ) -> Choice:
         drawn = draw_rows(rows, sampling, logits)
         children = child_table(rows)

@@ -17,21 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.types import (
-    FloatArray,
-    IntArray,
-    Logprobs,
-    Masks,
-    Penalties,
-    SamplingRows,
-)
+from ...scheduler.types import FloatArray, IntArray, Logprobs, Masks, Penalties, SamplingRows
 from .noise import nonzero, passes
 
 GREEDY_BELOW = 1e-5  # lower temperatures count as 0: dividing by them overflows float32
@@ -41,8 +34,7 @@ Seeds = NDArray[np.int64] | Tensor
 Positions = IntArray | Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class DrawSettings:
+class DrawSettings(NamedTuple):
     """Sampling settings per row of logits; on the CPU, except that seeds may be on the device."""
 
     seeds: Seeds  # [num_rows], of the rows' requests
@@ -54,23 +46,15 @@ class DrawSettings:
     @classmethod
     def of(cls, sampling: SamplingRows, seqs: RowIndex | IntArray) -> DrawSettings:
         """The settings of rows that belong to these sequences [num_rows] of the batch."""
-        every = cls(
-            sampling.seeds, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        )
-        return every.take(seqs)
+        heat = sampling.temperature
+        return cls(sampling.seeds, heat, sampling.top_k, sampling.top_p, sampling.min_p).take(seqs)
 
     @property
     def greedy(self) -> NDArray[np.bool_]:  # [num_rows]
         return self.temperature < GREEDY_BELOW
 
     def take(self, rows: RowIndex | IntArray | NDArray[np.bool_]) -> DrawSettings:
-        return DrawSettings(
-            self.seeds[rows],
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-        )
+        return DrawSettings._make(column[rows] for column in self)
 
 
 def token_logprobs(
@@ -169,6 +153,20 @@ class CandidatePool:
     logits: Tensor  # [num_pooled, num_candidates], divided by the temperature; -inf is cut off
     ids: Tensor | None  # [num_pooled, num_candidates], ascending; None: the whole vocabulary
     greedy: bool = False  # only the argmax counts
+
+    def find(
+        self,
+        part: slice | Tensor,  # of the pool's rows
+        tokens: Tensor,  # [num_rows, num_tokens] int64, of that part
+    ) -> tuple[Tensor, Tensor]:  # [num_rows, num_tokens]: columns, and which are candidates
+        """Where the candidates are that `tokens` name; any column of one that is none."""
+        last = self.logits.shape[1] - 1
+        if self.ids is None:
+            index = tokens.clamp(0, last)
+            return index, index == tokens
+        ids = self.ids[part]
+        index = torch.searchsorted(ids, tokens).clamp_(max=last)
+        return index, ids.gather(1, index) == tokens
 
 
 # -- edits that depend on tokens: penalties, biases, forbidden ends

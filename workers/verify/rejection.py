@@ -77,7 +77,7 @@ class Rejection:
         rows: DraftRows,
         sampling: SamplingRows,
         draft_probs: DraftProbs | None,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
+        logits: Tensor,
     ) -> Choice:
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
         if greedy.all() or not rows.drafted.any():  # nothing to weigh
@@ -162,13 +162,8 @@ def _weigh(
         best = argmax(scaled)[:, None]
         inside = support == best
         return torch.cat([inside, ~inside.any(1, keepdim=True), best], dim=1).double()
-    if pool.ids is None:
-        ids, index = None, support.clamp(0, scaled.shape[1] - 1)
-        known = index == support
-    else:
-        ids = pool.ids[part]
-        index = torch.searchsorted(ids, support).clamp_(max=scaled.shape[1] - 1)
-        known = ids.gather(1, index) == support
+    ids = None if pool.ids is None else pool.ids[part]
+    index, known = pool.find(part, support)
     at_index = scaled.gather(1, index)
     hidden = at_index.masked_fill(known, -torch.inf)  # amin: a pad may share a token's index
     outside = scaled.scatter_reduce(1, index, hidden, "amin")
@@ -179,6 +174,20 @@ def _weigh(
     drawn = noise.perturbed_argmax(outside, row_keys, ids)[:, None]
     token = drawn if ids is None else ids.gather(1, drawn)
     return torch.cat([weights / weights.sum(1, keepdim=True), token.double()], dim=1)
+
+
+def drawn_from(
+    family: Siblings,
+    child: int,
+    fresh: Probs | float = 1.0,  # [num_rows, num_support], 0 at the tokens of earlier siblings
+) -> Probs:  # [num_rows, num_support]
+    """What that child of every row was drawn from: of a deterministic one, its own token."""
+    rows, own = np.arange(len(family.column)), family.column[:, child]
+    probs = family.draft_probs[:, child] * fresh
+    one_hot = np.zeros_like(probs)
+    one_hot[rows, own] = 1.0
+    probs = np.where((probs[rows, own] > 0)[:, None], probs, one_hot)
+    return probs / probs.sum(1, keepdims=True)
 
 
 def odds(
@@ -193,17 +202,12 @@ def odds(
     fresh = np.ones_like(target_probs)  # 0 at the tokens of earlier siblings
     for child in range(max_children):
         own = family.column[:, child]
-        one_hot = np.zeros_like(target_probs)
-        one_hot[rows, own] = 1.0
-        drawn_from = family.draft_probs[:, child] * fresh
-        sampled = drawn_from[rows, own] > 0
-        drawn_from = np.where(sampled[:, None], drawn_from, one_hot)
-        drawn_from /= drawn_from.sum(1, keepdims=True)
+        source = drawn_from(family, child, fresh)
         exists = family.children[:, child] >= 0
-        ratio = target_probs[rows, own] / drawn_from[rows, own]
+        ratio = target_probs[rows, own] / source[rows, own]
         accept[:, child] = np.where(exists, np.minimum(1.0, ratio), 0.0)
 
-        left = np.maximum(target_probs - drawn_from, 0.0)
+        left = np.maximum(target_probs - source, 0.0)
         total = left.sum(1) + outside
         # An empty residual means p = q: a rejection is a rounding error, and any p is valid.
         exists &= total > 0

@@ -74,11 +74,7 @@ class Coupled:
     name: ClassVar[str] = "coupled"
 
     def choose(
-        self,
-        rows: DraftRows,
-        sampling: SamplingRows,
-        draft_probs: object,
-        logits: Tensor,  # [num_rows, vocab] float32, edited
+        self, rows: DraftRows, sampling: SamplingRows, draft_probs: object, logits: Tensor
     ) -> Choice:
         return match(rows, draw_rows(rows, sampling, logits))
 

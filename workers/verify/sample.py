@@ -8,8 +8,6 @@ distribution that it drew from.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -68,8 +66,7 @@ def draw_siblings(
     assert num_siblings <= top, (num_siblings, top)
     top = min(top, vocab)
     top_k, greedy = settings.top_k, settings.greedy
-    cut = replace(
-        settings,
+    cut = settings._replace(
         temperature=np.where(greedy, np.float32(1), settings.temperature),
         top_k=np.where((top_k > 0) & (top_k < top), top_k, top).astype(np.int32),
     )

@@ -40,8 +40,8 @@ _CONCURRENCY_RETRY_S = 1.0
 class RateLimitError(OverloadedError):
     """A key's limit is reached; `retry_after_s` says when it no longer is."""
 
-    def __init__(self, message: str, *, retry_after_s: float, field: str | None = None) -> None:
-        super().__init__(message, field=field)
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
 
 

@@ -19,17 +19,7 @@ from ....errors import InvalidRequestError
 from ....scheduler.sampling import SamplingParams, StructuredOutputs, invalid_request
 from ....scheduler.types import TokenLogprobs
 from .answers import ChatAnswer, ChatChoice, ChatCompletion
-from .generation import (
-    Generation,
-    Job,
-    Step,
-    add_extras,
-    chunk_extras,
-    described,
-    prompt_logprobs,
-    stream_events,
-    token_logprobs,
-)
+from .generation import Generation, Job, Step, prompt_logprobs, stream_events, token_logprobs
 from .protocol import ChatBody, ChatMessage, Conversation
 
 
@@ -101,7 +91,7 @@ class Answer:
         part["arguments"] = part.get("arguments", "") + event.text
 
 
-def add_messages(generation: Generation, body: ChatBody, request_id: str) -> None:
+def add(generation: Generation, body: ChatBody, request_id: str) -> None:
     """Checks the body and adds its conversation.
 
     Raises:
@@ -114,10 +104,10 @@ def add_messages(generation: Generation, body: ChatBody, request_id: str) -> Non
     prompt = rendered(frontend, body, body.messages)
     text, functions = prompt.text or "", body.functions()
     if functions and not chat.has_calls:
-        raise InvalidRequestError(
-            "tools: no tools are served with this model: its chat template has no format of calls "
+        raise InvalidRequestError.at(
+            "tools",
+            "no tools are served with this model: its chat template has no format of calls "
             "that is known here; set tool_call_parser in the configuration",
-            field="tools",
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
@@ -143,10 +133,10 @@ def _constrained(
     parallel, continued = body.is_parallel, body.continue_final_message
     if body.must_call:
         if given is not None:
-            raise InvalidRequestError(
-                f"tool_choice: {options.structured_field} constrains the text already; use "
+            raise InvalidRequestError.at(
+                "tool_choice",
+                f"{options.structured_field} constrains the text already; use "
                 "tool_choice auto, or leave it out",
-                field="tool_choice",
             )
         _check_schemas(chat, body, functions)
         text = chat.required(functions, prompt, parallel=parallel, continued=continued)
@@ -166,7 +156,7 @@ def _constrained(
         wanted = StructuredOutputs(grammar=text)
     except ValidationError as error:
         message = invalid_request(error).message.split(": ", 1)[-1]
-        raise InvalidRequestError(f"tools: their grammar: {message}", field="tools") from None
+        raise InvalidRequestError.at("tools", f"their grammar: {message}") from None
     options = replace(options, structured_field="tools")
     return sampling.model_copy(update={"structured_outputs": wanted}), options
 
@@ -193,19 +183,15 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
     """
     for name in body.chat_template_kwargs:
         if name in _RESERVED:
-            raise InvalidRequestError(
-                f"chat_template_kwargs.{name}: this name is taken",
-                field=f"chat_template_kwargs.{name}",
-            )
+            raise InvalidRequestError.at(f"chat_template_kwargs.{name}", "this name is taken")
     continued = body.continue_final_message
     if (
         continued
         and body.add_generation_prompt
         and "add_generation_prompt" in body.model_fields_set
     ):
-        raise InvalidRequestError(
-            "add_generation_prompt: it cannot be combined with continue_final_message",
-            field="add_generation_prompt",
+        raise InvalidRequestError.at(
+            "add_generation_prompt", "it cannot be combined with continue_final_message"
         )
     return frontend.chat_prompt(
         [message.render() for message in messages],
@@ -230,15 +216,15 @@ async def answer(generation: Generation, body: ChatBody, request_id: str) -> Cha
         message.push(output.text, last=True)
         logprobs = None
         if body.logprobs:
-            logprobs = _logprobs(frontend, body, output.token_ids, job.assembler.logprobs)
+            logprobs = _logprobs(body, job, output.token_ids, job.assembler.logprobs)
         choice: ChatChoice = {
             "index": job.index,
             "message": message.message(),
             "logprobs": logprobs,
             "finish_reason": message.finish_reason,
             "stop_reason": output.stop_reason,
+            **job.extras(body),
         }
-        add_extras(choice, job, body)
         choices.append(choice)
     answer: ChatCompletion = {
         "id": request_id,
@@ -252,8 +238,7 @@ async def answer(generation: Generation, body: ChatBody, request_id: str) -> Cha
     if body.return_token_ids:
         answer["prompt_token_ids"] = list(job.prompt.token_ids)
     if body.prompt_logprobs is not None:
-        table = await described(job, partial(prompt_logprobs, frontend, body, job))
-        answer["prompt_logprobs"] = table
+        answer["prompt_logprobs"] = await job.described(partial(prompt_logprobs, body, job))
     return answer
 
 
@@ -278,9 +263,8 @@ def events(
         if step.seen:
             delta, chunk = {}, Chunk("", ())
         if body.logprobs and chunk.logprobs:
-            logprobs = _logprobs(frontend, body, chunk.token_ids, chunk.logprobs)
-        with_ids = body.return_token_ids and not step.seen
-        extras = chunk_extras(job, chunk, with_ids=with_ids)
+            logprobs = _logprobs(body, job, chunk.token_ids, chunk.logprobs)
+        extras = job.chunk_extras(chunk, with_ids=body.return_token_ids and not step.seen)
         if delta or logprobs is not None or extras:
             part = _part(job, delta or {"content": ""}, logprobs)
             generation.sends(step, text=step.last)
@@ -302,8 +286,8 @@ def _part(
 
 
 def _logprobs(
-    frontend: Frontend, body: ChatBody, ids: Sequence[int], rows: Sequence[TokenLogprobs]
+    body: ChatBody, job: Job, ids: Sequence[int], rows: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
     as_ids, top = body.return_tokens_as_token_ids, body.top_logprobs or 0
-    content = token_logprobs(frontend, ids, rows, top, as_ids=as_ids)
+    content = token_logprobs(job.assembler.vocabulary, ids, rows, top, as_ids=as_ids)
     return {"content": content, "refusal": None}

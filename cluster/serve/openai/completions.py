@@ -6,28 +6,16 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
-from ....engine.frontend import Frontend
 from ....engine.outputs import Chunk
 from ....errors import InvalidRequestError
 from .answers import Completion, CompletionChoice
-from .generation import (
-    Generation,
-    Job,
-    Step,
-    add_extras,
-    chunk_extras,
-    completion_logprobs,
-    described,
-    prompt_logprobs,
-    prompt_text,
-    stream_events,
-)
+from .generation import Generation, Job, Step, completion_logprobs, prompt_logprobs, stream_events
 from .protocol import CompletionBody
 
 MAX_PROMPTS = 1024
 
 
-def add_prompts(generation: Generation, body: CompletionBody, request_id: str) -> None:
+def add(generation: Generation, body: CompletionBody, request_id: str) -> None:
     """Checks the body and adds its prompts.
 
     Raises:
@@ -36,9 +24,8 @@ def add_prompts(generation: Generation, body: CompletionBody, request_id: str) -
     sampling, options = body.sampling(), body.options()
     given = _given(body)
     if len(given) * sampling.n > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompt: {len(given)} prompts x n = {sampling.n}; at most {MAX_PROMPTS} completions",
-            field="prompt",
+        raise InvalidRequestError.at(
+            "prompt", f"{len(given)} prompts x n = {sampling.n}; at most {MAX_PROMPTS} completions"
         )
     generation.check_count(len(given), sampling.n)
     frontend = generation.frontend
@@ -56,7 +43,7 @@ def add_prompts(generation: Generation, body: CompletionBody, request_id: str) -
 async def answer(generation: Generation, body: CompletionBody, request_id: str) -> Completion:
     """The whole answer, once everything is finished."""
     choices = [
-        await described(job, partial(_choice, generation.frontend, body, job, index))
+        await job.described(partial(_choice, body, job, index))
         for index, job in enumerate(_kept(generation.jobs, body))
     ]
     return {
@@ -73,7 +60,6 @@ def events(
     generation: Generation, body: CompletionBody, request_id: str
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of the answer, as they come."""
-    frontend = generation.frontend
     begun = {job.index for job in generation.jobs if generation.mark(job).begun}
 
     async def events_of(step: Step) -> AsyncGenerator[dict[str, Any], None]:
@@ -85,12 +71,12 @@ def events(
         text, logprobs = chunk.text, None
         first = job.index not in begun
         if body.echo and first:
-            text = prompt_text(frontend, job.prompt) + text
+            text = job.prompt_text + text
         begun.add(job.index)
         if body.logprobs is not None:
-            describe = partial(completion_logprobs, frontend, body, job, chunk, echo=first)
-            logprobs = await described(job, describe)
-        extras: dict[str, Any] = {**chunk_extras(job, chunk, with_ids=body.return_token_ids)}
+            describe = partial(completion_logprobs, body, job, chunk, echo=first)
+            logprobs = await job.described(describe)
+        extras: dict[str, Any] = {**job.chunk_extras(chunk, with_ids=body.return_token_ids)}
         if body.return_token_ids and first:
             extras["prompt_token_ids"] = list(job.prompt.token_ids)
         if text or logprobs is not None or extras or last:
@@ -112,9 +98,9 @@ def _given(body: CompletionBody) -> list[Any]:
     """The prompts, each a text or a list of token ids."""
     given: Any = body.prompt if body.prompt is not None else body.prompt_token_ids
     if (body.prompt is None) == (body.prompt_token_ids is None):
-        raise InvalidRequestError("prompt: either prompt or prompt_token_ids", field="prompt")
+        raise InvalidRequestError.at("prompt", "either prompt or prompt_token_ids")
     if not given and not isinstance(given, str):
-        raise InvalidRequestError(f"{_field(body)}: the list is empty", field=_field(body))
+        raise InvalidRequestError.at(_field(body), "the list is empty")
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
@@ -138,20 +124,20 @@ def _mean_logprob(job: Job) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _choice(frontend: Frontend, body: CompletionBody, job: Job, index: int) -> CompletionChoice:
+def _choice(body: CompletionBody, job: Job, index: int) -> CompletionChoice:
     output, logprobs = job.assembler.output(), None
     if body.logprobs is not None:
-        logprobs = completion_logprobs(frontend, body, job, job.assembler.chunk(), echo=True)
+        logprobs = completion_logprobs(body, job, job.assembler.chunk(), echo=True)
     choice: CompletionChoice = {
         "index": index,
-        "text": (prompt_text(frontend, job.prompt) if body.echo else "") + output.text,
+        "text": (job.prompt_text if body.echo else "") + output.text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
-    add_extras(choice, job, body)
+    choice.update(job.extras(body))  # type: ignore[typeddict-item]
     if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(frontend, body, job)
+        choice["prompt_logprobs"] = prompt_logprobs(body, job)
     if body.return_token_ids:
         choice["prompt_token_ids"] = list(job.prompt.token_ids)
     return choice

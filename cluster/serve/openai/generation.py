@@ -21,12 +21,15 @@ from ....errors import InvalidRequestError, RequestTimeoutError, WorkerError
 from ....scheduler.sampling import SamplingParams
 from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
 from ..access.access import Call, current
-from ..metrics import EdgeMetrics
+from ..metrics import EdgeMetrics, Stopwatch
 from ..telemetry import begin_spans, log_completion, log_prompt
 from .answers import CompletionLogprobs, Extras, Usage
 from .engine_client import EngineClient
 from .protocol import CompletionBody, GenerationBody
 from .resuming import Mark, Part, ResumableStream
+
+Result = TypeVar("Result")
+_LONG_PROMPT = 512  # tokens; describing more of them would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Job:
     def num_reasoning_tokens(self) -> int:
         """Tokens so far whose text is reasoning."""
         offsets = self.assembler.offsets
-        spans = self.parser.reasoning_spans if self.parser else ()
+        spans = self.parser.reader.reasoning if self.parser else ()
         return sum(bisect_left(offsets, end) - bisect_left(offsets, begin) for begin, end in spans)
 
     def read(self, text: str, *, last: bool, parallel: bool) -> list[Event]:
@@ -59,6 +62,40 @@ class Job:
         if parallel:
             return events
         return [each for each in events if isinstance(each, (Content, Reasoning)) or not each.index]
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, which `echo` puts before the completion."""
+        text = self.prompt.text
+        return self.assembler.vocabulary.text(self.prompt.token_ids) if text is None else text
+
+    async def described(self, render: Callable[[], Result]) -> Result:
+        """The result of `render`, in a thread where it describes a long prompt token by token."""
+        if self.assembler.prompt_logprobs is None or len(self.prompt.token_ids) <= _LONG_PROMPT:
+            return render()
+        return await asyncio.to_thread(render)
+
+    def extras(self, body: GenerationBody) -> Extras:
+        """What a request has asked for beside the text of a finished choice."""
+        extras: Extras = {}
+        if body.return_token_ids:
+            extras["token_ids"] = list(self.assembler.token_ids)
+        if self.request.speculation.trace:
+            extras["speculation_trace"] = self.trace()
+        return extras
+
+    def chunk_extras(self, chunk: Chunk, *, with_ids: bool | None = False) -> Extras:
+        """The same of a chunk."""
+        extras: Extras = {}
+        if chunk.trace is not None:
+            extras["speculation_trace"] = [_trace(self, chunk)]
+        if with_ids:
+            extras["token_ids"] = list(chunk.token_ids)
+        return extras
+
+    def trace(self) -> list[dict[str, Any]]:
+        """`speculation_trace` of a finished choice: every step."""
+        return [_trace(self, chunk) for chunk in self.assembler.traced]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +233,7 @@ class Generation:
         if not self._call.log_prompts:
             return
         for job in self.jobs:
-            shown = prompt_text(self.frontend, job.prompt)
-            log_prompt(job.request, self._call.identity.name, shown)
+            log_prompt(job.request, self._call.identity.name, job.prompt_text)
 
     async def _merged(self) -> AsyncGenerator[Step, None]:
         if len(self.jobs) == 1:
@@ -275,7 +311,7 @@ class Generation:
     async def _run(self, job: Job) -> AsyncGenerator[Step, None]:
         """One job's steps that have something to say, and always the last."""
         assembler = job.assembler
-        times = self._metrics.stopwatch()
+        times = Stopwatch(self._metrics)
         spans = begin_spans(job.request, self.frontend.model_name)
         unfinished = "abort"  # by whoever asked
         try:
@@ -401,32 +437,9 @@ async def stream_events(
         yield {**head, "choices": [], "usage": generation.usage()}
 
 
-def chunk_extras(job: Job, chunk: Chunk, *, with_ids: bool | None = False) -> Extras:
-    """What a request has asked for beside a chunk's text."""
-    extras: Extras = {}
-    if chunk.trace is not None:
-        extras["speculation_trace"] = [_trace(job, chunk)]
-    if with_ids:
-        extras["token_ids"] = list(chunk.token_ids)
-    return extras
-
-
-def add_extras(choice: Extras, job: Job, body: GenerationBody) -> None:
-    """Adds what a request has asked for beside the text of a finished choice."""
-    if body.return_token_ids:
-        choice["token_ids"] = list(job.assembler.token_ids)
-    if job.request.speculation.trace:
-        choice["speculation_trace"] = whole_trace(job)
-
-
 # `speculation_trace` of an answer: every step's tokens by origin, and the guesses that failed.
 
 TARGET = "target"  # the origin of the tokens that the target drew itself
-
-
-def whole_trace(job: Job) -> list[dict[str, Any]]:
-    """The steps of a finished choice."""
-    return [_trace(job, chunk) for chunk in job.assembler.traced]
 
 
 def _trace(job: Job, chunk: Chunk) -> dict[str, Any]:
@@ -458,9 +471,6 @@ def _trace(job: Job, chunk: Chunk) -> dict[str, Any]:
 
 # Log-probabilities in the shapes of OpenAI's and vLLM's answers.
 
-Result = TypeVar("Result")
-_LONG_PROMPT = 512  # tokens; describing more of them would hold up the event loop
-
 
 def _id_name(token_id: int) -> str:
     """How `return_tokens_as_token_ids` writes a token."""
@@ -472,20 +482,8 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-async def described(job: Job, render: Callable[[], Result]) -> Result:
-    """The result of `render`, in a thread where it describes a long prompt token by token."""
-    if job.assembler.prompt_logprobs is None or len(job.prompt.token_ids) <= _LONG_PROMPT:
-        return render()
-    return await asyncio.to_thread(render)
-
-
-def prompt_text(frontend: Frontend, prompt: Prompt) -> str:
-    """The prompt as text, which `echo` puts before the completion."""
-    return frontend.vocabulary.text(prompt.token_ids) if prompt.text is None else prompt.text
-
-
 def token_logprobs(
-    frontend: Frontend,
+    vocabulary: Vocabulary,
     ids: Sequence[int],
     rows: Sequence[TokenLogprobs],
     num_top: int,
@@ -497,7 +495,6 @@ def token_logprobs(
     Args:
         as_ids: as `return_tokens_as_token_ids`.
     """
-    vocabulary = frontend.vocabulary
     name = _id_name if as_ids else vocabulary.token_text
 
     def entry(token_id: int, value: float) -> dict[str, Any]:
@@ -517,24 +514,25 @@ def token_logprobs(
 
 
 def completion_logprobs(
-    frontend: Frontend, body: CompletionBody, job: Job, chunk: Chunk, *, echo: bool
+    body: CompletionBody, job: Job, chunk: Chunk, *, echo: bool
 ) -> CompletionLogprobs:
     """OpenAI's older shape: parallel lists, rivals by their names.
 
     With `echo`, the prompt's tokens come before the chunk's; the first has no log-probability.
     Offsets count characters of the whole text of the choice.
     """
-    name = _id_name if body.return_tokens_as_token_ids else frontend.vocabulary.token_name
+    vocabulary = job.assembler.vocabulary
+    name = _id_name if body.return_tokens_as_token_ids else vocabulary.token_name
     ids, rows = list(chunk.token_ids), list[TokenLogprobs | None](chunk.logprobs)
     offsets = list(chunk.offsets)
     if body.echo:
-        text = prompt_text(frontend, job.prompt)
+        text = job.prompt_text
         offsets = [len(text) + offset for offset in offsets]
         if echo:
             prompt = job.prompt.token_ids
             ids = [*prompt, *ids]
             rows = [None, *(job.assembler.prompt_logprobs or ()), *rows]
-            offsets = prompt_offsets(frontend.vocabulary, prompt, text) + offsets
+            offsets = prompt_offsets(vocabulary, prompt, text) + offsets
     tokens, tops = [name(token_id) for token_id in ids], list[dict[str, float] | None]()
     for token, row in zip(tokens, rows, strict=True):
         top = None
@@ -567,7 +565,7 @@ def prompt_offsets(vocabulary: Vocabulary, token_ids: tuple[int, ...], text: str
     return [min(offset, len(text)) for offset in offsets]
 
 
-def prompt_logprobs(frontend: Frontend, body: GenerationBody, job: Job) -> list[Any] | None:
+def prompt_logprobs(body: GenerationBody, job: Job) -> list[Any] | None:
     """vLLM's field: per token of the prompt its own log-probability and the most likely ones."""
     table = prompt_table(job.assembler)
     if table is None or body.prompt_logprobs is None:

@@ -47,19 +47,19 @@ def load(raw: bytes) -> dict[str, Any]:
     try:
         data = _decoder(raw).decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"body: it is not UTF-8: {error}", field="body") from None
+        raise InvalidRequestError.at("body", f"it is not UTF-8: {error}") from None
     except RecursionError:
         raise nested_too_deeply() from None
     except ValueError as error:
-        raise InvalidRequestError(f"body: it is not JSON: {error}", field="body") from None
+        raise InvalidRequestError.at("body", f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise InvalidRequestError("body: it has to be a JSON object", field="body")
+        raise InvalidRequestError.at("body", "it has to be a JSON object")
     return data
 
 
 def nested_too_deeply() -> InvalidRequestError:
     """For whatever in a body is nested so deeply that handling it ends the stack."""
-    return InvalidRequestError("body: it is nested too deeply", field="body")
+    return InvalidRequestError.at("body", "it is nested too deeply")
 
 
 def _decoder(raw: bytes) -> json.JSONDecoder:
@@ -83,7 +83,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, _ in pairs:
             if key in seen:
                 name = key[:_MAX_NAME]
-                raise InvalidRequestError(f"{name}: an object has this key twice", field=name)
+                raise InvalidRequestError.at(name, "an object has this key twice")
             seen.add(key)
     return found
 
@@ -154,8 +154,8 @@ def _check_characters(data: dict[str, Any]) -> None:
             json.dumps({name: value}, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             shown = shortened(name)
-            raise InvalidRequestError(
-                f"{shown}: it contains half of a surrogate pair, which is not text", field=shown
+            raise InvalidRequestError.at(
+                shown, "it contains half of a surrogate pair, which is not text"
             ) from None
 
 
@@ -165,8 +165,8 @@ def check_unserved(
     """Refuses a field that is documented but not served, but for values that ask for nothing."""
     # Not by `in`: 0 == False, and an unhashable value is as good as any.
     if not any(type(value) is type(each) and value == each for each in fine):
-        raise InvalidRequestError(
-            f"{name}: not supported here (got {shown_value(value)}); {advice}", field=name
+        raise InvalidRequestError.at(
+            name, f"not supported here (got {shown_value(value)}); {advice}"
         )
 
 
@@ -183,40 +183,38 @@ def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[
             shown = shortened(name)
             near = difflib.get_close_matches(shown, [*known, *UNSUPPORTED, *IGNORED], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "it is no field of this endpoint"
-            raise InvalidRequestError(f"{shown}: unknown field; {hint}", field=shown)
+            raise InvalidRequestError.at(shown, f"unknown field; {hint}")
     return kept
+
+
+# Fields that are unions, whose members' complaints would hide what is allowed.
+_ALLOWED = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "prompt_token_ids": "a list of token ids, or a list of such lists",
+    "stop": f"a string or a list of at most {MAX_STOPS} strings",
+    "input": "a string or a list of items",
+    "tool_choice": "'auto', 'required', 'none', or a function by its name",
+}
 
 
 def _complaint(error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint; members of a union are no part of the field's name."""
-    first = error.errors()[0]
-    if first["loc"] and first["loc"][0] in ("prompt", "prompt_token_ids", "stop"):
-        allowed = {
-            "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
-            "prompt_token_ids": "a list of token ids, or a list of such lists",
-            "stop": f"a string or a list of at most {MAX_STOPS} strings",
-        }
-        name = str(first["loc"][0])
-        if first["type"] != "missing":
-            return InvalidRequestError(f"{name}: it has to be {allowed[name]}", field=name)
-    if first["loc"] and first["loc"][0] == "input":
+    errors = error.errors()
+    location = errors[0]["loc"]
+    name = str(location[0]) if location else ""
+    if name == "input":
         # A list of items, and more of them is wrong than that it is no string.
-        nested = next((each for each in error.errors() if len(each["loc"]) > 2), None)
+        nested = next((each for each in errors if len(each["loc"]) > 2), None)
         if nested is not None:
-            name = _item_field(nested["loc"])
-            return InvalidRequestError(f"{name}: {nested['msg']}", field=name)
-        return InvalidRequestError("input: it has to be a string or a list of items", field="input")
-    if first["loc"] and first["loc"][0] == "tool_choice":
-        return InvalidRequestError(
-            "tool_choice: it has to be 'auto', 'required', 'none', or a function by its name",
-            field="tool_choice",
-        )
-    if first["loc"] and "content" in first["loc"]:
-        many = any(each["type"] == "too_many" for each in error.errors())
+            return InvalidRequestError.at(_item_field(nested["loc"]), nested["msg"])
+    if name in _ALLOWED:
+        return InvalidRequestError.at(name, f"it has to be {_ALLOWED[name]}")
+    if "content" in location:
+        many = any(each["type"] == "too_many" for each in errors)
         parts = f"at most {MANY} parts" if many else "parts"
-        name = ".".join(str(part) for part in first["loc"][: first["loc"].index("content") + 1])
-        return InvalidRequestError(
-            f"{name}: it has to be a string or a list of {parts} of type 'text'", field=name
+        name = ".".join(str(part) for part in location[: location.index("content") + 1])
+        return InvalidRequestError.at(
+            name, f"it has to be a string or a list of {parts} of type 'text'"
         )
     return invalid_request(error)
 

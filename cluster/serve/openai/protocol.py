@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -140,15 +140,12 @@ class StructuredFields(BaseModel):
         given = self._given()
         if len(given) > 1:
             first, second = list(given)[:2]
-            raise InvalidRequestError(
-                f"{second}: {first} constrains the text already; give one of them", field=second
+            raise InvalidRequestError.at(
+                second, f"{first} constrains the text already; give one of them"
             )
         pattern = self.guided_whitespace_pattern
         if pattern is not None and "guided_json" not in given:
-            raise InvalidRequestError(
-                "guided_whitespace_pattern: it is for guided_json",
-                field="guided_whitespace_pattern",
-            )
+            raise InvalidRequestError.at("guided_whitespace_pattern", "it is for guided_json")
         for name, (settings, field) in given.items():
             if pattern is not None:
                 settings = {**settings, "whitespace_pattern": pattern}
@@ -185,7 +182,7 @@ def _renamed(error: ValidationError, name: str, field: str) -> InvalidRequestErr
         inner = found.field if found.field != "body" else ""
         field = f"{name}.{inner}" if inner else name
     message = found.message.split(": ", 1)[-1]
-    return InvalidRequestError(f"{field}: {message}", field=field)
+    return InvalidRequestError.at(field, f"{message}")
 
 
 class GenerationBody(StructuredFields, SharedFields):
@@ -226,14 +223,11 @@ class GenerationBody(StructuredFields, SharedFields):
 
     def _settings(self) -> dict[str, Any]:
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError(
-                "prompt_logprobs: not available with stream = true", field="prompt_logprobs"
-            )
+            raise InvalidRequestError.at("prompt_logprobs", "not available with stream = true")
         if self.spaces_between_special_tokens and self.skip_special_tokens is False:
-            raise InvalidRequestError(
-                "spaces_between_special_tokens: special tokens are written without spaces; leave "
-                "it out, or set it to false",
-                field="spaces_between_special_tokens",
+            raise InvalidRequestError.at(
+                "spaces_between_special_tokens",
+                "special tokens are written without spaces; leave it out, or set it to false",
             )
         given = {name: getattr(self, name) for name in _SAMPLING}
         settings = {name: value for name, value in given.items() if value is not None}
@@ -282,18 +276,17 @@ class CompletionBody(GenerationBody):
             InvalidRequestError: one is out of range.
         """
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise InvalidRequestError(
-                f"best_of: at least n = {self.n or 1} (got {self.best_of})", field="best_of"
+            raise InvalidRequestError.at(
+                "best_of", f"at least n = {self.n or 1} (got {self.best_of})"
             )
         if self.chooses and self.stream:
-            raise InvalidRequestError(
-                "best_of: candidates cannot be compared with stream = true", field="best_of"
+            raise InvalidRequestError.at(
+                "best_of", "candidates cannot be compared with stream = true"
             )
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         if max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise InvalidRequestError(
-                "max_tokens: 0 needs echo or prompt_logprobs; without them nothing is returned",
-                field="max_tokens",
+            raise InvalidRequestError.at(
+                "max_tokens", "0 needs echo or prompt_logprobs; without them nothing is returned"
             )
         settings = self._settings()
         if self.echo and self.logprobs is not None:
@@ -381,7 +374,7 @@ class ToolCall(Strict):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def _names_once(tools: list[Entry]) -> list[Entry]:
+def _names_once(tools: list[Any]) -> list[Any]:
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -390,14 +383,7 @@ def _names_once(tools: list[Entry]) -> list[Entry]:
     return tools
 
 
-class Named(Protocol):
-    """What has a function's name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Entry = TypeVar("Entry", bound=Named)
+Entry = TypeVar("Entry")  # with a function's name
 Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
 
 
@@ -426,12 +412,11 @@ class ToolFields(Strict):
             name = self.tool_choice.function.name
             functions = [each for each in functions if each.name == name]
             if not functions:
-                raise InvalidRequestError(
-                    f"tool_choice.function.name: tools have no function {name!r}",
-                    field="tool_choice.function.name",
+                raise InvalidRequestError.at(
+                    "tool_choice.function.name", f"tools have no function {name!r}"
                 )
         elif self.tool_choice == "required" and not functions:
-            raise InvalidRequestError("tool_choice: it needs tools", field="tool_choice")
+            raise InvalidRequestError.at("tool_choice", "it needs tools")
         return functions
 
     @property
@@ -542,15 +527,13 @@ class ChatBody(GenerationBody, Conversation):
             InvalidRequestError: one is out of range.
         """
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError(
-                "top_logprobs: it needs logprobs = true", field="top_logprobs"
-            )
+            raise InvalidRequestError.at("top_logprobs", "it needs logprobs = true")
         limit = self.max_completion_tokens
         for name in ("max_completion_tokens", "max_tokens"):
             given = getattr(self, name)
             least = 1 if self.prompt_logprobs is None else 0
             if given is not None and given < least:
-                raise InvalidRequestError(f"{name}: at least {least} (got {given})", field=name)
+                raise InvalidRequestError.at(name, f"at least {least} (got {given})")
         return SamplingParams(
             **self._settings(),
             max_tokens=self.max_tokens if limit is None else limit,

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -42,24 +42,22 @@ from .responses import ResponsesBody
 from .resuming import ResumePolicy, open_stream
 from .streaming import EventStream, read_body, until_disconnect
 
-Served = TypeVar("Served")
-
 
 @dataclass(frozen=True, slots=True)
-class Models(Generic[Served]):
+class Models:
     """What serves each model behind one endpoint, by the model's name."""
 
-    by_name: Mapping[str, Served]
+    by_name: Mapping[str, Edge]
 
     @property
     def names(self) -> list[str]:
         return list(self.by_name)
 
     @property
-    def first(self) -> Served:
+    def first(self) -> Edge:
         return next(iter(self.by_name.values()))
 
-    def find(self, name: str | None) -> Served:
+    def find(self, name: str | None) -> Edge:
         """The model of that name; without a name, the only one.
 
         Raises:
@@ -68,9 +66,8 @@ class Models(Generic[Served]):
         """
         if name is None:
             if len(self.by_name) > 1:
-                raise InvalidRequestError(
-                    f"model: this server has several models; choose one of {self._listed()}",
-                    field="model",
+                raise InvalidRequestError.at(
+                    "model", f"this server has several models; choose one of {self._listed()}"
                 )
             return self.first
         if name in self.by_name:
@@ -90,7 +87,7 @@ class Models(Generic[Served]):
         return ", ".join(map(repr, self.by_name))
 
 
-def state_routes(models: Models[Edge]) -> APIRouter:
+def state_routes(models: Models) -> APIRouter:
     """What describes the server: models, health, statistics, metrics, OpenAPI."""
     router = APIRouter()
     cards = {name: _card(edge) for name, edge in models.by_name.items()}
@@ -156,13 +153,13 @@ def _card(edge: Edge) -> dict[str, Any]:
     }
 
 
-async def _stats(models: Models[Edge]) -> list[tuple[Edge, dict[str, dict[str, Any]]]]:
+async def _stats(models: Models) -> list[tuple[Edge, dict[str, dict[str, Any]]]]:
     """Statistics of each model's replicas."""
     edges = list(models.by_name.values())
     return list(zip(edges, await asyncio.gather(*(edge.client.stats() for edge in edges))))
 
 
-async def _down(models: Models[Edge]) -> dict[str, str]:
+async def _down(models: Models) -> dict[str, str]:
     """Why models cannot serve now, by name.
 
     Raises:
@@ -299,9 +296,6 @@ class Offload:
         return await pool.run(work)
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody)
-
-
 @dataclass(frozen=True, slots=True)
 class Edge:
     """One model, and the settings of the endpoint that serves it."""
@@ -353,45 +347,40 @@ def build_http(*edges: Edge) -> FastAPI:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint(Generic[Body]):
+class _Endpoint:
     """A route that generates text."""
 
     kind: str  # what its answers' ids begin with
-    body: type[Body]
-    add: Callable[[Generation, Body, str], None]
-    answer: Callable[[Generation, Body, str], Awaitable[Mapping[str, Any]]]
-    events: Callable[[Generation, Body, str], AsyncGenerator[dict[str, Any], None]]
+    body: type[GenerationBody | ResponsesBody]
+    add: Callable[[Generation, Any, str], None]
+    answer: Callable[[Generation, Any, str], Awaitable[Mapping[str, Any]]]
+    events: Callable[[Generation, Any, str], AsyncGenerator[dict[str, Any], None]]
 
 
-_ENDPOINTS: Mapping[str, _Endpoint[Any]] = MappingProxyType(
+_ENDPOINTS: Mapping[str, _Endpoint] = MappingProxyType(
     {
         "/v1/completions": _Endpoint(
-            "cmpl-",
-            CompletionBody,
-            completions.add_prompts,
-            completions.answer,
-            completions.events,
+            "cmpl-", CompletionBody, completions.add, completions.answer, completions.events
         ),
         "/v1/chat/completions": _Endpoint(
-            "chatcmpl-", ChatBody, chat.add_messages, chat.answer, chat.events
+            "chatcmpl-", ChatBody, chat.add, chat.answer, chat.events
         ),
         "/v1/responses": _Endpoint(
-            "resp_", ResponsesBody, responses.add_input, responses.answer, responses.events
+            "resp_", ResponsesBody, responses.add, responses.answer, responses.events
         ),
     }
 )
 
 
 def _generation_route(
-    models: Models[Edge], endpoint: _Endpoint[Any]
+    models: Models, endpoint: _Endpoint
 ) -> Callable[[Request], Awaitable[Response]]:
     async def create(request: Request) -> Response:
         def prepare(raw: bytes) -> tuple[Any, Generation]:
             body = parse(endpoint.body, raw)
             edge = models.find(body.model)
             if body.stream_options is not None and not body.stream:
-                message = "stream_options: only allowed with stream = true"
-                raise InvalidRequestError(message, field="stream_options")
+                raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
             generation = edge.generation()
             if isinstance(body, GenerationBody):
                 generation.limit_time(body.timeout)
@@ -420,7 +409,7 @@ def _generation_route(
     return create
 
 
-def _token_routes(models: Models[Edge]) -> APIRouter:
+def _token_routes(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize")
@@ -440,11 +429,11 @@ def _token_routes(models: Models[Edge]) -> APIRouter:
     return router
 
 
-def _tokenized(models: Models[Edge], raw: bytes) -> Response:
+def _tokenized(models: Models, raw: bytes) -> Response:
     body = parse(TokenizeBody, raw)
     edge = models.find(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
+        raise InvalidRequestError.at("prompt", "either prompt or messages")
     if body.messages is not None:
         prompt = chat.rendered(edge.frontend, body, body.messages)
     else:
@@ -467,9 +456,7 @@ def _max_body_bytes(edge: Edge) -> int:
     return edge.max_body_bytes if mine is None else min(mine, edge.max_body_bytes)
 
 
-async def _prepared(
-    models: Models[Edge], request: Request, prepare: Callable[[bytes], Result]
-) -> Result:
+async def _prepared(models: Models, request: Request, prepare: Callable[[bytes], Result]) -> Result:
     """What `prepare` makes of the body; it runs in a thread where that may take long.
 
     Raises:

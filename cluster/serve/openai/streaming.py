@@ -54,11 +54,11 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float | None = 
     except ClientDisconnect:
         raise ClientGoneError("the client hung up while sending") from None
     except TimeoutError:
-        raise BodyTimeoutError(
-            f"body: {size} bytes and no end after {timeout_s} s (body_timeout_s)", field="body"
+        raise BodyTimeoutError.at(
+            "body", f"{size} bytes and no end after {timeout_s} s (body_timeout_s)"
         ) from None
     if size > max_bytes:
-        raise BodyTooLargeError(f"body: more than {max_bytes} bytes", field="body")
+        raise BodyTooLargeError.at("body", f"more than {max_bytes} bytes")
     return b"".join(parts)
 
 

@@ -43,12 +43,7 @@ def after(nodes: IntArray, edges: Hashed, state: int, token: int) -> int:
 
 @compiled(VOID, TABLE, HASHED, INTS, INT, INT, INT)
 def add_edge(
-    nodes: IntArray,
-    edges: Hashed,
-    walk: IntArray,
-    state: int,
-    token: int,
-    target: int,
+    nodes: IntArray, edges: Hashed, walk: IntArray, state: int, token: int, target: int
 ) -> None:
     rows, edge, last = edges[0], insert(edges, key_of(state, token, 0, 0)), nodes[state, LAST]
     rows[edge, TARGET] = target
@@ -63,13 +58,7 @@ def add_edge(
 
 
 @compiled(INT, TABLE, HASHED, INTS, INT, INT)
-def split(
-    nodes: IntArray,
-    edges: Hashed,
-    walk: IntArray,
-    state: int,
-    size: int,
-) -> int:
+def split(nodes: IntArray, edges: Hashed, walk: IntArray, state: int, size: int) -> int:
     """The strings of `state` of up to `size` tokens, as a state of their own."""
     part = walk[NUM_STATES]
     walk[NUM_STATES] += 1
@@ -86,13 +75,7 @@ def split(
 
 
 @compiled(INT, TABLE, HASHED, INTS, INT, INTS)
-def extend(
-    nodes: IntArray,
-    edges: Hashed,
-    walk: IntArray,
-    depth: int,
-    tokens: IntArray,
-) -> int:
+def extend(nodes: IntArray, edges: Hashed, walk: IntArray, depth: int, tokens: IntArray) -> int:
     """Appends tokens to the text, as many as there is room for; how many it was."""
     longest = depth - 1  # that goes on
     for place in range(len(tokens)):
@@ -163,12 +146,7 @@ def within(nodes: IntArray, state: int, max_len: int) -> int:
 
 @compiled(VOID, TABLE, HASHED, INT, TABLE, INT, INTS)
 def follow(
-    nodes: IntArray,
-    edges: Hashed,
-    depth: int,
-    matches: IntArray,
-    row: int,
-    tokens: IntArray,
+    nodes: IntArray, edges: Hashed, depth: int, matches: IntArray, row: int, tokens: IntArray
 ) -> None:
     """Goes on from a match (state, length): the longest suffix below `depth` that occurs."""
     matched = matches[row, 1]

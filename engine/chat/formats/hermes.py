@@ -8,7 +8,7 @@ from ..arguments import call_object
 from ..lark import CallLayout, Function, Lark
 from ..reader import Flow, Reader
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def parse(reader: Reader, names: Collection[str]) -> Flow[None]:

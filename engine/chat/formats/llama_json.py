@@ -13,6 +13,7 @@ from ..lark import CallLayout, Function, Lark
 from ..reader import Flow, Reader
 
 TAG = "<|python_tag|>"
+MARKS = (TAG,)
 
 
 def parse(reader: Reader, names: Collection[str]) -> Flow[None]:

@@ -8,7 +8,7 @@ from ..arguments import call_object
 from ..lark import CallLayout, Function, Lark
 from ..reader import Flow, Reader
 
-MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+MARKS = MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MAX_ID = 192  # characters of a call's id with white space around it
 
 

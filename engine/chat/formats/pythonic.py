@@ -15,7 +15,7 @@ from ..arguments import UnenforceableError, definitions, with_escapes
 from ..lark import CallLayout, Function, Lark
 from ..reader import Flow, Reader
 
-BEGIN, END = "<|python_start|>", "<|python_end|>"
+MARKS = BEGIN, END = "<|python_start|>", "<|python_end|>"
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _OPEN, _CLOSE = "([{", ")]}"
 

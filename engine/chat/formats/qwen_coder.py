@@ -12,7 +12,7 @@ from ..arguments import Tags, member_rules, read_arguments
 from ..lark import CallLayout, Function, Lark
 from ..reader import Flow, Reader
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _TAGS = Tags(PARAMETER, (">",), PARAMETER_END, FUNCTION_END, newlines=True)

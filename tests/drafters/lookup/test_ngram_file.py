@@ -103,12 +103,12 @@ def test_a_sealed_file_is_a_file(file):
 
 
 HEADERS = {
-    "a list": ([], "the header must have"),
-    "another key": ({"x": 1}, "the header must have"),
-    "a key less": ({"facts": None}, "the header must have"),
-    "a mark of another kind": ({"tokenizer": 3}, "tokenizer: a str"),
-    "tables of another kind": ({"tables": {}}, "tables: a list"),
-    "a table that is a number": ({"tables": [3]}, "tables.0 must have"),
+    "a list": ([], "the header: Input should be an object"),
+    "another key": ({"x": 1}, "x: Unexpected keyword argument"),
+    "a key less": ({"facts": None}, "facts: Field required"),
+    "a mark of another kind": ({"tokenizer": 3}, "tokenizer: Input should be a valid string"),
+    "tables of another kind": ({"tables": {}}, "tables: Input should be a valid array"),
+    "a table that is a number": ({"tables": [3]}, "tables.0: Input should be an object"),
     "order 0": ({"order": 0}, "tables.0.order"),
     "order 9": ({"order": 9}, "tables.0.order"),
     "a float": ({"num_keys": 2.0}, "tables.0.num_keys"),

@@ -298,4 +298,4 @@ def test_schemas_are_checked_by_name():
     with pytest.raises(InvalidRequestError, match=r"tools\.3\.function\.parameters: "):
         check_schema({"type": "strin"}, "tools.3.function.parameters")
     assert json.loads(ROME)
-    assert mistral.MARK in CALLS["mistral"].marks
+    assert mistral.MARK in CALLS["mistral"].code.MARKS

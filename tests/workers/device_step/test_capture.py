@@ -23,7 +23,7 @@ from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.capture import Captured, CaptureError
 from outrider.workers.device_step.shape import Sampler, StepShape
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 
 class FailingGraphs(RecordedGraphs):

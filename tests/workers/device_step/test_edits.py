@@ -19,7 +19,7 @@ from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step import seats
 from outrider.workers.device_step.seats import SeatSizes
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 VOCAB = lives.VOCAB
 KINDS = (

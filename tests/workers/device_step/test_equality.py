@@ -21,7 +21,7 @@ from outrider.tests.workers.device_step.conftest import RecordedGraphs
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 
 @pytest.mark.parametrize("kind", [Loop, OverlapLoop])

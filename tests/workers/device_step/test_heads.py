@@ -42,7 +42,7 @@ from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.device_step.step import DeviceStep
 from outrider.workers.head import HeadService
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 CPU = torch.device("cpu")
 VOCAB = 96

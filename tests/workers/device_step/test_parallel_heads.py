@@ -25,7 +25,7 @@ from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCol
 from outrider.workers import head as head_module
 from outrider.workers.device_step.draft import head_obstacle
 from outrider.workers.head import HeadService
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 VOCAB = 96
 CASES = {name: case for name, case in cases.CASES.items() if name != "beams"} | {

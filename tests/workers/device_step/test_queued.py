@@ -15,7 +15,7 @@ from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers import seats
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.seats import SeatSizes
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.target import PostedVerdict, TargetService
 from outrider.workers.transport.socket_channel import SocketChannel, serve
 from outrider.workers.verify import make_rule

@@ -9,7 +9,7 @@ from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.service import obstacle
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.spec import ModelSpec, WorkerSpec
 from outrider.workers.worker import Worker

@@ -19,7 +19,7 @@ from outrider.tests.workers.device_step.conftest import Dispatches, Tape, Weight
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 NUM_LAYERS = 2
 PER_LAYER = 12

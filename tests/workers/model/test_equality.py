@@ -18,7 +18,8 @@ from outrider.tests.helpers.models import (
     full_logits,
     skip_other,
 )
-from outrider.workers.model import load_model, target
+from outrider.workers.model import target
+from outrider.workers.model.target import load_model
 
 PARENTS = [-1, -1, 0, 1, 1, 3, 4]
 ACCEPTED = [1, 4, 6]  # a path of PARENTS, not contiguous

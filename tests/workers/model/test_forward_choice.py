@@ -11,9 +11,10 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model, target
+from outrider.workers.model import target
 from outrider.workers.model.family import FamilySpec
 from outrider.workers.model.family.spec import read_spec
+from outrider.workers.model.target import load_model
 
 CPU = torch.device("cpu")
 TEXT = [5, 17, 60, 3, 88, 9]

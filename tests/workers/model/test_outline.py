@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from transformers import AutoConfig
 
-from outrider.workers.model import describe
+from outrider.workers.model.info import describe
 
 from .conftest import BASE, VARIANTS
 

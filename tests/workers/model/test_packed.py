@@ -8,6 +8,7 @@ from torch import nn
 
 from outrider.workers.model.target import pack_linears
 from outrider.workers.ops import cpu, make_ops
+from outrider.workers.ops.table import VARIABLE
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ def test_same_products(dtype, own):
 
 def test_the_kernel_multiplies_bfloat16_where_onednn_does_not_pack_it(monkeypatch):
     """As on a CPU with neither AVX-512 nor avx_ne_convert."""
-    monkeypatch.setattr(cpu, "onednn_packs", lambda dtype: dtype != torch.bfloat16)
+    monkeypatch.setenv(VARIABLE, "avx2")
     module = nn.Linear(512, 640).to(torch.bfloat16)
     states = torch.randn(3, 512).to(torch.bfloat16)
     with torch.inference_mode():

@@ -16,15 +16,10 @@ from outrider.scheduler.types import ints
 from outrider.tests.helpers.steps import assert_close, assert_norms, random_tree, step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import make_ops
-from outrider.workers.ops.cpu import (
-    SMALL,
-    CpuOps,
-    PackedProjection,
-    PanelProjection,
-    onednn_packs,
-)
+from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 from outrider.workers.ops.reference import GroupedOps, ReferenceOps
+from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, TABLE, capability, ways
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()
@@ -180,20 +175,22 @@ def test_a_router_in_float32_beside_bfloat16():
 def test_a_large_product_is_packed(dtype):
     weight = torch.randn(SMALL[dtype] // 512 + 1, 512).to(dtype)
     project = CpuOps(dtype).pack(weight, None)
-    assert isinstance(project, PackedProjection if onednn_packs(dtype) else PanelProjection)
+    by_onednn = ways(dtype, LARGE_WEIGHT)[0].name == ONEDNN
+    assert isinstance(project, PackedProjection if by_onednn else PanelProjection)
     states = torch.randn(3, 512).to(dtype)
     assert_close(project(states), REFERENCE.pack(weight, None)(states), 20.0)
 
 
 def test_onednn_packs_what_it_can_lay_out():
-    """`onednn_packs` is what the operation itself accepts."""
+    """The table leaves to oneDNN on this processor what the operation itself accepts."""
     for dtype in DTYPES:
+        by_onednn = TABLE[capability()][dtype][LARGE_WEIGHT][0].name == ONEDNN
         try:
             torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype), None)
         except RuntimeError:
-            assert not onednn_packs(dtype)
+            assert not by_onednn
         else:
-            assert onednn_packs(dtype)
+            assert by_onednn
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

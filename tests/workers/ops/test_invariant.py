@@ -10,7 +10,7 @@ from outrider.errors import ConfigError
 from outrider.tests.helpers.invariant.models import check_angles, write_random
 from outrider.tests.helpers.invariant.texts import LENGTH, Texts
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.ops import factory, make_invariant_ops
 from outrider.workers.ops.invariant import InvariantOps
 

@@ -76,7 +76,7 @@ def test_attention(step, settings):
     heads = (joined[:, :32].unflatten(1, (4, 8)), joined[:, 32:48].unflatten(1, (2, 8)))
     wanted = SdpaAttention(step, caches[1]).attend(
         0, *heads, joined[:, 48:].unflatten(1, (2, 6)), 0.3,
-        spec.window, spec.softcap, spec.sinks, spec.chunk,
+        window=spec.window, softcap=spec.softcap, sinks=spec.sinks, chunk=spec.chunk,
     )  # fmt: skip
     torch.testing.assert_close(mine, wanted.flatten(1), rtol=1e-4, atol=1e-5)
     assert torch.equal(caches[0].keys[0], caches[1].keys[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -90,7 +88,7 @@ def test_rejection_follows_the_target_through_the_whole_path(sampled, top_p):
     table = torch.from_numpy(rng.standard_normal((vocab + 1, vocab), dtype=np.float32) * 1.5)
     source = torch.from_numpy(rng.standard_normal((1, vocab), dtype=np.float32))
     plain = sampling_rows(num_seqs, temperature=0.9, top_p=top_p)
-    settings = replace(DrawSettings.of(plain, ints(range(num_seqs))), top_p=plain.top_p * 0 + 1)
+    settings = DrawSettings.of(plain, ints(range(num_seqs)))._replace(top_p=plain.top_p * 0 + 1)
     tokens, ids, probs = draw_siblings(
         source.expand(num_seqs, vocab), ints(np.ones(num_seqs)), settings, 4, 2
     )

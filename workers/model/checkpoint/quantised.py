@@ -40,13 +40,7 @@ _BESIDE = {
 
 
 def make_source(
-    name: str,
-    kind: WeightFormat,
-    names: Container[str],
-    piece: Piece,
-    path: Path,
-    *,
-    keeps: bool,
+    name: str, kind: WeightFormat, names: Container[str], piece: Piece, path: Path, *, keeps: bool
 ) -> QuantisedSource:
     """The source of weight `name`, whose codes are stored; `keeps`: it reads as `QuantisedTensor`.
 

@@ -112,11 +112,7 @@ def _layer(builder: Builder, module: Any, name: str, attention: AttentionBlock) 
 
 
 def build_attention(
-    builder: Builder,
-    module: Any,
-    name: str,
-    observed: AttentionSpec,
-    rope: tuple[int, Rope] | None,
+    builder: Builder, module: Any, name: str, observed: AttentionSpec, rope: tuple[int, Rope] | None
 ) -> AttentionBlock:
     """One layer's attention block."""
     rotary_dim = 0 if rope is None else rope[1].rotary_dim

@@ -284,12 +284,9 @@ def _draw_kernel(
 
 
 def draw(
-    logits: Tensor,  # [num_rows, vocab] float32, edited
-    positions: Tensor,  # [num_rows]
-    settings: DeviceSettings,
-    num_processors: int,
-) -> Tensor:  # [num_rows] int32
-    """One token per row with the target's noise; rows without any candidate draw token 0."""
+    logits: Tensor, positions: Tensor, settings: DeviceSettings, num_processors: int
+) -> Tensor:
+    """As `DeviceOps.draw_on_device`; rows without any candidate draw token 0."""
     num_rows, vocab = logits.shape
     if not num_rows:
         return logits.new_empty(0, dtype=torch.int32)
@@ -350,12 +347,12 @@ def _gumbel_argmax_kernel(
 
 
 def gumbel_argmax(
-    logits: Tensor,  # [num_rows, width]
-    positions: Tensor,  # [num_rows]
+    logits: Tensor,
+    positions: Tensor,
     settings: DeviceSettings,
-    tokens: Tensor | int,  # [width] int64, of the columns, or of the first of neighbours
+    tokens: Tensor | int,
     num_processors: int,
-) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
+) -> tuple[Tensor, Tensor]:
     """As `DeviceOps.gumbel_argmax_on_device`."""
     num_rows, width = logits.shape
     if logits.stride(1) != 1:

@@ -147,12 +147,8 @@ def _logprobs_kernel(
             last, last_id = best, best_id
 
 
-def edit(
-    logits: Tensor,  # [num_rows, vocab] float32, contiguous, written
-    edits: DeviceEdits,
-    num_processors: int,
-) -> None:
-    """Applies biases, forbidden ends and penalties to the rows that have any."""
+def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
+    """As `DeviceOps.edit_on_device`."""
     num_rows, vocab = logits.shape
     tables = edits.tables
     block = min(_BLOCK, triton.next_power_of_2(vocab))
@@ -165,11 +161,7 @@ def edit(
     )  # fmt: skip
 
 
-def logprobs(
-    logits: Tensor,  # [num_rows, vocab], unedited
-    tokens: Tensor,  # [num_rows] int32, drawn
-    edits: DeviceEdits,
-) -> tuple[Tensor, Tensor]:  # values [num_rows, 1 + MAX_TOP] float32, ids [num_rows, MAX_TOP] int32
+def logprobs(logits: Tensor, tokens: Tensor, edits: DeviceEdits) -> tuple[Tensor, Tensor]:
     """As `DeviceOps.logprobs_on_device`; rows that ask for none are unspecified."""
     num_rows, vocab = logits.shape
     values = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.float32, device=logits.device)

@@ -52,17 +52,13 @@ def _norm_kernel(
 def _add_norm_kernel(
     residual,  # [num_rows, SIZE], written
     update,  # [num_rows, SIZE]
-    after_weight,  # [SIZE] float32, or None
-    before_weight,  # [SIZE] float32, or None
     out,  # [num_rows, SIZE]
     scale,
-    after_eps,
-    before_eps,
-    AFTER: tl.constexpr,
-    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, after_weight, after_eps,  # of `facts`: weights are [SIZE] float32, or None
+    BEFORE: tl.constexpr, before_weight, before_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """residual += scale * after(update); out = before(residual)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -156,13 +152,7 @@ def add_norm(
     if num_rows:
         block = triton.next_power_of_2(size)
         _add_norm_kernel[(num_rows,)](
-            residual, update,
-            None if after is None else after.weight,
-            None if before is None else before.weight,
-            out, float(scale),
-            0.0 if after is None else after.eps,
-            0.0 if before is None else before.eps,
-            after is not None, before is not None, size, block,
+            residual, update, out, float(scale), *facts(after), *facts(before), size, block,
             num_warps=num_warps(block),
         )  # fmt: skip
     return out
@@ -179,6 +169,11 @@ def gate(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [nu
             gate_up, out, width, gate.limit, gate.alpha, KINDS[gate.kind], block
         )
     return out
+
+
+def facts(norm: Norm | None) -> tuple[bool, Tensor | None, float]:
+    """Whether there is a norm, its weights and its eps, as kernels take them."""
+    return (False, None, 0.0) if norm is None else (True, norm.weight, norm.eps)
 
 
 def num_warps(block: int) -> int:

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..protocol import Experts
+from ..reference import sum_in_order
 from .elementwise import KINDS, gated
-from .linear import FIXED_ROWS, PLAIN, add_step, dot, stored
+from .linear import FIXED_ROWS, PLAIN, add_step, dot, read_rows, stored
 
 # -- pairs of (token, choice) laid out expert by expert, each expert's padded to whole blocks. Every
 # program has one expert: it counts the pairs of all experts, so that it has the place of its own,
@@ -141,8 +142,8 @@ def _gate_up_kernel(
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, HIDDEN, BLOCK_K):
+        rows = states + token * HIDDEN
         if CODES != PLAIN:
-            rows = states + token * HIDDEN
             gate = add_step(
                 gate, rows, factor, weight, scales, zeros, real, lane, inside, begin,
                 HIDDEN, GROUP, OFFSET, CODES, BLOCK_K,
@@ -154,10 +155,7 @@ def _gate_up_kernel(
         else:
             depth = begin + tl.arange(0, BLOCK_K)
             deep = depth < HIDDEN
-            place = states + token[:, None] * HIDDEN + depth[None, :]
-            read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
-            if factor is not None:
-                read = (read.to(tl.float32) * factor[:, None]).to(states.dtype.element_ty)
+            read = read_rows(rows, factor, depth, real, deep)
             both = deep[:, None] & inside[None, :]
             place = gates[None, :] + depth[:, None]
             gate = dot(read, tl.load(place, mask=both, other=0.0), gate)
@@ -203,22 +201,12 @@ def _down_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
     lane = expert * HIDDEN + column
-    downs = weight + lane * WIDTH
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, WIDTH, BLOCK_K):
-        if CODES != PLAIN:
-            total = add_step(
-                total, inner + pair * WIDTH, None, weight, scales, zeros, real, lane, inside,
-                begin, WIDTH, GROUP, OFFSET, CODES, BLOCK_K,
-            )  # fmt: skip
-        else:
-            depth = begin + tl.arange(0, BLOCK_K)
-            deep = depth < WIDTH
-            place = inner + pair[:, None] * WIDTH + depth[None, :]
-            read = tl.load(place, mask=real[:, None] & deep[None, :], other=0.0)
-            both = deep[:, None] & inside[None, :]
-            place = downs[None, :] + depth[:, None]
-            total = dot(read, tl.load(place, mask=both, other=0.0), total)
+        total = add_step(
+            total, inner + pair * WIDTH, None, weight, scales, zeros, real, lane, inside,
+            begin, WIDTH, GROUP, OFFSET, CODES, BLOCK_K,
+        )  # fmt: skip
     if bias is not None:
         shift = tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0)
         total += shift.to(tl.float32)[None, :]
@@ -287,11 +275,7 @@ class CudaMixture:
             num_warps=4, num_stages=3,
         )  # fmt: skip
         choices = out.unflatten(0, scores.shape)
-        if not self._fixed_rows:
-            return choices.sum(1).to(states.dtype)
-        total = choices[:, 0]
-        for place in range(1, scores.shape[1]):
-            total = total + choices[:, place]
+        total = sum_in_order(choices) if self._fixed_rows else choices.sum(1)
         return total.to(states.dtype)
 
 

@@ -77,6 +77,15 @@ def scaled(
 
 
 @triton.jit
+def read_rows(rows, factor, depth, real, deep):  # [BLOCK_M] addresses -> [BLOCK_M, BLOCK_K]
+    """Columns `depth` of rows, times the rows' factors if there are any."""
+    read = tl.load(rows[:, None] + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0)
+    if factor is not None:
+        read = (read.to(tl.float32) * factor[:, None]).to(rows.dtype.element_ty)
+    return read
+
+
+@triton.jit
 def add_step(
     total,  # [BLOCK_M, BLOCK_N] float32
     states,  # [BLOCK_M] addresses of rows
@@ -99,11 +108,7 @@ def add_step(
         stored = tl.load(place, mask=both, other=0)
         for odd in tl.static_range(2):
             depth = 2 * pair + odd
-            read = tl.load(
-                states[:, None] + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0
-            )
-            if factor is not None:
-                read = (read.to(tl.float32) * factor[:, None]).to(kind)
+            read = read_rows(states, factor, depth, real, deep)
             wide = ((stored >> (4 * odd)) & 15).to(tl.float32)
             wide = scaled(wide, scales, zeros, column, depth, both, IN, GROUP, OFFSET)
             total = dot(read, wide.to(kind), total)
@@ -111,11 +116,7 @@ def add_step(
         depth = begin + tl.arange(0, BLOCK_K)
         deep = depth < IN
         both = deep[:, None] & inside[None, :]
-        read = tl.load(
-            states[:, None] + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0
-        )
-        if factor is not None:
-            read = (read.to(tl.float32) * factor[:, None]).to(kind)
+        read = read_rows(states, factor, depth, real, deep)
         weight = tl.load(values + column[None, :] * IN + depth[:, None], mask=both, other=0)
         if KIND != PLAIN:
             wide = decoded(weight, KIND)

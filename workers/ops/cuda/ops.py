@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from ..protocol import (
     Router,
 )
 from ..quantised import QuantisedTensor
-from ..reference import ReferenceOps, prepare, route, split_heads
+from ..reference import ReferenceOps, prepared_heads, route, route_by_row
 from . import elementwise
 from .attention import FIXED, attend
 from .draw import draw, gumbel_argmax
@@ -34,7 +36,6 @@ from .experts import CudaMixture
 from .linear import TiledProduct
 from .prepare import can_prepare, prepare_and_store
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED_PROCESSORS = 4  # stands in for a device's where kernels run under the interpreter
 
 
@@ -89,12 +90,9 @@ class CudaOps(ReferenceOps):
         if can_prepare(spec):
             query = prepare_and_store(joined, rotation, temperature, plan, keys, values, spec)
         else:
-            query, key, value = split_heads(joined, spec)
-            query = prepare(query, spec.query_norm, rotation, spec)
-            if temperature is not None:
-                query = (query * temperature[:, None, None]).to(query.dtype)
+            query, key, value = prepared_heads(joined, rotation, temperature, spec)
             query = query.contiguous()
-            keys.index_copy_(0, plan.slots.long(), prepare(key, spec.key_norm, rotation, spec))
+            keys.index_copy_(0, plan.slots.long(), key)
             if not spec.shared_values:
                 values.index_copy_(0, plan.slots.long(), value)
         out = attend(query, keys, values, plan, spec, self.num_processors, self._splits)
@@ -177,6 +175,5 @@ class InvariantCudaOps(CudaOps):
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         if logits.device.type == "cpu":  # under the interpreter, where vectors have a scalar rest
-            rows = [route(row, router, stable=True) for row in logits.split(1)]
-            return torch.cat([each for each, _ in rows]), torch.cat([each for _, each in rows])
+            return route_by_row(logits, partial(route, router=router, stable=True))
         return route(logits, router, stable=True)

@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan import PagedStep
-from ..protocol import AttentionSpec, Norm, Rotation
-
-NONE, PLAIN, WEIGHTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+from ..protocol import AttentionSpec, Rotation
+from .elementwise import facts
 
 
 @triton.jit
@@ -34,10 +33,10 @@ def _factor(
 
 
 @triton.jit
-def _normed(wide, factor, weight, columns, mask, kind: tl.constexpr, NORM: tl.constexpr):
+def _normed(wide, factor, weight, columns, mask, kind: tl.constexpr):
     """Elements `columns` of a head times `factor` and the norm's weights, rounded."""
     wide = wide * factor
-    if NORM == WEIGHTED:
+    if weight is not None:
         wide = wide * tl.load(weight + columns, mask=mask, other=0.0)
     return wide.to(kind).to(tl.float32)
 
@@ -69,9 +68,10 @@ def _prepared(
     factor = 1.0
     if NORM and not NORM_AFTER:
         factor = _factor(heads, head, eps, columns, HEAD_DIM, WIDE, NUM)
-        if WIDE and NORM == WEIGHTED:
-            weights = weight + head * HEAD_DIM
-        wide = _normed(wide, factor, weights, columns, mask, kind, NORM)
+        if WIDE:
+            if weight is not None:
+                weights = weight + head * HEAD_DIM
+        wide = _normed(wide, factor, weights, columns, mask, kind)
     if ROTARY_DIM:
         HALF: tl.constexpr = ROTARY_DIM // 2
         local = columns - ROTARY_BEGIN
@@ -80,7 +80,7 @@ def _prepared(
         partner = tl.where(lower, columns + HALF, columns - HALF)
         other = tl.load(place + partner, mask=turned, other=0.0).to(tl.float32)
         if NORM and not NORM_AFTER:
-            other = _normed(other, factor, weights, partner, turned, kind, NORM)
+            other = _normed(other, factor, weights, partner, turned, kind)
         angle = tl.where(lower, local, local - HALF)
         along = tl.load(cos + angle, mask=turned, other=1.0)
         across = tl.load(sin + angle, mask=turned, other=0.0)
@@ -88,7 +88,7 @@ def _prepared(
         wide = wide.to(kind).to(tl.float32)
     if NORM and NORM_AFTER:
         factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / HEAD_DIM + eps)
-        wide = _normed(wide, factor, weights, columns, mask, kind, NORM)
+        wide = _normed(wide, factor, weights, columns, mask, kind)
     return wide
 
 
@@ -100,27 +100,23 @@ def _prepare_kernel(
     sin,
     temperature,  # [num_rows] float32, or None
     slots,  # [num_rows] int32; below 0: not stored
-    query_weight,
-    key_weight,
     query,  # [num_rows, NUM_HEADS, HEAD_DIM], written
     keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], written
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM], written
-    query_eps,
-    key_eps,
+    QUERY_NORM: tl.constexpr, query_weight, query_eps,  # of `facts`
+    KEY_NORM: tl.constexpr, key_weight, key_eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROTARY_BEGIN: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    QUERY_NORM: tl.constexpr,
-    KEY_NORM: tl.constexpr,
     NORM_AFTER: tl.constexpr,
     QUERY_WIDE: tl.constexpr,
     KEY_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -187,12 +183,9 @@ def prepare_and_store(
     if num_rows:
         _prepare_kernel[(num_rows, num_lanes)](
             joined, joined.stride(0), cos, sin, temperature, plan.slots,
-            _weight(spec.query_norm), _weight(spec.key_norm), query, keys, values,
-            spec.query_norm.eps if spec.query_norm else 0.0,
-            spec.key_norm.eps if spec.key_norm else 0.0,
+            query, keys, values, *facts(spec.query_norm), *facts(spec.key_norm),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim,
-            spec.rotary_begin, rotary_dim, _kind(spec.query_norm), _kind(spec.key_norm),
-            spec.norms_after_rotation, *wide,
+            spec.rotary_begin, rotary_dim, spec.norms_after_rotation, *wide,
             triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim),
             num_warps=1,
         )  # fmt: skip
@@ -203,13 +196,3 @@ def can_prepare(spec: AttentionSpec) -> bool:
     """Whether the kernel covers the layer: no architecture norms all heads after rotating them."""
     normed = spec.query_norm is not None or spec.key_norm is not None
     return not (normed and spec.norms_all_heads and spec.norms_after_rotation)
-
-
-def _kind(norm: Norm | None) -> int:
-    if norm is None:
-        return 0
-    return 1 if norm.weight is None else 2
-
-
-def _weight(norm: Norm | None) -> Tensor | None:
-    return None if norm is None else norm.weight

@@ -15,7 +15,7 @@ from .....engine.outputs import Chunk
 from .....errors import OutriderError
 from ..answers import Response, ResponseUsage
 from ..errors import error_body
-from ..generation import Generation, Job, chunk_extras, token_logprobs, whole_trace
+from ..generation import Generation, Job, token_logprobs
 from .body import NamedFunction, ResponsesBody, Status
 
 Fields = dict[str, Any]
@@ -155,7 +155,7 @@ class TextLogprobs:
     def _is_content(self, offset: int) -> bool:
         if self._parser is None:
             return True
-        spans = self._parser.content_spans
+        spans = self._parser.reader.content
         place = bisect_right(spans, (offset, inf)) - 1
         return place >= 0 and offset < spans[place][1]
 
@@ -299,14 +299,14 @@ class ResponseMaker:
             "user": body.user,
         }
         if ended and self.job.request.speculation.trace:
-            response["speculation_trace"] = whole_trace(self.job)
+            response["speculation_trace"] = self.job.trace()
         return response
 
     def push(self, chunk: Chunk, *, last: bool) -> list[Fields]:
         """The events that a chunk makes."""
         if self.body.wants_logprobs:
-            frontend, top = self.generation.frontend, self.body.top_logprobs or 0
-            entries = token_logprobs(frontend, chunk.token_ids, chunk.logprobs, top)
+            vocabulary, top = self.job.assembler.vocabulary, self.body.top_logprobs or 0
+            entries = token_logprobs(vocabulary, chunk.token_ids, chunk.logprobs, top)
             self.output.logprobs.push(chunk.offsets, entries)
         return self.output.push(chunk.text, self.final_status if last else None)
 
@@ -367,7 +367,7 @@ async def events(
                     yield lifecycle("created", "in_progress")
                     yield lifecycle("in_progress", "in_progress")
                 found = made.push(step.chunk, last=step.last)
-                traced += chunk_extras(step.job, step.chunk).get("speculation_trace", ())
+                traced += step.job.chunk_extras(step.chunk).get("speculation_trace", ())
                 deltas = [event for event in found if "delta" in event]
                 if traced and deltas:
                     deltas[-1]["speculation_trace"], traced = traced, []

@@ -146,10 +146,9 @@ def check_kinds(items: Any) -> None:
             continue
         kind = item.get("type")
         if kind is not None and kind not in KINDS:
-            raise InvalidRequestError(
-                f"input.{index}.type: {shown_value(kind)} is not supported; it has to be one of "
-                f"{', '.join(KINDS)}",
-                field=f"input.{index}.type",
+            raise InvalidRequestError.at(
+                f"input.{index}.type",
+                f"{shown_value(kind)} is not supported; it has to be one of {', '.join(KINDS)}",
             )
         place = "output" if kind == "function_call_output" else "content"
         parts = item.get(place) if kind != "reasoning" else None
@@ -157,8 +156,8 @@ def check_kinds(items: Any) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(part, dict) and kind not in ("input_text", "output_text"):
                 field = f"input.{index}.{place}.{number}.type"
-                raise InvalidRequestError(
-                    f"{field}: {shown_value(kind)} is not supported; only text is", field=field
+                raise InvalidRequestError.at(
+                    field, f"{shown_value(kind)} is not supported; only text is"
                 )
 
 
@@ -174,10 +173,10 @@ def check_results(items: Any) -> None:
             called.add(item.call_id)
         elif isinstance(item, InputCallOutput) and item.call_id not in called:
             field = f"input.{index}.call_id"
-            raise InvalidRequestError(
-                f"{field}: no function_call before it has the id {shown_value(item.call_id)}; "
+            raise InvalidRequestError.at(
+                field,
+                f"no function_call before it has the id {shown_value(item.call_id)}; "
                 "nothing is stored, so the input has to hold the call too",
-                field=field,
             )
 
 
@@ -233,8 +232,8 @@ def check_tool_kinds(tools: Any) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(tool, dict) and kind != "function":
             field = f"tools.{index}.type"
-            raise InvalidRequestError(
-                f"{field}: {shown_value(kind)} is not supported; only functions are", field=field
+            raise InvalidRequestError.at(
+                field, f"{shown_value(kind)} is not supported; only functions are"
             )
 
 
@@ -400,14 +399,14 @@ _NAMES = tuple(
 )
 
 
-def add_input(generation: Generation, body: ResponsesBody, request_id: str) -> None:
+def add(generation: Generation, body: ResponsesBody, request_id: str) -> None:
     """Checks the body and adds its conversation.
 
     Raises:
         InvalidRequestError: names the body's own field.
     """
     try:
-        chat.add_messages(generation, as_chat(body), request_id)
+        chat.add(generation, as_chat(body), request_id)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 

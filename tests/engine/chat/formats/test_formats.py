@@ -241,7 +241,7 @@ def read(name, pieces):
         elif isinstance(event, Arguments):
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
-    spans = parser.reasoning_spans
+    spans = parser.reader.reasoning
     return content, reasoning, [tuple(call) for call in calls], spans
 
 

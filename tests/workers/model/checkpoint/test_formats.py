@@ -14,9 +14,10 @@ from outrider.engine.preflight import check_quantization
 from outrider.errors import CheckpointError
 from outrider.tests.helpers.quantised.formats import AWQ, GPTQ, KINDS, compressed, write_pair
 from outrider.workers.collective import Collective
-from outrider.workers.model import describe, load_model
 from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.fit import check_weights
+from outrider.workers.model.info import describe
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.quantised import QuantisedTensor
 
 CPU = torch.device("cpu")

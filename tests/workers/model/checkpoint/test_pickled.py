@@ -15,8 +15,8 @@ from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError
 from outrider.training.protocol import FrozenTarget
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
 from outrider.workers.model.checkpoint.weights import Checkpoint
+from outrider.workers.model.target import load_model
 
 from ....helpers.models import write_models
 

@@ -15,9 +15,10 @@ from outrider.engine.preflight import check_quantization
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.workers.collective import Collective
-from outrider.workers.model import describe, load_model
 from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.fit import check_weights
+from outrider.workers.model.info import describe
+from outrider.workers.model.target import load_model
 
 CPU = torch.device("cpu")
 

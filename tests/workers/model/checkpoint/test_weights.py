@@ -13,8 +13,10 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.workers.collective import Collective
-from outrider.workers.model import describe, load_model, target
+from outrider.workers.model import target
 from outrider.workers.model.checkpoint.weights import Checkpoint, Joined, Stacked, Whole
+from outrider.workers.model.info import describe
+from outrider.workers.model.target import load_model
 
 from ..conftest import BASE, VARIANTS
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 
 CPU = torch.device("cpu")
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma2", "gemma3_two_ropes",

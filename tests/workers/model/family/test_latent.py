@@ -8,8 +8,8 @@ import torch
 
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
 from outrider.workers.model.fit import Serving, check_weights
+from outrider.workers.model.target import load_model
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.ops.cpu import CpuOps
 

@@ -10,9 +10,9 @@ import torch
 
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
 from outrider.workers.model.family import decoder
 from outrider.workers.model.family.decoder import PartThreads, bounds_of
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.plan import plan_step
 
 from ....helpers.steps import step_of

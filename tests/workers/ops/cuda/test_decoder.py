@@ -9,7 +9,7 @@ import torch
 from outrider.scheduler.types import Draft, ints
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.ops.cuda.ops import CudaOps
 

@@ -10,7 +10,7 @@ from outrider.tests.helpers.invariant.models import check_angles, write_random
 from outrider.tests.helpers.invariant.texts import Texts
 from outrider.tests.helpers.quantised.weights import weight_of
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.cuda import attention
 from outrider.workers.ops.cuda.linear import TiledProduct
 from outrider.workers.ops.cuda.ops import InvariantCudaOps

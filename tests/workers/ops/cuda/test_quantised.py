@@ -13,7 +13,7 @@ from outrider.tests.helpers.quantised.formats import write_pair
 from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.model import load_model
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.quantised import QuantisedTensor
 

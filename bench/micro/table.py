@@ -1,0 +1,124 @@
+"""Measures what `workers/ops/table.py` chooses between on this processor, and prints its entries.
+
+    python -m outrider.bench.micro.table [--rounds 9] [--dtype bfloat16 ...]
+
+Products: the kernel and oneDNN's, packed; attention of one prompt: the kernel's and torch's. One
+thread, on its own time on a CPU; ways take turns, the quickest round counts. An entry is proposed
+from the number of rows on from which the other way is quicker for most shapes, and is yours to
+write into the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from rich.console import Console
+
+from ...workers.attention import KVCache, KVShape
+from ...workers.ops.cpu import CpuOps, PackedProjection, PanelProjection, kernels_of
+from ...workers.ops.prompts import passes_of
+from ...workers.ops.protocol import AttentionSpec
+from ...workers.ops.table import (
+    ATTENTION,
+    KERNEL,
+    LARGE_WEIGHT,
+    ONEDNN,
+    SMALL,
+    SMALL_WEIGHT,
+    TORCH,
+    capability,
+    describe,
+)
+from ..forward import BLOCK_SIZE, DTYPES, prompt_step
+from .timing import Pair, timed
+
+SHAPES = (
+    (480, 320),
+    (320, 864),
+    (1728, 320),
+    (576, 1536),
+    (1024, 1024),
+    (5632, 1024),
+    (4096, 4096),
+)
+HEADS = ((8, 2, 40), (9, 3, 64), (16, 8, 64), (32, 8, 128))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+LENGTHS = (64, 128, 256, 512, 1500)
+Found = dict[str, dict[int, list[float]]]  # by class and rows: the other's time to the kernel's
+
+
+def products(dtype: torch.dtype) -> Iterator[tuple[str, int, Pair]]:
+    """Class and rows of every pair of products: oneDNN's, and the kernel's as reference."""
+    for columns, length in SHAPES:
+        weight = torch.randn(columns, length).to(dtype)
+        what = SMALL_WEIGHT if weight.numel() <= SMALL[dtype] else LARGE_WEIGHT
+        ways = PackedProjection(weight, None), PanelProjection(weight, None, kernels_of(dtype))
+        for rows in ROWS:
+            states = torch.randn(rows, length).to(dtype)
+            ours, reference = (partial(way, states) for way in ways)
+            yield what, rows, Pair(f"{columns} x {length}", str(rows), ours, reference)
+
+
+def attention(dtype: torch.dtype) -> Iterator[tuple[str, int, Pair]]:
+    """Class and rows of every pair: torch's fused attention, and the kernel's as reference."""
+    ops = CpuOps(dtype)
+    for heads, kv_heads, dim in HEADS:
+        spec = AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5)
+        for rows in LENGTHS:
+            step, num_blocks = prompt_step(rows, 100)
+            shape = KVShape(kv_heads, dim, dim)
+            cache = KVCache([shape], num_blocks, BLOCK_SIZE, dtype, torch.device("cpu"))
+            plan = ops.plan(step, cache)
+            (chunk,) = passes_of(plan, 1, ops.adopt)
+            plans = replace(plan, passes=(chunk,)), replace(plan, passes=())
+            joined = torch.randn(rows, spec.joined_width).to(dtype)
+            ours, reference = (
+                partial(ops.rope_store_attend, joined, None, None, each, cache, 0, spec)
+                for each in plans
+            )
+            case = f"heads {heads}/{kv_heads} x {dim}"
+            yield ATTENTION, rows, Pair(case, str(rows), ours, reference)
+
+
+def proposed(name: str, ratios: dict[int, list[float]]) -> str:
+    """An entry of one class."""
+    first = 0  # never
+    for rows, each in sorted(ratios.items(), reverse=True):
+        if statistics.median(each) >= 1:
+            break
+        first = rows
+    return f"{KERNEL} from 1" + (f", {name} from {first}" if first else "")
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints the times and the entries."""
+    parser = argparse.ArgumentParser(prog="python -m outrider.bench.micro.table")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    for dtype in options.dtype:
+        console.print(f"{dtype}, {torch.cpu.get_capabilities().get('cpu_name')}")
+        console.print(f"in use: {describe(DTYPES[dtype])}\n")
+        console.print("| part | rows | other, us | kernel, us | ratio |\n|---|---|---|---|---|")
+        found: Found = {}
+        for part in (products, attention):
+            for what, rows, pair in part(DTYPES[dtype]):
+                each = timed(pair, options.rounds)
+                times = f"{each.ours_us:.0f} | {each.reference_us:.0f} | {each.ratio:.2f}"
+                console.print(f"| {pair.part} | {rows} | {times} |")
+                found.setdefault(what, {}).setdefault(rows, []).append(each.ratio)
+        for what, ratios in found.items():
+            other = TORCH if what == ATTENTION else ONEDNN
+            console.print(f"{capability()}, {dtype}, {what}: {proposed(other, ratios)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Which kernel computes what on a CPU: a table kept as data, read at load.
+
+Nothing is measured at a start, so that two starts of one model give the same bits. An entry is
+chosen by what the processor's instructions are, by the dtype, by the class of the weight and by how
+many rows there are. `python -m outrider.bench.micro.table` measures a machine's entries.
+
+Measured (`bench/RESULTS.md`): AVX-512 with bfloat16 dots, AVX-512 and AVX2. There the own kernel is
+as fast as oneDNN's product at any number of rows and up to three times as fast at one, and its
+attention is 1.4 to 2.9 times as fast as torch's; beyond `SMALL`, oneDNN shares one row among
+threads. Reasoned, not measured: what is said of AMX. Its tiles multiply four to eight times as fast
+as the kernel's dots, which is a call of 20 us ahead from about 3 million multiplications on: a
+weight of 400 x 400 with 16 rows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ConfigError
+
+KERNEL, ONEDNN, TORCH = "kernel", "onednn", "torch"
+SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION = "small weight", "large weight", "attention"
+
+VARIABLE = "OUTRIDER_CPU_TABLE"
+"""Environment variable: the entries of this capability serve, whatever the processor has."""
+
+BF16, F32 = torch.bfloat16, torch.float32
+SMALL = {BF16: 1 << 21, F32: 1 << 20}
+"""Elements of a weight up to which it is small: the kernel multiplies it by few rows, on one
+thread."""
+
+
+class Way(NamedTuple):
+    """What computes from so many rows on: of a product, or of one sequence's attention."""
+
+    fewest_rows: int
+    name: str
+
+
+Classes = dict[str, tuple[Way, ...]]
+"""Ascending in rows."""
+
+_OWN, _ALL_ONEDNN = (Way(1, KERNEL),), (Way(1, ONEDNN),)
+_PLAIN: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _ALL_ONEDNN, ATTENTION: _OWN}
+_NO_BF16: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _OWN, ATTENTION: _OWN}
+_TILES: Classes = {
+    SMALL_WEIGHT: (Way(1, KERNEL), Way(16, ONEDNN)),
+    LARGE_WEIGHT: _ALL_ONEDNN,
+    ATTENTION: (Way(1, KERNEL), Way(64, TORCH)),
+}
+_NO_ONEDNN: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: (Way(1, TORCH),), ATTENTION: _OWN}
+
+TABLE: dict[str, dict[torch.dtype, Classes]] = {
+    "amx": {BF16: _TILES, F32: _PLAIN},
+    "avx512_bf16": {BF16: _PLAIN, F32: _PLAIN},
+    "avx512": {BF16: _PLAIN, F32: _PLAIN},
+    "avx_ne_convert": {BF16: _PLAIN, F32: _PLAIN},
+    "avx2": {BF16: _NO_BF16, F32: _PLAIN},
+    "other": {BF16: _NO_BF16, F32: _NO_ONEDNN},
+}
+"""By capability, dtype and class."""
+
+
+def capability() -> str:
+    """The best instructions that oneDNN uses here, as the table names them.
+
+    oneDNN's own limit, `ONEDNN_MAX_CPU_ISA`, counts as a processor without them.
+
+    Raises:
+        ConfigError: `OUTRIDER_CPU_TABLE` names no capability of the table.
+    """
+    forced = os.environ.get(VARIABLE)
+    if forced:
+        if forced not in TABLE:
+            raise ConfigError(f"{VARIABLE}={forced}: allowed: {', '.join(TABLE)}")
+        return forced
+    has = torch.cpu.get_capabilities()
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    if not has_avx or not torch.backends.mkldnn.is_available():
+        return "other"
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or "ALL").upper()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # heeds the limit
+        return "avx2"
+    if has.get("amx_bf16") and ("AMX" in limit or limit in ("ALL", "DEFAULT")):
+        return "amx"
+    if not has.get("avx512_bw") or limit == "AVX2_VNNI_2":
+        return "avx_ne_convert"
+    pairs = has.get("avx512_bf16") and limit not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    return "avx512_bf16" if pairs else "avx512"
+
+
+def ways(dtype: torch.dtype, what: str) -> tuple[Way, ...]:
+    """This processor's entries of a class, ascending in rows."""
+    return TABLE[capability()][dtype][what]
+
+
+def rows_for(dtype: torch.dtype, what: str, name: str) -> int | None:
+    """From how many rows on `name` computes a class; None: at none."""
+    found = [way.fewest_rows for way in ways(dtype, what) if way.name == name]
+    return found[0] if found else None
+
+
+def describe(dtype: torch.dtype) -> str:
+    """The entries in use, as a line for people."""
+    parts = []
+    for what in (SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION):
+        found = ways(dtype, what)
+        names = [found[0].name, *(f"{way.name} from {way.fewest_rows} rows" for way in found[1:])]
+        parts.append(f"{what}: {', '.join(names)}")
+    return f"{capability()}; " + "; ".join(parts)
+
+
+def filled_rows(num_rows: int) -> int:
+    """A number of rows that oneDNN is called with: at most an eighth more.
+
+    oneDNN keeps half a megabyte for every number of rows and shape of a weight that it meets, and
+    takes half a millisecond for what it does not find.
+    """
+    step = 1 << max(num_rows.bit_length() - 4, 0)
+    return -(-num_rows // step) * step
