@@ -6,6 +6,7 @@ Serve's own schema swallows unknown keys; here every one is an error that names 
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -14,11 +15,20 @@ from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError
-from .front_door import ConnectionLimits
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
 _LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
 _AUTO_MAX_REPLICAS = 100  # as Serve's own `num_replicas: auto`
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take."""
+
+    header_timeout_s: float = 10.0  # for all headers of a request to arrive
+    max_header_bytes: int = 64 * 2**10
+    write_timeout_s: float = 30.0  # without room for more of an answer: the client does not read
+    send_buffer_bytes: int = 256 * 2**10  # of the kernel; as much again is kept by the process
 
 
 def check_autoscaling(given: dict[str, Any]) -> None:

@@ -15,15 +15,13 @@ import errno
 import logging
 import socket
 import ssl
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import ConfigError, EngineDeadError
+from .args import ConnectionLimits, ServeConfig
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from .args import ServeConfig
 
 log = logging.getLogger(__name__)
 _OWN = "/-/"  # paths that are answered here
@@ -37,16 +35,6 @@ _TOO_LARGE_ANSWER = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What one connection may take."""
-
-    header_timeout_s: float = 10.0  # for all headers of a request to arrive
-    max_header_bytes: int = 64 * 2**10
-    write_timeout_s: float = 30.0  # without room for more of an answer: the client does not read
-    send_buffer_bytes: int = 256 * 2**10  # of the kernel; as much again is kept by the process
 
 
 def check_port(host: str, port: int) -> None:

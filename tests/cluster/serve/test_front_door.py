@@ -18,9 +18,8 @@ from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outrider.cluster.serve.args import ServeConfig
+from outrider.cluster.serve.args import ConnectionLimits, ServeConfig
 from outrider.cluster.serve.front_door import (
-    ConnectionLimits,
     FrontDoor,
     check_certificate,
     check_port,
