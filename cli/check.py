@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cluster.local_ray import find_ray
+from ..cluster.local_ray import find_ray, worker_niceness
 from ..engine.preflight import preflight
 from .console import err, note, say, table
 from .options import EngineOptions, serve_section
@@ -37,8 +37,13 @@ def check(
     engine = engine.model_copy(update={"config": file}) if file is not None else engine
     config = engine.resolve()
     serve_section(engine, {})
-    is_local = config.executor == "local" or find_ray() is None
-    facts = preflight(config, is_local=is_local, in_full=True)
+    cluster = None if config.executor == "local" else find_ray()
+    facts = preflight(config, is_local=cluster is None, in_full=True)
+    if cluster is not None and (niceness := worker_niceness(cluster)) > 0:
+        facts["niceness"] = (
+            f"{niceness}: this Ray's workers wait for every other process of their machines; "
+            "start it with RAY_worker_niceness=0"
+        )
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
     if load:

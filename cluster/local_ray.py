@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
 
 _CONNECT_TIMEOUT_S = 5.0
+_NICENESS = "RAY_worker_niceness"  # Ray's own default is 15: any other process would go first
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
     else:
         num_cpus, cores = num_engines * num_cpus_of(config), len(os.sched_getaffinity(0))
         own = {"num_cpus": max(cores, math.ceil(num_cpus)), "include_dashboard": False}
+        if _NICENESS not in os.environ:
+            own["_system_config"] = {"worker_niceness": 0}
         if num_cpus > cores:
             log.warning("the workers ask for %g CPUs and share %d cores", num_cpus, cores)
     try:
@@ -119,6 +122,18 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
             "address", f"cannot join Ray at {found or 'this machine'}: {error}"
         ) from None
     return True
+
+
+def worker_niceness(address: str) -> int:
+    """At which niceness the cluster at `address` runs workers; joins and leaves it."""
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        found: int = ray.get(ray.remote(num_cpus=0)(os.nice).remote(0))
+        return found
+    finally:
+        ray.shutdown()
 
 
 def num_cpus_of(config: EngineConfig) -> float:

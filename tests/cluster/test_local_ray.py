@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster import local_ray
+from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 from outrider.tests.helpers.ports import free_port
 
@@ -114,3 +115,16 @@ def wait_for(path: Path) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"no {path}")
+
+
+@pytest.mark.ray
+def test_workers_of_a_ray_that_is_started_here_wait_for_no_other_process(tmp_path):
+    """Ray itself starts them at niceness 15, which `outrider check` says."""
+    import ray
+
+    config = EngineConfig.load({"model": str(tmp_path)})
+    assert local_ray.start_ray(config, address="local")
+    try:
+        assert ray.get(ray.remote(num_cpus=0)(os.nice).remote(0)) == 0
+    finally:
+        ray.shutdown()
