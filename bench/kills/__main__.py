@@ -33,7 +33,7 @@ from ...client import ResumingTransport, stream_events
 from ..serving.demo_server import DemoServer, demo_server
 
 KINDS = (
-    "rank", "drafter", "spare", "engine", "keeper", "pool", "ingress", "proxy", "controller",
+    "rank", "drafter", "spare", "engine", "keeper", "pool", "ingress", "controller",
 )  # fmt: skip
 _PROMPTS = ("class Stack:\n", "def main(", "import os\n", "for line in lines:\n")
 _NUM_BEFORE = 10  # events of every stream before the kill

@@ -33,7 +33,7 @@ _TIMEOUT_S = 300.0
 _SETTLE_S = 30.0
 _SAMPLE_EVERY_S = 5.0
 _SLOW_S = 0.02  # between two reads of a slow reader
-_ROLES = ("rank", "engine", "ingress", "proxy", "controller", "pool", "keeper")
+_ROLES = ("rank", "engine", "ingress", "controller", "pool", "keeper")
 
 
 class Traffic:

@@ -55,7 +55,7 @@ def test_fields_become_settings(tmp_path):
         assert (config.resources.cpus_per_worker, config.resources.gpus_per_worker) == (2, 1)
         assert config.resources.placement_strategy == "STRICT_PACK"
         options = model.serve_options()
-        assert (options["num_replicas"], options["max_ongoing_requests"]) == (2, 16)
+        assert (options["num_replicas"], model.max_each) == (2, 16)
         assert options["ray_actor_options"]["runtime_env"] == {"env_vars": {"A": "1"}}
         assert section.num_ingress_replicas == 1
     assert type(model).load(model.dump()) == model
@@ -141,7 +141,8 @@ def test_engines_are_added_when_a_batch_is_full(deployment, scaling):
     args = small("a", engine_kwargs={"max_num_seqs": 8}, deployment_config=deployment)
     (model,), _ = read_llm_args(args)
     options = model.serve_options()
-    assert options["autoscaling_config"] == scaling
+    policy = {"policy_function": "outrider.cluster.serve.args:by_load"}
+    assert options["autoscaling_config"] == {**scaling, "policy": policy}
     assert "num_replicas" not in options
 
 
