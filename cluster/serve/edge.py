@@ -39,7 +39,7 @@ RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
 LEAVING = -1  # in place of its load: the engine takes no more requests
 MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
 _ACCEPT_POLL_S = 1.0
-_PUBLISH_S = 0.02  # between two messages to an ingress that have nothing but the load
+_PUBLISH_S = 0.05  # between two messages to an ingress that have nothing but the load
 # What of a delta, and of its usage, a flat list has.
 _FLAT = attrgetter(
     "request_id",
@@ -178,7 +178,8 @@ class EngineDoor:
 
     def changed(self) -> None:
         """The load is another; ingresses that get no deltas now learn of it soon."""
-        self._changed.set()
+        if len(self._links) > 1 or self._is_leaving:
+            self._changed.set()
 
     def leave(self) -> None:
         """Asks ingresses to send no more requests; those that run go on."""
@@ -220,7 +221,7 @@ class EngineDoor:
                     log.warning("a connection was not accepted: %s", error)
                 continue
             self._links.append(EdgeLink(connection, self))
-            self.changed()
+            self._changed.set()
 
     def _publish(self) -> None:
         while not self._closed.is_set():
@@ -364,6 +365,7 @@ class EdgeLink:
         request = decode(body)
         assert isinstance(request, Request)
         self.requests.add(request.id)
+        self._told_load += 1  # the ingress counts what it has sent
         self._door.changed()
         self._door.store.begin(request)
         if request.sampling.structured_outputs is None:
