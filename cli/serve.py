@@ -107,6 +107,7 @@ _DeployFields: Any = options_of(
         "route_prefix",
         "graceful_shutdown_timeout_s",
     ),
+    defaults={"port": _PORT},
 )
 
 

@@ -130,7 +130,7 @@ def worker_niceness(address: str) -> int:
 
     ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     try:
-        found: int = ray.get(ray.remote(num_cpus=0)(os.nice).remote(0))
+        found: int = ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote())
         return found
     finally:
         ray.shutdown()

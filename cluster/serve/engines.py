@@ -397,23 +397,28 @@ class Engines:
             self._changed()
 
 
-_engines: dict[str, Engines] = {}  # of this process, by deployment
-_known: dict[str, dict[str, Mapping[str, Any]]] = {}  # what Serve said last
+class Directory:
+    """Serve's lists of replicas as this process knows them, and who follows them."""
+
+    def __init__(self) -> None:
+        self._followers: dict[str, Engines] = {}  # by deployment
+        self._lists: dict[str, dict[str, Mapping[str, Any]]] = {}
+
+    def follow(self, deployment: str, engines: Engines) -> None:
+        """From now on `engines` follows the list of a deployment's replicas."""
+        self._followers[deployment] = engines
+        if deployment in self._lists:
+            engines.update(self._lists[deployment])
+
+    def listed(self, deployment: str, replicas: Iterable[Any]) -> None:
+        """The list of a deployment's replicas is another."""
+        found = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
+        self._lists[deployment] = found
+        if deployment in self._followers:
+            self._followers[deployment].update(found)
 
 
-def register(deployment: str, engines: Engines) -> None:
-    """From now on `engines` follows Serve's list of a deployment's replicas."""
-    _engines[deployment] = engines
-    if deployment in _known:
-        engines.update(_known[deployment])
-
-
-def listed(deployment: str, replicas: Iterable[Any]) -> None:
-    """Serve's list of a deployment's replicas is another."""
-    found = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
-    _known[deployment] = found
-    if deployment in _engines:
-        _engines[deployment].update(found)
+directory = Directory()
 
 
 class EngineRouter(PowerOfTwoChoicesRequestRouter):
@@ -424,4 +429,4 @@ class EngineRouter(PowerOfTwoChoicesRequestRouter):
         # Serve may rebuild this class from its source, apart from this module.
         from outrider.cluster.serve import engines
 
-        engines.listed(str(self._deployment_id), replicas)
+        engines.directory.listed(str(self._deployment_id), replicas)

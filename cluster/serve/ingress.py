@@ -19,7 +19,7 @@ from ...engine.statistics import EngineInfo
 from ..process import keep_trimmed, start_watchdog, without_torch
 from .access.access import Access
 from .args import ServeConfig
-from .engines import Engines, register
+from .engines import Engines, directory
 from .front_door import FrontDoor
 from .metrics import EdgeMetrics
 from .models import HeldCheck, ServedModel
@@ -89,7 +89,7 @@ class Ingress:
             max_waiting=model.max_waiting,
             slack=max(1, model.config.max_num_seqs // 4),
         )
-        register(str(handle.deployment_id), engines)
+        directory.follow(str(handle.deployment_id), engines)
         self._clients.append(engines)
         siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
         return ServeClient(engines, siblings, self._metrics[model.name].replayed)

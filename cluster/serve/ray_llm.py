@@ -202,9 +202,10 @@ def _endpoint(given: ServingArgs) -> ServeConfig:
         raise ConfigError.at(
             "serve.num_ingress_replicas", "give ingress_deployment_config.num_replicas"
         )
+    # Serve's own proxy is where clients of Ray Serve LLM look, unless a port is given.
     replicas = given.ingress_deployment_config.num_replicas
     try:
-        return parse(ServeConfig, {**given.serve, "num_ingress_replicas": replicas})
+        return parse(ServeConfig, {"port": None, **given.serve, "num_ingress_replicas": replicas})
     except ConfigError as error:
         raise error.below("serve") from None
 

@@ -41,7 +41,8 @@ def test_version(outrider_cli):
 
 
 @pytest.mark.parametrize(
-    "args", [("generate", "x", "--bogus"), ("nothing",), ("serve", "m", "--port", "0"), ()]
+    "args",
+    [("generate", "x", "--bogus"), ("nothing",), ("serve", "m", "--stats-interval-s", "-1"), ()],
 )
 def test_usage_errors_exit_with_2(outrider_cli, args):
     assert outrider_cli(*args).exit_code == 2

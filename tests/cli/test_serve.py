@@ -66,6 +66,12 @@ def test_mistakes_are_named(outrider_cli, free_port, args, field):
     assert result.stderr.startswith(f"error: {field}")
 
 
+def test_a_port_that_is_none_is_named(outrider_cli):
+    result = outrider_cli("serve", "m", "--port", "0")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: serve.port")
+
+
 def test_url_is_one_that_a_client_can_use():
     assert _url(ServeConfig(host="0.0.0.0", port=80)) == "http://127.0.0.1:80"
     section = ServeConfig(host="::", port=443, route_prefix="/llm/", ssl_certfile="cert.pem")

@@ -15,7 +15,7 @@ from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
-from outrider.tests.helpers.ports import completion, connect, wait_for
+from outrider.tests.helpers.ports import completion, connect, free_port, wait_for
 from outrider.tests.helpers.serving.kills import below
 from outrider.tests.helpers.serving.metrics import num_aborted
 
@@ -28,8 +28,9 @@ def url(serve_port: int) -> str:
 
     from outrider.cluster.app import build_app
 
-    serve.run(build_app(ARGS), name="test")
-    return f"http://127.0.0.1:{serve_port}"
+    port = free_port()
+    serve.run(build_app({**ARGS, "serve": {"port": port}}), name="test")
+    return f"http://127.0.0.1:{port}"
 
 
 ARGS: dict[str, Any] = {

@@ -236,3 +236,34 @@ def test_a_stream_outlives_all_ingresses(server: Server) -> None:
         wait_for(lambda: len(below("test:Ingress")) == 2)
         transport = SomeIngress(server.port)
         assert read(transport, Killing()) == expected
+
+
+def test_engines_are_added_for_what_runs_and_waits(server: Server) -> None:
+    """A second application, which starts with no engine: one comes for the first request, and
+    another while a batch and more is there; clients notice nothing."""
+    from ray import serve
+
+    from outrider.cluster.app import build_app
+
+    port = free_port()
+    scaling = {
+        "min_replicas": 0, "max_replicas": 2, "target_ongoing_requests": 2,
+        "upscale_delay_s": 0.5, "look_back_period_s": 1.0, "metrics_interval_s": 0.5,
+    }  # fmt: skip
+    arguments = {
+        "model": str(MODEL), "served_model_name": "demo", "max_num_seqs": 2, "kv_cpu_bytes": 2**26,
+        "serve": {"name": "scaled", "port": port, "autoscaling_config": scaling},
+    }  # fmt: skip
+    serve.run(build_app(arguments), name="scaled", route_prefix="/scaled")
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
+            body = {"prompt": "def main(", "max_tokens": 1500, "ignore_eos": True}
+            with ThreadPoolExecutor(12) as threads:
+                running = [
+                    threads.submit(http.post, "/v1/completions", json=body) for _ in range(12)
+                ]
+                wait_for(lambda: len(below("scaled:Engine")) == 2, 200)
+                answers = [each.result() for each in running]
+            assert {each.status_code for each in answers} == {200}
+    finally:
+        serve.delete("scaled")

@@ -92,8 +92,8 @@ def url() -> Iterator[str]:
     port = free_port()
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app(ARGS), name="test")
+        serve.start(proxy_location="Disabled")
+        serve.run(build_app({**ARGS, "serve": {**ARGS["serve"], "port": port}}), name="test")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         serve.shutdown()

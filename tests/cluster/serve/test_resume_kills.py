@@ -17,6 +17,7 @@ import pytest
 
 from outrider.client import ResumingTransport, stream_events
 
+from ...helpers.ports import free_port
 from ...helpers.serving.kills import below, kill_all
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
@@ -27,7 +28,6 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
-    "serve": {"num_ingress_replicas": 2},
 }
 BODY: dict[str, Any] = {"prompt": "def main(", "ignore_eos": True, "logprobs": 1}
 
@@ -38,8 +38,9 @@ def url(serve_port: int) -> str:
 
     from outrider.cluster.app import build_app
 
-    serve.run(build_app(ARGS), name="test")
-    return f"http://127.0.0.1:{serve_port}/v1/completions"
+    port = free_port()
+    serve.run(build_app({**ARGS, "serve": {"num_ingress_replicas": 2, "port": port}}), name="test")
+    return f"http://127.0.0.1:{port}/v1/completions"
 
 
 class CountingTransport(httpx.HTTPTransport):
