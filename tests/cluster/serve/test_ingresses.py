@@ -239,16 +239,15 @@ def test_a_stream_outlives_all_ingresses(server: Server) -> None:
 
 
 def test_engines_are_added_for_what_runs_and_waits(server: Server) -> None:
-    """A second application, which starts with no engine: one comes for the first request, and
-    another while a batch and more is there; clients notice nothing."""
+    """Of a second application: another comes while there is more than a batch; nobody notices."""
     from ray import serve
 
     from outrider.cluster.app import build_app
 
     port = free_port()
     scaling = {
-        "min_replicas": 0, "max_replicas": 2, "target_ongoing_requests": 2,
-        "upscale_delay_s": 0.5, "look_back_period_s": 1.0, "metrics_interval_s": 0.5,
+        "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2,
+        "upscale_delay_s": 0.5, "look_back_period_s": 3.0, "metrics_interval_s": 0.5,
     }  # fmt: skip
     arguments = {
         "model": str(MODEL), "served_model_name": "demo", "max_num_seqs": 2, "kv_cpu_bytes": 2**26,
