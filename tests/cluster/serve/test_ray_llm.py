@@ -6,14 +6,18 @@ import ast
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import yaml
+from ray._common.utils import import_attr
+from ray.serve.config import AutoscalingConfig
 
 import outrider
+from outrider.cluster.serve.args import LOAD, by_load
 from outrider.cluster.serve.ray_llm import LLMArgs, ModelLoading, ServingArgs, read_llm_args
 from outrider.config import NGramConfig
 from outrider.errors import ConfigError
@@ -55,7 +59,7 @@ def test_fields_become_settings(tmp_path):
         assert (config.resources.cpus_per_worker, config.resources.gpus_per_worker) == (2, 1)
         assert config.resources.placement_strategy == "STRICT_PACK"
         options = model.serve_options()
-        assert (options["num_replicas"], options["max_ongoing_requests"]) == (2, 16)
+        assert (options["num_replicas"], model.max_each) == (2, 16)
         assert options["ray_actor_options"]["runtime_env"] == {"env_vars": {"A": "1"}}
         assert section.num_ingress_replicas == 1
     assert type(model).load(model.dump()) == model
@@ -141,8 +145,30 @@ def test_engines_are_added_when_a_batch_is_full(deployment, scaling):
     args = small("a", engine_kwargs={"max_num_seqs": 8}, deployment_config=deployment)
     (model,), _ = read_llm_args(args)
     options = model.serve_options()
+    policy = options["autoscaling_config"].pop("policy")
+    assert import_attr(policy["policy_function"]) is by_load
     assert options["autoscaling_config"] == scaling
     assert "num_replicas" not in options
+
+
+def test_a_policy_of_ones_own_replaces_ours():
+    policy = {"policy_function": "ray.serve.autoscaling_policy:default_autoscaling_policy"}
+    deployment = {"autoscaling_config": {"max_replicas": 3, "policy": policy}}
+    (model,), _ = read_llm_args(small("a", deployment_config=deployment))
+    assert model.serve_options()["autoscaling_config"]["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    ("loads", "engines"), [({}, 3), ({"a": 0.0}, 0), ({"a": 8.0, "b": 4.0}, 1.5)]
+)
+def test_load_decides_how_many_engines_are_wanted(loads, engines):
+    """All requests that engines have, and that wait for them, by the number for each."""
+    context = SimpleNamespace(
+        aggregated_metrics={LOAD: loads} if loads else {},
+        target_num_replicas=3,
+        config=AutoscalingConfig(max_replicas=9, target_ongoing_requests=8),
+    )
+    assert by_load(context) == (engines, {})
 
 
 def wait_until_running(name: str) -> None:
@@ -172,12 +198,17 @@ def test_the_documented_example(monkeypatch):
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        schema = ServeDeploySchema(**yaml.safe_load(text))
+        config = yaml.safe_load(text)
+        own_port = free_port()
+        config["applications"][0]["args"]["serve"] = {"port": own_port}
+        schema = ServeDeploySchema(**config)
         _get_global_client().deploy_apps(schema)
         wait_until_running("llm")
         url = f"http://127.0.0.1:{port}"
+        own = httpx.get(f"http://127.0.0.1:{own_port}/v1/models").json()["data"]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         assert [each.id for each in client.models.list()] == ["demo", "demo-small"]
+        assert [each["id"] for each in own] == ["demo", "demo-small"]
         answers = {
             name: client.completions.create(
                 model=name, prompt="def main(", temperature=0, max_tokens=24

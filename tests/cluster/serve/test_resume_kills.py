@@ -27,7 +27,7 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
-    "serve": {"num_ingress_replicas": 2},
+    "serve": {"num_ingress_replicas": 2, "port": None},
 }
 BODY: dict[str, Any] = {"prompt": "def main(", "ignore_eos": True, "logprobs": 1}
 
