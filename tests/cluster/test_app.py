@@ -40,6 +40,7 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
+    "serve": {"port": None},  # files of tests run side by side
 }
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray._common.utils import import_attr
 
 from outrider import __version__
-from outrider.cluster.serve.connections import CALLBACK_VARIABLE, ConnectionLimits, guard
+from outrider.cluster.serve.args import ServeConfig
 from outrider.tests.helpers.kubernetes import crd, manifests
 
 every_manifest = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
@@ -143,25 +142,38 @@ def test_ray_wants_a_token(path: Path) -> None:
 
 
 @every_manifest
-def test_the_head_offers_no_cpus_and_names_the_serve_port(path: Path) -> None:
+def test_the_head_offers_no_cpus_and_gets_no_requests(path: Path) -> None:
     manifest = manifests.load(path)
-    head = manifests.groups(manifest)[0]
-    assert manifests.ray_resources(head) == {"CPU": 0.0, "GPU": 0.0}
-    port = manifests.serve_config(manifest)["http_options"]["port"]
-    for group in manifests.groups(manifest):
-        ports = {
-            item["name"]: item["containerPort"] for item in manifests.ray_container(group)["ports"]
-        }
-        assert ports["serve"] == port
+    assert manifests.ray_resources(manifests.groups(manifest)[0]) == {"CPU": 0.0, "GPU": 0.0}
+    assert manifest["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
 @every_manifest
-def test_workers_are_ready_by_their_own_proxy(path: Path) -> None:
+def test_ports_are_those_that_ingresses_and_proxies_listen_on(path: Path) -> None:
+    """On the head, too: the Service gets its ports from there."""
     manifest = manifests.load(path)
+    own = manifests.serve_section(manifest)
+    proxies = manifests.serve_config(manifest)["http_options"]
+    assert own.host == proxies["host"] == "0.0.0.0"
+    assert own.port != proxies["port"]
+    for group in manifests.groups(manifest):
+        named = [(each["name"], each["containerPort"]) for each in manifests.ports(group)]
+        assert len(dict(named)) == len({port for _, port in named}) == len(named)
+        serving = {name: port for name, port in named if re.match("serve(-|$)", name)}
+        assert serving == {"serve-own": own.port, "serve": proxies["port"]}
+
+
+@every_manifest
+def test_workers_are_ready_by_their_own_ingress(path: Path) -> None:
+    manifest = manifests.load(path)
+    own = manifests.serve_section(manifest)
     assert manifests.serve_config(manifest)["proxy_location"] == "EveryNode"
     for group in manifests.workers(manifest):
         container = manifests.ray_container(group)
-        assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+        asked = {"path": "/-/healthz", "port": "serve-own"}
+        if own.ssl_certfile is not None:
+            asked["scheme"] = "HTTPS"
+        assert container["readinessProbe"]["httpGet"] == asked
         assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
 
 
@@ -182,28 +194,13 @@ def test_versions_are_the_image_s(path: Path) -> None:
 
 
 @every_manifest
-def test_serves_proxies_get_our_callback_and_its_limits(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the head and on the workers; each variable is one that is read, with a value that is."""
-    known = ConnectionLimits().variables()
-    for group in manifests.groups(manifests.load(path)):
-        given = {each["name"]: each["value"] for each in manifests.ray_container(group)["env"]}
-        ours = {name: value for name, value in given.items() if name in known}
-        assert set(ours) >= {
-            CALLBACK_VARIABLE,
-            "OUTRIDER_HEADER_TIMEOUT_S",
-            "OUTRIDER_WRITE_TIMEOUT_S",
-        }
-        assert {name for name in given if name.startswith(("OUTRIDER_", "RAY_SERVE_"))} == set(ours)
-        assert import_attr(ours[CALLBACK_VARIABLE]) is guard
-        for name, value in ours.items():
-            monkeypatch.setenv(name, value)
-        limits = ConnectionLimits.from_environment()
-        assert {
-            name: float(value) for name, value in ours.items() if name != CALLBACK_VARIABLE
-        } == {
-            name: float(value)
-            for name, value in limits.variables().items()
-            if name in ours and name != CALLBACK_VARIABLE
-        }
+def test_settings_are_in_the_arguments_and_not_in_the_environment(path: Path) -> None:
+    """What slow connections may take holds at the ingresses' port without a variable."""
+    manifest = manifests.load(path)
+    for group in manifests.groups(manifest):
+        given = [each["name"] for each in manifests.ray_container(group).get("env", [])]
+        assert [name for name in given if name.startswith(("OUTRIDER_", "RAY_SERVE_"))] == []
+    limits = manifests.serve_section(manifest).connection_limits
+    assert limits == ServeConfig().connection_limits
+    assert 0 < limits.header_timeout_s < 60
+    assert 0 < limits.write_timeout_s < 60

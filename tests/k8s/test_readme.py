@@ -57,7 +57,7 @@ def test_names_are_the_manifest_s() -> None:
     (wait,) = commands("kubectl", "wait")
     assert wait[-1] == f"rayservice/{name}"
     (forward,) = commands("kubectl", "port-forward")
-    port = manifests.serve_config(DEMO)["http_options"]["port"]
+    port = manifests.serve_section(DEMO).port
     assert forward[2:] == [f"service/{name}-serve-svc", f"{port}:{port}"]
 
 
@@ -109,3 +109,14 @@ def test_the_policy_is_valid() -> None:
     # KubeRay's own rules have the shape of a NetworkPolicy's.
     rules = pod_schema()["networkPolicy"]["properties"]["head"]["properties"]["ingressRules"]
     assert crd.check(policy["ingress"], rules) == []
+
+
+def test_the_policy_opens_the_ingresses_port_to_clients_and_the_dashboard_to_the_operator() -> None:
+    own, operator, clients = example("NetworkPolicy")["spec"]["ingress"]
+    assert "ports" not in own
+    assert own["from"] == [{"podSelector": example("NetworkPolicy")["spec"]["podSelector"]}]
+    head = {
+        each["name"]: each["containerPort"] for each in manifests.ports(manifests.groups(DEMO)[0])
+    }
+    assert [each["port"] for each in operator["ports"]] == [head["dashboard"]]
+    assert [each["port"] for each in clients["ports"]] == [head["serve-own"]]

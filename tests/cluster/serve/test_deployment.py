@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import ServeConfig
 from outrider.cluster.serve.deployment import (
     RunningServe,
@@ -14,6 +18,8 @@ from outrider.cluster.serve.deployment import (
 )
 from outrider.errors import CheckpointError, ConfigError
 
+MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
+KEY = "or-key"
 RUNNING = RunningServe(8000, {"outrider": "/", "other": "/other"})
 
 
@@ -66,4 +72,56 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
         with pytest.raises(ValueError, match="Failed to look up actor"):
             ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     finally:
+        ray.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_another_application_composes_with_the_ingress_by_its_handle():
+    """Over Serve's handle, without a port: answers, refusals and keys are those of HTTP."""
+    ray = pytest.importorskip("ray")
+    from ray import serve
+
+    from outrider.cluster.app import build_app
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Caller:
+        async def __call__(self, path: str, body: dict[str, Any], key: str | None) -> Any:
+            ingress = serve.get_deployment_handle("Ingress", "test")
+            return await ingress.post.remote(path, body, key)
+
+    args = {
+        "model": str(MODEL),
+        "served_model_name": "demo",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cpu_bytes": 2**26,
+        "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
+        "serve": {"port": None, "access": {"keys": [{"hash": hash_of(KEY), "tenant": "caller"}]}},
+    }
+    body = {"prompt": "def main(", "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        start_serve()
+        serve.run(build_app(args), name="test")
+        call = serve.run(Caller.bind(), name="caller", route_prefix="/caller")
+        answer = call.remote("/v1/completions", body, KEY).result()
+        assert answer["status"] == 200
+        (choice,) = answer["body"]["choices"]
+        assert (
+            answer["body"]["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == 8
+        )
+        assert choice["text"]
+        again = call.remote("/v1/completions", body, KEY).result()
+        assert again["body"]["choices"] == [choice]
+        several = {"prompt": [body["prompt"]] * 3, "max_tokens": 1}
+        assert len(call.remote("/v1/completions", several, KEY).result()["body"]["choices"]) == 3
+
+        refused = call.remote("/v1/completions", {**body, "max_tokens": -1}, KEY).result()
+        assert (refused["status"], refused["body"]["error"]["param"]) == (400, "max_tokens")
+        assert call.remote("/v1/completions", body, None).result()["status"] == 401
+        assert call.remote("/v1/nothing", body, KEY).result()["status"] == 404
+    finally:
+        serve.shutdown()
         ray.shutdown()

@@ -28,7 +28,7 @@ ARGS: dict[str, Any] = {
     "max_restarts": 1000,
     "tool_call_parser": "hermes",
     "resources": {"spare_workers": False},
-    "serve": {"graceful_shutdown_timeout_s": 240.0},
+    "serve": {"graceful_shutdown_timeout_s": 240.0, "port": None},
     "speculative_config": {
         "decoding_type": "DraftTarget",
         "speculative_model": str(DEMO / "draft"),

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from outrider.cluster.serve.args import ServeConfig, read_args
 from outrider.tests.helpers.kubernetes import crd
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,6 +30,12 @@ def serve_config(manifest: dict[str, Any]) -> dict[str, Any]:
     return crd.load_documents(manifest["spec"]["serveConfigV2"])[0]
 
 
+def serve_section(manifest: dict[str, Any]) -> ServeConfig:
+    """The `serve` section of the one application's arguments."""
+    (app,) = serve_config(manifest)["applications"]
+    return read_args(app["args"])[1]
+
+
 def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """The head's group, then the workers'."""
     cluster = manifest["spec"]["rayClusterConfig"]
@@ -43,6 +50,11 @@ def workers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def ray_container(group: dict[str, Any]) -> dict[str, Any]:
     """The container that KubeRay starts Ray in: the first."""
     return group["template"]["spec"]["containers"][0]
+
+
+def ports(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ports of that container."""
+    return ray_container(group)["ports"]
 
 
 def quantity(text: str | int | float) -> float:

@@ -22,6 +22,7 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cpu_bytes": 2**26,
     "max_num_seqs": 2,
+    "serve": {"port": None},
 }
 PROMPT = [5, 6, 7]
 BODY = {"model": "demo", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
