@@ -146,13 +146,7 @@ class RankActors:
             the keeper dies meanwhile. None: this process owns them.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        resources: ResourcesConfig,
-        *,
-        keeper: Any = None,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, resources: ResourcesConfig, *, keeper: Any = None) -> None:
         self._spec, self._resources = spec, resources
         self._keeper = keeper
         self._formed = Formed()

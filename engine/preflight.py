@@ -128,10 +128,7 @@ def check_models(config: EngineConfig) -> int:
 
 def _trust(config: EngineConfig) -> dict[str, Any]:
     """What the checkpoints' readers may do."""
-    return {
-        "trust_remote_code": config.trust_remote_code,
-        "allow_pickle": config.allow_pickle,
-    }
+    return {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
 
 
 def check_quantization(config: EngineConfig) -> None:

@@ -323,10 +323,7 @@ class Reader:
                 yield from self.give_back()
 
     def section(
-        self,
-        section: tuple[str, str],
-        call: tuple[str, str],
-        read: Callable[[Reader], Flow[bool]],
+        self, section: tuple[str, str], call: tuple[str, str], read: Callable[[Reader], Flow[bool]]
     ) -> Flow[None]:
         """As `calls`, of calls with marks around each, in sections with marks around all.
 

@@ -319,11 +319,7 @@ class Edge:
     def generation(self) -> Generation:
         """A fresh one, for one HTTP request."""
         return Generation(
-            self.client,
-            self.frontend,
-            self.metrics,
-            self.request_timeout_s,
-            self.max_completions,
+            self.client, self.frontend, self.metrics, self.request_timeout_s, self.max_completions
         )
 
 
