@@ -99,9 +99,8 @@ class Keeper:
         self, key: str, spec: WorkerSpec, resources: ResourcesConfig, node: str, reuse: bool
     ) -> Formed:
         with self._lock:
-            group = self._groups.get(key)
-            if group is None:
-                group = self._groups[key] = RankActors(spec, resources, keeper=self._itself)
+            made = RankActors(spec, resources, keeper=self._itself)
+            group = self._groups.setdefault(key, made)
         return group.form(node, reuse=reuse)
 
     def adopt(self, key: str, spec: WorkerSpec, resources: ResourcesConfig, formed: Formed) -> None:

@@ -63,10 +63,6 @@ class RayGroup(WorkerGroup):
             channel.close()
         self._ranks = []
 
-    def _drop_ranks(self) -> None:
-        self._hang_up()
-        self._source.drop()
-
     def _form(self, *, reuse: bool) -> None:
         """Gets ranks and opens their channel."""
         self._hang_up()
@@ -75,7 +71,8 @@ class RayGroup(WorkerGroup):
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:
-            self._drop_ranks()
+            self._hang_up()
+            self._source.drop()
             what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
             raise WorkerDiedError(f"a worker {what}: {error}") from None
 

@@ -24,7 +24,6 @@ from ..errors import (
     EngineDeadError,
     InternalError,
     OutriderError,
-    OverloadedError,
     ResourcesError,
     StepMemoryError,
     WorkerDiedError,
@@ -434,6 +433,3 @@ class Engine:
 
 def _fault(error: Exception) -> InternalError:
     return InternalError(f"the server failed to handle this request: {type(error).__name__}")
-
-
-__all__ = ["Engine", "EngineInfo", "OverloadedError", "Sink"]

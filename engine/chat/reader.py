@@ -153,6 +153,11 @@ class Reader:
         self.take(len(text))
         return True
 
+    def after_space(self, text: str) -> Flow[bool]:
+        """Reads white space, and `text` if it follows."""
+        yield from self.space()
+        return (yield from self.literal(text))
+
     def up_to(self, marks: Sequence[str], max_chars: int) -> Flow[tuple[str, str] | None]:
         """Reads to the first of `marks`, both returned; None, and nothing read, if there is none
         within `max_chars`."""
@@ -336,8 +341,7 @@ class Reader:
         def begun(mark: str) -> Flow[bool]:
             is_call = mark == call[0]
             if not is_call:
-                yield from self.space()
-                is_call = yield from self.literal(call[0])
+                is_call = yield from self.after_space(call[0])
             return is_call and (yield from read(self))
 
         ends = (call[1], section[1])
@@ -353,8 +357,7 @@ class Reader:
         """
         if leading:
             self.begin()
-            yield from self.space()
-            yield from self.literal(mark)
+            yield from self.after_space(mark)
             yield from read(self)
         while (yield from self.prose((mark,), Content, trim=self.num_calls > 0)):
             yield from read(self)

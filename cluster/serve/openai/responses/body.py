@@ -196,13 +196,8 @@ class FunctionTool(FunctionDefinition):
 
     def shown(self) -> dict[str, Any]:
         """As an answer repeats it."""
-        return {
-            "type": "function",
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": bool(self.strict),
-        }
+        plain = self.model_dump(include={"name", "description", "parameters"})
+        return {"type": "function", **plain, "strict": bool(self.strict)}
 
 
 class NamedFunction(Strict):
