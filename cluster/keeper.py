@@ -308,7 +308,6 @@ class KeeperLink:
         return None
 
     def _start(self) -> Any:
-        node = ray.get_runtime_context().get_node_id()
         keeper = (
             ray.remote(Keeper)
             .options(
@@ -317,7 +316,7 @@ class KeeperLink:
                 lifetime="detached",
                 num_cpus=0,
                 max_concurrency=16,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id(), soft=False),
             )
             .remote(self.successors)
         )

@@ -184,7 +184,7 @@ class Reader:
         while True:
             self.begin()
             found = _first(self.buffer, marks)
-            size = found[0] if found else len(self.buffer) - _overlap(self.buffer, marks)
+            size = found[0] if found else len(self.buffer) - overlap(self.buffer, marks)
             if not found and self.ended:
                 size = len(self.buffer)
             text = held + self.take(size)
@@ -236,7 +236,7 @@ class Reader:
         held = ""
         while True:
             at = self.buffer.find(mark)
-            size = at if at >= 0 else len(self.buffer) - _overlap(self.buffer, (mark,))
+            size = at if at >= 0 else len(self.buffer) - overlap(self.buffer, (mark,))
             text = held + self.take(size)
             held = "\n" if drop_newline and text.endswith("\n") else ""
             text = text.removesuffix(held) if held else text
@@ -441,8 +441,8 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
     return at, mark
 
 
-def _overlap(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a mark."""
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a mark, none whole."""
     return max((_partial(text, mark) for mark in marks), default=0)
 
 

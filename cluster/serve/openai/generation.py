@@ -212,7 +212,8 @@ class Generation:
         usage = self._call.identity.usage
         usage.take_tokens(reserved)
         self.metrics.started(num_prompt)
-        self._log_prompts()
+        for job in self.jobs if self._call.log_prompts else ():
+            log_prompt(job.request, self._call.identity.name, job.prompt_text)
         try:
             if self.stream is not None:
                 await self.stream.find(self.client)
@@ -223,12 +224,6 @@ class Generation:
         finally:
             num_output = sum(len(job.assembler.token_ids) for job in self.jobs)
             usage.give_back_tokens(max(0, reserved - num_prompt - num_output + num_known))
-
-    def _log_prompts(self) -> None:
-        if not self._call.log_prompts:
-            return
-        for job in self.jobs:
-            log_prompt(job.request, self._call.identity.name, job.prompt_text)
 
     async def _merged(self) -> AsyncGenerator[Step, None]:
         """The steps of several jobs, as they come."""
