@@ -99,9 +99,8 @@ class Keeper:
         self, key: str, spec: WorkerSpec, resources: ResourcesConfig, node: str, reuse: bool
     ) -> Formed:
         with self._lock:
-            group = self._groups.get(key)
-            if group is None:
-                group = self._groups[key] = RankActors(spec, resources, keeper=self._itself)
+            made = RankActors(spec, resources, keeper=self._itself)
+            group = self._groups.setdefault(key, made)
         return group.form(node, reuse=reuse)
 
     def adopt(self, key: str, spec: WorkerSpec, resources: ResourcesConfig, formed: Formed) -> None:
@@ -309,7 +308,6 @@ class KeeperLink:
         return None
 
     def _start(self) -> Any:
-        node = ray.get_runtime_context().get_node_id()
         keeper = (
             ray.remote(Keeper)
             .options(
@@ -318,7 +316,7 @@ class KeeperLink:
                 lifetime="detached",
                 num_cpus=0,
                 max_concurrency=16,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id(), soft=False),
             )
             .remote(self.successors)
         )

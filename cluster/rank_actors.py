@@ -146,13 +146,7 @@ class RankActors:
             the keeper dies meanwhile. None: this process owns them.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        resources: ResourcesConfig,
-        *,
-        keeper: Any = None,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, resources: ResourcesConfig, *, keeper: Any = None) -> None:
         self._spec, self._resources = spec, resources
         self._keeper = keeper
         self._formed = Formed()
@@ -205,7 +199,7 @@ class RankActors:
             self._spec, self._resources, detached=self._keeper is not None
         )
         self._formed.ranks = self._actors(*needs(self._spec, self._resources))
-        places = _get([rank.place.remote() for rank in self._formed.ranks])
+        places = answers_of([rank.place.remote() for rank in self._formed.ranks])
         self._formed.devices = [each.devices for each in places]
         self._load(places, node)
 
@@ -241,21 +235,20 @@ class RankActors:
         self._formed.places = places = [places[index] for index in order]
         master = (places[0].host, places[0].free_port)
         spread = sum(each["Alive"] for each in ray.nodes()) > 1  # feature links leave nodes too
-        _get(
-            [
-                rank.join.remote(index, *master, self._formed.generation, spread)
-                for index, rank in enumerate(self._formed.ranks)
-            ]
-        )
+        joining = [
+            rank.join.remote(index, *master, self._formed.generation, spread)
+            for index, rank in enumerate(self._formed.ranks)
+        ]
+        answers_of(joining)
         known: list[Any] = self._formed.reports or [None] * size
-        self._formed.reports = _get(
+        self._formed.reports = answers_of(
             [rank.load.remote(each) for rank, each in zip(self._formed.ranks, known, strict=True)]
         )
         self._allocate()
 
     def _allocate(self) -> None:
         blocks = agreed_blocks(self._formed.reports)
-        steps = _get([rank.allocate.remote(*blocks) for rank in self._formed.ranks])
+        steps = answers_of([rank.allocate.remote(*blocks) for rank in self._formed.ranks])
         self._formed.reports = with_device_steps(self._formed.reports, steps)
 
     def _renew(self) -> bool:
@@ -350,5 +343,6 @@ def cause_of(error: RayTaskError) -> OutriderError:
     return WorkerError(f"a worker failed to load: {type(cause).__name__}: {cause}")
 
 
-def _get(refs: list[Any]) -> list[Any]:
+def answers_of(refs: list[Any]) -> list[Any]:
+    """What calls of ranks return while a group is made."""
     return ray.get(refs, timeout=LOAD_TIMEOUT_S)

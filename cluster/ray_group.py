@@ -22,7 +22,7 @@ from ..workers.transport import framing
 from ..workers.transport.heartbeat import Monitor
 from ..workers.transport.socket_channel import SocketChannel, routes
 from .process import start_thread
-from .rank_actors import LOAD_TIMEOUT_S, Formed, RankSource
+from .rank_actors import Formed, RankSource, answers_of
 
 _CONNECT_TIMEOUT_S = 30.0
 
@@ -63,10 +63,6 @@ class RayGroup(WorkerGroup):
             channel.close()
         self._ranks = []
 
-    def _drop_ranks(self) -> None:
-        self._hang_up()
-        self._source.drop()
-
     def _form(self, *, reuse: bool) -> None:
         """Gets ranks and opens their channel."""
         self._hang_up()
@@ -75,29 +71,26 @@ class RayGroup(WorkerGroup):
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:
-            self._drop_ranks()
+            self._hang_up()
+            self._source.drop()
             what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
             raise WorkerDiedError(f"a worker {what}: {error}") from None
 
     def _connect(self, formed: Formed, node: str) -> None:
         secret = secrets.token_bytes(32)
         self._ranks = formed.ranks
-        addresses = ray.get(
-            [
-                rank.listen.remote(secret, place.node_id == node)
-                for rank, place in zip(formed.ranks, formed.places, strict=True)
-            ],
-            timeout=LOAD_TIMEOUT_S,
-        )
+        listening = [
+            rank.listen.remote(secret, place.node_id == node)
+            for rank, place in zip(formed.ranks, formed.places, strict=True)
+        ]
+        addresses = answers_of(listening)
         found = routes([place.node_id for place in formed.places], node)
-        ray.get(
-            [
-                formed.ranks[leader].lead.remote([addresses[each] for each in followers], secret)
-                for leader, followers in found.items()
-                if followers
-            ],
-            timeout=LOAD_TIMEOUT_S,
-        )
+        leading = [
+            formed.ranks[leader].lead.remote([addresses[each] for each in followers], secret)
+            for leader, followers in found.items()
+            if followers
+        ]
+        answers_of(leading)
         self._watch([tuple(address) for address in addresses], list(found), secret)
         self.reports = formed.reports
 

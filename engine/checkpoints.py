@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ from ..scheduler.sampling import SamplingParams
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+def trust(config: EngineConfig) -> dict[str, Any]:
+    """What the checkpoints' readers may do."""
+    return {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
+
+
 def resolved(config: EngineConfig) -> EngineConfig:
     """`config` with folders for all checkpoints; unchanged where they are folders already.
 
@@ -22,18 +29,8 @@ def resolved(config: EngineConfig) -> EngineConfig:
     """
     from ..workers.model.checkpoint.hub import local_folder
 
-    trusted = config.trust_remote_code
-
-    def place(source: str, field: str, revision: str | None = None) -> str:
-        return local_folder(
-            source,
-            field,
-            revision=revision,
-            trust_remote_code=trusted,
-            allow_pickle=config.allow_pickle,
-        )
-
-    changes: dict[str, Any] = {"model": place(config.model, "model", config.revision)}
+    place: Callable[..., str] = partial(local_folder, **trust(config))
+    changes: dict[str, Any] = {"model": place(config.model, "model", revision=config.revision)}
     if config.tokenizer is not None:
         changes["tokenizer"] = place(config.tokenizer, "tokenizer")
     old = config.speculative_config

@@ -24,7 +24,6 @@ from ..errors import (
     EngineDeadError,
     InternalError,
     OutriderError,
-    OverloadedError,
     ResourcesError,
     StepMemoryError,
     WorkerDiedError,
@@ -37,7 +36,7 @@ from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .host import Backend, EngineHost, local_backend
-from .preflight import check_chains
+from .preflight import check_chains, check_room
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
@@ -112,15 +111,9 @@ class Engine:
         try:
             target = GroupTarget(host.target_group, config.step_timeout_s)
             max_model_len = target.report.max_model_len
-            room = target.num_blocks * config.block_size
-            if room < max_model_len and config.max_model_len is None:
-                max_model_len = room
-            elif room < max_model_len:
-                raise ConfigError.at(
-                    "num_kv_blocks",
-                    f"{target.num_blocks} blocks of {config.block_size} tokens hold "
-                    f"less than max_model_len ({max_model_len})",
-                )
+            if config.max_model_len is None:
+                max_model_len = min(max_model_len, target.num_blocks * config.block_size)
+            check_room(target.num_blocks, config.block_size, max_model_len)
             report, section = target.report, host.speculative_config
             drafter, in_ranks = build(section, host), target.ranks_draft
             drafting = Drafting(drafter, report.vocab_size, section=section, ranks_draft=in_ranks)
@@ -434,6 +427,3 @@ class Engine:
 
 def _fault(error: Exception) -> InternalError:
     return InternalError(f"the server failed to handle this request: {type(error).__name__}")
-
-
-__all__ = ["Engine", "EngineInfo", "OverloadedError", "Sink"]

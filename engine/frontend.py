@@ -106,10 +106,10 @@ class Frontend:
         """Whether messages can become a prompt."""
         return self._template is not None or bool(getattr(self.tokenizer, "chat_template", None))
 
-    def tokenize(
+    def text_prompt(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
-    ) -> list[int]:
-        """`text` in tokens.
+    ) -> Prompt:
+        """A prompt given as text.
 
         Raises:
             PromptTooLongError: it cannot fit, which is found before it is encoded.
@@ -120,23 +120,14 @@ class Frontend:
             if at_least >= self.max_model_len:
                 raise too_long(f"at least {at_least}", self.max_model_len, field)
         check_text(field, text)
-        ids: list[int]
         if self._backend is None:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return ids
+            return Prompt(tuple(ids), text)
         # Of the tokenizers' calls this one lets other threads run meanwhile.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > MAX_KEPT_TOKENS + self.max_model_len:
             raise too_long(str(len(encoding)), self.max_model_len, field)
-        ids = encoding.ids
-        return ids
-
-    def text_prompt(
-        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
-    ) -> Prompt:
-        """A prompt given as text (raises as `tokenize`)."""
-        token_ids = self.tokenize(text, add_special_tokens=add_special_tokens, field=field)
-        return Prompt(tuple(token_ids), text)
+        return Prompt(tuple(encoding.ids), text)
 
     def token_prompt(self, token_ids: Sequence[int], field: str = "prompt") -> Prompt:
         """A prompt given as token ids.

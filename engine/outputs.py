@@ -13,11 +13,12 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
+from .chat.reader import overlap
 
 _CONTEXT = 24  # tokens of the prompt that the first tokens of a completion are decoded behind
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
@@ -109,7 +110,7 @@ class Vocabulary:
         self._anchor: list[int] = [] if anchor is None else [anchor]
         self._anchor_text = self.decode(self._anchor) if self._anchor else ""
         self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes: Callable[[int], bytes] = cache(self._find_bytes)
 
     def knows(self, token_id: int) -> bool:
         """Whether the tokenizer has this id: models are often padded beyond, ids have holes."""
@@ -142,14 +143,8 @@ class Vocabulary:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, also where they are a part of a character."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._find_bytes(token_id)
-        return known
-
     def _find_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also where they are a part of a character."""
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode("utf-8")
@@ -297,13 +292,7 @@ class StopMatcher:
             end, start, self.matched = min(found)
             self._held = ""
             return buffer[: end if self._include else start]
-        # Held back is the longest end that is a proper prefix of a stop string.
-        cut = max(0, len(buffer) + 1 - max(map(len, self._stops)))
-        while cut < len(buffer):
-            tail = buffer[cut:]
-            if any(stop != tail and stop.startswith(tail) for stop in self._stops):
-                break
-            cut += 1
+        cut = len(buffer) - overlap(buffer, self._stops)
         self._held = buffer[cut:]
         return buffer[:cut]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, OutriderError
-from .checkpoints import resolved
+from .checkpoints import resolved, trust
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +69,11 @@ def preflight(
     from .frontend import Frontend
 
     config = resolved(config)
-    trust, size = _trust(config), config.tensor_parallel_size
+    size = config.tensor_parallel_size
     is_local = config.executor == "local" if is_local is None else is_local
     device = pick_device(config.device) if is_local else None  # None: other machines'
     serving = Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
-    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust)
+    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust(config))
     _check_limits(config, target)
     _check_cache(config, kv_bytes, device)
     frontend = Frontend(config, target)  # tokenizer and chat template
@@ -118,20 +118,12 @@ def check_models(config: EngineConfig) -> int:
     """
     from ..workers.model.info import outline
 
-    target = outline(Path(config.model), config.tensor_parallel_size, **_trust(config))
+    target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
     _check_limits(config, target)
     for field, section in draft_sections(config):
         _check_vocabulary(config, section, field, target.vocab_size)
     return target.vocab_size
-
-
-def _trust(config: EngineConfig) -> dict[str, Any]:
-    """What the checkpoints' readers may do."""
-    return {
-        "trust_remote_code": config.trust_remote_code,
-        "allow_pickle": config.allow_pickle,
-    }
 
 
 def check_quantization(config: EngineConfig) -> None:
@@ -196,6 +188,16 @@ def check_chains(config: EngineConfig, *, proposes_trees: bool) -> None:
         )
 
 
+def check_room(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Raises `ConfigError` where the KV cache does not hold the longest sequence."""
+    if num_blocks * block_size < max_model_len:
+        raise ConfigError.at(
+            "num_kv_blocks",
+            f"{num_blocks} blocks of {block_size} tokens hold less than max_model_len "
+            f"({max_model_len})",
+        )
+
+
 def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
     """Raises `ConfigError` where the KV cache is too small, or too large for `device`."""
     import torch
@@ -203,12 +205,8 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
     from ..workers.model.fit import check_blocks
 
     blocks, block_size = config.num_kv_blocks, config.block_size
-    least = config.max_model_len or 0
-    if blocks is not None and blocks * block_size < least:
-        raise ConfigError.at(
-            "num_kv_blocks",
-            f"{blocks} blocks of {block_size} tokens hold less than max_model_len ({least})",
-        )
+    if blocks is not None:
+        check_room(blocks, block_size, config.max_model_len or 0)
     if device is None or blocks is None or kv_bytes is None:
         return
     ranks = config.tensor_parallel_size
@@ -240,7 +238,7 @@ def _check_vocabulary(
 
     target, draft = config.model, section.speculative_model
     try:
-        info = outline(Path(draft), draft_size(config, section), **_trust(config))
+        info = outline(Path(draft), draft_size(config, section), **trust(config))
         theirs = _vocabulary(Path(draft))
     except ConfigError as error:
         raise type(error).at(field, error.message) from None
@@ -281,7 +279,7 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
 
     folder = Path(section.speculative_model)
     try:
-        return check_weights(folder, draft_size(config, section), **_trust(config))[0]
+        return check_weights(folder, draft_size(config, section), **trust(config))[0]
     except CheckpointError as error:
         hint = ""
         if has_head_tensors(folder):

@@ -74,7 +74,7 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [name for name in _KINDS if self._value(name) not in (None, False)]
+        given = self._given
         if len(given) != 1:
             what = " and ".join(given) if given else "none"
             raise ValueError(f"exactly one of {', '.join(_KINDS)} has to be given, not {what}")
@@ -88,14 +88,16 @@ class StructuredOutputs(BaseModel):
     @property
     def kind(self) -> str:
         """Which of the five it is, by its public name."""
-        return next(name for name in _KINDS if self._value(name) not in (None, False))
+        return self._given[0]
 
     @property
     def is_json(self) -> bool:
         return self.json_schema is not None or bool(self.json_object)
 
-    def _value(self, name: str) -> Any:
-        return getattr(self, "json_schema" if name == "json" else name)
+    @property
+    def _given(self) -> list[str]:
+        values = {**vars(self), "json": self.json_schema}
+        return [name for name in _KINDS if values[name] not in (None, False)]
 
 
 MAX_STOPS = 16  # stop strings of a request

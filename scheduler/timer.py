@@ -86,11 +86,7 @@ class StepTimer:
         self._seen_ms = (0.0, 0.0, 0.0)  # by phase, up to the last step counted
 
     def __call__(
-        self,
-        verb: Verb,
-        call: Callable[Args, Result],
-        *args: Args.args,
-        **kwargs: Args.kwargs,
+        self, verb: Verb, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
     ) -> Result:
         """`call`'s result; its time goes to `verb`, unless it raises."""
         start = time.perf_counter()

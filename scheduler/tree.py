@@ -71,10 +71,8 @@ def depths(parents: IntArray) -> IntArray:
     """Distance from the root of every node; children of the root have depth 1."""
     if is_chain(parents):
         return np.arange(1, len(parents) + 1, dtype=np.int32)
-    depth = np.zeros(len(parents), dtype=np.int32)
-    for node, parent in enumerate(parents.tolist()):
-        depth[node] = 1 if parent < 0 else depth[parent] + 1
-    return depth
+    count = ints([len(parents)])
+    return flat_depths(parents, starts_of(count), count)
 
 
 def ancestor_mask(parents: IntArray) -> NDArray[np.bool_]:

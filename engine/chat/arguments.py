@@ -52,8 +52,7 @@ def call_object(reader: Reader, known: Collection[str] | None = None) -> Flow[bo
                 reader.begin()
         elif key is None or (yield from reader.value()) is None:
             break
-        yield from reader.space()
-        if (yield from reader.literal("}")):
+        if (yield from reader.after_space("}")):
             if begun:
                 reader.begin()
             complete = True
@@ -175,8 +174,7 @@ def read_arguments(reader: Reader, function: Function | None, tags: Tags) -> Flo
     comma = ""
     while True:
         reader.begin()
-        yield from reader.space()
-        if (yield from reader.literal(tags.close)):
+        if (yield from reader.after_space(tags.close)):
             yield reader.arguments("}")
             reader.begin()
             return
@@ -203,8 +201,7 @@ def _key(reader: Reader, tags: Tags) -> Flow[tuple[str | None, bool]]:
     if found is None:
         return None, reader.ended and len(reader.buffer) <= _MAX_KEY
     for tag in rest:
-        yield from reader.space()
-        if not (yield from reader.literal(tag)):
+        if not (yield from reader.after_space(tag)):
             return None, _ends_in(reader, tag)
     return found[0].strip(), False
 

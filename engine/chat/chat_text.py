@@ -15,17 +15,7 @@ from typing import Any, Protocol
 from ...errors import InvalidRequestError
 from . import lark
 from .arguments import UnenforceableError
-from .formats import (
-    deepseek,
-    glm,
-    harmony,
-    hermes,
-    kimi,
-    llama_json,
-    mistral,
-    pythonic,
-    qwen_coder,
-)
+from .formats import deepseek, glm, harmony, hermes, kimi, llama_json, mistral, pythonic, qwen_coder
 from .lark import Block, CallLayout, Function, Lark, call_rules, free_calls, grammar, thinking_rules
 from .reader import Content, Flow, Parser, Reader
 
@@ -80,8 +70,7 @@ CALLS: Mapping[str, CallFormat] = MappingProxyType(
         "mistral": CallFormat(mistral, lambda text: mistral.MARK in text, _short_id),
         "kimi_k2": CallFormat(kimi, lambda text: kimi.CALLS in text),
         "qwen3_coder": CallFormat(
-            qwen_coder,
-            lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text,
+            qwen_coder, lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text
         ),
         "glm45": CallFormat(glm, lambda text: glm.KEY in text),
         "hermes": CallFormat(

@@ -65,8 +65,7 @@ class Block:
 def split(reader: Reader, block: Block, is_open: bool) -> Flow[None]:
     """Reads the block, if there is one; what follows is the answer."""
     reader.begin()
-    yield from reader.space()
-    begins = yield from reader.literal(block.begin)  # some models repeat it
+    begins = yield from reader.after_space(block.begin)  # some models repeat it
     if not is_open and not begins:
         yield from reader.give_back()
         return

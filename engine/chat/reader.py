@@ -153,6 +153,11 @@ class Reader:
         self.take(len(text))
         return True
 
+    def after_space(self, text: str) -> Flow[bool]:
+        """Reads white space, and `text` if it follows."""
+        yield from self.space()
+        return (yield from self.literal(text))
+
     def up_to(self, marks: Sequence[str], max_chars: int) -> Flow[tuple[str, str] | None]:
         """Reads to the first of `marks`, both returned; None, and nothing read, if there is none
         within `max_chars`."""
@@ -179,7 +184,7 @@ class Reader:
         while True:
             self.begin()
             found = _first(self.buffer, marks)
-            size = found[0] if found else len(self.buffer) - _overlap(self.buffer, marks)
+            size = found[0] if found else len(self.buffer) - overlap(self.buffer, marks)
             if not found and self.ended:
                 size = len(self.buffer)
             text = held + self.take(size)
@@ -231,7 +236,7 @@ class Reader:
         held = ""
         while True:
             at = self.buffer.find(mark)
-            size = at if at >= 0 else len(self.buffer) - _overlap(self.buffer, (mark,))
+            size = at if at >= 0 else len(self.buffer) - overlap(self.buffer, (mark,))
             text = held + self.take(size)
             held = "\n" if drop_newline and text.endswith("\n") else ""
             text = text.removesuffix(held) if held else text
@@ -323,10 +328,7 @@ class Reader:
                 yield from self.give_back()
 
     def section(
-        self,
-        section: tuple[str, str],
-        call: tuple[str, str],
-        read: Callable[[Reader], Flow[bool]],
+        self, section: tuple[str, str], call: tuple[str, str], read: Callable[[Reader], Flow[bool]]
     ) -> Flow[None]:
         """As `calls`, of calls with marks around each, in sections with marks around all.
 
@@ -339,8 +341,7 @@ class Reader:
         def begun(mark: str) -> Flow[bool]:
             is_call = mark == call[0]
             if not is_call:
-                yield from self.space()
-                is_call = yield from self.literal(call[0])
+                is_call = yield from self.after_space(call[0])
             return is_call and (yield from read(self))
 
         ends = (call[1], section[1])
@@ -356,8 +357,7 @@ class Reader:
         """
         if leading:
             self.begin()
-            yield from self.space()
-            yield from self.literal(mark)
+            yield from self.after_space(mark)
             yield from read(self)
         while (yield from self.prose((mark,), Content, trim=self.num_calls > 0)):
             yield from read(self)
@@ -441,8 +441,8 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
     return at, mark
 
 
-def _overlap(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a mark."""
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a mark, none whole."""
     return max((_partial(text, mark) for mark in marks), default=0)
 
 

@@ -60,6 +60,11 @@ def packed(allowed: NDArray[np.bool_]) -> IntArray:  # [vocab] -> [num_words]
     return words
 
 
+def is_allowed(bits: IntArray, token: int) -> bool:
+    """Whether the mask `bits` has the token."""
+    return token >> 5 < len(bits) and bool(int(bits[token >> 5]) >> (token & 31) & 1)
+
+
 # Constraints on tokens instead of text: `allowed_token_ids` and `bad_words`, as vLLM reads them.
 
 Spellings = tuple[tuple[int, ...], ...]
@@ -145,8 +150,7 @@ class TokenConstraint:
         return []
 
     def consume(self, token: int) -> None:
-        bits = self.bits()
-        if token >> 5 >= len(bits) or not int(bits[token >> 5]) & _bit(token):
+        if not is_allowed(self.bits(), token):
             raise ConstraintError(f"token {token} is forbidden here")
         self._text.append(token)
 

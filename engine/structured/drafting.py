@@ -24,6 +24,7 @@ from .constraints import (
     ConstraintError,
     DeadEndError,
     constraint_field,
+    is_allowed,
     packed,
 )
 
@@ -58,11 +59,6 @@ class Walk:
         for following in path[shared:]:
             self._constraint.consume(self._tokens[following])
             self._path.append(following)
-
-
-def root_only(source: str, allowed: IntArray) -> Draft:
-    """No guess, and the root's mask."""
-    return replace(tree.EMPTY, source=source, masks=_masks({-1: allowed}))
 
 
 def constrained(
@@ -178,11 +174,6 @@ def _extended(
         probs = DraftProbs(np.pad(probs.ids, added), np.pad(probs.probs, added))
     origins = (draft.origins or (draft.source,) * draft.num_nodes) + (FORCED,) * len(forced)
     return replace(tree.chain(tokens, draft.source, probs), origins=origins), masks
-
-
-def is_allowed(bits: IntArray, token: int) -> bool:
-    """Whether the mask `bits` has the token."""
-    return token >> 5 < len(bits) and bool(int(bits[token >> 5]) >> (token & 31) & 1)
 
 
 def _no_end(ends: frozenset[int], num_words: int) -> IntArray:
@@ -320,7 +311,8 @@ class ConstrainedDrafting:
             name = state.request.id
             log.info("request %s has no draft: %s", name, error, extra={"request_id": name})
             self._rebuild(state)
-            return root_only(draft.source, state.allowed)
+            root = _masks({-1: state.allowed})
+            return replace(tree.EMPTY, source=draft.source, masks=root)
 
     def _advance(self, state: _State, tokens: list[int]) -> None:
         """Takes in what was emitted, up to an end token."""

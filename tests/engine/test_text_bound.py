@@ -82,4 +82,5 @@ def test_the_quick_way_encodes_alike(config: Any, limits: Any, tokenizer: Any) -
     for text in ("", "the cat<|eos|> sat", *PIECES):
         for special in (True, False):
             expected = tokenizer.encode(text, add_special_tokens=special)
-            assert frontend.tokenize(text, add_special_tokens=special) == expected
+            prompt = frontend.text_prompt(text, add_special_tokens=special)
+            assert list(prompt.token_ids) == expected

@@ -180,10 +180,8 @@ class Identity:
         """
         if self.key is None:
             return sampling
-        limits = (
-            (self.key.max_request_tokens, "max_request_tokens"),
-            (self.key.tokens_per_minute, "tokens_per_minute"),
-        )
+        names = ("max_request_tokens", "tokens_per_minute")
+        limits = [(getattr(self.key, name), name) for name in names]
         limit, name = min([each for each in limits if each[0] is not None], default=(None, ""))
         if limit is None:
             return sampling

@@ -185,22 +185,17 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
         if name in _RESERVED:
             raise InvalidRequestError.at(f"chat_template_kwargs.{name}", "this name is taken")
     continued = body.continue_final_message
-    if (
-        continued
-        and body.add_generation_prompt
-        and "add_generation_prompt" in body.model_fields_set
-    ):
+    asked = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set
+    if continued and asked:
         raise InvalidRequestError.at(
             "add_generation_prompt", "it cannot be combined with continue_final_message"
         )
+    effort = frontend.chat.effort(body.reasoning_effort)
     return frontend.chat_prompt(
         [message.render() for message in messages],
         add_generation_prompt=body.add_generation_prompt and not continued,
         continue_final_message=continued,
-        template_kwargs={
-            **frontend.chat.effort(body.reasoning_effort),
-            **body.chat_template_kwargs,
-        },
+        template_kwargs={**effort, **body.chat_template_kwargs},
         add_special_tokens=bool(body.add_special_tokens),
         chat_template=body.chat_template,
         tools=[tool.render() for tool in body.callable_tools()],

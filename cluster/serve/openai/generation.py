@@ -11,7 +11,7 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ....engine.chat.reader import Content, Event, Parser, Reasoning
@@ -25,7 +25,7 @@ from ..metrics import EdgeMetrics, Stopwatch
 from ..telemetry import begin_spans, log_completion, log_prompt
 from .answers import CompletionLogprobs, Extras, Usage
 from .engine_client import EngineClient
-from .protocol import CompletionBody, GenerationBody
+from .protocol import CompletionBody, GenerationBody, StreamOptions
 from .resuming import Mark, Part, ResumableStream
 
 Result = TypeVar("Result")
@@ -109,6 +109,7 @@ class Step:
     seen: bool = False  # the client has it from before it reconnected
 
 
+@dataclass
 class Generation:
     """All completions of one HTTP request.
 
@@ -116,30 +117,24 @@ class Generation:
         InvalidRequestError: a prompt or a setting is wrong; nothing has been queued.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        frontend: Frontend,
-        metrics: EdgeMetrics,
-        timeout_s: float | None = None,
-        max_completions: int | None = None,
-    ) -> None:
-        self.max_completions = max_completions
-        self.frontend = frontend
-        self.jobs: list[Job] = []
-        self._client = client
-        self._metrics = metrics
-        self._prompts: list[Prompt] = []
-        self._structured_field = ""  # the client's name for what the engine compiles
-        self._call: Call = current()
-        self.stream: ResumableStream | None = None
-        self.created_at = int(time.time())
-        self._timeout_s = timeout_s  # the server's
-        self._deadline_s = self._call.deadline(timeout_s)
+    client: EngineClient
+    frontend: Frontend
+    metrics: EdgeMetrics
+    timeout_s: float | None = None  # the server's
+    max_completions: int | None = None
+    jobs: list[Job] = field(default_factory=list)
+    stream: ResumableStream | None = None
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    _prompts: list[Prompt] = field(default_factory=list)
+    _structured_field: str = ""  # the client's name for what the engine compiles
+    _call: Call = field(default_factory=current)
+
+    def __post_init__(self) -> None:
+        self._deadline_s = self._call.deadline(self.timeout_s)
 
     def limit_time(self, timeout_s: float | None) -> None:
         """The answer has to be there `timeout_s` after the request, if not earlier."""
-        self._deadline_s = self._call.deadline(self._timeout_s, timeout_s)
+        self._deadline_s = self._call.deadline(self.timeout_s, timeout_s)
 
     def check_count(self, num_prompts: int, n: int) -> None:
         """Raises `InvalidRequestError` for more completions than could ever be queued at once."""
@@ -201,9 +196,8 @@ class Generation:
 
     async def finish(self) -> None:
         """Runs everything to its end."""
-        async with contextlib.aclosing(self.chunks()) as chunks:
-            async for _ in chunks:
-                pass
+        async for _ in self.chunks():
+            pass
 
     async def chunks(self) -> AsyncGenerator[Step, None]:
         """What comes, as it comes. Closing the generator aborts what still runs."""
@@ -211,36 +205,28 @@ class Generation:
         num_known = 0  # tokens that were counted when they were generated
         if self.stream is not None:
             self.stream.check_count(len(self.jobs))
-            num_known = await self.stream.count_resumable(self._client)
+            num_known = await self.stream.count_resumable(self.client)
         reserved = (
             num_prompt - num_known + sum(job.request.sampling.max_tokens or 0 for job in self.jobs)
         )
         usage = self._call.identity.usage
         usage.take_tokens(reserved)
-        self._metrics.started(num_prompt)
-        self._log_prompts()
+        self.metrics.started(num_prompt)
+        for job in self.jobs if self._call.log_prompts else ():
+            log_prompt(job.request, self._call.identity.name, job.prompt_text)
         try:
             if self.stream is not None:
-                await self.stream.find(self._client)
-            async with contextlib.aclosing(self._merged()) as steps:
+                await self.stream.find(self.client)
+            steps = self._run(self.jobs[0]) if len(self.jobs) == 1 else self._merged()
+            async with contextlib.aclosing(steps):
                 async for step in steps:
                     yield step
         finally:
             num_output = sum(len(job.assembler.token_ids) for job in self.jobs)
             usage.give_back_tokens(max(0, reserved - num_prompt - num_output + num_known))
 
-    def _log_prompts(self) -> None:
-        if not self._call.log_prompts:
-            return
-        for job in self.jobs:
-            log_prompt(job.request, self._call.identity.name, job.prompt_text)
-
     async def _merged(self) -> AsyncGenerator[Step, None]:
-        if len(self.jobs) == 1:
-            async with contextlib.aclosing(self._run(self.jobs[0])) as steps:
-                async for step in steps:
-                    yield step
-            return
+        """The steps of several jobs, as they come."""
         merged: asyncio.Queue[Step | Job] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(job, merged)) for job in self.jobs]
         try:
@@ -302,16 +288,15 @@ class Generation:
 
     async def _feed(self, job: Job, merged: asyncio.Queue[Step | Job]) -> None:
         try:
-            async with contextlib.aclosing(self._run(job)) as steps:
-                async for step in steps:
-                    merged.put_nowait(step)
+            async for step in self._run(job):
+                merged.put_nowait(step)
         finally:
             merged.put_nowait(job)
 
     async def _run(self, job: Job) -> AsyncGenerator[Step, None]:
         """One job's steps that have something to say, and always the last."""
         assembler = job.assembler
-        times = Stopwatch(self._metrics)
+        times = Stopwatch(self.metrics)
         spans = begin_spans(job.request, self.frontend.model_name)
         unfinished = "abort"  # by whoever asked
         try:
@@ -329,7 +314,7 @@ class Generation:
                         times.tokens(len(chunk.token_ids))
                     last = delta.finish_reason is not None
                     if assembler.finished and not was_finished and not last:  # a stop string
-                        await self._client.abort(job.request.id)
+                        await self.client.abort(job.request.id)
                         if not part.live:  # the engine has nothing to add
                             for step in _stopped(job, chunk, part):
                                 yield step
@@ -351,12 +336,12 @@ class Generation:
     async def _parts(self, job: Job) -> AsyncGenerator[Part, None]:
         request = replace(job.request, timeout_s=self._remaining())
         if self.stream is not None:
-            deltas = self.stream.deltas(self._client, request)
+            deltas = self.stream.deltas(self.client, request)
             async with contextlib.aclosing(deltas):
                 async for part in deltas:
                     yield part
             return
-        async with contextlib.aclosing(self._client.generate(request)) as plain:
+        async with contextlib.aclosing(self.client.generate(request)) as plain:
             async for delta in plain:
                 yield Part(delta)
 
@@ -422,9 +407,9 @@ async def stream_events(
         "created": generation.created_at,
         "model": generation.frontend.model_name,
     }
-    options = body.stream_options
-    with_usage = options is not None and options.include_usage
-    continuous = with_usage and options is not None and options.continuous_usage_stats
+    options = body.stream_options or StreamOptions()
+    with_usage = options.include_usage
+    continuous = with_usage and options.continuous_usage_stats
     if with_usage:
         head["usage"] = None
     async with contextlib.aclosing(generation.chunks()) as steps:

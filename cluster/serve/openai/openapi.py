@@ -20,7 +20,7 @@ from .responses import ResponsesBody
 from .responses.body import NOTHING
 
 _REF = "#/components/schemas/{model}"
-_STREAMED = (CompletionBody, ChatBody, ResponsesBody)
+_STREAMED: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, ResponsesBody)
 _ERRORS = {
     400: "A field is invalid; `param` names it.",
     401: "The API key is missing or unknown.",
@@ -64,11 +64,7 @@ def document(models: Sequence[str], vocab_size: int) -> dict[str, Any]:
     ineffective = {name: {"enum": list(values)} for name, values in UNSUPPORTED.items()}
     ineffective |= {name: {} for name in sorted(IGNORED)}
     nothing = {name: {"enum": list(values)} for name, values in NOTHING.items()}
-    for body, fields in (
-        (CompletionBody, ineffective),
-        (ChatBody, ineffective),
-        (ResponsesBody, nothing),
-    ):
+    for body, fields in zip(_STREAMED, (ineffective, ineffective, nothing), strict=True):
         properties = schemas[body.__name__]["properties"]
         properties |= {name: each for name, each in fields.items() if name not in properties}
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in POSTS}

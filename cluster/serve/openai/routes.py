@@ -236,7 +236,7 @@ def page_routes() -> APIRouter:
 # A small body is dealt with at once, which is quicker than a thread. Larger ones go to two pools
 # of a few threads each, so that a body of megabytes delays none of kilobytes; how many may wait is
 # bounded. What runs there has to release the interpreter lock often (`parse.load`,
-# `Frontend.tokenize`), or a thread of its own would not help the loop.
+# `Frontend.text_prompt`), or a thread of its own would not help the loop.
 
 Result = TypeVar("Result")
 _AT_ONCE_BYTES = 2 * 2**10
@@ -319,11 +319,7 @@ class Edge:
     def generation(self) -> Generation:
         """A fresh one, for one HTTP request."""
         return Generation(
-            self.client,
-            self.frontend,
-            self.metrics,
-            self.request_timeout_s,
-            self.max_completions,
+            self.client, self.frontend, self.metrics, self.request_timeout_s, self.max_completions
         )
 
 

@@ -18,13 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ....errors import OutriderError
-from .errors import (
-    BodyTimeoutError,
-    BodyTooLargeError,
-    ClientGoneError,
-    error_body,
-    error_response,
-)
+from .errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, error_body, error_response
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -142,11 +136,7 @@ class EventStream(Response):
 
     async def _begin(self, send: Send) -> None:
         await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
 
     async def _send(self, send: Send, data: str, name: str | None = None) -> None:

@@ -28,13 +28,11 @@ def _call(reader: Reader) -> Flow[bool]:
     yield from reader.space()
     if found and found[0] == "function" and (yield from reader.peek()) != "{":
         found = yield from reader.name(("\n",))
-        yield from reader.space()
-        in_block = yield from reader.literal(BLOCK)
+        in_block = yield from reader.after_space(BLOCK)
     if found is None or not (yield from reader.object_call(found[0])):
         return False
     if in_block:
-        yield from reader.space()
-        yield from reader.literal(BLOCK_END)
+        yield from reader.after_space(BLOCK_END)
     return True
 
 

@@ -27,8 +27,7 @@ def _calls(reader: Reader, names: Collection[str]) -> Flow[None]:
         if not (yield from call_object(reader, names)):
             break
         reader.begin()
-        yield from reader.space()
-        if not (yield from reader.literal(";")):
+        if not (yield from reader.after_space(";")):
             reader.begin()
             return
     yield from reader.give_back()

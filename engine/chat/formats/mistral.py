@@ -33,8 +33,7 @@ def _listed(reader: Reader) -> Flow[bool]:
         if not (yield from call_object(reader)):
             return False
         reader.begin()
-        yield from reader.space()
-        if not (yield from reader.literal(",")):
+        if not (yield from reader.after_space(",")):
             yield from reader.literal("]")
             return True
 

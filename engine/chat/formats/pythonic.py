@@ -32,8 +32,7 @@ def parse(reader: Reader, names: Collection[str]) -> Flow[None]:
 
 def _listed(reader: Reader, names: Collection[str]) -> Flow[bool]:
     """The list; False: from what was taken last on, it is none."""
-    yield from reader.space()
-    if not (yield from reader.literal("[")):
+    if not (yield from reader.after_space("[")):
         return False
     while True:
         yield from reader.space()
@@ -47,12 +46,10 @@ def _listed(reader: Reader, names: Collection[str]) -> Flow[bool]:
         yield reader.call(found[0])
         yield reader.arguments(arguments)
         reader.begin()
-        yield from reader.space()
-        if not (yield from reader.literal(",")):
+        if not (yield from reader.after_space(",")):
             break
     if (yield from reader.literal("]")):
-        yield from reader.space()
-        yield from reader.literal(END)
+        yield from reader.after_space(END)
     return True
 
 

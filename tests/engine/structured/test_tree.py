@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.engine.structured.drafting import constrained, forced_tokens, is_allowed
+from outrider.engine.structured.constraints import is_allowed
+from outrider.engine.structured.drafting import constrained, forced_tokens
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, DraftProbs, ints
 from outrider.tests.helpers.verification import (

@@ -13,9 +13,10 @@ from outrider.engine.structured.constraints import (
     ConstraintError,
     DeadEndError,
     TokenConstraint,
+    is_allowed,
     spellings,
 )
-from outrider.engine.structured.drafting import constrained, is_allowed
+from outrider.engine.structured.drafting import constrained
 from outrider.errors import InvalidRequestError
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import ints

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -135,15 +135,20 @@ def text_of(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
+def _objects(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """The entries of a list that are objects, with their places."""
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict):
+            yield index, item
+
+
 def check_kinds(items: Any) -> None:
     """Refuses items and parts of other kinds by their names, which a union's errors would hide.
 
     Raises:
         InvalidRequestError: names the item or the part.
     """
-    for index, item in enumerate(items if isinstance(items, list) else ()):
-        if not isinstance(item, dict):
-            continue
+    for index, item in _objects(items):
         kind = item.get("type")
         if kind is not None and kind not in KINDS:
             raise InvalidRequestError.at(
@@ -151,33 +156,13 @@ def check_kinds(items: Any) -> None:
                 f"{shown_value(kind)} is not supported; it has to be one of {', '.join(KINDS)}",
             )
         place = "output" if kind == "function_call_output" else "content"
-        parts = item.get(place) if kind != "reasoning" else None
-        for number, part in enumerate(parts if isinstance(parts, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(part, dict) and kind not in ("input_text", "output_text"):
-                field = f"input.{index}.{place}.{number}.type"
+        for number, part in _objects(item.get(place) if kind != "reasoning" else None):
+            kind = part.get("type")
+            if kind not in ("input_text", "output_text"):
                 raise InvalidRequestError.at(
-                    field, f"{shown_value(kind)} is not supported; only text is"
+                    f"input.{index}.{place}.{number}.type",
+                    f"{shown_value(kind)} is not supported; only text is",
                 )
-
-
-def check_results(items: Any) -> None:
-    """Every result belongs to a call before it.
-
-    Raises:
-        InvalidRequestError: names the result's `call_id`.
-    """
-    called: set[str] = set()
-    for index, item in enumerate(items if not isinstance(items, str) else ()):
-        if isinstance(item, InputCall):
-            called.add(item.call_id)
-        elif isinstance(item, InputCallOutput) and item.call_id not in called:
-            field = f"input.{index}.call_id"
-            raise InvalidRequestError.at(
-                field,
-                f"no function_call before it has the id {shown_value(item.call_id)}; "
-                "nothing is stored, so the input has to hold the call too",
-            )
 
 
 class FunctionTool(FunctionDefinition):
@@ -196,13 +181,8 @@ class FunctionTool(FunctionDefinition):
 
     def shown(self) -> dict[str, Any]:
         """As an answer repeats it."""
-        return {
-            "type": "function",
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": bool(self.strict),
-        }
+        plain = self.model_dump(include={"name", "description", "parameters"})
+        return {"type": "function", **plain, "strict": bool(self.strict)}
 
 
 class NamedFunction(Strict):
@@ -228,12 +208,11 @@ def check_tool_kinds(tools: Any) -> None:
     Raises:
         InvalidRequestError: names the tool.
     """
-    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(tool, dict) and kind != "function":
-            field = f"tools.{index}.type"
+    for index, tool in _objects(tools):
+        kind = tool.get("type")
+        if kind != "function":
             raise InvalidRequestError.at(
-                field, f"{shown_value(kind)} is not supported; only functions are"
+                f"tools.{index}.type", f"{shown_value(kind)} is not supported; only functions are"
             )
 
 
@@ -323,7 +302,17 @@ class ResponsesBody(SharedFields):
 
     @model_validator(mode="after")
     def _results_of_calls(self) -> ResponsesBody:
-        check_results(self.input)
+        """Every result belongs to a call before it."""
+        called: set[str] = set()
+        for index, item in enumerate(self.input if not isinstance(self.input, str) else ()):
+            if isinstance(item, InputCall):
+                called.add(item.call_id)
+            elif isinstance(item, InputCallOutput) and item.call_id not in called:
+                raise InvalidRequestError.at(
+                    f"input.{index}.call_id",
+                    f"no function_call before it has the id {shown_value(item.call_id)}; nothing "
+                    "is stored, so the input has to hold the call too",
+                )
         return self
 
     @property
