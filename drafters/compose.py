@@ -64,15 +64,11 @@ class Compose:
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         joints = [_Joint(budget) for budget in budgets.tolist()]
         self._step, self._drafted = batch.step, []
-        for index, (member, max_len) in enumerate(
-            zip(self.members, self._max_draft_lens, strict=True)
-        ):
-            if self._merge:
-                asked = np.minimum(budgets, max_len)
-            else:
-                rooms = [0 if joint.num_guesses else joint.room for joint in joints]
-                asked = np.minimum(ints(rooms), max_len)
-            drafts = member.propose(batch, asked)
+        for index, member in enumerate(self.members):
+            left = budgets
+            if not self._merge:
+                left = ints([0 if joint.num_guesses else joint.room for joint in joints])
+            drafts = member.propose(batch, np.minimum(left, self._max_draft_lens[index]))
             self._drafted.append(drafts)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:

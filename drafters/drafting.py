@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -253,13 +253,7 @@ class Drafting:
         health = self.drafter.health() if isinstance(self.drafter, Reporting) else Health()
         if closed:
             health = Health("disabled", closed)
-        return {
-            self.name: {
-                "state": health.state,
-                "reason": health.reason,
-                "last_fault": self._last_fault,
-            }
-        }
+        return {self.name: {**asdict(health), "last_fault": self._last_fault}}
 
     def propose(self, batch: Batch, budgets: IntArray | None = None) -> list[Draft]:
         """One draft per row, of at most `budgets[row]` nodes (None: `batch.max_nodes`).

@@ -31,11 +31,8 @@ from .protocol import Drafter, DraftFault, Needs
 
 _FIELD = "speculative_config.drafter"
 _VERBS = {  # methods of a full drafter and their arguments
-    "open": ("requests",),
-    "propose": ("batch", "budgets"),
-    "observe": ("batch", "verdict"),
-    "close": ("request_ids",),
-    "shutdown": (),
+    verb: tuple(inspect.signature(getattr(Drafter, verb)).parameters)[1:]
+    for verb in ("open", "propose", "observe", "close", "shutdown")
 }
 
 
