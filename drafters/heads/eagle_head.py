@@ -21,7 +21,7 @@ from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import SCALING, LayerSizes, LlamaModule, Rope, Temperature, halves
 from .load import ConfigReader, Tensors, fail, read_config
 from .protocol import Attend, HeadHost, HeadLayer, HeadRows, TargetFacts
-from .tree_drafting import TreeDrafter, room_of
+from .tree_drafting import TreeDraftingHead
 
 _FILES = ("model", "pytorch_model")
 _RENAMED = {
@@ -442,20 +442,19 @@ def _capture(reader: EagleReader) -> tuple[int, ...]:
     return ids
 
 
-class EagleHead:
+class EagleHead(TreeDraftingHead):
     """Runs the module over a step."""
 
     def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
+        super().__init__(config)
         loaded = read_eagle(config, target)
         self.module: LlamaModule = loaded.module
         self.target_ids = loaded.target_ids
         self.capture: tuple[int, ...] = loaded.capture
-        room = room_of(config)
         self.layers = tuple(
-            HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=room)
+            HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
             for sizes in self.module.layer_sizes
         )
-        self.drafting = TreeDrafter(config, self)
 
     @property
     def outputs(self) -> tuple[nn.Linear, ...]:
@@ -480,7 +479,6 @@ class EagleHead:
         attend: Attend,
         host: HeadHost,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
-        """Runs the module on its own output."""
         return self.module(self._embed(token_ids, host), feature, positions, attend)
 
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
