@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .drafting import Drafting
-from .protocol import Drafter, DrafterStats, Needs
+from .protocol import Drafter, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Member:
     has_model: bool
 
 
-class Compose:
+class Compose(Drafter):
     """Calls its members in order and combines their drafts.
 
     Raises:
@@ -88,12 +88,6 @@ class Compose:
     def close(self, request_ids: Sequence[str]) -> None:
         for member in self.members:
             member.close(request_ids)
-
-    def all_stats(self) -> dict[str, DrafterStats]:
-        return {member.name: member.stats for member in self.members}
-
-    def all_health(self) -> dict[str, dict[str, str]]:
-        return {name: each for member in self.members for name, each in member.all_health().items()}
 
     def shutdown(self) -> None:
         for member in self.members:

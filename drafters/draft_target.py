@@ -21,7 +21,7 @@ from ..scheduler.blocks import BlockPool
 from ..scheduler.seating import Row, Seating
 from ..scheduler.sequence import PagedTokens
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, SeatSettings, Verdict
-from .protocol import Drafted, DraftModel, DraftStep, Health, Needs, worker_health
+from .protocol import Drafted, Drafter, DraftModel, DraftStep, Health, Needs, worker_health
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Pending:
     num_polls: int = 0  # without an answer
 
 
-class DraftTarget:
+class DraftTarget(Drafter):
     """Keeps the draft model's cache consistent with the committed tokens."""
 
     name = "draft_target"

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from ..errors import WorkerDiedError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, NextDrafts, Request, Verdict
-from .protocol import DraftFault, HeadAnswer, HeadModel, Health, Needs, worker_health
+from .protocol import Drafter, DraftFault, HeadAnswer, HeadModel, Health, Needs, worker_health
 
 log = logging.getLogger(__name__)
 _MAX_OUTSTANDING = 16  # requests; a head that lags catches up with its next answer
 
 
-class Colocated:
+class Colocated(Drafter):
     """A head in the target's workers: drafts arrive with the previous verdict.
 
     One round trip per step: `observe` stores the head's drafts, and `propose` returns a draft if
@@ -30,9 +30,6 @@ class Colocated:
     def __init__(self, name: str) -> None:
         self.name = name
         self._drafts: dict[str, tuple[int, Draft]] = {}  # (number of known tokens, draft)
-
-    def open(self, requests: Sequence[Request]) -> None:
-        """Does nothing: the first draft arrives with the first verdict."""
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         known = batch.known_lens
@@ -68,8 +65,6 @@ class Colocated:
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._drafts.pop(request_id, None)
-
-    def shutdown(self) -> None: ...
 
     def _draft(self, request_id: str, num_known: int, budget: int) -> Draft:
         known, draft = self._drafts.get(request_id, (-1, tree.EMPTY))
