@@ -6,6 +6,7 @@ Statistics have the names and format of llama.cpp's (`common/speculative.cpp`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..scheduler.types import (
     Verdict,
 )
 from .lookup.pool import PoolLink
+
+log = logging.getLogger(__name__)
 
 # Messages between a drafter and its model in the workers: draft models and separate heads.
 
@@ -122,6 +125,43 @@ class Drafter:
     def health(self) -> Health:
         """The state of its workers, if it has any; called from any thread."""
         return Health()
+
+
+class OwnWorkers:
+    """What drafters share whose model has workers of its own, which may be slow or lost."""
+
+    _model: Any  # `DraftModel` or `HeadModel`
+    _timeout_s: float  # how long a step waits for drafts
+    _late = False  # a deadline was missed: no step waits until an answer is in time
+    _down = ""  # why the workers are lost
+
+    def health(self) -> Health:
+        if self._down:
+            return Health("down", f"restarted in the background: {self._down}")
+        if self._late:
+            return Health(
+                "late",
+                f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without "
+                "drafts until one is in time",
+            )
+        return Health()
+
+    def shutdown(self) -> None:
+        self._model.shutdown()
+
+    def _missed(self) -> TimeoutError:
+        """The error of a missed deadline, which is raised once."""
+        self._late = True
+        return TimeoutError(
+            f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
+        )
+
+    def _recovered(self) -> bool:
+        """Whether the model is up again; its cache is then empty."""
+        if self._model.revive():
+            self._down = ""
+            log.info("drafter %s is available again", self.name)  # type: ignore[attr-defined]
+        return not self._down
 
 
 class NoDrafter(Drafter):
@@ -228,19 +268,6 @@ class DraftHost(Protocol):
         Raises:
             PoolSnapshotError: the initial snapshot is malformed or of another vocabulary.
         """
-
-
-def worker_health(down: str, late: bool, timeout_s: float) -> Health:
-    """The health of separate workers: `down` is why they are lost, "" if they are not."""
-    if down:
-        return Health("down", f"restarted in the background: {down}")
-    if late:
-        return Health(
-            "late",
-            f"no draft within {timeout_s:g} s (draft_timeout_s); steps run without drafts until "
-            "one is in time",
-        )
-    return Health()
 
 
 @dataclass(slots=True)
