@@ -142,12 +142,11 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
 def dequantised(
     weight: Tensor,  # [num_rows, num_columns], float8
     scale: Tensor,  # [row blocks, column blocks], float32
-    block: tuple[int, int] = _BLOCK,
 ) -> Tensor:  # [num_rows, num_columns], float32
     """Dequantises DeepSeek's FP8 blocks: each block times its scale."""
     rows, columns = weight.shape
-    wide = scale.float().repeat_interleave(block[0], 0)[:rows]
-    return weight.float() * wide.repeat_interleave(block[1], 1)[:, :columns]
+    wide = scale.float().repeat_interleave(_BLOCK[0], 0)[:rows]
+    return weight.float() * wide.repeat_interleave(_BLOCK[1], 1)[:, :columns]
 
 
 def _find(
