@@ -139,7 +139,7 @@ class KnownTextTarget:
         )
 
 
-class StandIn:
+class StandIn(Drafter):
     """A drafter that asks for nodes all the time: it uses none of them, or all in vain."""
 
     needs = Needs(shape="tree")
@@ -147,18 +147,10 @@ class StandIn:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def open(self, requests: Sequence[Request]) -> None: ...
-
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         if self.name == "silent":
             return [tree.EMPTY] * batch.num_seqs
         return [tree.chain([VOCAB - 1] * budget, self.name) for budget in budgets.tolist()]
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None: ...
-
-    def close(self, request_ids: Sequence[str]) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 def run(

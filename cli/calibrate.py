@@ -9,6 +9,7 @@ published configurations differ, and prints a section with the best ones. The me
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,17 +176,11 @@ class Sweep:
             if keys is not None and variant.key not in keys:
                 continue
             for value in variant.values:
-                row = self._try({**best.update, variant.key: value})
-                if row is not None and _better(row, best):
-                    best = row
+                # Some checkpoints cannot be read so.
+                with suppress(CheckpointError, ConfigError, ValueError):
+                    row = self.measure({**best.update, variant.key: value})
+                    best = row if _better(row, best) else best
         return best.update
-
-    def _try(self, update: dict[str, Any]) -> Row | None:
-        """The row of `update`; None where the checkpoint cannot be read so."""
-        try:
-            return self.measure(update)
-        except (CheckpointError, ConfigError, ValueError):
-            return None
 
 
 def _kind(section: HeadConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .drafting import Drafting
-from .protocol import Drafter, DrafterStats, Needs
+from .protocol import Drafter, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Member:
     has_model: bool
 
 
-class Compose:
+class Compose(Drafter):
     """Calls its members in order and combines their drafts.
 
     Raises:
@@ -64,15 +64,11 @@ class Compose:
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         joints = [_Joint(budget) for budget in budgets.tolist()]
         self._step, self._drafted = batch.step, []
-        for index, (member, max_len) in enumerate(
-            zip(self.members, self._max_draft_lens, strict=True)
-        ):
-            if self._merge:
-                asked = np.minimum(budgets, max_len)
-            else:
-                rooms = [0 if joint.num_guesses else joint.room for joint in joints]
-                asked = np.minimum(ints(rooms), max_len)
-            drafts = member.propose(batch, asked)
+        for index, member in enumerate(self.members):
+            left = budgets
+            if not self._merge:
+                left = ints([0 if joint.num_guesses else joint.room for joint in joints])
+            drafts = member.propose(batch, np.minimum(left, self._max_draft_lens[index]))
             self._drafted.append(drafts)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:
@@ -92,12 +88,6 @@ class Compose:
     def close(self, request_ids: Sequence[str]) -> None:
         for member in self.members:
             member.close(request_ids)
-
-    def all_stats(self) -> dict[str, DrafterStats]:
-        return {member.name: member.stats for member in self.members}
-
-    def all_health(self) -> dict[str, dict[str, str]]:
-        return {name: each for member in self.members for name, each in member.all_health().items()}
 
     def shutdown(self) -> None:
         for member in self.members:

@@ -9,7 +9,6 @@ request is outstanding at a time.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ from ..scheduler.blocks import BlockPool
 from ..scheduler.seating import Row, Seating
 from ..scheduler.sequence import PagedTokens
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, SeatSettings, Verdict
-from .protocol import Drafted, DraftModel, DraftStep, Health, Needs, worker_health
-
-log = logging.getLogger(__name__)
+from .protocol import Drafted, Drafter, DraftModel, DraftStep, Needs, OwnWorkers
 
 
 @dataclass(slots=True)
@@ -36,7 +33,7 @@ class _Pending:
     num_polls: int = 0  # without an answer
 
 
-class DraftTarget:
+class DraftTarget(OwnWorkers, Drafter):
     """Keeps the draft model's cache consistent with the committed tokens."""
 
     name = "draft_target"
@@ -52,10 +49,8 @@ class DraftTarget:
         self._sequences: dict[str, PagedTokens] = {}  # least recently drafted first
         self._drawn: dict[str, int] = {}  # nodes drawn in the step that runs
         self._step = 0
-        self._down = ""  # why the model is lost
         self._timeout_s = config.draft_timeout_s
         self._pending: _Pending | None = None
-        self._late = False  # a deadline was missed: no step waits until an answer is in time
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -109,12 +104,6 @@ class DraftTarget:
                 sequence.free(self._pool)
                 self._seating.leave(sequence)
 
-    def health(self) -> Health:
-        return worker_health(self._down, self._late, self._timeout_s)
-
-    def shutdown(self) -> None:
-        self._model.shutdown()
-
     def check(self) -> None:
         """Asserts that every block is either free or held by a known sequence."""
         self._pool.check(sequence.blocks for sequence in self._sequences.values())
@@ -134,10 +123,7 @@ class DraftTarget:
         self._pending = pending
         drafted = self._receive(0.0 if self._late else self._timeout_s)
         if drafted is None and not self._late:
-            self._late = True
-            raise TimeoutError(
-                f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
-            )
+            raise self._missed()
         return drafted
 
     def _receive(self, timeout_s: float) -> Drafted | None:
@@ -225,12 +211,10 @@ class DraftTarget:
 
     def _recovered(self) -> bool:
         """Whether the model is up again; if so, resets the accounting to an empty cache."""
-        if not self._model.revive():
+        if not super()._recovered():
             return False
         for sequence in self._sequences.values():
             sequence.free(self._pool)
         self._seating.reset(self._sequences.values())
         self._pool.clear_cache()
-        self._down = ""
-        log.info("drafter %s is available again", self.name)
         return True

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..config import SpeculationBase
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict
 from .head_drafters import Colocated
-from .protocol import Composite, Drafter, DrafterStats, DraftFault, Health, NoDrafter, Reporting
+from .protocol import Drafter, DrafterStats, DraftFault, NoDrafter
 
 log = logging.getLogger(__name__)
 
@@ -234,9 +234,7 @@ class Drafting:
 
     def all_stats(self) -> dict[str, DrafterStats]:
         """Statistics by drafter."""
-        if isinstance(self.drafter, Composite):
-            return self.drafter.all_stats()
-        return {self.name: self.stats}
+        return {each.name: each.stats for each in self.drafter.members or (self,)}
 
     def all_health(self) -> dict[str, dict[str, str]]:
         """`state`, its `reason`, and the `last_fault` if there was one, by drafter.
@@ -244,22 +242,15 @@ class Drafting:
         A gate of the whole composition stops all of its members.
         """
         closed = self._gate.reason if self._gate is not None else ""
-        if isinstance(self.drafter, Composite):
-            found = self.drafter.all_health()
-            if closed:
-                for member in found.values():
-                    member.update(state="disabled", reason=closed)
-            return found
-        health = self.drafter.health() if isinstance(self.drafter, Reporting) else Health()
+        found: dict[str, dict[str, str]] = {}
+        for member in self.drafter.members:
+            found |= member.all_health()
+        if not found:
+            found[self.name] = {**asdict(self.drafter.health()), "last_fault": self._last_fault}
         if closed:
-            health = Health("disabled", closed)
-        return {
-            self.name: {
-                "state": health.state,
-                "reason": health.reason,
-                "last_fault": self._last_fault,
-            }
-        }
+            for each in found.values():
+                each.update(state="disabled", reason=closed)
+        return found
 
     def propose(self, batch: Batch, budgets: IntArray | None = None) -> list[Draft]:
         """One draft per row, of at most `budgets[row]` nodes (None: `batch.max_nodes`).

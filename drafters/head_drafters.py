@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
 from ..errors import WorkerDiedError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, NextDrafts, Request, Verdict
-from .protocol import DraftFault, HeadAnswer, HeadModel, Health, Needs, worker_health
+from .protocol import Drafter, DraftFault, HeadAnswer, HeadModel, Needs, OwnWorkers
 
-log = logging.getLogger(__name__)
 _MAX_OUTSTANDING = 16  # requests; a head that lags catches up with its next answer
 
 
-class Colocated:
+class Colocated(Drafter):
     """A head in the target's workers: drafts arrive with the previous verdict.
 
     One round trip per step: `observe` stores the head's drafts, and `propose` returns a draft if
@@ -30,9 +28,6 @@ class Colocated:
     def __init__(self, name: str) -> None:
         self.name = name
         self._drafts: dict[str, tuple[int, Draft]] = {}  # (number of known tokens, draft)
-
-    def open(self, requests: Sequence[Request]) -> None:
-        """Does nothing: the first draft arrives with the first verdict."""
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         known = batch.known_lens
@@ -69,14 +64,12 @@ class Colocated:
         for request_id in request_ids:
             self._drafts.pop(request_id, None)
 
-    def shutdown(self) -> None: ...
-
     def _draft(self, request_id: str, num_known: int, budget: int) -> Draft:
         known, draft = self._drafts.get(request_id, (-1, tree.EMPTY))
         return tree.truncate(draft, budget) if known == num_known and budget > 0 else tree.EMPTY
 
 
-class SeparateHead(Colocated):
+class SeparateHead(OwnWorkers, Colocated):
     """A head in a worker of its own, which gets features from the target's worker.
 
     `observe` sends a request without waiting, so the head drafts while the engine commits and
@@ -95,8 +88,6 @@ class SeparateHead(Colocated):
         self._timeout_s = timeout_s
         self._open: set[str] = set()
         self._asked: dict[int, tuple[str, ...]] = {}  # by step, oldest first
-        self._late = False  # a deadline was missed: no step waits until an answer is in time
-        self._down = ""  # why the head is lost
 
     def open(self, requests: Sequence[Request]) -> None:
         self._open.update(request.id for request in requests)
@@ -110,10 +101,7 @@ class SeparateHead(Colocated):
             fault.drafts = super().propose(batch, budgets)
             raise
         if self._model.num_outstanding and not self._late:
-            self._late = True
-            raise TimeoutError(
-                f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
-            )
+            raise self._missed()
         return super().propose(batch, budgets)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -127,12 +115,6 @@ class SeparateHead(Colocated):
     def close(self, request_ids: Sequence[str]) -> None:
         super().close(request_ids)
         self._open.difference_update(request_ids)
-
-    def health(self) -> Health:
-        return worker_health(self._down, self._late, self._timeout_s)
-
-    def shutdown(self) -> None:
-        self._model.shutdown()
 
     def _ask(self, batch: Batch) -> None:
         if self._down or self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
@@ -181,11 +163,3 @@ class SeparateHead(Colocated):
     def _lost(self, reason: str) -> None:
         self._down, self._late = reason or "it died", True
         self._asked.clear()
-
-    def _recovered(self) -> bool:
-        """Whether the head is up again; its cache is then empty."""
-        if not self._model.revive():
-            return False
-        self._down = ""
-        log.info("drafter %s is available again", self.name)
-        return True

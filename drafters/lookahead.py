@@ -20,7 +20,7 @@ from ..config import LookaheadConfig
 from ..scheduler import tree
 from ..scheduler.sequence import TokenBuffer
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict, ints
-from .protocol import Needs
+from .protocol import Drafter, Needs
 
 Tokens = tuple[int, ...]
 
@@ -117,7 +117,7 @@ class _Sequence:
         self.has_window = False  # whether the window is in the current draft
 
 
-class Lookahead:
+class Lookahead(Drafter):
     """Drafts guesses from the pool and the window whose results fill it."""
 
     name = "lookahead"
@@ -156,8 +156,6 @@ class Lookahead:
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._sequences.pop(request_id, None)
-
-    def shutdown(self) -> None: ...
 
     def _draft(self, sequence: _Sequence | None, budget: int) -> Draft:
         if sequence is None or budget <= 0:

@@ -1,15 +1,16 @@
 """The drafter interface: methods, needs, and statistics.
 
-One file per drafter implements `Drafter`; `drafting.py` calls, times and guards all of them.
+One file per drafter derives from `Drafter`; `drafting.py` calls, times and guards all of them.
 Statistics have the names and format of llama.cpp's (`common/speculative.cpp`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from ..scheduler import tree
 from ..scheduler.types import (
@@ -23,6 +24,8 @@ from ..scheduler.types import (
     Verdict,
 )
 from .lookup.pool import PoolLink
+
+log = logging.getLogger(__name__)
 
 # Messages between a drafter and its model in the workers: draft models and separate heads.
 
@@ -82,11 +85,23 @@ class Needs:
     probabilities: bool = False  # whether drafts can carry the distributions they were drawn from
 
 
-class Drafter(Protocol):
-    """Proposes drafts for the target to verify. An exception only costs drafts."""
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a drafter drafts, and why it does not."""
+
+    state: Literal["active", "late", "down", "disabled"] = "active"
+    reason: str = ""
+
+
+class Drafter:
+    """Proposes drafts for the target to verify. An exception only costs drafts.
+
+    A drafter overrides the methods that it needs.
+    """
 
     name: str
-    needs: Needs
+    needs = Needs()
+    members: Sequence[Any] = ()  # the `Drafting` of each drafter that it is made of, if it is
 
     def open(self, requests: Sequence[Request]) -> None:
         """Called before requests are first served; `prompt` and `emitted` are set."""
@@ -96,6 +111,7 @@ class Drafter(Protocol):
 
         Guesses deeper than `batch.max_depth[row]` are dropped; a chain's budget never exceeds it.
         """
+        return [tree.EMPTY] * batch.num_seqs
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Called with the target's verdict: append emitted tokens, rewind rejected ones."""
@@ -105,6 +121,53 @@ class Drafter(Protocol):
 
     def shutdown(self) -> None:
         """Frees all resources."""
+
+    def health(self) -> Health:
+        """The state of its workers, if it has any; called from any thread."""
+        return Health()
+
+
+class OwnWorkers:
+    """What drafters share whose model has workers of its own, which may be slow or lost."""
+
+    _model: Any  # `DraftModel` or `HeadModel`
+    _timeout_s: float  # how long a step waits for drafts
+    _late = False  # a deadline was missed: no step waits until an answer is in time
+    _down = ""  # why the workers are lost
+
+    def health(self) -> Health:
+        if self._down:
+            return Health("down", f"restarted in the background: {self._down}")
+        if self._late:
+            return Health(
+                "late",
+                f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without "
+                "drafts until one is in time",
+            )
+        return Health()
+
+    def shutdown(self) -> None:
+        self._model.shutdown()
+
+    def _missed(self) -> TimeoutError:
+        """The error of a missed deadline, which is raised once."""
+        self._late = True
+        return TimeoutError(
+            f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
+        )
+
+    def _recovered(self) -> bool:
+        """Whether the model is up again; its cache is then empty."""
+        if self._model.revive():
+            self._down = ""
+            log.info("drafter %s is available again", self.name)  # type: ignore[attr-defined]
+        return not self._down
+
+
+class NoDrafter(Drafter):
+    """No speculation: proposes nothing, so that the loop needs no special case."""
+
+    name = "none"
 
 
 class DraftFault(Exception):
@@ -207,46 +270,6 @@ class DraftHost(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether a drafter drafts, and why it does not."""
-
-    state: Literal["active", "late", "down", "disabled"] = "active"
-    reason: str = ""
-
-
-@runtime_checkable
-class Reporting(Protocol):
-    """A drafter with workers of its own, which may be slow or lost."""
-
-    def health(self) -> Health:
-        """The state of its workers; called from any thread."""
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """A drafter made of others, with statistics per member."""
-
-    def all_stats(self) -> dict[str, DrafterStats]:
-        """Statistics by member."""
-
-    def all_health(self) -> dict[str, dict[str, str]]:
-        """Health by member, as `Drafting.all_health` returns it."""
-
-
-def worker_health(down: str, late: bool, timeout_s: float) -> Health:
-    """The health of separate workers: `down` is why they are lost, "" if they are not."""
-    if down:
-        return Health("down", f"restarted in the background: {down}")
-    if late:
-        return Health(
-            "late",
-            f"no draft within {timeout_s:g} s (draft_timeout_s); steps run without drafts until "
-            "one is in time",
-        )
-    return Health()
-
-
 @dataclass(slots=True)
 class DrafterStats:
     """Counts and times of one drafter; a call is one request in one method."""
@@ -288,21 +311,3 @@ class DrafterStats:
             f"#gen tokens = {self.num_gen_tokens}, #acc tokens = {self.num_acc_tokens}, "
             f"dur(b,g,a) = {self.begin_ms:.3f}, {self.gen_ms:.3f}, {self.acc_ms:.3f} ms",
         ]
-
-
-class NoDrafter:
-    """No speculation: proposes nothing, so that the loop needs no special case."""
-
-    name = "none"
-    needs = Needs()
-
-    def open(self, requests: Sequence[Request]) -> None: ...
-
-    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        return [tree.EMPTY] * batch.num_seqs
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None: ...
-
-    def close(self, request_ids: Sequence[str]) -> None: ...
-
-    def shutdown(self) -> None: ...

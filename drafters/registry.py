@@ -301,8 +301,7 @@ _RECORDS: tuple[Method[Any], ...] = (
         Method(
             section,
             _colocated_or_separate,
-            load_head=_imported("heads.eagle_head", "EagleHead"),
-            check_head=_imported("heads.eagle_head", "read_eagle"),
+            load_head=_imported("heads.eagle_head", "read_eagle"),
             variants=eagle_variants,
             tree_key="eagle_choices",
         )

@@ -31,11 +31,8 @@ from .protocol import Drafter, DraftFault, Needs
 
 _FIELD = "speculative_config.drafter"
 _VERBS = {  # methods of a full drafter and their arguments
-    "open": ("requests",),
-    "propose": ("batch", "budgets"),
-    "observe": ("batch", "verdict"),
-    "close": ("request_ids",),
-    "shutdown": (),
+    verb: tuple(inspect.signature(getattr(Drafter, verb)).parameters)[1:]
+    for verb in ("open", "propose", "observe", "close", "shutdown")
 }
 
 
@@ -126,7 +123,7 @@ def readonly(value: T) -> T:
     return shown
 
 
-class User:
+class User(Drafter):
     """Calls the user's drafter with a deadline and tolerates its failure.
 
     Raises:
@@ -136,8 +133,8 @@ class User:
     def __init__(self, config: UserConfig) -> None:
         made = make(config)
         default = config.drafter.rpartition(":")[2].rpartition(".")[2].lower()
-        self.name: str = getattr(made, "name", default)
-        self.needs: Needs = getattr(made, "needs", Needs())
+        self.name = getattr(made, "name", default)
+        self.needs = getattr(made, "needs", Needs())
         if not isinstance(self.name, str) or not isinstance(self.needs, Needs):
             raise wrong(config.drafter, "`name` must be a str and `needs` a `Needs`")
         self._drafter: Drafter
@@ -270,7 +267,7 @@ class _Runner:
             self._done.release()
 
 
-class _Simple:
+class _Simple(Drafter):
     """Adapts an object with `draft`, and optionally `prepare` and `free`, to `Drafter`."""
 
     def __init__(self, drafter: Any, name: str, path: str) -> None:
@@ -285,7 +282,6 @@ class _Simple:
         self._drafter = drafter
         self._tokens: dict[str, list[int]] = {}
         self.name = name
-        self.needs = Needs()
 
     def reopen(self, now: Sequence[Request]) -> None:
         """Sets the open requests; calls `prepare` and `free` only for those that changed."""

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..drafters.files import write_whole
 from ..errors import CheckpointError, ConfigError
 from .data import Documents
 from .protocol import FrozenTarget
@@ -97,7 +98,7 @@ class Folder:
         """
         try:
             self.training.mkdir(parents=True, exist_ok=True)
-            replace(self.run, json.dumps(identity, indent=2, sort_keys=True).encode() + b"\n")
+            write_whole(self.run, [_as_json(identity)])
         except OSError as error:
             raise ConfigError.at("out", f"cannot write {self.path}: {error.strerror}") from None
 
@@ -156,7 +157,7 @@ def cut_log(path: Path, step: int) -> None:
     """Removes the lines after `step` from a log."""
     kept = [row for row in read_log(path) if row["step"] <= step]
     if path.is_file():
-        replace(path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        write_whole(path, (json.dumps(row).encode() + b"\n" for row in kept))
 
 
 def target_config(target: FrozenTarget) -> dict[str, Any]:
@@ -192,14 +193,11 @@ def write_tensors(
     save_file(stored, partial, metadata={"format": "pt"})
     place(partial, folder / f"{stem}.safetensors")
     named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
-    replace(folder / "config.json", json.dumps(named, indent=2, sort_keys=True).encode() + b"\n")
+    write_whole(folder / "config.json", [_as_json(named)])
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+def _as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def place(made: Path, path: Path) -> None:

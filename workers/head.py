@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..config import HeadConfig
-from ..drafters.heads.protocol import (
-    Attend,
-    DraftLevels,
-    Expansion,
-    Frontier,
-    TargetFacts,
-    Verified,
-)
+from ..drafters.heads.protocol import Attend, DraftLevels, Frontier, TargetFacts, Verified
 from ..drafters.heads.tree_drafting import draft
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
 from .attention import KVCache, KVShape
@@ -181,19 +174,17 @@ class HeadRunner:
         plan = self.planned.plan(step, self._cache)
         return PagedAttend(self.planned, plan, self._cache, self.first_layer)
 
-    def draft_attention(
-        self, step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
-    ) -> DraftLevels:
+    def draft_attention(self, step: StepInput, verdict: Verdict, ends: Frontier) -> DraftLevels:
         assert self._cache is not None, "no cache is attached"
         assert len(ends.seqs) <= self._max_num_seqs, (len(ends.seqs), self._max_num_seqs)
-        rows = committed_rows(step, verdict, ends, self._cache, drafting.room)
+        rows = committed_rows(step, verdict, ends, self._cache, self.head.room)
         return PagedLevels(
             self.planned,
             self._cache,
             self.first_layer,
             rows,
-            drafting.room,
-            branches=drafting.branches,
+            self.head.room,
+            branches=self.head.branches,
         )
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from . import vllm
-from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To
+from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To, whole
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +72,6 @@ def _nodes(value: Any) -> Any:
     return value - 1
 
 
-def _breadth(value: Any) -> Keys:
-    if type(value) is not int or value < 1:
-        raise ValueError("expected a whole number above 0")
-    return {"shape": "chain" if value == 1 else "tree"}
-
-
 _LOSSLESS = Only((1.0, 1), "below 1 the rule is lossy", "verification: typical")
 _ELSEWHERE = Refused("the device decides what a draft is computed with")
 _ADAPTIVE = "adapts by a rule of our own"
@@ -99,7 +93,10 @@ KEYS: dict[str, Entry] = {
     "speculative_ngram_max_trie_depth": To("max_tree_depth"),
     "speculative_ngram_branch_length": To("max_tree_depth", "older name"),
     "speculative_ngram_capacity": To("max_cached_tokens"),
-    "speculative_ngram_max_bfs_breadth": Into(_breadth, "1: `shape: chain`; more: `shape: tree`"),
+    "speculative_ngram_max_bfs_breadth": Into(
+        lambda value: {"shape": "chain" if whole(value) == 1 else "tree"},
+        "1: `shape: chain`; more: `shape: tree`",
+    ),
     "speculative_ngram_min_bfs_breadth": Only((1,), "breadth follows frequency", "min_token_prob"),
     "speculative_ngram_match_type": Only(("PROB",), "continuations are taken by frequency"),
     "speculative_ngram_min_match_window_size": Only((1,), "every match counts", "max_spec_factor"),

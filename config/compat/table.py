@@ -105,6 +105,13 @@ def one_of(**values: Any) -> Callable[[Any], Any]:
     return convert
 
 
+def whole(value: Any) -> int:
+    """A whole number above 0."""
+    if type(value) is not int or value < 1:
+        raise ValueError("expected a whole number above 0")
+    return value
+
+
 def switch(on: Keys, off: Keys | None = None) -> Callable[[Any], Keys]:
     """The keys that true (and false) are translated to."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To, paths, switch
+from .table import Dialect, Entry, Into, Keys, Name, Only, Refused, To, paths, switch, whole
 
 _NOT_RUN = "this drafter is not implemented"
 _BLOCK_DRAFTERS = "an EAGLE-3, MTP or draft-model checkpoint (Eagle3, MTP, DraftTarget)"
@@ -34,10 +34,6 @@ METHODS: dict[str, Name] = {
     "DFlash": Refused(_NOT_RUN, _BLOCK_DRAFTERS),
     "DSpark": Refused(_NOT_RUN, _BLOCK_DRAFTERS),
 }
-
-
-def _relaxed(value: Any) -> Keys:
-    return switch({"verification": "relaxed", "lossy": True})(value)
 
 
 def _suffix_automaton(value: Any) -> Keys:
@@ -70,7 +66,9 @@ KEYS: dict[str, Entry] = {
         "eagle_choices", "also as text; a path given twice counts once", value=paths
     ),
     "medusa_choices": To("medusa_choices", "also as text", value=paths),
-    "use_relaxed_acceptance_for_thinking": Into(_relaxed, "`verification: relaxed`, `lossy: true`"),
+    "use_relaxed_acceptance_for_thinking": Into(
+        switch({"verification": "relaxed", "lossy": True}), "`verification: relaxed`, `lossy: true`"
+    ),
     "greedy_sampling": Into(
         switch({}, {"verification": "typical", "lossy": True}),
         "true: each request's temperature decides; false: `verification: typical`, `lossy: true`",
@@ -125,18 +123,12 @@ ENGINE: dict[str, Entry] = {
 }
 
 
-def _cached_tokens(value: Any) -> Any:
-    if type(value) is not int or value < 1:
-        raise ValueError("expected a whole number above 0")
-    return value
-
-
 # Of `kv_cache_config`. `num_kv_tokens` becomes `num_kv_blocks` once `block_size` is known.
 KV_CACHE: dict[str, Entry] = {
     "enable_block_reuse": To("enable_prefix_caching"),
     "free_gpu_memory_fraction": To("kv_memory_fraction"),
     "tokens_per_block": To("block_size"),
-    "max_tokens": To("num_kv_tokens", "`num_kv_blocks`, by `block_size`", value=_cached_tokens),
+    "max_tokens": To("num_kv_tokens", "`num_kv_blocks`, by `block_size`", value=whole),
     "dtype": Only(("auto", None), "the KV cache has the model's type", "dtype"),
 }
 

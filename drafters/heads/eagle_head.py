@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import SCALING, LayerSizes, LlamaModule, Rope, Temperature, halves
 from .load import ConfigReader, Tensors, fail, read_config
 from .protocol import Attend, HeadHost, HeadLayer, HeadRows, TargetFacts
-from .tree_drafting import TreeDrafter, room_of
+from .tree_drafting import TreeDraftingHead
 
 _FILES = ("model", "pytorch_model")
 _RENAMED = {
@@ -280,17 +280,8 @@ def _own_name(stored: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class EagleCheckpoint:
-    """A loaded head, its captured layers and its vocabulary."""
-
-    module: LlamaModule
-    capture: tuple[int, ...]  # target layers whose inputs are concatenated, in this order
-    target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
-
-
-def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleCheckpoint:
-    """Loads the checkpoint of `config`'s folder.
+def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
+    """Loads the head of `config`'s folder.
 
     Raises:
         CheckpointError: a tensor or key is missing, superfluous, or does not fit the target.
@@ -316,7 +307,7 @@ def _is_eagle3(reader: EagleReader, first: str) -> bool:
     )
 
 
-def _eagle1(reader: EagleReader) -> EagleCheckpoint:
+def _eagle1(reader: EagleReader) -> EagleHead:
     tensors, config, hidden = reader.tensors, reader.config, reader.target.hidden_size
     reader.without("norm_before_residual", "EAGLE-1 has no normed feature")
     reader.without("eagle3_layers_to_capture", "EAGLE-1 reads the target's last state")
@@ -351,10 +342,10 @@ def _eagle1(reader: EagleReader) -> EagleCheckpoint:
             temperature=reader.temperature() if still else None,
         )
     reader.fill(module, stems)
-    return EagleCheckpoint(module, (reader.target.num_layers,), target_ids)
+    return EagleHead(reader.user, module, (reader.target.num_layers,), target_ids)
 
 
-def _eagle3(reader: EagleReader, first: str) -> EagleCheckpoint:
+def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     target = reader.target
     sizes = reader.sizes(first)
     hidden = sizes.hidden_size
@@ -373,7 +364,7 @@ def _eagle3(reader: EagleReader, first: str) -> EagleCheckpoint:
             vocab_size=reader.embedding(embedding),
         )
     reader.fill(module, stems)
-    return EagleCheckpoint(module, capture, target_ids)
+    return EagleHead(reader.user, module, capture, target_ids)
 
 
 def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3Options]:
@@ -442,20 +433,22 @@ def _capture(reader: EagleReader) -> tuple[int, ...]:
     return ids
 
 
-class EagleHead:
+class EagleHead(TreeDraftingHead):
     """Runs the module over a step."""
 
-    def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
-        loaded = read_eagle(config, target)
-        self.module: LlamaModule = loaded.module
-        self.target_ids = loaded.target_ids
-        self.capture: tuple[int, ...] = loaded.capture
-        room = room_of(config)
+    def __init__(
+        self,
+        config: EagleConfig,
+        module: LlamaModule,
+        capture: tuple[int, ...],  # target layers whose inputs are concatenated, in this order
+        target_ids: Tensor | None,
+    ) -> None:
+        super().__init__(config)
+        self.module, self.capture, self.target_ids = module, capture, target_ids
         self.layers = tuple(
-            HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=room)
-            for sizes in self.module.layer_sizes
+            HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
+            for sizes in module.layer_sizes
         )
-        self.drafting = TreeDrafter(config, self)
 
     @property
     def outputs(self) -> tuple[nn.Linear, ...]:
@@ -480,7 +473,6 @@ class EagleHead:
         attend: Attend,
         host: HeadHost,
     ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
-        """Runs the module on its own output."""
         return self.module(self._embed(token_ids, host), feature, positions, attend)
 
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:

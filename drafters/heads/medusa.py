@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from ...config import MedusaConfig
 from ...errors import ConfigError
 from .load import Tensors
-from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .protocol import DraftStart, HeadHost, LastStateHead, TargetFacts, Trees
 from .tree_drafting import FixedTree
 
 _FILES = ("medusa_lm_head", "model", "pytorch_model")
@@ -64,12 +64,8 @@ class MedusaModule(nn.Module):
         return [output(self.states(head, hidden)) for head, output in enumerate(self.lm_heads)]
 
 
-class MedusaHead:
+class MedusaHead(LastStateHead):
     """The heads and the static tree that they fill."""
-
-    layers: tuple[HeadLayer, ...] = ()
-    target_ids: Tensor | None = None  # nothing is drawn
-    branches, room = True, 0
 
     def __init__(
         self,
@@ -78,8 +74,8 @@ class MedusaHead:
         target: TargetFacts,
         token_map: Tensor | None,  # [truncated vocab], the target's ids
     ) -> None:
+        super().__init__(target)
         self.module = module
-        self.capture: tuple[int, ...] = (target.num_layers,)
         self._token_map = token_map
         nodes = config.nodes
         if config.medusa_choices is None:  # a chain of at most one token per head
@@ -94,16 +90,8 @@ class MedusaHead:
         self._tree = FixedTree(nodes)
 
     @property
-    def drafting(self) -> Expansion:
-        return self
-
-    @property
     def outputs(self) -> list[nn.Linear]:
         return list(self.module.lm_heads)  # type: ignore[arg-type]
-
-    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
-        hidden = step.hidden[self.capture[0]]
-        return hidden, hidden
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         tree = self._tree.on(start.read.device)

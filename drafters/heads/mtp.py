@@ -26,7 +26,7 @@ from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
 from .load import ConfigReader, Tensors, fail
 from .protocol import Attend, EarlierRows, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts
-from .tree_drafting import TreeDrafter, room_of
+from .tree_drafting import TreeDraftingHead
 
 
 class MTPModule(FeatureModule):
@@ -142,12 +142,11 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
 def dequantised(
     weight: Tensor,  # [num_rows, num_columns], float8
     scale: Tensor,  # [row blocks, column blocks], float32
-    block: tuple[int, int] = _BLOCK,
 ) -> Tensor:  # [num_rows, num_columns], float32
     """Dequantises DeepSeek's FP8 blocks: each block times its scale."""
     rows, columns = weight.shape
-    wide = scale.float().repeat_interleave(block[0], 0)[:rows]
-    return weight.float() * wide.repeat_interleave(block[1], 1)[:, :columns]
+    wide = scale.float().repeat_interleave(_BLOCK[0], 0)[:rows]
+    return weight.float() * wide.repeat_interleave(_BLOCK[1], 1)[:, :columns]
 
 
 def _find(
@@ -259,7 +258,7 @@ def _reader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
     return get
 
 
-class MTPHead:
+class MTPHead(TreeDraftingHead):
     """Runs the modules over a step.
 
     Each computed token has one row per module, in its own slot. In token j's slot, module m stores
@@ -276,20 +275,20 @@ class MTPHead:
     outputs: tuple[nn.Linear, ...] = ()  # the target's output layer serves
 
     def __init__(self, config: MTPConfig, target: TargetFacts) -> None:
+        super().__init__(config)
         self.module: nn.ModuleList = read_mtp(config, target)
         count = len(self.module)
         self.capture: tuple[int, ...] = (target.num_layers,)
         # The modules' own layers, then the stored features of all but the last module.
         self.layers = (
             *(
-                replace(module.kept(), num_draft_rows=room_of(config))  # type: ignore[operator]
+                replace(module.kept(), num_draft_rows=self.room)  # type: ignore[operator]
                 for module in self.module
             ),
             *(HeadLayer(1, target.hidden_size, 0) for _ in range(count - 1)),
         )
         self._zero_first = config.zero_first_embedding
         self._begins_again = config.draft_len > count
-        self.drafting = TreeDrafter(config, self)
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         assert step.attend is not None, "modules attend"

@@ -192,9 +192,7 @@ class HeadHost(Protocol):
     def attention(self, step: StepInput) -> Attend:
         """The attention of `step`, in the head's own layers."""
 
-    def draft_attention(
-        self, step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
-    ) -> DraftLevels:
+    def draft_attention(self, step: StepInput, verdict: Verdict, ends: Frontier) -> DraftLevels:
         """Attention of one draft of every sequence of `ends`, over its committed rows."""
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,6 +227,8 @@ class Head(Protocol):
     capture: tuple[int, ...]  # layers whose inputs it reads, in order; num_layers: the final state
     layers: tuple[HeadLayer, ...]  # its cached layers
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
+    branches: bool  # whether a node of a draft may have siblings
+    room: int  # rows that one draft computes, at most
 
     @property
     def module(self) -> nn.Module:
@@ -241,10 +241,6 @@ class Head(Protocol):
         A head whose drafts are drawn has one or none: then the target's serves.
         """
 
-    @property
-    def drafting(self) -> Expansion:
-        """Builds the drafts."""
-
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         """Computes and stores the head's rows of a step.
 
@@ -252,25 +248,28 @@ class Head(Protocol):
         [num_rows, hidden_size].
         """
 
-
-class Expansion(Protocol):
-    """How a head's drafts grow from its rows."""
-
-    @property
-    def branches(self) -> bool:
-        """Whether a node may have siblings."""
-
-    @property
-    def room(self) -> int:
-        """Rows that one draft computes, at most."""
-
     def expand(
         self,
         start: DraftStart,
         depth: int,  # bound of a chain's levels and of beams' nodes; other trees have all of theirs
         host: HeadHost,
     ) -> Trees:
-        """The drafts."""
+        """The drafts that grow from the head's rows."""
+
+
+class LastStateHead:
+    """What heads share that read the target's last state alone, and draw nothing."""
+
+    layers: tuple[HeadLayer, ...] = ()
+    target_ids: Tensor | None = None
+    branches, room = True, 0
+
+    def __init__(self, target: TargetFacts) -> None:
+        self.capture: tuple[int, ...] = (target.num_layers,)
+
+    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
+        hidden = step.hidden[self.capture[0]]
+        return hidden, hidden
 
 
 @dataclass(frozen=True, slots=True)

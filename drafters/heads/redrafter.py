@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 
 from ...config import ReDrafterConfig
 from .load import Tensors
-from .protocol import DraftStart, Expansion, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .protocol import DraftStart, HeadHost, LastStateHead, TargetFacts, Trees
 
 TOP = 50  # tokens per step with a probability
 
@@ -83,18 +83,14 @@ class ReDrafterModule(nn.Module):
         return self.lm_head(states)
 
 
-class ReDrafterHead:
+class ReDrafterHead(LastStateHead):
     """The module and its beam search."""
-
-    layers: tuple[HeadLayer, ...] = ()
-    target_ids: Tensor | None = None  # nothing is drawn
-    branches, room = True, 0
 
     def __init__(
         self, module: ReDrafterModule, config: ReDrafterConfig, target: TargetFacts
     ) -> None:
+        super().__init__(target)
         self.module = module
-        self.capture: tuple[int, ...] = (target.num_layers,)
         self._num_beams = config.redrafter_num_beams
         self._length = config.draft_len
         self._max_nodes = config.max_nodes
@@ -104,14 +100,6 @@ class ReDrafterHead:
         output = self.module.lm_head[-1]
         assert isinstance(output, nn.Linear), type(output)
         return (output,)
-
-    @property
-    def drafting(self) -> Expansion:
-        return self
-
-    def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
-        hidden = step.hidden[self.capture[0]]
-        return hidden, hidden
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         room = min(depth, self._max_nodes)

@@ -4,16 +4,15 @@ For heads whose row j consumes a feature and the embedding of token j + 1, and w
 as the next feature. A chain is drawn with the target's noise; a fixed tree takes tokens by rank;
 EAGLE-2's dynamic tree expands the highest products of probabilities (arXiv:2406.16858).
 
-`TreeDrafter.expand` is the whole loop as torch operations without a value on the host. The device
-step runs it as it is (`workers/device_step/draft.py`); `draft` plans on the host what any head's
-loop reads, and copies its result.
+`TreeDraftingHead.expand` is the whole loop as torch operations without a value on the host. The
+device step runs it as it is (`workers/device_step/draft.py`); `draft` plans on the host what any
+head's loop reads, and copies its result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -93,10 +92,27 @@ class FixedTree:
         return self._placed[device]
 
 
-class Recurrence(Protocol):
-    """A head that computes a draft level by level."""
+@dataclass(slots=True)
+class _Level:
+    """The last level of the drafts under construction."""
+
+    feature: Tensor  # [num_drafts, width, feature]
+    read: Tensor  # [num_drafts, width, hidden_size], for the output layer
+    depth: int = 0
+
+
+class TreeDraftingHead:
+    """A head that computes its drafts level by level, from its own output."""
 
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
+
+    def __init__(self, config: TreeDraftingConfig) -> None:
+        self._config = config
+        self._tree = None if config.nodes is None else FixedTree(config.nodes)
+        self.branches = config.use_dynamic_tree or self._tree is not None
+        self.room = config.draft_len if config.nodes is None else len(config.nodes)
+        if config.use_dynamic_tree:
+            self.room = config.draft_len * config.dynamic_tree_max_topK
 
     def advance(
         self,
@@ -107,35 +123,8 @@ class Recurrence(Protocol):
         attend: Attend,
         host: HeadHost,
     ) -> tuple[Tensor, Tensor]:  # next feature [num_rows, feature], output [num_rows, hidden_size]
-        ...
-
-
-@dataclass(slots=True)
-class _Level:
-    """The last level of the drafts under construction."""
-
-    feature: Tensor  # [num_drafts, width, feature]
-    read: Tensor  # [num_drafts, width, hidden_size], for the output layer
-    depth: int = 0
-
-
-class TreeDrafter:
-    """Builds the drafts of one head."""
-
-    def __init__(self, config: TreeDraftingConfig, head: Recurrence) -> None:
-        self._config = config
-        self._head = head
-        self._tree = None if config.nodes is None else FixedTree(config.nodes)
-
-    @property
-    def branches(self) -> bool:
-        """Whether a node may have siblings."""
-        return self._config.use_dynamic_tree or self._tree is not None
-
-    @property
-    def room(self) -> int:
-        """Rows that one draft computes, at most."""
-        return room_of(self._config)
+        """Computes the rows of a level."""
+        raise NotImplementedError
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         if self._tree is not None:
@@ -205,7 +194,7 @@ class TreeDrafter:
         assert start.levels is not None, "a head with a recurrence attends"
         depth, width = state.depth + 1, tokens.shape[1]
         size = state.feature.shape[2]
-        feature, read = self._head.advance(
+        feature, read = self.advance(
             depth,
             tokens.reshape(-1),
             state.feature.gather(1, above[..., None].expand(-1, -1, size)).flatten(0, 1),
@@ -221,15 +210,7 @@ class TreeDrafter:
 
     def _ids(self, ranked: Tensor) -> Tensor:
         """The target's ids of draft tokens."""
-        ids = self._head.target_ids
-        return ranked if ids is None else ids[ranked]
-
-
-def room_of(config: TreeDraftingConfig) -> int:
-    """Rows that one draft computes, at most."""
-    if config.use_dynamic_tree:
-        return config.draft_len * config.dynamic_tree_max_topK
-    return config.draft_len if config.nodes is None else len(config.nodes)
+        return ranked if self.target_ids is None else self.target_ids[ranked]
 
 
 def _best(
@@ -251,7 +232,7 @@ def _best(
 
 def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
     """Computes a head's rows of a step on the host, then drafts from the last committed ones."""
-    step, drafting, device = done.step, head.drafting, host.target.device
+    step, device = done.step, host.target.device
     ends = frontier(step, done.verdict)
     feature, read = head.rows(rows_of(done, host, attends=bool(head.layers)), host)
     if not len(ends.seqs):
@@ -272,10 +253,10 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         on(last_emitted(done.verdict, ends), device),
         feature[rows],
         read[rows],
-        host.draft_attention(step, done.verdict, ends, drafting) if drafting.room else None,
+        host.draft_attention(step, done.verdict, ends) if head.room else None,
         draw,
     )
-    trees = drafting.expand(start, depth, host)
+    trees = head.expand(start, depth, host)
     parts = [trees.tokens, trees.parents]
     if trees.sizes is not None:
         parts.append(trees.sizes[:, None])

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...scheduler import tree
 from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
-from ..protocol import Needs
+from ..protocol import Drafter
 
 _SHARE = 0.25  # of the forward's time
 _LONGEST_S = 0.2  # a stall is no forward
@@ -140,7 +140,7 @@ class Memory:
 Kept = TypeVar("Kept", bound=Memory)
 
 
-class LookupDrafter(Generic[Kept]):
+class LookupDrafter(Drafter, Generic[Kept]):
     """Opens, asks and updates one memory per request.
 
     Args:
@@ -157,7 +157,7 @@ class LookupDrafter(Generic[Kept]):
         draft_min: int = 0,
         max_indexed: int = 512,
     ) -> None:
-        self.name, self.needs = name, Needs()
+        self.name = name
         self._memory, self._draft_min = memory, draft_min
         self._memories: dict[str, Kept] = {}
         self._behind: dict[str, Kept] = {}  # whose tokens are not all indexed, in order of arrival

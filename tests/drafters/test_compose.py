@@ -165,7 +165,7 @@ def test_acceptance_belongs_to_every_member_that_proposed_the_node():
     compose.observe(FakeBatch(1), emitted([1, 2, 4, 9], [0, 1, 3]))
     assert first.verdicts[0].nodes(0).tolist() == [0, 1]
     assert second.verdicts[0].nodes(0).tolist() == [0, 1, 2]
-    stats = compose.all_stats()
+    stats = {each.name: each.stats for each in compose.members}
     assert (stats["first"].num_acc_tokens, stats["second"].num_acc_tokens) == (2, 3)
     assert (stats["first"].num_gen_tokens, stats["second"].num_gen_tokens) == (3, 4)
 
@@ -176,7 +176,7 @@ def test_a_verdict_of_another_step_is_nobodys():
     compose.propose(FakeBatch(1), ints([5]))
     compose.observe(FakeBatch(2), emitted([1, 2, 4], [0, 1]))
     assert first.verdicts[0].nodes(0).tolist() == []
-    assert compose.all_stats()["first"].num_acc_tokens == 0
+    assert compose.members[0].stats.num_acc_tokens == 0
 
 
 def test_own_verdicts_are_the_path_restricted_to_own_nodes():
@@ -276,7 +276,8 @@ def test_a_member_that_raises_hurts_nobody(make_loop, request_of, drive, caplog,
 def test_members_of_one_kind_have_names_of_their_own():
     config = section(NGRAM, {**NGRAM, "max_matching_ngram_size": 2})
     members = [Member(ngram(each), 4, False) for each in config.members]
-    assert list(Compose(config, members, VOCAB).all_stats()) == ["ngram", "ngram-2"]
+    made = Compose(config, members, VOCAB)
+    assert [each.name for each in made.members] == ["ngram", "ngram-2"]
 
 
 def test_mistakes_in_the_section_are_named():

@@ -9,14 +9,14 @@ import pytest
 from outrider.config import EngineConfig
 from outrider.drafters.compose import Compose, Member
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.protocol import Health, Needs
+from outrider.drafters.protocol import Drafter, Health, Needs
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import Verdict
 
 from ..helpers.lookups import batch_of
 
 
-class Worried:
+class Worried(Drafter):
     """A drafter with a worker that is in a given state."""
 
     needs = Needs()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.drafters.heads.protocol import Attend, Expansion, Frontier, on
+from outrider.drafters.heads.protocol import Attend, Frontier, on
 from outrider.scheduler.types import StepInput, Verdict
 from outrider.workers.attention import SdpaAttention
 from outrider.workers.head import HeadService
@@ -24,10 +24,8 @@ def attend_densely(head: HeadService) -> None:
 
         return attend
 
-    def draft_attention(
-        step: StepInput, verdict: Verdict, ends: Frontier, drafting: Expansion
-    ) -> DraftAttention:
-        return DraftAttention(step, verdict, ends, head, drafting.room)
+    def draft_attention(step: StepInput, verdict: Verdict, ends: Frontier) -> DraftAttention:
+        return DraftAttention(step, verdict, ends, head, head.head.room)
 
     assert head.module_reason
     head.attention, head.draft_attention = attention, draft_attention

@@ -97,10 +97,10 @@ class DeviceHead:
         feature, read = (part.index_select(0, lanes) for part in rows)
         known = layout.plan.context_lens + accepted.counts.to(torch.int32)
         base = known.long() - 1
-        levels = self._levels(layout, known, base) if self._head.drafting.room else None
+        levels = self._levels(layout, known, base) if self._head.room else None
         emitted = accepted.emitted.gather(1, accepted.counts[:, None] - 1)[:, 0].long()
         start = DraftStart(base, emitted, feature, read, levels, self._drawing(layout, base, shape))
-        trees = self._head.drafting.expand(start, shape.num_nodes, self._service)
+        trees = self._head.expand(start, shape.num_nodes, self._service)
         seats = self._seats
         drafts = self._cut(trees, seats.step_room(shape))
         for held, made in zip((seats.draft_counts, *seats.drafts), drafts, strict=True):
@@ -114,15 +114,15 @@ class DeviceHead:
 
     def _levels(self, layout: DeviceLayout, known: Tensor, base: Tensor) -> PagedLevels:
         """The attention of the drafts over the seats' blocks."""
-        drafting, sizes = self._head.drafting, self._seats.sizes
-        index = torch.arange(sizes.width + drafting.room, device=base.device)
+        head, sizes = self._head, self._seats.sizes
+        index = torch.arange(sizes.width + head.room, device=base.device)
         inside = index.clamp(max=sizes.num_columns * sizes.block_size - 1)
         tables = layout.plan.block_tables.index_select(1, inside // sizes.block_size)
         slots = tables * sizes.block_size + (inside % sizes.block_size).to(torch.int32)
         rows = CommittedRows(slots, known, base, sizes.width)
         first = self._service.first_layer
         return PagedLevels(
-            self._planned, self._cache, first, rows, drafting.room, branches=drafting.branches
+            self._planned, self._cache, first, rows, head.room, branches=head.branches
         )
 
     def _cut(self, trees: Trees, room: Tensor) -> DeviceDrafts:
