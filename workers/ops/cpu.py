@@ -134,7 +134,7 @@ class CpuOps(ReferenceOps):
         return PackedMixture(experts, self.pack, self.gate)
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        return route(logits, router, self._own)
+        return route(logits, router)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         if states.dtype != self._dtype:

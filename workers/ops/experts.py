@@ -8,35 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from .kernels import FLOAT, INT, VOID, compiled
 from .kernels.elementwise import Activation
-from .kernels.experts import Routing, Weights, mix_rows, mixing_bytes, route_rows
-from .kernels.panels import UNIT
+from .kernels.experts import Pairs, Weights, mix_rows, mixing_bytes
+from .kernels.panels import FLOATS, UNIT
 from .products import Buffers, Kernel, kind_of, panels_of
 from .protocol import Experts, Gate, Projection, Router, Scoring
 from .reference import sum_in_order
 
 _SCORINGS = tuple(Scoring)  # in the order of the kernel's numbers
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_TOP, _SIGMOID_OF_TOP = range(4)
+_FLOATS: Any = types.float32[:, ::1]
+_SHIFTS: Any = types.Array(types.float32, 1, "C", readonly=True)
 
 
 @cache
 def routing_kernel() -> Kernel:
-    @compiled(VOID, *[INT] * 2, *[INT] * 8, FLOAT, *[INT] * 3)
+    """Compiled with the first experts."""
+
+    @compiled(VOID, _FLOATS, _SHIFTS, *[INT] * 5, FLOAT, types.int64[:, ::1], _FLOATS)
     def route(
-        logits, num_rows, num_experts, top, scoring, correction, num_groups, top_groups, group_top,
-        normalise, scale, chosen, best, scratch,
+        logits, correction, scoring, num_groups, top_groups, group_top, normalise, scale, chosen,
+        best,
     ):  # fmt: skip
-        """`route_rows`."""
-        routing = Routing(
-            num_experts, top, scoring, correction, num_groups, top_groups, group_top, normalise,
-            scale,
-        )  # fmt: skip
-        route_rows(logits, num_rows, routing, chosen, best, scratch)
+        """Fills the last two."""
+        for row in range(len(logits)):
+            scores = logits[row].astype(np.float64)
+            if scoring == _SOFTMAX:
+                scores = np.exp(scores - scores.max())
+                scores /= scores.sum()
+            elif scoring == _SIGMOID:
+                scores = 1 / (1 + np.exp(-scores))
+            wanted = scores + correction
+            if num_groups > 1:
+                grouped = wanted.reshape((num_groups, -1))
+                merits = np.empty(num_groups)
+                for group in range(num_groups):
+                    merits[group] = np.sort(grouped[group])[-group_top:].sum()
+                for group in np.argsort(-merits, kind="mergesort")[top_groups:]:
+                    grouped[group] = -np.inf
+            picks = np.argsort(-wanted, kind="mergesort")[: chosen.shape[1]]
+            weights = scores[picks]
+            if scoring == _SOFTMAX_OF_TOP:
+                weights = np.exp(weights - weights.max())
+                weights /= weights.sum()
+            elif scoring == _SIGMOID_OF_TOP:
+                weights = 1 / (1 + np.exp(-weights))
+            if normalise:
+                weights /= weights.sum() + 1e-20
+            chosen[row] = picks
+            best[row] = weights * scale
 
     return route
 
@@ -45,17 +73,16 @@ def routing_kernel() -> Kernel:
 def _mixing_kernel(dtype: torch.dtype) -> Kernel:
     kind = kind_of(dtype)
 
-    @compiled(VOID, *[INT] * 13, INT, FLOAT, FLOAT, INT, INT)
+    @compiled(VOID, *[INT] * 14, INT, FLOAT, FLOAT, INT, INT)
     def mix(
-        states, num_rows, chosen, scores, top, num_experts, hidden_size, width, gate_up,
+        states, num_rows, count, top, chosen, scores, order, hidden_size, width, gate_up,
         gate_up_bias, down, down_bias, scores_input, function, limit, alpha, out, scratch,
     ):  # fmt: skip
         """`mix_rows`."""
-        weights = Weights(
-            num_experts, hidden_size, width, gate_up, gate_up_bias, down, down_bias, scores_input
-        )
+        weights = Weights(hidden_size, width, gate_up, gate_up_bias, down, down_bias, scores_input)
         activation = Activation(function, np.float32(limit), np.float32(alpha))
-        mix_rows(kind, activation, states, num_rows, chosen, scores, top, weights, out, scratch)
+        pairs = Pairs(count, top, chosen, scores, order)
+        mix_rows(kind, FLOATS, activation, states, num_rows, pairs, weights, out, scratch)
 
     return mix
 
@@ -63,20 +90,18 @@ def _mixing_kernel(dtype: torch.dtype) -> Kernel:
 def route(
     logits: Tensor,  # [num_tokens, num_experts], any floating dtype
     router: Router,
-    own: Buffers,
 ) -> tuple[Tensor, Tensor]:  # chosen int64, scores float32, each [num_tokens, top]
     """`Ops.route`; of two equal experts the lower one is chosen."""
-    logits = logits.float().contiguous()
     num_rows, count = logits.shape
-    chosen = torch.empty(num_rows, router.top, dtype=torch.int64)
-    best = torch.empty(num_rows, router.top, dtype=torch.float32)
-    correction = 0 if router.correction is None else router.correction.data_ptr()
+    chosen = np.empty((num_rows, router.top), dtype=np.int64)
+    best = np.empty((num_rows, router.top), dtype=np.float32)
+    added = np.zeros(count, np.float32) if router.correction is None else router.correction.numpy()
     routing_kernel()(
-        logits.data_ptr(), num_rows, count, router.top, _SCORINGS.index(router.scoring),
-        correction, router.num_groups, router.top_groups, router.group_top, router.normalise,
-        router.scale, chosen.data_ptr(), best.data_ptr(), own.scratch_of(12 * count),
+        logits.float().contiguous().numpy(), added, _SCORINGS.index(router.scoring),
+        router.num_groups, router.top_groups, router.group_top, router.normalise, router.scale,
+        chosen, best,
     )  # fmt: skip
-    return chosen, best
+    return torch.from_numpy(chosen), torch.from_numpy(best)
 
 
 class PanelMixture:
@@ -89,16 +114,14 @@ class PanelMixture:
             torch.stack([panels_of(weight) for weight in each])
             for each in (experts.gate_up, experts.down)
         ]
-        biases = [
-            None if bias is None else bias.contiguous()
-            for bias in (experts.gate_up_bias, experts.down_bias)
-        ]
-        self._biases = biases  # held for their addresses
-        shifts = [0 if bias is None else bias.data_ptr() for bias in biases]
-        num_experts, hidden_size, width = experts.down.shape
+        self._biases = (experts.gate_up_bias, experts.down_bias)  # held for their addresses
+        for bias in self._biases:
+            assert bias is None or bias.is_contiguous(), bias.stride()
+        shifts = [0 if bias is None else bias.data_ptr() for bias in self._biases]
+        _, hidden_size, width = experts.down.shape
         self._weights = Weights(
-            num_experts, hidden_size, width, self._kept[0].data_ptr(), shifts[0],
-            self._kept[1].data_ptr(), shifts[1], experts.scores_input,
+            hidden_size, width, self._kept[0].data_ptr(), shifts[0], self._kept[1].data_ptr(),
+            shifts[1], experts.scores_input,
         )  # fmt: skip
         self._own = own
 
@@ -110,11 +133,15 @@ class PanelMixture:
     ) -> Tensor:  # [num_tokens, hidden_size]
         num_rows, top = chosen.shape
         assert states.shape == (num_rows, self._weights.hidden_size), states.shape
+        assert chosen.is_contiguous(), chosen.stride()
+        assert scores.is_contiguous(), scores.stride()
         states, out = states.contiguous(), torch.empty_like(states)
-        scratch = mixing_bytes(num_rows, top, self._weights, states.itemsize)
+        order = np.argsort(chosen.numpy(), axis=None, kind="stable")
+        scratch = self._own.scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
         self._kernel(
-            states.data_ptr(), num_rows, chosen.data_ptr(), scores.data_ptr(), top, *self._weights,
-            *self._gate, out.data_ptr(), self._own.scratch_of(scratch),
+            states.data_ptr(), num_rows, num_rows * top, top, chosen.data_ptr(),
+            scores.data_ptr(), order.ctypes.data, *self._weights, *self._gate, out.data_ptr(),
+            scratch,
         )  # fmt: skip
         return out
 
