@@ -31,8 +31,8 @@ class Counting(TorchDispatchMode):
 
 MIXTURES = {"mixtral": 17, "qwen3_moe": 17, "gpt_oss": 18, "glm4_moe": 17, "llama4": 17,
             "qwen3_next": 27, "deepseek_v2": 27, "deepseek_v3": 31}  # fmt: skip
-"""With experts, and of some a shared one, gates or latents: the most operations of a layer. Eight of
-them are what torch counts of arrays that routing shares with it."""
+"""With experts, and of some a shared one, gates or latents: the most operations of a layer. Eight
+of them are what torch counts of arrays that routing shares with it."""
 
 
 @pytest.mark.parametrize(("name", "most"), [*((name, 12) for name in DENSE), *MIXTURES.items()])
