@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 
 from ...workers.attention import KVCache, KVShape
-from ...workers.ops.cpu import CpuOps, PackedProjection, PanelProjection, kernels_of
+from ...workers.ops.cpu import CpuOps
+from ...workers.ops.products import PackedProjection, PanelProjection
 from ...workers.ops.prompts import passes_of
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.ops.table import (
@@ -57,7 +58,7 @@ def products(dtype: torch.dtype) -> Iterator[tuple[str, int, Pair]]:
     for columns, length in SHAPES:
         weight = torch.randn(columns, length).to(dtype)
         what = SMALL_WEIGHT if weight.numel() <= SMALL[dtype] else LARGE_WEIGHT
-        ways = PackedProjection(weight, None), PanelProjection(weight, None, kernels_of(dtype))
+        ways = PackedProjection(weight, None), PanelProjection(weight, None)
         for rows in ROWS:
             states = torch.randn(rows, length).to(dtype)
             ours, reference = (partial(way, states) for way in ways)

@@ -20,7 +20,7 @@ from ...drafters.heads.block import materialise_constants
 from ...errors import CheckpointError, ConfigError
 from ..collective import Collective
 from ..ops import Ops, make_invariant_ops, make_ops, missing_kernels
-from ..ops.cpu import pack_large
+from ..ops.products import pack_large
 from ..ops.protocol import Projection
 from ..ops.quantised import QuantisedTensor
 from .bridge import (

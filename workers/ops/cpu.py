@@ -2,18 +2,10 @@
 
 A kernel is given addresses, and what it returns lies in a buffer that is kept from step to step,
 so that a call costs about a microsecond. Which implementation serves is in `table.py`.
-
-Where oneDNN does not pack bfloat16 the kernel multiplies at every size. Measured with AVX2, one
-thread, in microseconds, kernel against torch's plain product:
-1024x1024 113 against 850 at one row, 568 against 1848 at eight, 72590 against 171742 at 200;
-512x8000 616 against 3130, 9377 against 20032, 225526 against 628921. A packed copy in float32 is
-faster at 200 rows (17244 and 96285) and slower at one (299 and 3036), and takes twice the memory.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -22,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...scheduler.types import StepInput
 from ..attention import KVCache
+from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_kernel
 from .kernels import FLOAT, INT, VOID, Kind, Matrix, compiled, elementwise
 from .kernels.attend import attend_step
 from .kernels.elementwise import Activation, RowNorm, add_norm_rows, gate_rows, norm_rows
-from .kernels.panels import GROUP, QUAD, SCRATCH_BYTES, SECTION, UNIT, product_rows
+from .kernels.panels import QUAD, UNIT
 from .kernels.prepare import (
     NUM_INTEGERS,
     Angles,
@@ -41,23 +33,23 @@ from .kernels.prepare import (
     read_step,
 )
 from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes
-from .kernels.vector import FULL, HALF
 from .plan import PagedStep, plan_step
+from .products import Buffers, Kernel, PanelHeads, kind_of, pack_weight, product_kernel
 from .prompts import PromptChunk, passes_of, suits_torch
-from .protocol import AttentionSpec, Gate, GateKind, Norm, Projection, Rotation
-from .reference import ReferenceOps
-from .table import (
-    ATTENTION,
-    KERNEL,
-    LARGE_WEIGHT,
-    ONEDNN,
-    SMALL,
-    SMALL_WEIGHT,
-    TORCH,
-    filled_rows,
-    rows_for,
-    ways,
+from .protocol import (
+    AttentionSpec,
+    Experts,
+    Gate,
+    GateKind,
+    HeadProjection,
+    Mixture,
+    Norm,
+    Projection,
+    Rotation,
+    Router,
 )
+from .reference import ReferenceOps
+from .table import ATTENTION, LARGE_WEIGHT, SMALL, SMALL_WEIGHT, TORCH, filled_rows, rows_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 GATE_KERNELS = {
@@ -91,7 +83,7 @@ class CpuOps(ReferenceOps):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._kernels = kernels_of(dtype)
-        self._own = _Buffers()
+        self._own = Buffers()
         self._layers: dict[AttentionSpec, _Layer] = {}
         self._prompt_rows = rows_for(dtype, ATTENTION, TORCH)  # of a chunk; None: at no length
 
@@ -125,6 +117,24 @@ class CpuOps(ReferenceOps):
             return super().pack(weight, bias)
         what = SMALL_WEIGHT if weight.numel() <= SMALL[self._dtype] else LARGE_WEIGHT
         return pack_weight(weight, bias, what) or super().pack(weight, bias)
+
+    def pack_heads(self, weight: Tensor) -> HeadProjection:
+        if weight.dtype != self._dtype or weight.shape[2] * weight.itemsize % UNIT:
+            return super().pack_heads(weight)
+        return PanelHeads(weight, self._own)
+
+    def pack_experts(self, experts: Experts) -> Mixture:
+        if experts.down.dtype != self._dtype:
+            return super().pack_experts(experts)
+        routing_kernel()  # compiled at load, not in a step
+        function = GATE_KERNELS.get(experts.gate.kind)
+        is_small = experts.gate_up[0].numel() <= SMALL[self._dtype]
+        if function is not None and is_small and fits_panels(experts):
+            return PanelMixture(experts, function, self._own)
+        return PackedMixture(experts, self.pack, self.gate)
+
+    def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        return route(logits, router)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         if states.dtype != self._dtype:
@@ -234,117 +244,6 @@ class CpuOps(ReferenceOps):
         return kept if kept_rows == num_rows else kept[:num_rows]
 
 
-class _Buffers(threading.local):
-    """What a thread's calls write to."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, int], tuple[int, Tensor]] = {}  # with the number of rows
-        self._scratch, self._num_bytes = torch.empty(0, dtype=torch.uint8), 0
-
-    def scratch_of(self, num_bytes: int) -> int:
-        """The address of so much memory."""
-        if num_bytes > self._num_bytes:
-            self._scratch = torch.zeros(num_bytes, dtype=torch.uint8)
-            self._num_bytes = num_bytes
-        return self._scratch.data_ptr()
-
-
-class PanelProjection:
-    """A product whose weight lies in groups of panels (`kernels/panels.py`)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self._columns, self._length = weight.shape
-        self._kernel, self._width = kernels.product, kernels.width
-        self._panels = panels_of(weight)  # [num_groups, units, 64, values of a unit]
-        self._units = self._panels.shape[1]
-        self._is_padded = self._units * self._panels.shape[3] != self._length
-        self._bias = bias
-        self._start = self._panels.data_ptr()
-        self._shift = 0 if bias is None else bias.data_ptr()
-        self._own = _Buffers()
-
-    def __call__(self, states: Tensor) -> Tensor:
-        num_rows, length = states.shape
-        assert length == self._length, (length, self._length)
-        assert states.stride(1) == 1, states.stride()
-        if self._is_padded:  # a unit is read whole
-            states = pad(states, (0, 1))
-        out = torch.empty(num_rows, self._columns, dtype=states.dtype)
-        scratch = self._own.scratch_of(SCRATCH_BYTES) if self._units > SECTION else 0
-        self._kernel(
-            states.data_ptr(), states.stride(0) * self._width, self._start, self._shift,
-            out.data_ptr(), self._columns * self._width, num_rows, self._columns, self._units,
-            scratch,
-        )  # fmt: skip
-        return out
-
-
-def panels_of(
-    weight: Tensor,  # [out_features, in_features]
-) -> Tensor:  # [num_groups, units, 64, values of a unit]
-    """The weight's copy in panels, filled up with zeros to whole units and groups."""
-    per_unit = UNIT // weight.dtype.itemsize
-    filled = pad(weight, (0, -weight.shape[1] % per_unit, 0, -weight.shape[0] % GROUP))
-    shape = (-1, GROUP, filled.shape[1] // per_unit, per_unit)
-    return filled.view(shape).permute(0, 2, 1, 3).contiguous()
-
-
-def pack_weight(weight: Tensor, bias: Tensor | None, what: str) -> Projection | None:
-    """The product by a weight of a class of the table; None: torch's plain one serves."""
-    made: dict[str, Callable[[], Projection]] = {
-        KERNEL: lambda: PanelProjection(weight, bias, kernels_of(weight.dtype)),
-        ONEDNN: lambda: PackedProjection(weight, bias),
-    }
-    found = ways(weight.dtype, what)
-    if found[0].name == TORCH:
-        return None
-    few = made[found[0].name]()
-    return ProjectionByRows(few, made[found[1].name](), found[1].fewest_rows) if found[1:] else few
-
-
-def pack_large(weight: Tensor, bias: Tensor | None) -> Projection | None:
-    """`pack_weight` for whoever multiplies on all threads, whatever the weight's size."""
-    return pack_weight(weight, bias, LARGE_WEIGHT)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProjectionByRows:
-    """A product with two layouts of its weight: one for few rows, one for many."""
-
-    few: Projection
-    many: Projection
-    fewest_rows: int  # of `many`
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return (self.few if states.shape[0] < self.fewest_rows else self.many)(states)
-
-
-class PackedProjection:
-    """A product whose weight oneDNN has laid out, by one of few numbers of rows (`filled_rows`)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        self._bias = bias
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, states: Tensor) -> Tensor:
-        num_rows = states.shape[0]
-        filled = filled_rows(num_rows)
-        if filled != num_rows:
-            states = _with_more_rows(states, filled)
-        out: Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
-        return out if filled == num_rows else out[:num_rows]
-
-
-def _with_more_rows(states: Tensor, num_rows: int) -> Tensor:  # [num_rows, width]
-    """`states` with anything behind them: what lies there, where there is as much memory."""
-    size = states.shape[1]
-    end = states.storage_offset() + num_rows * size
-    if states.is_contiguous() and end * states.itemsize <= states.untyped_storage().nbytes():
-        return states.as_strided((num_rows, size), (size, 1))
-    return pad(states, (0, 0, 0, num_rows - states.shape[0]))
-
-
 def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:
     """Whether keys are whole units, at least a quad, and a key's query heads fit into one tile."""
     units, rest = divmod(spec.head_dim * width, UNIT)
@@ -406,8 +305,6 @@ def _address(tensor: Tensor | None) -> int:
 
 # -- kernels as they are called: compiled for one type of values
 
-Kernel = Callable[..., None]
-
 
 class Kernels(NamedTuple):
     """Of one type of values."""
@@ -424,20 +321,10 @@ class Kernels(NamedTuple):
 @cache
 def kernels_of(dtype: torch.dtype) -> Kernels:
     """The kernels that are called, compiled when the first operations of a dtype are made."""
-    kind = Kind(HALF, 2) if dtype == torch.bfloat16 else Kind(FULL, 4)
+    kind = kind_of(dtype)
     if compiled.is_taken("product"):  # the other half, beside the process that has begun
         _attention(kind)
-    return Kernels(kind.width, *_products(kind), *_elementwise(kind), *_attention(kind))
-
-
-def _products(kind: Kind) -> tuple[Kernel]:
-    @compiled(VOID, *[INT] * 10)
-    def product(rows, to_row, weight, bias, out, to_out, num_rows, num_columns, length, scratch):
-        """out = rows @ weight.T + bias; a bias of 0 is none."""
-        read, written = Matrix(rows, to_row), Matrix(out, to_out)
-        product_rows(kind, read, num_rows, weight, bias, written, num_columns, length, scratch)
-
-    return (product,)
+    return Kernels(kind.width, product_kernel(dtype), *_elementwise(kind), *_attention(kind))
 
 
 def _elementwise(kind: Kind) -> tuple[Kernel, Kernel, Kernel]:

@@ -8,7 +8,7 @@ its prompt and the cached part of it (`deterministic: true`). What differs from 
 - All attention is the kernel's, whatever `table.py` says.
 - Attention adds keys up in tiles whose bounds are multiples of a fixed number, not of the first
   visible key of the rows that happen to be computed together.
-- What torch computes in vectors with a scalar rest (angles, activations, routing) is computed one
+- What torch computes in vectors with a scalar rest (angles, activations) is computed one
   row at a time, so that an element's place in its vector never changes.
 
 Drafts must be chains: in a tree, siblings lie between a node and its ancestors, and with them the
@@ -28,14 +28,12 @@ from .cpu import (
     GATE_KERNELS,
     KERNEL_DTYPES,
     CpuOps,
-    PanelProjection,
     has_attention_kernel,
-    kernels_of,
 )
 from .kernels.tiles import TILE
 from .plan import PagedStep
-from .protocol import AttentionSpec, Experts, Gate, Mixture, Projection, Rotation, Router
-from .reference import route_by_row, sum_in_order
+from .products import PanelProjection
+from .protocol import AttentionSpec, Gate, Projection, Rotation
 
 
 class InvariantOps(CpuOps):
@@ -53,10 +51,7 @@ class InvariantOps(CpuOps):
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype not in KERNEL_DTYPES:
             raise refused(f"a weight of type {weight.dtype} has no invariant product")
-        return PanelProjection(weight, bias, kernels_of(weight.dtype))
-
-    def pack_experts(self, experts: Experts) -> Mixture:
-        return _Mixture(self, experts)
+        return PanelProjection(weight, bias)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
         if frequencies.dim() == 2:  # a set per row
@@ -86,9 +81,6 @@ class InvariantOps(CpuOps):
             return super().gate(gate_up, gate)
         return by_row(lambda row: super(InvariantOps, self).gate(row, gate), gate_up)
 
-    def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        return route_by_row(logits, lambda row: super(InvariantOps, self).route(row, router))
-
     def tile_alignment(self, block_size: int) -> int:
         return TILE // block_size * block_size if block_size <= TILE else block_size
 
@@ -110,38 +102,6 @@ class _AngleTable:
             self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
         rows_of = positions.long()
         return self._cos.index_select(0, rows_of), self._sin.index_select(0, rows_of)
-
-
-class _Mixture:
-    """Experts one by one; a row's parts are added in the order in which they were chosen."""
-
-    def __init__(self, ops: InvariantOps, experts: Experts) -> None:
-        self._ops, self._gate, self._scores_input = ops, experts.gate, experts.scores_input
-        self._gate_up = self._packed(experts.gate_up, experts.gate_up_bias)
-        self._down = self._packed(experts.down, experts.down_bias)
-
-    def _packed(self, weights: Tensor, biases: Tensor | None) -> list[Projection]:
-        """One product per expert."""
-        rows = [None] * len(weights) if biases is None else biases
-        return [self._ops.pack(weight, bias) for weight, bias in zip(weights, rows, strict=True)]
-
-    def __call__(
-        self,
-        states: Tensor,  # [num_tokens, hidden_size]
-        chosen: Tensor,  # [num_tokens, top]
-        scores: Tensor,  # [num_tokens, top]
-    ) -> Tensor:  # [num_tokens, hidden_size]
-        given = states.new_zeros(*chosen.shape, states.shape[1], dtype=torch.float32)
-        for expert in chosen.unique().tolist():
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            score = scores[rows, place][:, None]
-            read = states[rows]
-            if self._scores_input:
-                read = (read * score).to(states.dtype)
-            inner = self._ops.gate(self._gate_up[expert](read), self._gate)
-            part = self._down[expert](inner).float()
-            given[rows, place] = part if self._scores_input else part * score
-        return sum_in_order(given).to(states.dtype)
 
 
 def _angles(position: int, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:

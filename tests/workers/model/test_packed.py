@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from outrider.workers.model.target import pack_linears
-from outrider.workers.ops import cpu, make_ops
+from outrider.workers.ops import make_ops
+from outrider.workers.ops.products import PanelProjection
 from outrider.workers.ops.table import VARIABLE
 
 CPU = torch.device("cpu")
@@ -37,4 +38,4 @@ def test_the_kernel_multiplies_bfloat16_where_onednn_does_not_pack_it(monkeypatc
         expected = module(states)
         assert pack_linears(module, CPU) == 1
         torch.testing.assert_close(module(states), expected, atol=2e-2, rtol=2e-2)
-    assert isinstance(module.forward.project, cpu.PanelProjection)
+    assert isinstance(module.forward.project, PanelProjection)

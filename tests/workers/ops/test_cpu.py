@@ -16,7 +16,8 @@ from outrider.scheduler.types import ints
 from outrider.tests.helpers.steps import assert_close, assert_norms, random_tree, step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import make_ops
-from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
+from outrider.workers.ops.cpu import CpuOps
+from outrider.workers.ops.products import PackedProjection, PanelProjection
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 from outrider.workers.ops.reference import GroupedOps, ReferenceOps
 from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, TABLE, capability, ways

@@ -10,8 +10,9 @@ from outrider.errors import ConfigError
 from outrider.tests.helpers.steps import assert_close, random_tree, step_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import table
-from outrider.workers.ops.cpu import CpuOps, PackedProjection, ProjectionByRows
+from outrider.workers.ops.cpu import CpuOps
 from outrider.workers.ops.invariant import InvariantOps
+from outrider.workers.ops.products import PackedProjection, ProjectionByRows
 from outrider.workers.ops.prompts import PromptChunk
 from outrider.workers.ops.protocol import AttentionSpec
 from outrider.workers.ops.reference import ReferenceOps
