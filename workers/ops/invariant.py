@@ -113,7 +113,7 @@ class _AngleTable:
 
 
 class _Mixture:
-    """Experts one by one; a row's parts are added in the order in which they were chosen."""
+    """A `Mixture`: experts one by one, a row's parts added in the order of its choices."""
 
     def __init__(self, ops: InvariantOps, experts: Experts) -> None:
         self._ops, self._gate, self._scores_input = ops, experts.gate, experts.scores_input
@@ -125,12 +125,7 @@ class _Mixture:
         rows = [None] * len(weights) if biases is None else biases
         return [self._ops.pack(weight, bias) for weight, bias in zip(weights, rows, strict=True)]
 
-    def __call__(
-        self,
-        states: Tensor,  # [num_tokens, hidden_size]
-        chosen: Tensor,  # [num_tokens, top]
-        scores: Tensor,  # [num_tokens, top]
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    def __call__(self, states: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         given = states.new_zeros(*chosen.shape, states.shape[1], dtype=torch.float32)
         for expert in chosen.unique().tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)

@@ -93,10 +93,7 @@ def draw_rows(
     return drawn.cpu().numpy()
 
 
-def match(
-    rows: DraftRows,
-    drawn: IntArray,  # [num_rows]
-) -> Choice:
+def match(rows: DraftRows, drawn: IntArray) -> Choice:  # [num_rows]
     """Accepts the child that equals its parent's draw; siblings differ, so at most one does."""
     agrees = (rows.tokens == drawn[rows.parent]) & ~rows.window
     return Choice(agrees | (rows.nodes < 0), drawn)
