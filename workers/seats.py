@@ -7,7 +7,7 @@ date, so that no message carries a context. They grow as seats and contexts do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -362,25 +362,18 @@ class Seats:
         scored = bool((scores >= 0).any())
         settings = [self._settings[seat] for seat in seats]
         histories = [(row, seat) for row, seat in enumerate(seats) if settings[row].has_penalties]
+        names = ("temperature", "top_k", "top_p", "min_p", "num_logprobs")
+        plain: dict[str, Any] = {name: np.ascontiguousarray(columns[name]) for name in names}
+        biased = [(row, each) for row, each in enumerate(settings) if len(each.bias_ids)]
         rows = SamplingRows(
-            temperature=_column(columns, "temperature"),
-            top_k=_column(columns, "top_k"),
-            top_p=_column(columns, "top_p"),
-            min_p=_column(columns, "min_p"),
-            seeds=_column(columns, "seed"),
+            **plain,
+            seeds=np.ascontiguousarray(columns["seed"]),
             min_new_tokens=owed,
-            num_logprobs=_column(columns, "num_logprobs"),
             ends=tuple([each.ends for each in settings]) if owed.any() else (),
             penalties=tuple(
                 [self._histories[seat].penalties(row, settings[row]) for row, seat in histories]
             ),
-            biases=tuple(
-                [
-                    Bias(row, each.bias_ids, each.bias_values)
-                    for row, each in enumerate(settings)
-                    if len(each.bias_ids)
-                ]
-            ),
+            biases=tuple([Bias(row, each.bias_ids, each.bias_values) for row, each in biased]),
             thinking=plan.thinking,
             num_prompt_logprobs=scores if scored else None,
         )
@@ -401,7 +394,3 @@ def _room_for(array: NDArray, num_rows: int, num_columns: int = 0) -> NDArray:  
     larger = np.zeros(shape, dtype=array.dtype)
     larger[tuple(slice(held) for held in array.shape)] = array
     return larger
-
-
-def _column(columns: NDArray[np.void], name: str) -> NDArray:  # type: ignore[type-arg]
-    return np.ascontiguousarray(columns[name])
