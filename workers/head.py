@@ -143,8 +143,7 @@ class HeadRunner:
             return NextDrafts(none, none, starts, starts[1:], error=reason)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        states: Tensor = self._embedding(token_ids)
-        return states
+        return self._embedding(token_ids)
 
     def part_of_logits(
         self,
@@ -157,8 +156,7 @@ class HeadRunner:
         return self.draft_logits(states), 0
 
     def draft_logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self._draft_output(states)
-        return logits
+        return self._draft_output(states)
 
     def logits_of_own_rows(
         self, states: Tensor

@@ -7,7 +7,7 @@ date, so that no message carries a context. They grow as seats and contexts do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from ..scheduler.types import (
     ints,
     starts_of,
 )
+
+if TYPE_CHECKING:
+    from .device_step.seats import DeviceSeats
 
 _NO_ROW = np.iinfo(np.int32).max  # beyond every token of a sequence
 
@@ -203,31 +206,15 @@ class _History:
         )
 
 
-class SeatMirror(Protocol):
-    """A copy of the seats elsewhere, which follows every change."""
-
-    def open(self, opening: Opening) -> None: ...
-
-    def set_blocks(self, blocks: IntArray) -> None: ...  # [num_blocks, 3]
-
-    def extend(
-        self,
-        seats: IntArray,  # [num_seqs]
-        old: IntArray,  # [num_seqs], tokens that were known
-        counts: IntArray,  # [num_seqs]
-        tokens: IntArray,  # [sum of counts]
-    ) -> None: ...
-
-
 class Seats:
     """One row per seat.
 
     Args:
         block_size: tokens in a KV block.
-        mirror: where else every change goes.
+        mirror: their copy on a device, which follows every change.
     """
 
-    def __init__(self, block_size: int, mirror: SeatMirror | None = None) -> None:
+    def __init__(self, block_size: int, mirror: DeviceSeats | None = None) -> None:
         self._block_size, self._mirror = block_size, mirror
         self._tokens = np.zeros((1, 64), dtype=np.int32)  # [num_seats, max_tokens]
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
@@ -329,7 +316,7 @@ class Seats:
         seats: IntArray,  # [num_seqs]
         counts: IntArray,  # [num_seqs]
         tokens: IntArray,  # [sum of counts]
-        mirror: SeatMirror | None,
+        mirror: DeviceSeats | None,
     ) -> None:
         old, starts = self._num_tokens[seats], starts_of(counts)
         assert starts[-1] == len(tokens), (counts, len(tokens))

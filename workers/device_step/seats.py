@@ -329,7 +329,13 @@ class DeviceSeats:
         seats, index, values = blocks[blocks[:, 0] < self.sizes.num_seats].T
         self._write("tables", seats * self.sizes.num_columns + index, values)
 
-    def extend(self, seats: IntArray, old: IntArray, counts: IntArray, tokens: IntArray) -> None:
+    def extend(
+        self,
+        seats: IntArray,  # [num_seqs]
+        old: IntArray,  # [num_seqs], tokens that were known
+        counts: IntArray,  # [num_seqs]
+        tokens: IntArray,  # [sum of counts]
+    ) -> None:
         """Queues tokens that became known."""
         known = seats < self.sizes.num_seats
         if not known.all():

@@ -280,8 +280,7 @@ class BridgeRunner:
         output = self._outer(
             input_ids=zeros, use_cache=False, logits_to_keep=0, outrider_states=states.unsqueeze(0)
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
     @torch.inference_mode()
     def _observe(self, info: ModelInfo) -> tuple[AttentionSpec, ...]:

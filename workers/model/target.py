@@ -125,8 +125,7 @@ def _read(source: TensorSource, shard: Shard | None) -> Tensor:
 
 def _get(model: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
