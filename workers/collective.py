@@ -277,10 +277,7 @@ class Collective:
         self._rehearsed: list[Call] | None = None  # None: calls are executed
         self.all_reduce_by = ""  # what sums, for the log and `/stats`; empty: a group of one
 
-    def all_reduce(
-        self,
-        tensor: Tensor,  # any shape, contiguous; the same on every rank
-    ) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:  # any shape, contiguous; the same on every rank
         """Sum over the ranks, in place; returns `tensor`."""
         if self.size > 1 and not self._rehearses("all_reduce", tensor):
             group = self._live()

@@ -30,7 +30,7 @@ from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_layers import load_head
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
-from .model.target import whole_module
+from .model.target import whole_ends
 from .ops import PlannedOps, make_ops
 from .spec import HeadReport
 from .verify.noise import argmax
@@ -136,8 +136,7 @@ class HeadRunner:
             return NextDrafts(none, none, starts, starts[1:], error=reason)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        states: Tensor = self._embedding(token_ids)
-        return states
+        return self._embedding(token_ids)
 
     def part_of_logits(
         self,
@@ -149,12 +148,8 @@ class HeadRunner:
             return output.part(states), output.first
         return self.draft_logits(states), 0
 
-    def draft_logits(
-        self, states: Tensor
-    ) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, draft_vocab]
-        """Logits of the layer that drafts are drawn from."""
-        logits: Tensor = self._draft_output(states)
-        return logits
+    def draft_logits(self, states: Tensor) -> Tensor:
+        return self._draft_output(states)
 
     def logits_of_own_rows(
         self, states: Tensor
@@ -178,14 +173,8 @@ class HeadRunner:
         assert self._cache is not None, "no cache is attached"
         assert len(ends.seqs) <= self._max_num_seqs, (len(ends.seqs), self._max_num_seqs)
         rows = committed_rows(step, verdict, ends, self._cache, self.head.room)
-        return PagedLevels(
-            self.planned,
-            self._cache,
-            self.first_layer,
-            rows,
-            self.head.room,
-            branches=self.head.branches,
-        )
+        place = (self.planned, self._cache, self.first_layer)
+        return PagedLevels(*place, rows, self.head.room, branches=self.head.branches)
 
     def cached(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         assert self._cache is not None, "no cache is attached"
@@ -195,13 +184,7 @@ class HeadRunner:
             self._cache.values[self.first_layer + layer].index_select(0, flat).unflatten(0, shape),
         )
 
-    def keep(
-        self,
-        layer: int,
-        slots: Tensor,  # [num_tokens]
-        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
-    ) -> None:
+    def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         assert self._cache is not None, "no cache is attached"
         self._cache.write(self.first_layer + layer, slots, key, value)
 
@@ -255,10 +238,15 @@ class HeadService(HeadRunner):
         planned = model.runner.planned or PlannedOps(make_ops(model.device, info.dtype))
         self.on_every_rank = on_every_rank
         collective = model.collective if on_every_rank else Collective.single()
+        ends = model.ends
+        if collective.size < model.collective.size:  # one rank alone has to have them whole
+            ends = whole_ends(
+                model.module, path, info.dtype, model.device, allow_pickle=allow_pickle
+            )
         super().__init__(
             config,
             target,
-            model.ends if on_every_rank else _ends(model, path, allow_pickle),
+            ends,
             planned,
             len(model.kv_shapes),
             max_num_seqs,
@@ -269,23 +257,3 @@ class HeadService(HeadRunner):
     def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
         """`verdict` with the drafts for the next step."""
         return replace(verdict, next_drafts=self.run(step, verdict, hidden))
-
-
-def _ends(model: PagedModel, path: Path, allow_pickle: bool) -> tuple[nn.Module, nn.Module]:
-    """The target's embedding and output layer, unsharded."""
-    ends = model.ends
-    if model.collective.size == 1:
-        return ends
-    names = {id(module): name for name, module in model.module.named_modules()}
-    embedding, output = (
-        whole_module(
-            model.module,
-            names[id(module)],
-            path,
-            model.info.dtype,
-            model.device,
-            allow_pickle=allow_pickle,
-        )
-        for module in ends
-    )
-    return embedding, output

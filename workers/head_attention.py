@@ -63,13 +63,8 @@ class PagedAttend:
     first: int  # the head's first layer in the cache
 
     def __call__(
-        self,
-        layer: int,
-        query: Tensor,  # [num_tokens, num_heads, head_dim]
-        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
-        scale: float,
-    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
         spec = _spec(query.shape[1], key.shape[1], query.shape[2], value.shape[2], scale)
         joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
         out = self.planned.ops.rope_store_attend(

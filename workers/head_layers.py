@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,13 +24,13 @@ from ..drafters.heads.llama import LlamaModule
 from ..drafters.heads.protocol import Attend, FeatureModule, Head, HeadLayer, TargetFacts
 from ..drafters.registry import build_head
 from ..errors import ConfigError
-from ..scheduler.types import Draft, StepInput, ints
+from ..scheduler.types import StepInput
 from .attention import KVCache, KVShape, SdpaAttention
 from .collective import Collective
 from .head_attention import PagedAttend
 from .model.bridge import tp_hints
 from .model.family import FamilySpec, LayerStack, build_layers, read_spec
-from .model.family.compare import BLOCK_SIZE, PARENTS, PROMPT_LEN, mismatch, sample_step
+from .model.family.compare import NUM_TOKENS, mismatch, sample_cache, sample_steps
 from .model.family.decoder import Builder, Rope, read_ropes
 from .model.family.spec import Temperature
 from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
@@ -40,7 +39,6 @@ from .ops import Ops, PlannedOps
 from .ops.protocol import AttentionSpec, Gate, GateKind, Norm
 
 log = logging.getLogger(__name__)
-_TABLE = (2, 0, 3)  # blocks of the sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,12 +49,8 @@ class StackedLayers:
     layer: int  # the first, of the head
 
     def __call__(
-        self,
-        states: Tensor,  # [num_rows, hidden_size]
-        read: Tensor | None,  # [num_rows, input_size]
-        positions: Tensor,  # [num_rows], as in the plan
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+        self, states: Tensor, read: Tensor | None, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         assert isinstance(attend, PagedAttend), type(attend)
         step = self.stack.context(attend.plan, attend.cache)
         if read is not None:
@@ -263,13 +257,9 @@ def _outputs(
 ) -> Tensor:  # [num_rows, 2 * hidden_size] float32
     """Of random rows of a short text and of a tree after it."""
     device, source = next(module.parameters()).device, torch.Generator().manual_seed(0)
-    cache = KVCache(shapes, len(_TABLE) + 1, BLOCK_SIZE, dtype, device)
-    draft = Draft(ints(np.zeros(len(PARENTS))), ints(PARENTS))
+    cache = sample_cache(shapes, dtype, device)
     outputs = []
-    for step in (
-        sample_step([0] * (PROMPT_LEN - 1), 0, _TABLE, block_size=BLOCK_SIZE),
-        sample_step([0], PROMPT_LEN - 1, _TABLE, draft, block_size=BLOCK_SIZE),
-    ):
+    for step in sample_steps([0] * NUM_TOKENS):
         embedded, feature = (
             torch.randn(len(step.token_ids), width, generator=source).to(device, dtype)
             for width in (module.embedding_size, module.hidden_size)

@@ -120,13 +120,7 @@ class RemoteHeadWorker:
         host: str,
         timeout_s: float,
     ) -> None:
-        info, *ends = load_ends(
-            Path(spec.path),
-            dtype,
-            device,
-            trust_remote_code=spec.trust_remote_code,
-            allow_pickle=spec.allow_pickle,
-        )
+        info, *ends = load_ends(Path(spec.path), dtype, device, **spec.trust)
         facts = TargetFacts(info.hidden_size, info.vocab_size, info.num_layers, info.dtype, device)
         self._runner = HeadRunner(
             config,
@@ -162,11 +156,11 @@ class RemoteHeadWorker:
             wanted = num_slots * self._runner.kv_bytes_per_token() + self._runner.spare_bytes()
             free = torch.cuda.mem_get_info(self._device)[0]
             if wanted > free:
-                raise ConfigError(
-                    f"num_kv_blocks: the head needs {wanted} bytes for the target's "
+                raise ConfigError.at(
+                    "num_kv_blocks",
+                    f"the head needs {wanted} bytes for the target's "
                     f"{spec.num_blocks} blocks, but its device has {free} bytes free; lower "
                     "num_kv_blocks or place the head on another device",
-                    field="num_kv_blocks",
                 )
         # Blocks of one slot: a step's block tables list exactly the rows that it may read.
         cache = KVCache(shapes, num_slots, 1, self._runner.target.dtype, self._device)

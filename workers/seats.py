@@ -7,7 +7,7 @@ date, so that no message carries a context. They grow as seats and contexts do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from ..scheduler.types import (
     ints,
     starts_of,
 )
+
+if TYPE_CHECKING:
+    from .device_step.seats import DeviceSeats
 
 _NO_ROW = np.iinfo(np.int32).max  # beyond every token of a sequence
 
@@ -203,31 +206,15 @@ class _History:
         )
 
 
-class SeatMirror(Protocol):
-    """A copy of the seats elsewhere, which follows every change."""
-
-    def open(self, opening: Opening) -> None: ...
-
-    def set_blocks(self, blocks: IntArray) -> None: ...  # [num_blocks, 3]
-
-    def extend(
-        self,
-        seats: IntArray,  # [num_seqs]
-        old: IntArray,  # [num_seqs], tokens that were known
-        counts: IntArray,  # [num_seqs]
-        tokens: IntArray,  # [sum of counts]
-    ) -> None: ...
-
-
 class Seats:
     """One row per seat.
 
     Args:
         block_size: tokens in a KV block.
-        mirror: where else every change goes.
+        mirror: their copy on a device, which follows every change.
     """
 
-    def __init__(self, block_size: int, mirror: SeatMirror | None = None) -> None:
+    def __init__(self, block_size: int, mirror: DeviceSeats | None = None) -> None:
         self._block_size, self._mirror = block_size, mirror
         self._tokens = np.zeros((1, 64), dtype=np.int32)  # [num_seats, max_tokens]
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
@@ -329,7 +316,7 @@ class Seats:
         seats: IntArray,  # [num_seqs]
         counts: IntArray,  # [num_seqs]
         tokens: IntArray,  # [sum of counts]
-        mirror: SeatMirror | None,
+        mirror: DeviceSeats | None,
     ) -> None:
         old, starts = self._num_tokens[seats], starts_of(counts)
         assert starts[-1] == len(tokens), (counts, len(tokens))
@@ -362,25 +349,18 @@ class Seats:
         scored = bool((scores >= 0).any())
         settings = [self._settings[seat] for seat in seats]
         histories = [(row, seat) for row, seat in enumerate(seats) if settings[row].has_penalties]
+        names = ("temperature", "top_k", "top_p", "min_p", "num_logprobs")
+        plain: dict[str, Any] = {name: np.ascontiguousarray(columns[name]) for name in names}
+        biased = [(row, each) for row, each in enumerate(settings) if len(each.bias_ids)]
         rows = SamplingRows(
-            temperature=_column(columns, "temperature"),
-            top_k=_column(columns, "top_k"),
-            top_p=_column(columns, "top_p"),
-            min_p=_column(columns, "min_p"),
-            seeds=_column(columns, "seed"),
+            **plain,
+            seeds=np.ascontiguousarray(columns["seed"]),
             min_new_tokens=owed,
-            num_logprobs=_column(columns, "num_logprobs"),
             ends=tuple([each.ends for each in settings]) if owed.any() else (),
             penalties=tuple(
                 [self._histories[seat].penalties(row, settings[row]) for row, seat in histories]
             ),
-            biases=tuple(
-                [
-                    Bias(row, each.bias_ids, each.bias_values)
-                    for row, each in enumerate(settings)
-                    if len(each.bias_ids)
-                ]
-            ),
+            biases=tuple([Bias(row, each.bias_ids, each.bias_values) for row, each in biased]),
             thinking=plan.thinking,
             num_prompt_logprobs=scores if scored else None,
         )
@@ -401,7 +381,3 @@ def _room_for(array: NDArray, num_rows: int, num_columns: int = 0) -> NDArray:  
     larger = np.zeros(shape, dtype=array.dtype)
     larger[tuple(slice(held) for held in array.shape)] = array
     return larger
-
-
-def _column(columns: NDArray[np.void], name: str) -> NDArray:  # type: ignore[type-arg]
-    return np.ascontiguousarray(columns[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..config import HeadConfig
 
@@ -25,6 +25,11 @@ class ModelSpec:
     allow_pickle: bool = False  # read pickled weights where there are no safetensors
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
+
+    @property
+    def trust(self) -> dict[str, Any]:
+        """What a checkpoint's files may do, as whatever reads one takes it."""
+        return {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,11 +171,8 @@ class PromptRows:
             chosen = torch.from_numpy(padded).to(states.device, torch.int64)
             logits = model.logits(states.index_select(0, chosen))
             parts.append(token_logprobs(logits[: len(rows)], tokens, self.top))
-        return Logprobs(
-            np.concatenate([part.chosen for part in parts]),
-            np.concatenate([part.top_ids for part in parts]),
-            np.concatenate([part.top for part in parts]),
-        )
+        columns = zip(*((part.chosen, part.top_ids, part.top) for part in parts), strict=True)
+        return Logprobs(*map(np.concatenate, columns))
 
 
 class PostedVerdict(PendingReply):

@@ -93,19 +93,15 @@ class Worker:
         specs = {"target": self._spec.target, "draft": self._spec.draft}
         wanted = {name: spec for name, spec in specs.items() if spec is not None}
         for name, spec in wanted.items():
-            folder = local_folder(
-                spec.path, trust_remote_code=spec.trust_remote_code, allow_pickle=spec.allow_pickle
-            )
             self._models[name] = load_model(
-                Path(folder),
+                Path(local_folder(spec.path, **spec.trust)),
                 dtype=DTYPES.get(spec.dtype),
                 device=self._device,
                 collective=self._collective,
                 forward=spec.forward,
                 deterministic=spec.deterministic,
-                trust_remote_code=spec.trust_remote_code,
-                allow_pickle=spec.allow_pickle,
                 known=None if known is None else _known_choice(getattr(known, name)),
+                **spec.trust,
             )
         self._load_heads()
         # Both caches share the memory left by the weights and hold the same number of tokens.

@@ -61,8 +61,7 @@ class CudaGraphs:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             work()
-        replay: Work = graph.replay
-        return replay
+        return graph.replay
 
 
 class CaptureError(Exception):

@@ -119,10 +119,7 @@ def bits(
     return torch.nn.functional.pad((padded.long() << lanes).sum(3), (0, 0, 1, 0))
 
 
-def seat_settings(
-    seats: DeviceSeats,
-    who: Tensor,  # [num_rows] int64
-) -> DeviceSettings:
+def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_rows] int64
     """Sampling settings of the seats `who`."""
     words = seats.settings.index_select(0, who)
 

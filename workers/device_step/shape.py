@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 
@@ -66,7 +65,7 @@ class Sampler(IntEnum):
         return cls.SAMPLED if cuts and settings.temperature >= GREEDY_BELOW else cls.PLAIN
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class StepShape:
     """Sizes and branches of one device step."""
 
@@ -82,10 +81,6 @@ class StepShape:
     @property
     def num_rows(self) -> int:
         return self.num_seqs * self.query_len
-
-    @cached_property
-    def name(self) -> str:
-        return f"{self.num_seqs}x{self.query_len} {self.sampler.name.lower()}"
 
 
 def fits(settings: SeatSettings) -> bool:

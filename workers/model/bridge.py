@@ -280,8 +280,7 @@ class BridgeRunner:
         output = self._outer(
             input_ids=zeros, use_cache=False, logits_to_keep=0, outrider_states=states.unsqueeze(0)
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
     @torch.inference_mode()
     def _observe(self, info: ModelInfo) -> tuple[AttentionSpec, ...]:
@@ -307,14 +306,8 @@ class _Observer:
         self.specs: dict[int, AttentionSpec] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [num_tokens, num_heads, head_dim]
-        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
-        scale: float,
-        **masks: Any,
-    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, **masks: Any
+    ) -> Tensor:
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
         self.specs[layer] = AttentionSpec(*sizes, scale, **masks)
         return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])

@@ -115,9 +115,9 @@ def check_blocks(
     room = machine_bytes(device)
     if wanted > room:
         most = room // (block_size * kv_bytes_per_token * num_ranks)
-        raise ConfigError(
-            f"num_kv_blocks: {num_blocks} blocks of {block_size} tokens take "
+        raise ConfigError.at(
+            "num_kv_blocks",
+            f"{num_blocks} blocks of {block_size} tokens take "
             f"{wanted / 2**30:,.1f} GiB, and there are {room / 2**30:,.1f} GiB of memory; at most "
             f"{most} blocks, less what the weights need",
-            field="num_kv_blocks",
         )

@@ -306,10 +306,6 @@ class HeadShards:
         """How attention heads are divided; `check` raises if they cannot be."""
         return Heads(num_heads, num_kv_heads, self.rank, self.size)
 
-    def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's even share along `dim`."""
-        return tensor.chunk(self.size, dim)[self.rank]
-
     def cut_output(self, linear: nn.Linear) -> int | None:
         """Cuts an output layer over its vocabulary if that pays; returns the vocabulary's size.
 

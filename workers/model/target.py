@@ -80,29 +80,32 @@ def load_weights(
         _place(model, name, _get(model, owner))
 
 
-def whole_module(
-    model: Any,
-    name: str,
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    allow_pickle: bool = False,
-) -> nn.Module:
-    """A twin of the sharded module `name`, with all of its tensors and no part in a collective."""
+def whole_ends(
+    model: Any, path: Path, dtype: torch.dtype, device: torch.device, *, allow_pickle: bool = False
+) -> tuple[nn.Module, nn.Module]:
+    """Twins of the model's embedding and output layer, with all of their tensors and no part in a
+    collective."""
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     stored = {entry: checkpoint.source(entry) for entry in checkpoint.names}
-    sources, _ = map_checkpoint(model, stored)
-    twin = copy(model.get_submodule(name))
-    twin.__dict__.pop("forward", None)  # the class's own, not the one that talks to other ranks
-    twin._parameters = {}
-    for leaf, parameter in model.get_submodule(name)._parameters.items():
-        twin._parameters[leaf] = None
-        if parameter is not None:
-            full = f"{name}.{leaf}"
-            tensor = _read(sources[tied_names(model).get(full, full)], None)
-            twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-    return twin
+    sources, tied = map_checkpoint(model, stored)[0], tied_names(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+
+    def whole(module: nn.Module) -> nn.Module:
+        twin = copy(module)
+        twin.__dict__.pop("forward", None)  # the class's own, not the one that talks to other ranks
+        twin._parameters = dict.fromkeys(module._parameters)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{names[id(module)]}.{leaf}"
+                tensor = _read(sources[tied.get(full, full)], None)
+                twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        return twin
+
+    embedding, output = map(whole, ends)
+    if f"{names[id(ends[1])]}.weight" in tied:
+        output._parameters["weight"] = embedding._parameters["weight"]
+    return embedding, output
 
 
 def _read(source: TensorSource, shard: Shard | None) -> Tensor:
@@ -122,8 +125,7 @@ def _read(source: TensorSource, shard: Shard | None) -> Tensor:
 
 def _get(model: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -256,17 +258,14 @@ def load_model(
             return found
         spec = found
     if deterministic:
-        raise ConfigError(
-            f"deterministic: only the family's decoder is batch-invariant, and it cannot serve "
+        raise ConfigError.at(
+            "deterministic",
+            f"only the family's decoder is batch-invariant, and it cannot serve "
             f"{str(path)!r}: {spec}; leave `deterministic` out",
-            field="deterministic",
         )
     if forward == "family":
-        raise ConfigError(
-            f"forward: 'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' "
-            "and 'bridge'",
-            field="forward",
-        )
+        why = f"'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' and 'bridge'"
+        raise ConfigError.at("forward", why)
     model, plan = _load_modules(rank)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
@@ -354,13 +353,6 @@ def load_ends(
     )
     model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
     materialise_constants(model, device)  # some embeddings have a scale that no file holds
-    parts = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding, output = (
-        whole_module(model, names[id(part)], path, info.dtype, device, allow_pickle=allow_pickle)
-        for part in parts
-    )
-    if f"{names[id(parts[1])]}.weight" in tied_names(model):
-        output._parameters["weight"] = embedding._parameters["weight"]
+    embedding, output = whole_ends(model, path, info.dtype, device, allow_pickle=allow_pickle)
     pack_linears(nn.ModuleList([embedding, output]), device)
     return info, embedding, output

@@ -6,6 +6,7 @@ Triton is imported only where it is needed: on a device that it compiles for.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -49,30 +50,29 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         kind = str(dtype).removeprefix("torch.")
         raise ConfigError.at("deterministic", f"not available in {kind}; allowed: dtype {allowed}")
-    if device.type == "cpu":
-        return InvariantOps(dtype)
-    from .cuda.ops import InvariantCudaOps
-
-    return InvariantCudaOps(device)
+    return _new(device, dtype, deterministic=True)
 
 
 def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> int:
     """`Ops.max_latent_heads` of what would be made, without making it."""
-    if missing_kernels(device, dtype):
-        return GroupedOps.max_latent_heads
-    if device.type == "cpu":
-        return (InvariantOps if deterministic else CpuOps).max_latent_heads
-    from .cuda.ops import CudaOps, InvariantCudaOps
-
-    return (InvariantCudaOps if deterministic else CudaOps).max_latent_heads
+    return _class(device, dtype, deterministic=deterministic).max_latent_heads
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest implementation for `dtype` on `device`."""
-    if missing_kernels(device, dtype):
-        return GroupedOps()
-    if device.type == "cpu":
-        return CpuOps(dtype)
-    from .cuda.ops import CudaOps
+    return _new(device, dtype, deterministic=False)
 
-    return CudaOps(device)
+
+def _new(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Ops:
+    kind = _class(device, dtype, deterministic=deterministic)
+    return kind() if kind is GroupedOps else kind(dtype if device.type == "cpu" else device)
+
+
+def _class(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Any:
+    if missing_kernels(device, dtype):
+        return GroupedOps
+    if device.type == "cpu":
+        return InvariantOps if deterministic else CpuOps
+    from .cuda.ops import CudaOps, InvariantCudaOps
+
+    return InvariantCudaOps if deterministic else CudaOps

@@ -77,17 +77,7 @@ _INTS_OUT: Any = types.int32[::1]
 def planning_kernel() -> Any:
     """Compiled when the first step is planned."""
 
-    @compiled(
-        types.UniTuple(types.int64, 2),
-        _INTS,
-        _INTS,
-        _INTS,
-        _INTS,
-        _INTS_OUT,
-        _INTS_OUT,
-        _INTS_OUT,
-        types.uint64[:, ::1],
-    )
+    @compiled(types.UniTuple(types.int64, 2), *[_INTS] * 4, *[_INTS_OUT] * 3, types.uint64[:, ::1])
     def plan_rows(
         query_start: Any, context_lens: Any, draft_start: Any, parents: Any,
         row_seq: Any, row_index: Any, tree_start: Any, ancestors: Any,
@@ -170,16 +160,8 @@ def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedSt
     rows = np.empty((2, num_tokens), dtype=np.int32)
     tree_start = np.empty(num_seqs, dtype=np.int32)
     ancestors = np.zeros((num_tokens, max(1, -(-longest // WORD_BITS))), dtype=np.uint64)
-    max_query_len, max_key_len = planning_kernel()(
-        step.query_start,
-        step.context_lens,
-        step.draft_start,
-        step.draft_parents,
-        rows[0],
-        rows[1],
-        tree_start,
-        ancestors,
-    )
+    read = (step.query_start, step.context_lens, step.draft_start, step.draft_parents)
+    max_query_len, max_key_len = planning_kernel()(*read, *rows, tree_start, ancestors)
 
     def put(values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(values)

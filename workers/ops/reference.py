@@ -322,13 +322,8 @@ def _within_groups(
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
 
 
-def mix(
-    states: Tensor,  # [num_tokens, hidden_size]
-    chosen: Tensor,  # [num_tokens, top]
-    scores: Tensor,  # [num_tokens, top]
-    experts: Experts,
-) -> Tensor:  # [num_tokens, hidden_size]
-    """The chosen experts' weighted sum, over rows sorted by expert."""
+def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+    """A `Mixture`: the chosen experts' weighted sum, over rows sorted by expert."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     numbers = torch.arange(experts.down.shape[0], device=pairs.device)

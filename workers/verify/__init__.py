@@ -33,5 +33,5 @@ def make_rule(name: str, **parameters: float) -> Rule:
         ConfigError: there is no such rule.
     """
     if name not in RULES:
-        raise ConfigError(f"rule: {name!r} is not one of {', '.join(RULES)}", field="rule")
+        raise ConfigError.at("rule", f"{name!r} is not one of {', '.join(RULES)}")
     return RULES[name](**parameters)

@@ -393,11 +393,7 @@ def _cut_whole(
     return _min_p(cut, limits.min_p)
 
 
-def _nucleus(
-    scaled: Tensor,  # [vocab]
-    top_p: float,
-    total: int,
-) -> Tensor:  # [vocab]
+def _nucleus(scaled: Tensor, top_p: float, total: int) -> Tensor:  # [vocab] -> [vocab]
     """Top-p without sorting the vocabulary: only the bucket that contains the cut is sorted."""
     of_tokens = masses(scaled[None])[0]
     distance = (scaled.amax() - scaled).mul_(_BUCKETS_PER_NAT)

@@ -93,10 +93,7 @@ def draw_rows(
     return drawn.cpu().numpy()
 
 
-def match(
-    rows: DraftRows,
-    drawn: IntArray,  # [num_rows]
-) -> Choice:
+def match(rows: DraftRows, drawn: IntArray) -> Choice:  # [num_rows]
     """Accepts the child that equals its parent's draw; siblings differ, so at most one does."""
     agrees = (rows.tokens == drawn[rows.parent]) & ~rows.window
     return Choice(agrees | (rows.nodes < 0), drawn)
@@ -166,6 +163,9 @@ def rows_of(step: StepInput) -> DraftRows:
         parent[drafted] = above + step.draft_parents[own]
     assert len(seq) == len(rows), (len(seq), len(rows))
     positions = step.positions[step.rows]
+    window = np.zeros(len(seq), dtype=np.bool_)
+    if step.num_window is not None:
+        window = (nodes >= 0) & (nodes >= (step.draft_start[1:] - step.num_window)[seq])
     return DraftRows(
         seq=seq,
         root=root,
@@ -175,23 +175,9 @@ def rows_of(step: StepInput) -> DraftRows:
         depth=positions - positions[root],
         positions=positions + np.int32(1),
         seeds=step.sampling.seeds[seq],
-        window=(
-            np.zeros(len(seq), dtype=np.bool_)
-            if step.num_window is None
-            else _window_rows(step, step.num_window, seq, nodes)
-        ),
+        window=window,
         num_seqs=step.num_seqs,
     )
-
-
-def _window_rows(
-    step: StepInput,
-    num_window: IntArray,  # [num_seqs]
-    seq: NDArray[np.int64],  # [num_rows]
-    nodes: NDArray[np.int64],  # [num_rows]
-) -> NDArray[np.bool_]:  # [num_rows]
-    first = step.draft_start[1:] - num_window
-    return (nodes >= 0) & (nodes >= first[seq])
 
 
 def child_table(rows: DraftRows) -> NDArray[np.int64]:  # [num_rows, max_children], padded with -1

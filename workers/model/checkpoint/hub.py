@@ -78,7 +78,7 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
             f"is neither a folder here nor whole in the cache ({constants.HF_HUB_CACHE}), and "
             f"{reach}; download it where there is a network, or give a folder"
         )
-    raise CheckpointError(f"{field}: {at} {why}", field=field)
+    raise CheckpointError.at(field, f"{at} {why}")
 
 
 def _first(error: BaseException) -> str:

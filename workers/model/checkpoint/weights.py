@@ -227,8 +227,7 @@ class Checkpoint:
         return torch.float32
 
     def _dtype_of(self, name: str) -> str:
-        stored: str = self._open(self._index[name]).get_slice(name).get_dtype()
-        return stored
+        return self._open(self._index[name]).get_slice(name).get_dtype()
 
     def _read_index(self) -> dict[str, str]:
         index = self.path / (PICKLED_INDEX if self._is_pickled else INDEX_NAME)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....scheduler import tree
 from ....scheduler.types import Draft, SamplingRows, StepInput, ints
-from ...attention import KVCache
+from ...attention import KVCache, KVShape
 from ...collective import Collective
 from ...seats import gather, lay_out
 from ..info import ModelInfo
@@ -53,7 +53,9 @@ def sample_step(
 
 PROMPT_LEN = 9
 PARENTS = (-1, -1, 0, 1, 1, 3)
+NUM_TOKENS = PROMPT_LEN + len(PARENTS)
 BLOCK_SIZE = 8
+_TABLE = (2, 0, 3)  # blocks of the sample
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 """Largest error of a row's logits, relative to their spread. In the narrow types, two forwards
 that round in another order differ by a few hundredths; a wrong one differs by about one."""
@@ -64,16 +66,24 @@ def run(
     runner: Runner, info: ModelInfo, device: torch.device
 ) -> Tensor:  # [num_rows, vocab] float32
     """Logits of every row of both steps."""
-    cache = KVCache(runner.kv_shapes, 4, BLOCK_SIZE, info.dtype, device)
-    num_tokens = PROMPT_LEN + len(PARENTS)
-    tokens = [(17 + 31 * index) % info.vocab_size for index in range(num_tokens)]
+    cache = sample_cache(runner.kv_shapes, info.dtype, device)
+    tokens = [(17 + 31 * index) % info.vocab_size for index in range(NUM_TOKENS)]
+    return torch.cat([runner.run(step, cache, ())[0].float() for step in sample_steps(tokens)])
+
+
+def sample_cache(shapes: Sequence[KVShape], dtype: torch.dtype, device: torch.device) -> KVCache:
+    """With room for both steps."""
+    return KVCache(shapes, max(_TABLE) + 1, BLOCK_SIZE, dtype, device)
+
+
+def sample_steps(tokens: Sequence[int]) -> tuple[StepInput, StepInput]:  # [NUM_TOKENS]
+    """A short text, and a tree after it."""
+    last = PROMPT_LEN - 1
     draft = Draft(ints(tokens[PROMPT_LEN:]), ints(PARENTS))
-    table = [2, 0, 3]
-    first = sample_step(tokens[: PROMPT_LEN - 1], 0, table, block_size=BLOCK_SIZE)
-    second = sample_step(
-        [tokens[PROMPT_LEN - 1]], PROMPT_LEN - 1, table, draft, block_size=BLOCK_SIZE
+    return (
+        sample_step(tokens[:last], 0, _TABLE, block_size=BLOCK_SIZE),
+        sample_step(tokens[last:PROMPT_LEN], last, _TABLE, draft, block_size=BLOCK_SIZE),
     )
-    return torch.cat([runner.run(step, cache, ())[0].float() for step in (first, second)])
 
 
 def mismatch(

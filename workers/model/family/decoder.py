@@ -75,11 +75,7 @@ class Builder:
         return None if child is None else self.norm(child)
 
 
-def halves(
-    heads: Tensor,  # [num_heads, head_dim]
-    begin: int,
-    dim: int,
-) -> Tensor:  # alike
+def halves(heads: Tensor, begin: int, dim: int) -> Tensor:  # [num_heads, head_dim] -> alike
     """Columns `[begin, begin + dim)` as evens then odds: scores do not depend on their order."""
     first, turned, last = heads.split([begin, dim, heads.shape[1] - begin - dim], dim=1)
     return torch.cat([first, turned[:, 0::2], turned[:, 1::2], last], dim=1)

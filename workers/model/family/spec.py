@@ -116,22 +116,17 @@ def _smollm3(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(spec, rotated=tuple(map(bool, config.no_rope_layers)))
 
 
-def _mixtral(config: Any, spec: FamilySpec) -> FamilySpec:
-    router = Router(config.num_experts_per_tok, Scoring.SOFTMAX, normalise=True)
-    return replace(spec, router=router)
-
-
-def _qwen3_moe(config: Any, spec: FamilySpec) -> FamilySpec:
-    router = Router(
-        config.num_experts_per_tok, Scoring.SOFTMAX, normalise=bool(config.norm_topk_prob)
-    )
+def _softmax_router(config: Any, spec: FamilySpec) -> FamilySpec:
+    """Mixtral, which always normalises, and Qwen3-MoE, which says whether."""
+    normalise = bool(getattr(config, "norm_topk_prob", True))
+    router = Router(config.num_experts_per_tok, Scoring.SOFTMAX, normalise=normalise)
     return replace(spec, router=router)
 
 
 def _qwen3_next(config: Any, spec: FamilySpec) -> FamilySpec | str:
     if set(config.layer_types) != {"full_attention"}:
         return "its layers of linear attention keep a state other than keys and values"
-    return replace(_qwen3_moe(config, spec), unit_offset=True, gated_attention=True)
+    return replace(_softmax_router(config, spec), unit_offset=True, gated_attention=True)
 
 
 def _gpt_oss(config: Any, spec: FamilySpec) -> FamilySpec:
@@ -195,8 +190,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "gemma3_text": _gemma,
     "olmo2": _olmo2,
     "smollm3": _smollm3,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
+    "mixtral": _softmax_router,
+    "qwen3_moe": _softmax_router,
     "qwen3_next": _qwen3_next,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,

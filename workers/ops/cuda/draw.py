@@ -37,6 +37,14 @@ def rank(logit):  # float32 -> int64
 
 
 @triton.jit
+def _ranked(logits, begin, vocab, BLOCK: tl.constexpr):
+    """Neighbouring tokens, which of them there are, and their ranks."""
+    token = begin + tl.arange(0, BLOCK)
+    inside = token < vocab
+    return token, inside, rank(tl.load(logits + token, mask=inside, other=float("-inf")))
+
+
+@triton.jit
 def _weights(masses, token, inside, COUNT: tl.constexpr):
     """What each token adds: one for top-k, its mass for top-p."""
     if COUNT:
@@ -50,9 +58,7 @@ def _above(logits, masses, level, last, vocab, COUNT: tl.constexpr, BLOCK: tl.co
     """The sum over tokens ranked above `level`, and over those at it with ids up to `last`."""
     total = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, vocab, BLOCK):
-        token = begin + tl.arange(0, BLOCK)
-        inside = token < vocab
-        ranked = rank(tl.load(logits + token, mask=inside, other=float("-inf")))
+        token, inside, ranked = _ranked(logits, begin, vocab, BLOCK)
         counted = inside & ((ranked > level) | ((ranked == level) & (token <= last)))
         total += tl.where(counted, _weights(masses, token, inside, COUNT), 0)
     return tl.sum(total, axis=0)
@@ -71,9 +77,7 @@ def _last_kept(logits, masses, limit, vocab, COUNT: tl.constexpr, BLOCK: tl.cons
     before = _above(logits, masses, high, -1, vocab, COUNT, BLOCK)
     last = tl.zeros([], tl.int32) - 1
     for begin in range(0, vocab, BLOCK):
-        token = begin + tl.arange(0, BLOCK)
-        inside = token < vocab
-        ranked = rank(tl.load(logits + token, mask=inside, other=float("-inf")))
+        token, inside, ranked = _ranked(logits, begin, vocab, BLOCK)
         ties = inside & (ranked == high)
         added = tl.where(ties, _weights(masses, token, inside, COUNT), 0)
         ahead = before + tl.cumsum(added, axis=0) - added

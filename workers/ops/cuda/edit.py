@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...verify import device_settings as words_of
 from ...verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP, NUM_WORDS, PROMPT, DeviceEdits
-from .draw import num_parts
+from .draw import num_parts, share
 
 _BLOCK = 1024
 _REPETITION = tl.constexpr(words_of.REPETITION)
@@ -68,9 +68,8 @@ def _edit_kernel(
     presence = _double(own + _PRESENCE)
     penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
     if (num_biases + num_ends > 0) | penalised:
-        share = tl.cdiv(tl.cdiv(vocab, BLOCK), PARTS) * BLOCK
-        first = part * share
-        for begin in range(first, tl.minimum(first + share, vocab), BLOCK):
+        first, end = share(part, vocab, PARTS, BLOCK)
+        for begin in range(first, end, BLOCK):
             token = begin + tl.arange(0, BLOCK)
             inside = token < vocab
             value = tl.load(logits + row * vocab + token, mask=inside, other=0.0)
@@ -99,6 +98,14 @@ def _edit_kernel(
 
 
 @triton.jit
+def _block(logits, begin, vocab, BLOCK: tl.constexpr):
+    """Ids of neighbouring tokens, and a row's logits of them in float32."""
+    token = begin + tl.arange(0, BLOCK)
+    value = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
+    return token, value.to(tl.float32)
+
+
+@triton.jit
 def _logprobs_kernel(
     logits,  # [num_rows, vocab]
     tokens,  # [num_rows] int32
@@ -113,30 +120,23 @@ def _logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     num_top = tl.load(words + tl.load(seats + row // QUERY_LEN) * _WORDS + _NUM_LOGPROBS)
     if num_top >= 0:
-        lanes = tl.arange(0, BLOCK)
+        logits += row * vocab
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
         for begin in range(0, vocab, BLOCK):
-            inside = begin + lanes < vocab
-            value = tl.load(logits + row * vocab + begin + lanes, mask=inside, other=float("-inf"))
-            peaks = tl.maximum(peaks, value.to(tl.float32))
+            peaks = tl.maximum(peaks, _block(logits, begin, vocab, BLOCK)[1])
         peak = tl.max(peaks, axis=0)
         sums = tl.zeros([BLOCK], tl.float32)
         for begin in range(0, vocab, BLOCK):
-            inside = begin + lanes < vocab
-            value = tl.load(logits + row * vocab + begin + lanes, mask=inside, other=float("-inf"))
-            sums += tl.exp(value.to(tl.float32) - peak)
+            sums += tl.exp(_block(logits, begin, vocab, BLOCK)[1] - peak)
         log_sum = tl.log(tl.sum(sums, axis=0))
-        own = tl.load(logits + row * vocab + tl.load(tokens + row)).to(tl.float32)
+        own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
         tl.store(values + row * (1 + _TOP), own - peak - log_sum)
         last, last_id = float("inf"), -1  # the ranking so far: by value, then lower id
         for index in range(tl.minimum(num_top, vocab)):
             best = tl.full([], float("-inf"), tl.float32)
             best_id = vocab
             for begin in range(0, vocab, BLOCK):
-                token = begin + lanes
-                value = tl.load(
-                    logits + row * vocab + token, mask=token < vocab, other=float("-inf")
-                ).to(tl.float32)
+                token, value = _block(logits, begin, vocab, BLOCK)
                 behind = (value < last) | ((value == last) & (token > last_id))
                 value = tl.where(behind & (token < vocab), value, float("-inf"))
                 top, lane = tl.max(value, axis=0, return_indices=True)

@@ -137,13 +137,9 @@ def norm(states: Tensor, norm: Norm) -> Tensor:  # [num_rows, size], alike
 
 
 def add_norm(
-    residual: Tensor,  # [num_rows, size], written
-    update: Tensor,  # [num_rows, size]
-    after: Norm | None,
-    scale: float,
-    before: Norm | None,
-) -> Tensor:  # [num_rows, size]
-    """`residual += scale * after(update)`; returns `before(residual)`."""
+    residual: Tensor, update: Tensor, after: Norm | None, scale: float, before: Norm | None
+) -> Tensor:
+    """As `Ops.add_norm`."""
     num_rows, size = residual.shape
     assert residual.is_contiguous(), residual.stride()
     assert update.is_contiguous(), update.stride()

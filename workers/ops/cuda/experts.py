@@ -217,7 +217,7 @@ def _down_kernel(
 
 
 class CudaMixture:
-    """Packed experts, plain or quantised.
+    """A `Mixture` of packed experts, plain or quantised.
 
     With `fixed_rows`, blocks have one size and choices are added in order, so that a row's bits do
     not depend on the others.
@@ -229,12 +229,7 @@ class CudaMixture:
         # Gates' and ups' codes beside the states: three stages would not fit into 64 KiB.
         self._gate_up_stages = 3 if self._gate_up.facts[0] == PLAIN.value else 2
 
-    def __call__(
-        self,
-        states: Tensor,  # [num_tokens, hidden_size]
-        chosen: Tensor,  # [num_tokens, top] int64
-        scores: Tensor,  # [num_tokens, top] float32
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    def __call__(self, states: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         if not len(states):
             return torch.empty_like(states)
         experts, (num_tokens, top) = self._experts, chosen.shape
