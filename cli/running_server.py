@@ -71,10 +71,16 @@ class RunningServer:
         url: the server's, with or without `/v1`.
         timeout_s: how long a silent server is waited for.
         api_key: sent with every request.
+        verify: whether the certificate of an HTTPS server has to be a trusted one.
     """
 
     def __init__(
-        self, url: str, timeout_s: float = _ANSWER_TIMEOUT_S, api_key: str | None = None
+        self,
+        url: str,
+        timeout_s: float = _ANSWER_TIMEOUT_S,
+        api_key: str | None = None,
+        *,
+        verify: bool = True,
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self._url:
@@ -82,7 +88,7 @@ class RunningServer:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.Client(
-            base_url=self._url, timeout=timeout, trust_env=False, headers=headers
+            base_url=self._url, timeout=timeout, trust_env=False, headers=headers, verify=verify
         )
 
     def models(self) -> list[str]:

@@ -9,7 +9,6 @@ application for a bounded time and take it down, and Ray if it was started here.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from ..cluster import process
 from ..cluster.serve.args import ServeConfig, check_acceptance
 from ..cluster.serve.front_door import check_certificate, check_port
 from ..errors import ConfigError, EngineDeadError, OutriderError
@@ -153,7 +151,6 @@ def serve(
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         set_detection()  # for a Ray started here
-        os.environ[process.VARIABLE] = str(section.hung_after_s)  # likewise
         begin = partial(_start_serve, section, stack)
         prepare(config, stack, address=address, num_engines=replicas, on_ray=begin)
         with suppress(KeyboardInterrupt):  # how a server ends
@@ -161,7 +158,8 @@ def serve(
                 _deploy(config, section)
             from .running_server import RunningServer
 
-            server = RunningServer(url, timeout_s=10.0, api_key=own_key)
+            # The certificate may be for another name than this machine's own.
+            server = RunningServer(url, timeout_s=10.0, api_key=own_key, verify=False)
             stack.callback(server.close)
             models = _wait_until_ready(server)
             _announce(config, section, url, models[0])

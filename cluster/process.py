@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-
 _EVERY_S = 30.0
 
 
@@ -51,8 +49,6 @@ def keep_trimmed(every_s: float = _EVERY_S) -> None:
 
 log = logging.getLogger(__name__)
 PERIOD_S = 0.5
-VARIABLE = "OUTRIDER_HUNG_AFTER_S"
-DEFAULT_S = 10.0
 _PROGRAM = Path(__file__).with_name("watch_parent.py")
 _started = threading.Lock()
 
@@ -69,22 +65,6 @@ def start_watchdog(silence_s: float) -> None:
     """
     if silence_s and _started.acquire(blocking=False):
         start_thread("watchdog", _beat, silence_s)
-
-
-def silence_of_environment() -> float:
-    """What `OUTRIDER_HUNG_AFTER_S` asks for.
-
-    Raises:
-        ConfigError: it is no number of 0 or more.
-    """
-    text = os.environ.get(VARIABLE, str(DEFAULT_S))
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError.at(VARIABLE, f"a number of 0 or more, got {text!r}")
-    return value
 
 
 def _beat(silence_s: float) -> None:

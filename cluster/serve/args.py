@@ -92,8 +92,8 @@ class DeploymentConfig(Strict):
     max_ongoing_requests: int | None = Field(
         None,
         ge=1,
-        description="Requests that an engine gets at once; the others wait in the ingress. "
-        "Default: a batch and its queue, or two batches of engines that Serve scales.",
+        description="Requests that an engine gets at once, while others wait in the ingress; "
+        "default: any number, or two batches where Serve scales the engines.",
     )
     max_queued_requests: int | None = Field(
         None, ge=-1, description="Requests queued by an ingress; default: the engine's; -1: any."

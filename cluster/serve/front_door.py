@@ -85,7 +85,7 @@ class FrontDoor:
     """Serves `app` on the section's port.
 
     Args:
-        owner: the cluster and the application: whoever says the same shares the port.
+        owner: stands for the cluster and the application; who says the same shares the port.
     """
 
     def __init__(self, app: ASGIApp, section: ServeConfig, owner: str) -> None:

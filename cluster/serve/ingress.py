@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from ...config.access import AccessConfig
 from ...engine.checkpoints import load_tokenizer, resolved
 from ...engine.frontend import Frontend
 from ...engine.statistics import EngineInfo
+from ...errors import InvalidRequestError
 from ..process import keep_trimmed, start_watchdog, without_torch
 from .access.access import Access
 from .args import ServeConfig
@@ -75,8 +77,9 @@ class Ingress:
         self._app = app = build_http(*edges)
         if self._section.port is not None:
             cluster = ray.get_runtime_context().gcs_address
-            owner = f"outrider {cluster} {serve.get_replica_context().app_name}"
-            self._door = FrontDoor(app, self._section, owner)
+            owner = f"{cluster} {serve.get_replica_context().app_name}"
+            mark = f"outrider {sha256(owner.encode()).hexdigest()[:32]}"
+            self._door = FrontDoor(app, self._section, mark)
             await self._door.open()
         return app
 
@@ -138,7 +141,12 @@ class Ingress:
 
         Args:
             key: an API key, where the server has any.
+
+        Raises:
+            InvalidRequestError: a stream was asked for.
         """
+        if body.get("stream"):
+            raise InvalidRequestError.at("stream", "a call by a handle gets the whole answer")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         assert self._app is not None
         transport = httpx.ASGITransport(self._app)

@@ -1,7 +1,7 @@
 """`ServeClient`: an `EngineClient` over the sockets to engines, with replay.
 
 If an engine is lost, the request is sent to another with the tokens already streamed, so that every
-token is returned once.
+token is returned once; a full queue does not refuse it then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from ...engine.outputs import add_usage
-from ...errors import EngineDeadError, OverloadedError
+from ...errors import EngineDeadError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
 from .edge import EdgeLostError
 from .engines import Engines
@@ -26,8 +26,6 @@ from .resume_tokens import ResumeTokens, longer
 log = logging.getLogger(__name__)
 _MAX_LOSSES = 4
 _BACKOFF_S = 0.5  # after the second loss, doubled with every further one
-_FULL_BACKOFF_S = 0.25  # where a replay finds no place
-_FULL_S = 60.0  # after which it is given up then
 _STATS_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 1.0
 _LOST = (EdgeLostError, EngineDeadError)
@@ -56,7 +54,7 @@ class ServeClient:
         """Raises, beside the engine's own errors, `EngineDeadError` where every attempt failed."""
         emitted: list[int] = request.emitted.tolist()
         before = usage = SpeculationUsage()  # of the attempts that were lost; of all
-        attempt = num_losses = 0
+        attempt = 0
         begun_s, lost_s = time.monotonic(), None
         while True:
             wire = replace(
@@ -84,31 +82,24 @@ class ServeClient:
                     yield delta
                     if delta.finish_reason is not None:
                         return
-            except (*_LOST, OverloadedError) as error:
-                is_full = isinstance(error, OverloadedError)
-                if attempt == 0 and is_full:
-                    raise  # only a request that had begun is not refused any more
-                attempt, num_losses = attempt + 1, num_losses + (not is_full)
+            except _LOST as error:
+                attempt += 1
                 before, lost_s = usage, lost_s or time.monotonic()
-                is_late = is_full and time.monotonic() - lost_s > _FULL_S
-                if num_losses == _MAX_LOSSES or is_late:
+                if attempt == _MAX_LOSSES:
                     raise EngineDeadError(
-                        f"the request was lost on {num_losses} engines; the last time: {error}"
+                        f"the request was lost on {attempt} engines; the last time: {error}"
                     ) from None
-                if not is_full:
-                    log.warning(
-                        "request %s is replayed elsewhere: %s",
-                        request.id,
-                        error,
-                        extra={"request_id": request.id},
-                    )
+                log.warning(
+                    "request %s is replayed elsewhere: %s",
+                    request.id,
+                    error,
+                    extra={"request_id": request.id},
+                )
             finally:
                 call.close()
                 del self._calls[request.id]
-            if is_full:  # of requests that came meanwhile, which are not replays
-                await asyncio.sleep(_FULL_BACKOFF_S)
-            elif num_losses > 1:
-                await asyncio.sleep(_BACKOFF_S * 2 ** (num_losses - 2))
+            if attempt > 1:
+                await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 2))
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)

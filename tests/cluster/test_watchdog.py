@@ -9,9 +9,7 @@ import sys
 
 import pytest
 
-from outrider.cluster.process import VARIABLE, silence_of_environment
 from outrider.cluster.watch_parent import watch
-from outrider.errors import ConfigError
 
 WATCHED = """
 import time
@@ -50,12 +48,3 @@ def test_only_the_own_parent_is_killed() -> None:
         other.kill()
     os.close(source)
     os.close(sink)
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ConfigError, match=VARIABLE):
-        silence_of_environment()
-    monkeypatch.setenv(VARIABLE, "0")
-    assert silence_of_environment() == 0

@@ -160,7 +160,7 @@ def test_ports_are_those_that_ingresses_and_proxies_listen_on(path: Path) -> Non
         named = [(each["name"], each["containerPort"]) for each in manifests.ports(group)]
         assert len(dict(named)) == len({port for _, port in named}) == len(named)
         serving = {name: port for name, port in named if re.match("serve(-|$)", name)}
-        assert serving == {"serve-own": own.port, "serve": proxies["port"]}
+        assert serving == {"serve": own.port, "serve-proxy": proxies["port"]}
 
 
 @every_manifest
@@ -170,7 +170,7 @@ def test_workers_are_ready_by_their_own_ingress(path: Path) -> None:
     assert manifests.serve_config(manifest)["proxy_location"] == "EveryNode"
     for group in manifests.workers(manifest):
         container = manifests.ray_container(group)
-        asked = {"path": "/-/healthz", "port": "serve-own"}
+        asked = {"path": "/-/healthz", "port": "serve"}
         if own.ssl_certfile is not None:
             asked["scheme"] = "HTTPS"
         assert container["readinessProbe"]["httpGet"] == asked

@@ -119,4 +119,4 @@ def test_the_policy_opens_the_ingresses_port_to_clients_and_the_dashboard_to_the
         each["name"]: each["containerPort"] for each in manifests.ports(manifests.groups(DEMO)[0])
     }
     assert [each["port"] for each in operator["ports"]] == [head["dashboard"]]
-    assert [each["port"] for each in clients["ports"]] == [head["serve-own"]]
+    assert [each["port"] for each in clients["ports"]] == [head["serve"]]

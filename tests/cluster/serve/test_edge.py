@@ -217,38 +217,6 @@ def test_abort_and_hanging_up_end_a_request(make_engine: Callable[..., Any]) -> 
     asyncio.run(main())
 
 
-def test_a_replay_that_meets_full_engines_tries_again(
-    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flaw = Flaw(monkeypatch)
-    monkeypatch.setattr(serve_client, "_FULL_BACKOFF_S", 0.01)
-
-    async def main() -> None:
-        async with cluster(make_engine) as here:
-            engine = here.add("a")
-            client = ServeClient(here.engines, None)
-            expected = tokens(await all_of(client, request()))
-            flaw.kinds = ["dies"]
-            flaw.counts.clear()
-            engine.pause_s = 0.05
-            running = asyncio.ensure_future(all_of(client, request()))
-            await until(lambda: len(engine.submitted) == 2)
-            engine.refuse = OverloadedError("full")
-            await asyncio.sleep(0.3)
-            engine.refuse = None
-            assert tokens(await running) == expected
-            monkeypatch.setattr(serve_client, "_FULL_S", 0.05)
-            flaw.kinds = ["dies"]
-            flaw.counts.clear()
-            running = asyncio.ensure_future(all_of(client, request()))
-            await until(lambda: len(engine.submitted) == 4)
-            engine.refuse = OverloadedError("full")
-            with pytest.raises(EngineDeadError, match="lost on 1 engines; .* full"):
-                await running
-
-    asyncio.run(main())
-
-
 def test_the_engine_with_the_fewest_requests_is_chosen_or_a_near_one_that_knows_the_prompt(
     make_engine: Callable[..., Any],
 ) -> None:

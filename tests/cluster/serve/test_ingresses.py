@@ -187,6 +187,17 @@ def test_a_killed_ingress_breaks_its_own_connections_alone(server: Server) -> No
     wait_for(lambda: len(below("test:Ingress")) == 2)
 
 
+def test_serving_goes_on_without_serves_controller(server: Server) -> None:
+    (controller,) = below("ray::ServeController")
+    kill(controller)
+    with server.http(headers=USER) as http:
+        for _ in range(10):
+            short = {"prompt": "a", "max_tokens": 2}
+            assert http.post("/v1/completions", json=short).status_code == 200
+        assert http.get("/health").status_code == 200
+    wait_for(lambda: below("ray::ServeController"))
+
+
 class SomeIngress(httpx.BaseTransport):
     """Sends requests for as long as nobody listens, and counts those that were taken."""
 
