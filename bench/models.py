@@ -59,18 +59,18 @@ def random_model(folder: Path, num_layers: int = 22, hidden_size: int = 1280) ->
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _mixture(kind: str, folder: Path, **settings: Any) -> int:
+def _mixture(architecture: str, folder: Path, **settings: Any) -> int:
     """Writes a random model with experts in bfloat16; its number of parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, vocab_size=4096, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256,
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=4096, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256,
         num_hidden_layers=8, num_attention_heads=8, num_experts_per_tok=4,
         max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, tie_word_embeddings=True,
         dtype="bfloat16", **settings,
     )  # fmt: skip
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model: Any = getattr(transformers, f"{architecture}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     _copy_tokenizer(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -132,11 +132,11 @@ def main() -> None:
     kinds: dict[str, Callable[[Path], int]] = {
         "random": random_model,
         "mixture": partial(
-            _mixture, "qwen3_moe", num_key_value_heads=2, head_dim=64, num_experts=16,
+            _mixture, "Qwen3Moe", num_key_value_heads=2, head_dim=64, num_experts=16,
             norm_topk_prob=True,
         ),
         "latent": partial(
-            _mixture, "deepseek_v3", num_key_value_heads=8, n_routed_experts=16,
+            _mixture, "DeepseekV3", num_key_value_heads=8, n_routed_experts=16,
             n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
             kv_lora_rank=128, q_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=64,
             v_head_dim=64,
