@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,32 +69,71 @@ def prompt_step(num_tokens: int, vocab_size: int) -> tuple[StepInput, int]:
     return replace(step, rows=ints([num_tokens - 1])), num_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of a layer."""
+
+    shape: tuple[int, int]
+    share: float = 1.0  # of the rows
+
+
+def layer_products(config: Any, layer: int) -> list[Product]:
+    """A layer's, joined as the decoder joins them; rows spread evenly over experts.
+
+    Products per head of latent attention count as one with as many multiplications.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        latent, turned = config.kv_lora_rank, config.qk_rope_head_dim
+        plain, value = config.qk_nope_head_dim, config.v_head_dim
+        shapes = [
+            (config.q_lora_rank + latent + turned, hidden),
+            (heads * (plain + turned), config.q_lora_rank),
+            (latent, heads * plain),
+            (heads * value, latent),
+            (hidden, heads * value),
+        ]
+    else:
+        dim = getattr(config, "head_dim", None) or hidden // heads
+        shapes = [((heads + 2 * config.num_key_value_heads) * dim, hidden), (hidden, heads * dim)]
+    found = [Product(shape) for shape in shapes]
+    inner, share = config.intermediate_size, 1.0
+    num_experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", 0)
+    if not num_experts or layer < getattr(config, "first_k_dense_replace", 0):
+        return [*found, Product((2 * inner, hidden)), Product((hidden, inner))]
+    inner, share = config.moe_intermediate_size, config.num_experts_per_tok / num_experts
+    found.append(Product((num_experts, hidden)))
+    if getattr(config, "n_shared_experts", None):
+        found += [Product((2 * inner, hidden)), Product((hidden, inner))]
+    return (
+        found + [Product((2 * inner, hidden), share), Product((hidden, inner), share)] * num_experts
+    )
+
+
 def bare_products(path: Path, dtype: torch.dtype) -> Callable[[int, int], None]:
     """A function that multiplies so many rows with weights of the model's shapes.
 
     Its second argument is how many rows the output layer gets.
     """
     config = read_config(path)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    layer = [
-        ((heads + 2 * kv_heads) * dim, hidden),
-        (hidden, heads * dim),
-        (2 * inner, hidden),
-        (hidden, inner),
-    ]
-    shapes = [*(layer * config.num_hidden_layers), (config.vocab_size, hidden)]
-    products = [pack_large(torch.randn(shape).to(dtype), None) for shape in shapes]
+    layers = range(config.num_hidden_layers)
+    products = [each for layer in layers for each in layer_products(config, layer)]
+    products.append(Product((config.vocab_size, config.hidden_size)))
+    packed = [pack_large(torch.randn(each.shape).to(dtype), None) for each in products]
     inputs: dict[tuple[int, int], torch.Tensor] = {}  # by rows and length
 
     def multiply(num_rows: int, num_logits: int) -> None:
-        for index, (packed, (_, length)) in enumerate(zip(products, shapes, strict=True)):
-            size = (num_logits if index == len(shapes) - 1 else num_rows, length)
+        rest = 0.0  # of a row, which the experts before have left
+        for index, (multiplied, each) in enumerate(zip(packed, products, strict=True)):
+            wanted = num_rows * each.share + (rest if each.share < 1 else 0.0)
+            rest = wanted - int(wanted) if each.share < 1 else rest
+            size = (num_logits if index == len(products) - 1 else int(wanted), each.shape[1])
+            if not size[0]:
+                continue
             if size not in inputs:
                 inputs[size] = torch.randn(size).to(dtype)
-            assert packed is not None, dtype
-            packed(inputs[size])
+            assert multiplied is not None, dtype
+            multiplied(inputs[size])
 
     return multiply
 

@@ -1,13 +1,16 @@
 """Models for comparisons: a random one of about 400M parameters, and the demo target rewritten.
 
     python -m outrider.bench.models random FOLDER
+    python -m outrider.bench.models mixture FOLDER
+    python -m outrider.bench.models latent FOLDER
     python -m outrider.bench.models wide-heads FOLDER
 
 *random* has the demo's tokenizer, so that every token is text; only figures without speculation
-mean anything with it. *wide-heads* is the demo target with heads of 64 instead of 40 dimensions,
-for engines whose attention has no 40: the same function, up to rounding. Rotary pairs keep their
-frequencies (theta to the power of 64/40), the added dimensions are zero, and the queries carry the
-difference of the softmax scales.
+mean anything with it. *mixture* and *latent* are random as well, of 57M parameters: Qwen3-MoE, and
+DeepSeek-V3 with latent attention; 16 experts, of which a row takes four. *wide-heads* is the demo
+target with heads of 64 instead of 40 dimensions, for engines whose attention has no 40: the same
+function, up to rounding. Rotary pairs keep their frequencies (theta to the power of 64/40), the
+added dimensions are zero, and the queries carry the difference of the softmax scales.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,23 @@ def random_model(folder: Path, num_layers: int = 22, hidden_size: int = 1280) ->
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16)
     model.save_pretrained(folder)
+    _copy_tokenizer(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _mixture(architecture: str, folder: Path, **settings: Any) -> int:
+    """Writes a random model with experts in bfloat16; its number of parameters."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=4096, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256,
+        num_hidden_layers=8, num_attention_heads=8, num_experts_per_tok=4,
+        max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, tie_word_embeddings=True,
+        dtype="bfloat16", **settings,
+    )  # fmt: skip
+    model: Any = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     _copy_tokenizer(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -107,11 +129,25 @@ def main() -> None:
     from rich.console import Console
 
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.models")
-    parser.add_argument("kind", choices=("random", "wide-heads"))
+    kinds: dict[str, Callable[[Path], int]] = {
+        "random": random_model,
+        "mixture": partial(
+            _mixture, "Qwen3Moe", num_key_value_heads=2, head_dim=64, num_experts=16,
+            norm_topk_prob=True,
+        ),
+        "latent": partial(
+            _mixture, "DeepseekV3", num_key_value_heads=8, n_routed_experts=16,
+            n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
+            kv_lora_rank=128, q_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=64,
+            v_head_dim=64,
+        ),
+        "wide-heads": wide_heads,
+    }  # fmt: skip
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    build = random_model if options.kind == "random" else wide_heads
+    build = kinds[options.kind]
     Console().print(f"{build(options.folder) / 1e6:.0f}M parameters in {options.folder}")
 
 
