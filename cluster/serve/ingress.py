@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from ...config import parse
 from ...config.access import AccessConfig
@@ -60,10 +60,10 @@ class Ingress:
         self._tracing = None if endpoint is None else Tracing.to(endpoint)
         self._clients: list[Engines] = []
         self._door: FrontDoor | None = None
-        self._app: FastAPI | None = None
+        self._app: Starlette | None = None
         self._health = HeldCheck(self._section.health_hold_s)
 
-    async def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, in the replica's event loop; it waits for all engines to be up."""
         handles = [self._engines[each.name] for each in self._models]
         loading = asyncio.create_task(self._tokenizers())

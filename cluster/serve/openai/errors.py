@@ -6,9 +6,10 @@ import logging
 import math
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ....errors import (
     AuthenticationError,
@@ -81,7 +82,7 @@ def error_response(error: OutriderError) -> Response:
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
-def install(app: FastAPI) -> None:
+def install(app: Starlette) -> None:
     """Makes every error of `app` one of OpenAI's shape."""
 
     async def on_ours(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""`build_http(...)`: the FastAPI application over the `EngineClient`s of one model or several."""
+"""`build_http(...)`: the ASGI application over the `EngineClient`s of one model or several."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
 
 from ....engine.frontend import Frontend
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
@@ -87,34 +89,29 @@ class Models:
         return ", ".join(map(repr, self.by_name))
 
 
-def state_routes(models: Models) -> APIRouter:
+def state_routes(models: Models) -> list[Route]:
     """What describes the server: models, health, statistics, metrics, OpenAPI."""
-    router = APIRouter()
     cards = {name: _card(edge) for name, edge in models.by_name.items()}
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
     described = document(models.names, vocab_size)
 
-    @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         down = await _down(models)  # a model that cannot answer is not announced
         data = [card for name, card in cards.items() if name not in down]
         return JSONResponse({"object": "list", "data": data})
 
-    @router.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Response:
-        edge = models.find(name)
+    async def get_model(request: Request) -> Response:
+        edge = models.find(request.path_params["name"])
         await edge.client.check()
         return JSONResponse(cards[edge.model_name])
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         down = await _down(models)
         if not down:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "degraded", "down": down})
 
-    @router.get("/stats")
-    async def stats() -> Response:
+    async def stats(request: Request) -> Response:
         engines = [
             {"model": edge.model_name, "replica": name, **each}
             for edge, replicas in await _stats(models)
@@ -124,12 +121,10 @@ def state_routes(models: Models) -> APIRouter:
         names = {"model": models.names[0], "models": models.names}
         return JSONResponse({**names, **totals, "engines": engines})
 
-    @router.get("/openapi.json")
-    async def openapi() -> Response:
+    async def openapi(request: Request) -> Response:
         return JSONResponse(described)
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         families = await models.first.client.edge_metrics()  # of every model, at every ingress
         if not families:
             edges = models.by_name.values()
@@ -137,7 +132,14 @@ def state_routes(models: Models) -> APIRouter:
         engines = {edge.model_name: replicas for edge, replicas in await _stats(models)}
         return Response(exposition(families, engines), media_type=CONTENT_TYPE)
 
-    return router
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", get_model),
+        Route("/health", health),
+        Route("/stats", stats),
+        Route("/openapi.json", openapi),
+        Route("/metrics", metrics),
+    ]
 
 
 _TOTALS = ("running", "waiting")
@@ -200,12 +202,11 @@ _PAGE_HEADERS = {
 }
 
 
-def page_routes() -> APIRouter:
+def page_routes() -> list[Route]:
     """The page at `/` and its files, for everyone; read once, they hold no data of the server.
 
     What the page shows comes from the API, with the key that the user enters there.
     """
-    router = APIRouter()
     files = {
         path.name: (path.read_bytes(), _PAGE_TYPES[path.suffix])
         for path in _PAGE.iterdir()
@@ -218,17 +219,15 @@ def page_routes() -> APIRouter:
         content, kind = files[name]
         return Response(content, media_type=kind, headers=_PAGE_HEADERS)
 
-    @router.get("/", include_in_schema=False)
     async def index(request: Request) -> Response:
         if not request.url.path.endswith("/"):  # a route prefix: relative links need the slash
             return RedirectResponse(f"{request.url.path}/")
         return answer("index.html")
 
-    @router.get("/page/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
-        return answer(name)
+    async def file(request: Request) -> Response:
+        return answer(request.path_params["name"])
 
-    return router
+    return [Route("/", index), Route("/page/{name}", file)]
 
 
 # -- work on request bodies away from the event loop: parsing, chat templates, tokenizing
@@ -323,21 +322,20 @@ class Edge:
         )
 
 
-def build_http(*edges: Edge) -> FastAPI:
+def build_http(*edges: Edge) -> Starlette:
     """The application for an edge per model; the endpoint's settings are those of the first."""
     models = Models({each.model_name: each for each in edges})
     edge = models.first
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    generating = [
+        Route(path, _generation_route(models, endpoint), methods=["POST"])
+        for path, endpoint in _ENDPOINTS.items()
+    ]
+    app = Starlette(
+        routes=[*generating, *_token_routes(models), *state_routes(models), *page_routes()]
+    )
     errors.install(app)
     if edge.tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=edge.tracing)
-    for path, endpoint in _ENDPOINTS.items():
-        app.add_api_route(
-            path, _generation_route(models, endpoint), methods=["POST"], response_model=None
-        )
-    app.include_router(_token_routes(models))
-    app.include_router(state_routes(models))
-    app.include_router(page_routes())
     app.add_middleware(AccessGate, access=edge.access)
     return app
 
@@ -405,14 +403,10 @@ def _generation_route(
     return create
 
 
-def _token_routes(models: Models) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/tokenize")
+def _token_routes(models: Models) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         return await _prepared(models, request, lambda raw: _tokenized(models, raw))
 
-    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         def prepare(raw: bytes) -> Response:
             body = parse(DetokenizeBody, raw)
@@ -422,7 +416,10 @@ def _token_routes(models: Models) -> APIRouter:
 
         return await _prepared(models, request, prepare)
 
-    return router
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
 
 
 def _tokenized(models: Models, raw: bytes) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.engine_client import LocalClient
@@ -22,12 +22,12 @@ TRACED = {**ASKED, "speculation": {"trace": True}}
 
 
 @pytest.fixture
-def app(make_engine: Any, config: Any, limits: Any) -> FastAPI:
+def app(make_engine: Any, config: Any, limits: Any) -> Starlette:
     engine = make_engine("naïve 日本語 <b>. ")
     return build_http(Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny")))
 
 
-def post(app: FastAPI, path: str, body: dict[str, Any]) -> httpx.Response:
+def post(app: Starlette, path: str, body: dict[str, Any]) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -48,7 +48,7 @@ def check(steps: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_token_has_an_origin_and_the_text_is_theirs(app: FastAPI, chat: bool) -> None:
+def test_every_token_has_an_origin_and_the_text_is_theirs(app: Starlette, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     asked = dict(TRACED)
     if chat:
@@ -68,7 +68,7 @@ def test_every_token_has_an_origin_and_the_text_is_theirs(app: FastAPI, chat: bo
         assert "".join(part["text"] for part in parts) == text
 
 
-def test_a_trace_changes_nothing_else(app: FastAPI) -> None:
+def test_a_trace_changes_nothing_else(app: Starlette) -> None:
     plain = (post(app, "/v1/completions", ASKED)).json()
     traced = (post(app, "/v1/completions", {**TRACED, "stop": ["zzz"]})).json()
     assert "speculation_trace" in traced["choices"][0]

@@ -96,12 +96,12 @@ def test_text_of_a_model_is_never_markup(site: Site) -> None:
 
 
 def build_http_only(site: Site) -> Any:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from outrider.cluster.serve.openai.routes import page_routes
 
-    app = FastAPI()
-    app.include_router(page_routes())
+    app = Starlette()
+    app.router.routes.extend(page_routes())
     return app
 
 
