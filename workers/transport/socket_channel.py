@@ -37,32 +37,24 @@ def num_cores() -> int:
 Events = list[tuple[int, int]]
 
 SPIN_S = 2e-3  # a step of 32 sequences is planned in less
-_LEAD_S = 1e-4  # a sleeping thread is woken so late
+_LEAD_S = 5e-4  # how long before the usual end of a wait to be awake
 _FORGET = 0.2  # weight of the last wait
-_MAX_SELECT = 1024  # descriptors that `select` takes; it sleeps by microseconds, poll by ms
 
 
 class Lookout:
-    """Waits for messages on `sockets`, awake for up to `spin_s` seconds of each wait.
+    """Waits for events of `poll`, awake for up to `spin_s` seconds of each wait.
 
     A sleeping thread is woken 50 to 100 us after its message has come, with cold caches. So both
     ends of the step channel look for a message again and again for a moment before they sleep (the
     bounded spin of Karlin et al. 1991, doi:10.1145/121132.286599), and leave the core to whatever
     else can run between two looks. On a single core nobody looks: the sender could not run
     meanwhile.
-
-    When a message is due is learned, as TCP learns round trips (Jacobson 1988,
-    doi:10.1145/52324.52356): the mean wait and its mean deviation, by the kind of the wait.
     """
 
-    def __init__(self, sockets: Sequence[int], spin_s: float) -> None:
+    def __init__(self, poll: select.poll, spin_s: float) -> None:
         self.spin_s = spin_s if num_cores() > 1 else 0.0
-        poll = select.poll()  # `selectors` would take several times as long a step
-        for number in sockets:
-            poll.register(number, select.POLLIN)
-        self._poll, self._sockets = poll.poll, list(sockets)
-        self._selects = max(sockets) < _MAX_SELECT
-        self._known: dict[int, tuple[float, float]] = {}  # mean and deviation, by kind
+        self._poll = poll.poll
+        self._usual_s = 0.0
 
     def look(self, timeout_s: float) -> Events:
         """What comes within `timeout_s` and `spin_s`, without sleeping; looks once at least."""
@@ -71,31 +63,20 @@ class Lookout:
             os.sched_yield()
         return found
 
-    def wait(self, timeout_s: float, kind: int = 0) -> Events:
-        """What comes within `timeout_s`: asleep but for the time when it is due."""
+    def wait(self, timeout_s: float) -> Events:
+        """What comes within `timeout_s`: asleep at first, awake shortly before the usual end."""
         if not self.spin_s:
             return self._poll(timeout_s * 1e3)
         begin_s = time.perf_counter()
-        mean_s, spread_s = self._known.get(kind, (0.0, self.spin_s))
-        asleep_s = min(mean_s - 2 * spread_s - _LEAD_S, timeout_s)
-        if asleep_s > 0:
-            self._sleep(asleep_s)
-        due_s = begin_s + mean_s + 4 * spread_s + _LEAD_S - time.perf_counter()
-        left_s = begin_s + timeout_s - time.perf_counter()
-        found = self.look(min(max(due_s, 0.0), left_s))
+        asleep_ms = int(min(self._usual_s - _LEAD_S, timeout_s) * 1e3)  # poll takes whole ones
+        found = self._poll(asleep_ms) if asleep_ms > 0 else []
         if not found:
-            found = self._poll(max(0.0, begin_s + timeout_s - time.perf_counter()) * 1e3)
-        error_s = time.perf_counter() - begin_s - mean_s
-        spread_s += _FORGET * (abs(error_s) - spread_s)
-        self._known[kind] = (mean_s + _FORGET * error_s, spread_s)
+            found = self.look(timeout_s)
+        if not found:
+            left_s = begin_s + timeout_s - time.perf_counter()
+            found = self._poll(max(0.0, left_s) * 1e3)
+        self._usual_s += _FORGET * (time.perf_counter() - begin_s - self._usual_s)
         return found
-
-    def _sleep(self, timeout_s: float) -> None:
-        """Until something comes, or for so long."""
-        if self._selects:
-            select.select(self._sockets, (), (), timeout_s)
-        else:
-            self._poll(int(timeout_s * 1e3))
 
 
 def routes(
@@ -137,7 +118,9 @@ class RankEnd:
         self._connection = connection
         self._followers = list(followers)
         self._reader = FrameReader(connection)
-        self._lookout = Lookout([connection.fileno()], spin_s)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._lookout = Lookout(self._poll, spin_s)
         self._writes = threading.Lock()  # of answers: the rank's own and its followers'
 
     def __enter__(self) -> RankEnd:
@@ -164,7 +147,7 @@ class RankEnd:
 
     def has_message(self) -> bool:
         """Whether a message has begun to arrive, or the connection has ended."""
-        return self._reader.has_data or bool(self._lookout.look(0.0))
+        return self._reader.has_data or bool(self._poll.poll(0))
 
     def answer(self, body: bytes) -> None:
         """Sends an answer (raises OSError)."""
@@ -206,14 +189,15 @@ class SocketChannel(Channel):
         # The reader stays open after `close`, so that a pending call wakes up.
         self._wake, self._wake_reader = socket.socketpair()
         self._timeout_s: float | None = None  # of the connections
+        self._waiting = select.poll()  # `selectors` would take several times as long a step
         self._readers = {each.fileno(): FrameReader(each) for each in self._connections}
-        self._lookout = Lookout([self._wake_reader.fileno(), *self._readers], spin_s)
-        self._kind = 0  # of the last message: those of prompts are longer, and so are their steps
+        self._usual = Lookout(self._waiting, spin_s)
+        for number in (self._wake_reader.fileno(), *self._readers):
+            self._waiting.register(number, select.POLLIN)
 
     def send(self, message: Any, timeout_s: float) -> None:
         self._require_alive()
         body = wire.encode(message)
-        self._kind = len(body).bit_length()
         try:
             if timeout_s != self._timeout_s:
                 for connection in self._connections:
@@ -243,7 +227,7 @@ class SocketChannel(Channel):
         for reader in self._readers.values():
             if reader.has_data:
                 return reader
-        ready = [number for number, _ in self._lookout.wait(timeout_s, self._kind)]
+        ready = [number for number, _ in self._usual.wait(timeout_s)]
         if not ready:
             raise NoAnswerError
         if self._dead is not None or any(number not in self._readers for number in ready):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from outrider.workers.transport.socket_channel import SocketChannel, serve
 
 
 class _Machine:
-    """A clock and `select`: an event comes at `at_s`; a look takes a microsecond."""
+    """A clock and a poll object: an event comes at `at_s`; a look takes a microsecond."""
 
     def __init__(self, monkeypatch, cores: int = 2) -> None:
         self.now_s = 10.0
@@ -23,13 +22,8 @@ class _Machine:
         monkeypatch.setattr(socket_channel.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(socket_channel.os, "sched_yield", lambda: None)
         monkeypatch.setattr(socket_channel, "num_cores", lambda: cores)
-        made = SimpleNamespace(register=lambda *_: None, poll=self.looked)
-        whole = SimpleNamespace(
-            POLLIN=1, poll=lambda: made, select=lambda *given: self.looked(given[3] * 1e3)
-        )
-        monkeypatch.setattr(socket_channel, "select", whole)
 
-    def looked(self, timeout_ms: float) -> list[tuple[int, int]]:
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
         self.now_s += 1e-6
         if timeout_ms:
             until_s = min(self.now_s + timeout_ms / 1e3, max(self.at_s, self.now_s))
@@ -40,7 +34,7 @@ class _Machine:
 
 def test_looks_for_so_long_and_no_longer(monkeypatch) -> None:
     machine = _Machine(monkeypatch)
-    lookout = socket_channel.Lookout([3], 2e-3)
+    lookout = socket_channel.Lookout(machine, 2e-3)
     machine.at_s = machine.now_s + 1e-3
     assert lookout.look(2e-3) == [(3, 1)]
     assert machine.now_s == pytest.approx(machine.at_s, abs=1e-5)
@@ -52,37 +46,24 @@ def test_looks_for_so_long_and_no_longer(monkeypatch) -> None:
 
 
 def test_a_wait_of_the_usual_length_ends_awake(monkeypatch) -> None:
-    """Kinds are learned apart: who waits for a prompt is not awake when a token would be due."""
     machine = _Machine(monkeypatch)
-    lookout = socket_channel.Lookout([3], 2e-3)
-    for _ in range(60):
-        for kind, taken_s in enumerate((6e-3, 30e-3)):
-            machine.at_s = machine.now_s + taken_s
-            machine.sleeps_s.clear()
-            assert lookout.wait(60.0, kind) == [(3, 1)]
-            assert machine.now_s == pytest.approx(machine.at_s, abs=1e-5)
-    assert sum(machine.sleeps_s) == pytest.approx(29.9e-3, abs=1e-4)
+    usual = socket_channel.Lookout(machine, 2e-3)
+    for _ in range(30):
+        machine.at_s = machine.now_s + 6e-3
+        machine.sleeps_s.clear()
+        assert usual.wait(60.0) == [(3, 1)]
+    assert sum(machine.sleeps_s) == pytest.approx(5e-3, abs=1e-4)
     for taken_s in (1e-3, 40e-3):  # sooner, and later than anyone looks
         begin_s = machine.now_s
         machine.at_s = begin_s + taken_s
-        assert lookout.wait(60.0) == [(3, 1)]
+        assert usual.wait(60.0) == [(3, 1)]
         assert machine.now_s - begin_s == pytest.approx(taken_s, abs=1e-5)
-
-
-def test_waits_that_vary_are_awake_for_longer(monkeypatch) -> None:
-    machine = _Machine(monkeypatch)
-    lookout = socket_channel.Lookout([3], 2e-3)
-    for step in range(60):
-        machine.at_s = machine.now_s + (5.7e-3 if step % 2 else 6.3e-3)
-        machine.sleeps_s.clear()
-        assert lookout.wait(60.0) == [(3, 1)]
-    assert sum(machine.sleeps_s) == pytest.approx(5.3e-3, abs=2e-4)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-3, 0.05])
 def test_nothing_comes(monkeypatch, timeout_s) -> None:
     machine = _Machine(monkeypatch)
-    usual = socket_channel.Lookout([3], 2e-3)
+    usual = socket_channel.Lookout(machine, 2e-3)
     for _ in range(10):
         begin_s = machine.now_s
         assert usual.wait(timeout_s) == []
@@ -93,11 +74,11 @@ def test_nothing_comes(monkeypatch, timeout_s) -> None:
 def test_nobody_looks_on_one_core_or_where_it_is_switched_off(monkeypatch, cores, spin_s) -> None:
     machine = _Machine(monkeypatch, cores)
     machine.at_s = machine.now_s + 6e-3
-    assert socket_channel.Lookout([3], spin_s).wait(60.0) == [(3, 1)]
+    assert socket_channel.Lookout(machine, spin_s).wait(60.0) == [(3, 1)]
     assert machine.sleeps_s == [pytest.approx(6e-3, abs=1e-5)]
     machine.at_s = float("inf")
     begin_s = machine.now_s
-    assert socket_channel.Lookout([3], spin_s).look(1.0) == []
+    assert socket_channel.Lookout(machine, spin_s).look(1.0) == []
     assert machine.now_s - begin_s < 1e-4
 
 
