@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .section import LONGEST_DRAFT, MaxDraftLen, ShortestDraft, SpeculationBase
 from .strict import at_key
@@ -94,12 +94,19 @@ class NGramCacheConfig(ShortestDraft):
 
     decoding_type: Literal["NGramCache"] = "NGramCache"
     max_draft_len: MaxDraftLen = Field(8, description="Most tokens of a draft.")
-    lookup_cache_static: str | None = Field(None, min_length=1)
+    lookup_cache_static: str | None = None
     """Table of `outrider ngram build`; implies ngram-cache."""
-    lookup_cache_dynamic: str | None = Field(None, min_length=1)
+    lookup_cache_dynamic: str | None = None
     """Past requests' table, read and written; implies ngram-cache."""
     max_dynamic_entries: int = Field(2**20, ge=0)
     """Entries of the past's table, all tenants together; the oldest go first."""
+
+    @field_validator("lookup_cache_static", "lookup_cache_dynamic")
+    @classmethod
+    def _not_empty(cls, path: str | None) -> str | None:
+        if path == "":
+            raise ValueError("must name a file")
+        return path
 
 
 class SuffixConfig(SpeculationBase):

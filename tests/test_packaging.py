@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import outrider
 
@@ -66,7 +66,7 @@ def test_wheel_holds_the_tree(tmp_path):
 
 def test_the_list_of_packages_has_what_exists():
     """An editable installation fails where a package is listed that is gone."""
-    listed = re.findall(r'^    "(outrider[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     packages = {path.parent for path in tree() if path.name == "__init__.py"}
     assert sorted(listed) == sorted(".".join(("outrider", *each.parts)) for each in packages)
 

@@ -180,8 +180,10 @@ class Identity:
         """
         if self.key is None:
             return sampling
-        names = ("max_request_tokens", "tokens_per_minute")
-        limits = [(getattr(self.key, name), name) for name in names]
+        limits = (
+            (self.key.max_request_tokens, "max_request_tokens"),
+            (self.key.tokens_per_minute, "tokens_per_minute"),
+        )
         limit, name = min([each for each in limits if each[0] is not None], default=(None, ""))
         if limit is None:
             return sampling
