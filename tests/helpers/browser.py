@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from .frontend import FakeEngine
 
@@ -84,7 +84,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """The application on a port of its own; its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))

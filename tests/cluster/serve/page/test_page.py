@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
@@ -30,7 +31,6 @@ def site(tokenizer: Any, config: EngineConfig, limits: Any) -> Iterator[Site]:
     keys: set[str] = set()
     seen: list[str | None] = []
 
-    @app.middleware("http")
     async def check_key(request: Request, following: Any) -> Response:
         is_page = request.url.path == "/" or request.url.path.startswith("/page/")
         given = request.headers.get("authorization")
@@ -41,6 +41,7 @@ def site(tokenizer: Any, config: EngineConfig, limits: Any) -> Iterator[Site]:
             return JSONResponse({"error": {"message": "not yours"}}, status_code=403)
         return await following(request)
 
+    app.add_middleware(BaseHTTPMiddleware, dispatch=check_key)
     with open_browser() as browser, serving(app) as url:
         yield Site(engine, browser, url, keys, seen)
     engine.shutdown()
