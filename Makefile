@@ -19,7 +19,7 @@ demo: $(STAMP)
 # Processes that share the tests out, file by file; each computes on one core.
 TEST_PROCESSES ?= 2
 
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=20
 
 test test-slow: export OMP_NUM_THREADS = 1
 test: $(STAMP) $(LINK)
