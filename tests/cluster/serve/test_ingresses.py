@@ -77,6 +77,7 @@ def server() -> Iterator[Server]:
         "max_queued_requests": 8,
         "kv_cpu_bytes": 2**26,
         "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
+        "resources": {"spare_workers": False},
         "serve": section,
     }
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -262,6 +263,7 @@ def test_engines_are_added_for_what_runs_and_waits(server: Server) -> None:
     }  # fmt: skip
     arguments = {
         "model": str(MODEL), "served_model_name": "demo", "max_num_seqs": 2, "kv_cpu_bytes": 2**26,
+        "resources": {"spare_workers": False},
         "serve": {"name": "scaled", "port": port, "autoscaling_config": scaling},
     }  # fmt: skip
     serve.run(build_app(arguments), name="scaled", route_prefix="/scaled")

@@ -175,7 +175,7 @@ def test_no_request_loses_or_repeats_a_token(url: str) -> None:
     }
     before = {
         "ingress and ranks": ("test:Ingress", "ray::Rank"),
-        "proxy and engine": ("ProxyActor", "test:Engine"),
+        "ingress and engine": ("test:Ingress", "test:Engine"),
     }
     for scored, cases in ((True, behind), (False, before)):
         for name, processes in cases.items():

@@ -129,7 +129,7 @@ def test_a_stream_continues_on_the_other_ingress(url: str) -> None:
 @pytest.mark.timeout(600)
 def test_every_process_on_the_way_may_die(url: str) -> None:
     expected = read_all(url, ())
-    for kills in (("test:Ingress",), ("ProxyActor",), ("test:Ingress", "test:Engine")):
+    for kills in (("test:Ingress",), ("test:Ingress", "test:Engine")):
         found = read_all(url, kills)
         check(found, expected)
         assert all(stream.num_requests > 1 for stream in found), f"over before {kills} died"
