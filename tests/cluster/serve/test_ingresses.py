@@ -264,7 +264,11 @@ def test_engines_are_added_for_what_runs_and_waits(server: Server) -> None:
     arguments = {
         "model": str(MODEL), "served_model_name": "demo", "max_num_seqs": 2, "kv_cpu_bytes": 2**26,
         "resources": {"spare_workers": False},
-        "serve": {"name": "scaled", "port": port, "autoscaling_config": scaling},
+        "dtype": "float32",
+        "serve": {
+            "name": "scaled", "port": port, "num_ingress_replicas": 1,
+            "autoscaling_config": scaling,
+        },
     }  # fmt: skip
     serve.run(build_app(arguments), name="scaled", route_prefix="/scaled")
     try:
