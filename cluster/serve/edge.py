@@ -391,8 +391,9 @@ class EdgeLink:
             failure = (request_id, type(error).__name__, error.message, error.field)
             self._send(failures=[failure])
             self._release([request_id])
-        elif self.lost:
+        elif self.lost:  # while it was on its way: nobody would end it
             self._door.engine.abort(request_id)
+            self._release([request_id])
 
     def _abort(self, request_id: str) -> None:
         self._door.engine.abort(request_id)

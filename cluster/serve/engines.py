@@ -116,6 +116,8 @@ class EngineLink(asyncio.Protocol):
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
         """What the engine answers (raises `WorkerError`)."""
+        if self.ended.done():
+            raise EdgeLostError(f"the connection to engine {self.name} is lost")
         self._num_asked += 1
         number = self._num_asked
         answer = self._asked[number] = asyncio.get_running_loop().create_future()

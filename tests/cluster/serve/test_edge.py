@@ -315,6 +315,10 @@ def test_what_engines_answer(make_engine: Callable[..., Any]) -> None:
             here.add("b")
             await until(lambda: len(here.engines.links) == 2)
             assert set(await client.stats()) == {"a", "b"}
+            lost = EngineLink("gone", lambda: None)
+            lost.ended.set_result(None)
+            with pytest.raises(WorkerError, match="engine gone is lost"):
+                await lost.ask("report")
             verbs = [door.verbs for door in here.doors.values()]
             verbs[0]["report"] = lambda: {"error": "no rank"}
             await client.check()
