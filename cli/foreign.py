@@ -6,6 +6,7 @@
     --spec-model FOLDER                        --spec-key model=FOLDER
     --speculative-num-steps 3                  --spec-key speculative_num_steps=3
     --spec-draft-p-min 0.4                     --spec-key spec_draft_p_min=0.4
+    --enforce-eager                            --engine-key enforce_eager=true
 
 Names are those of the tables in `config/compat/`, where each is translated or refused by name.
 Options that a command declares itself are left alone.
@@ -13,61 +14,45 @@ Options that a command declares itself are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from ..config.compat import llama_cpp, sglang, tensorrt_llm
-from ..config.compat.table import Entry, To
-from ..config.compat.translate import DIALECTS
+from ..config.compat.table import DIALECTS, ENGINE, LLAMA_CPP, SECTION, SGLANG, To
+from ..config.strict import nearest, read_yaml
 from ..errors import ConfigError
 from .console import Command
-
-
-def _renamed(*tables: Mapping[str, Entry]) -> dict[str, str]:
-    """Keys of the tables that are another name of a key of ours, as options."""
-    return {
-        name.replace("_", "-"): _OPTIONS.get(entry.key, entry.key.replace("_", "-"))
-        for table in tables
-        for name, entry in table.items()
-        if isinstance(entry, To) and entry.value is None and entry.owner is None
-    }
-
 
 # Options that are named otherwise than the key that they set.
 _OPTIONS = {"draft_min": "spec-draft-n-min", "speculative_model": "draft-model"}
 _OF_SECTIONS = {"max_draft_len", *_OPTIONS}
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        **_renamed(tensorrt_llm.KV_CACHE, *(dialect.engine for dialect in DIALECTS)),
-        **_renamed(
-            {name: each for name, each in llama_cpp.KEYS.items()
-             if isinstance(each, To) and each.key in _OF_SECTIONS}
-        ),
-        # vLLM's
-        "num-speculative-tokens": "max-draft-len",
-        "speculative-model": "draft-model",
-        "spec-method": "spec-type",
-        "spec-tokens": "max-draft-len",
-        # llama.cpp's options that are no keys of a section
-        "ctx-size": "max-model-len",
-        "parallel": "max-num-seqs",
-        "n-predict": "max-tokens",
-        "predict": "max-tokens",
-        "temp": "temperature",
-        "repeat-penalty": "repetition-penalty",
-        "alias": "served-model-name",
-    }
-)  # fmt: skip
+
+
+def _aliases() -> Iterator[tuple[str, str]]:
+    """Other names of our options: of keys of the engine, of some of a section, and of no key."""
+    for dialect in DIALECTS:
+        tables = [dialect.kv_cache, dialect.engine]
+        if dialect is LLAMA_CPP:
+            tables.append(
+                {name: each for name, each in dialect.keys.items()
+                 if isinstance(each, To) and each.to in _OF_SECTIONS}
+            )  # fmt: skip
+        for name, entry in (item for table in tables for item in table.items()):
+            if isinstance(entry, To) and entry.is_alias:
+                ours = _OPTIONS.get(entry.to, entry.to.replace("_", "-"))
+                yield name.replace("_", "-"), ours
+        yield from dialect.options.items()
+
+
+ALIASES: Mapping[str, str] = MappingProxyType(dict(_aliases()))
 EPILOG = (
     "Names that vLLM, TensorRT-LLM and llama.cpp use for the same things are understood: "
     + ", ".join(f"--{name}" for name, ours in sorted(ALIASES.items()) if name != ours)
     + "."
 )
 _NESTED = "speculative-config."
-_KEYS = {*sglang.KEYS, *sglang.DIALECT.selectors, *llama_cpp.KEYS, "spec_default"}
+_FOREIGN = {*ENGINE, *SGLANG.keys, *LLAMA_CPP.keys}
+_KEYS = {*SGLANG.keys, *SGLANG.selectors, *LLAMA_CPP.keys, "spec_default"}
 
 
 def canonical(name: str) -> str:
@@ -84,11 +69,18 @@ class ForeignCommand(Command):
         native |= {name.lstrip("-") for param in self.params for name in param.secondary_opts}
         if "spec-key" in native:
             args = rewrite(args, native)
+            for arg in args[: args.index("--") if "--" in args else None]:
+                near = _misspelt(arg.partition("=")[0], native)
+                if near is not None:
+                    ctx.fail(f"No such option: {arg} (Possible options: {near})")
         return super().parse_args(ctx, args)
 
 
 def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
-    """`args` with foreign options as `--spec-key KEY=VALUE`; `native` are a command's own."""
+    """`args` with foreign options as `--spec-key KEY=VALUE`, those of the engine as `--engine-key`.
+
+    `native` are a command's own.
+    """
     done: list[str] = []
     rest = list(args)
     while rest:
@@ -99,21 +91,26 @@ def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
         if name == "-sc":
             done.append("--speculative-config" + equals + value)
             continue
-        key = None if equals and name in llama_cpp.SHORT else _key(name, native)
-        if key is None:
+        key = engine_key = None
+        if not equals or name not in LLAMA_CPP.short:
+            key = _key(name, native)
+            engine_key = _engine_key(name, native) if key is None else None
+        if key is None and engine_key is None:
             done.append(arg)
             continue
         if not equals:
-            is_switch = not rest or (rest[0].startswith("-") and not _is_number(rest[0]))
-            value = "true" if is_switch else rest.pop(0)
-        if name.startswith("--no-"):
+            value = "true" if _is_switch(name, key, engine_key, rest) else rest.pop(0)
+        if name.startswith("--no-") and engine_key != _name(name):
             value = "false"
-        done += ["--spec-key", f"{key}={value}"]
+        option = "--engine-key" if key is None else "--spec-key"
+        done += [option, f"{key or engine_key}={value}"]
     return done
 
 
-def read_keys(pairs: Sequence[str]) -> dict[str, Any]:
+def read_keys(pairs: Sequence[str], at: str = "speculative_config.") -> dict[str, Any]:
     """`KEY=VALUE`s as a mapping; values are YAML, dots in a key lead into mappings.
+
+    `at` is what the keys begin with in messages.
 
     Raises:
         ConfigError: one has no `=`, is not YAML, or is given twice.
@@ -121,13 +118,10 @@ def read_keys(pairs: Sequence[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        field = f"speculative_config.{key}"
+        field = f"{at}{key}"
         if not equals:
             raise ConfigError.at("spec_key", f"expected KEY=VALUE, got {pair!r}")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError.at(field, f"{text!r} is not YAML: {error}") from None
+        value = read_yaml(text, field, repr(text))
         held = keys
         *above, last = key.split(".")
         for part in above:
@@ -142,8 +136,8 @@ def read_keys(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _key(name: str, native: Collection[str]) -> str | None:
     """The key of the section that an option sets; None if it sets none."""
-    if name in llama_cpp.SHORT:
-        return llama_cpp.SHORT[name]
+    if LLAMA_CPP.short.get(name) in LLAMA_CPP.keys:
+        return LLAMA_CPP.short[name]
     if not name.startswith("--"):
         return None
     option = name[2:].replace("_", "-")
@@ -155,7 +149,46 @@ def _key(name: str, native: Collection[str]) -> str | None:
         return None
     key = option.removeprefix("no-").replace("-", "_")
     # llama.cpp's names without a prefix are keys of a section only; others' options begin so.
-    return key if key in _KEYS and ("spec" in key or "draft" in key) else None
+    is_option = key in SGLANG.keys or "spec" in key or "draft" in key
+    return key if key in _KEYS and is_option else None
+
+
+def _is_switch(name: str, key: str | None, engine_key: str | None, rest: Sequence[str]) -> bool:
+    """Whether an option's value is not in `rest`, which follows it; a boolean may be there."""
+    if name.startswith("--no-") or not rest or (rest[0][:1] == "-" and not _is_number(rest[0])):
+        return True
+    row = SECTION.get(key or "") if engine_key is None else ENGINE[engine_key]
+    has_none = key == "spec_default" or (row is not None and row.is_switch)
+    return (
+        has_none
+        and "." not in name
+        and not (rest[0].lower() in ("true", "false") or _is_number(rest[0]))
+    )
+
+
+def _misspelt(name: str, native: Collection[str]) -> str | None:
+    """Another engine's option that `name` is nearest to; typer itself suggests a command's own."""
+    if not name.startswith("--") or canonical(name[2:]) in native:
+        return None
+    near = nearest(_name(name), {*map(_name, [*native, *ALIASES]), *_FOREIGN}, 0.8)
+    option = None if near is None else near.replace("_", "-")
+    return None if option is None or option in native else f"--{option}"
+
+
+def _name(option: str) -> str:
+    """An option's name as a key."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _engine_key(name: str, native: Collection[str]) -> str | None:
+    """The key of another engine's configuration that an option sets; None if it sets none."""
+    key = LLAMA_CPP.short.get(name) or _name(name)
+    is_long = name.startswith("--")
+    if (canonical(key) if is_long else name.lstrip("-")) in native:
+        return None
+    if not is_long:
+        return key if key in LLAMA_CPP.engine else None
+    return next((each for each in (key, key.removeprefix("no_")) if each in ENGINE), None)
 
 
 def _is_number(text: str) -> bool:

@@ -10,37 +10,67 @@ strict check reports it.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
-from ..strict import unknown_key
-from . import llama_cpp, sglang, tensorrt_llm, vllm
-from .llama_cpp import ORDER
-from .table import Defaults, Dialect, Entry, Into, Keys, Only, Refused, To, as_yaml, hint
+from ..strict import check_foreign_names, nearest, unknown_key, unknown_name
+from .conversions import INTERIM, Keys
+from .table import (
+    DIALECTS,
+    ENGINE,
+    LLAMA_CPP,
+    SECTION,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
+    Conversion,
+    Dialect,
+    Entry,
+    Ignored,
+    Only,
+    Refused,
+    To,
+    hint,
+)
 
-DIALECTS = (tensorrt_llm.DIALECT, vllm.DIALECT, llama_cpp.DIALECT, sglang.DIALECT)
+log = logging.getLogger(__name__)
+# Of drafters of llama.cpp's, the first with a guess.
+ORDER = tuple(each.to for each in LLAMA_CPP.methods.values() if isinstance(each, To))
+# Other engines' top-level keys that are accepted.
+FOREIGN = frozenset(
+    [*(key for key, row in {**SGLANG.keys, **ENGINE}.items() if not isinstance(row, Refused)),
+     *SGLANG.selectors]
+)  # fmt: skip
 _SELECTORS = tuple(selector for dialect in DIALECTS for selector in dialect.selectors)
 _LISTS = ("method", "spec_type")  # take names of several drafters, by either dialect
 _AT = "speculative_config."
 _BEFORE = "before"  # a member that is asked first
 _MODEL = "speculative_model"
 LENGTH = "max_draft_len"
+_PARALLEL = "parallel_drafting"
+_AT_ONCE = {"DraftTarget": "PARD", "Eagle3": "PEagle"}
+_MASK_KEYS = ("pard_token", "ptd_token_id")  # of `config.json`, where masks stand for drafts
 _OF_MEMBERS = frozenset({LENGTH})  # each member has its own, and so may all together
 SHARED = frozenset(SpeculationBase.model_fields) - _OF_MEMBERS  # said once for all members
 _ABOVE = frozenset(ComposeConfig.model_fields) - _OF_MEMBERS
+_OF_ANY = frozenset(key for section in SECTIONS.values() for key in section.model_fields)
 # What a drafter calls a key where it has a name of its own for it.
 _OTHERWISE = {
     "NGramMod": {"draft_min": "n_min", "ngram_size_n": "n_match"},
     "Eagle": {"choices": "eagle_choices"},
     "Eagle3": {"choices": "eagle_choices"},
+    "PEagle": {"choices": "eagle_choices"},
     "MTP": {"choices": "mtp_choices"},
     "Medusa": {"choices": "medusa_choices"},
 }
-Drafter = tuple[Any, Defaults | None]  # its `decoding_type`, as it was given, and its defaults
+Drafter = tuple[Any, Conversion | None]  # its `decoding_type`, as it was given, and its defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +119,9 @@ def own_keys(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
     """`given` by the names of one drafter's section; unknown keys are left for the check."""
     fields = fields_of(kind)
     for each in given:
-        foreign = each.key != each.source and own_name(kind, each.key) not in fields
+        foreign = own_name(kind, each.key) not in fields and (
+            each.key != each.source or each.key in _OF_ANY
+        )
         if each.owner not in (None, kind) or (fields and foreign):
             raise _misplaced(each, [kind], at)
     return _joined(kind, given, at)
@@ -101,6 +133,7 @@ def spread(
     """Splits keys into those of a composition and those of each member.
 
     A key goes to every member that has it; one with a member's name goes to that alone and wins.
+    The length of all is not that of a member whose shortest draft is longer.
     """
     wanting = [kind for kind in kinds if _needs_model(kind)]
     model = next((each for each in given if each.key == _MODEL), None)
@@ -116,6 +149,7 @@ def spread(
         known = [each for each in given if own_name(kind, each.key) in fields]
         shared = [each for each in known if each.owner is None]
         own = [each for each in known if each.owner == kind]
+        shared = [each for each in shared if not _is_too_short(kind, each, known)]
         parts.append(_joined(kind, shared, at) | _joined(kind, own, at))
         taken.update(each.source for each in (*shared, *own))
     above = [each for each in given if each.source not in taken]
@@ -126,6 +160,17 @@ def spread(
             known_keys = {name for kind in kinds for name in fields_of(kind)}
             raise unknown_key(f"{at}{each.source}", each.source, sorted(known_keys | _ABOVE))
     return _joined("Compose", above, at), parts
+
+
+def _is_too_short(kind: str, given: Given, keys: Sequence[Given]) -> bool:
+    """Whether `given` is a length below the shortest draft of a drafter with `keys`."""
+    field = SECTIONS[kind].model_fields.get("n_min")
+    if given.key != LENGTH or field is None:
+        return False
+    least = next(
+        (each.value for each in keys if own_name(kind, each.key) == "n_min"), field.default
+    )
+    return type(given.value) is int and type(least) is int and given.value < least
 
 
 def _joined(kind: Any, given: Sequence[Given], at: str) -> dict[str, Any]:
@@ -172,24 +217,22 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a key is refused, or two mean the same; names it.
     """
-    engine, section = dict(data), {}
-    for key in data:
+    engine, section = heeded(data, ENGINE, ""), {}
+    for key in [*engine]:
         name = key.replace("-", "_") if isinstance(key, str) else key
-        if name in sglang.KEYS or name in sglang.DIALECT.selectors:
+        if name in SGLANG.keys or name in SGLANG.selectors:
             section[name] = engine.pop(key)
     cache = engine.pop("kv_cache_config", None)
     if not isinstance(cache, dict | None):
         raise ConfigError.at("kv_cache_config", f"expected a mapping, got {cache!r}")
     for key in cache or {}:
-        if key not in tensorrt_llm.KV_CACHE:
-            raise ConfigError.at(
-                f"kv_cache_config.{key}",
-                f"unknown key; known keys: {', '.join(tensorrt_llm.KV_CACHE)}",
-            )
-    given = _read_all(engine, {**vllm.DIALECT.engine, **tensorrt_llm.ENGINE}, "")
-    cached = _read_all(cache or {}, tensorrt_llm.KV_CACHE, "kv_cache_config.")
-    ours = compose([None], given, "")
-    del ours["decoding_type"]
+        if key not in TENSORRT_LLM.kv_cache:
+            known = [name for name, row in TENSORRT_LLM.kv_cache.items() if isinstance(row, To)]
+            raise unknown_key(f"kv_cache_config.{key}", str(key), known)
+    cache = heeded(cache or {}, TENSORRT_LLM.kv_cache, "kv_cache_config.")
+    given = _read_all(engine, ENGINE, "")
+    cached = _read_all(cache, TENSORRT_LLM.kv_cache, "kv_cache_config.")
+    ours = _joined(None, given, "")
     for each in cached:
         ours.setdefault(each.key, each.value)
     tokens = ours.pop("num_kv_tokens", None)
@@ -212,18 +255,27 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
         ConfigError: it names no drafter, an unknown one, says one thing twice, or has a key that is
             refused; names the key.
     """
-    data = dict(data)
+    data = heeded(data, SECTION, at)
+    if _is_name(data.get("method")) and "model" in data and not _is_name(data["model"]):
+        del data["model"]  # as in vLLM
+        log.warning("%smodel has no effect here: %s has no model", at, data["method"])
     drafters = _drafters(data, at)
+    if data.get(_PARALLEL) is True:
+        drafters = [(_at_once(kind, at), defaults) for kind, defaults in drafters]
     kinds = [kind for kind, _ in drafters]
+    own = frozenset().union(*map(fields_of, kinds), fields_of("Compose"))
+    if any(map(fields_of, kinds)):
+        unknown = [key for key in data if key not in SECTION and key not in _OF_ANY]
+        check_foreign_names(unknown, own, _spellings(own, kinds), at)
     given = read_keys(data, kinds, at)
     if "MTP" not in kinds and kinds != ["Compose"]:
-        given = [each for each in given if each.key != _MODEL or not vllm.is_name(each.value)]
+        given = [each for each in given if each.key != _MODEL or not _is_name(each.value)]
     first = [each.value for each in given if each.key == _BEFORE]
     given = [each for each in given if each.key != _BEFORE]
     for kind, defaults in drafters:
         if defaults is not None:
             given = _with_defaults(kind, defaults, given, at)
-    given = [each for each in given if each.key not in sglang.INTERIM]
+    given = [each for each in given if each.key not in INTERIM]
     section = compose(kinds, given, at)
     members = section.get("members")
     if isinstance(members, list):
@@ -234,6 +286,17 @@ def translate_section(data: Mapping[str, Any], at: str = "speculative_config.") 
     return _behind(first[0], section) if first else section
 
 
+def _at_once(kind: Any, at: str) -> Any:
+    """What drafts as `kind` does, but all tokens at once, as vLLM's `parallel_drafting` asks."""
+    if kind in _AT_ONCE.values():
+        return kind
+    if kind not in _AT_ONCE:
+        raise ConfigError.at(
+            f"{at}{_PARALLEL}", f"{kind} does not draft so; allowed with {', '.join(_AT_ONCE)}"
+        )
+    return _AT_ONCE[kind]
+
+
 def read_keys(data: Mapping[str, Any], kinds: Sequence[Any], at: str) -> list[Given]:
     """The keys of a section of drafters of `kinds` in our words.
 
@@ -241,15 +304,38 @@ def read_keys(data: Mapping[str, Any], kinds: Sequence[Any], at: str) -> list[Gi
         ConfigError: one is refused; names it, the reason and what to use instead.
     """
     own = frozenset().union(*map(fields_of, kinds), fields_of("Compose"))
-    table: dict[str, Entry] = {}
-    for dialect in DIALECTS:
-        for key, entry in dialect.keys.items():
-            table.setdefault(key, entry)
-    for key in own & table.keys():
-        entry = table[key]
-        if not isinstance(entry, To) or entry.key != key:
-            del table[key]
+    table = {
+        key: entry
+        for key, entry in SECTION.items()
+        if key not in own or (isinstance(entry, To) and entry.to == key)
+    }
     return _read_all(data, table, at)
+
+
+def _spellings(own: frozenset[str], kinds: Sequence[Any]) -> list[str]:
+    """Other engines' names of the keys `own` that drafters of `kinds` have."""
+    return [
+        key
+        for key, row in SECTION.items()
+        if not isinstance(row, Refused | Only)
+        and (
+            not isinstance(row, To)
+            or row.to in INTERIM
+            or any(own_name(kind, row.to) in own for kind in kinds)
+        )
+    ]
+
+
+def heeded(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> dict[str, Any]:
+    """`data` without the keys that have no effect; a warning names each, unless it is null."""
+    left = dict(data)
+    for key, value in data.items():
+        entry = table.get(key)
+        if isinstance(entry, Ignored):
+            del left[key]
+            if value is not None:
+                log.warning("%s%s has no effect here: %s%s", at, key, entry.ignored, hint(entry))
+    return left
 
 
 def _read_all(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> list[Given]:
@@ -258,25 +344,13 @@ def _read_all(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> l
 
 def _read(key: str, value: Any, entry: Entry | None, at: str) -> list[Given]:
     """One key by its entry."""
+    if entry is None:
+        return [Given(key, key, value)]
     try:
-        if entry is None:
-            return [Given(key, key, value)]
-        if isinstance(entry, To):
-            value = value if entry.value is None else entry.value(value)
-            return [Given(key, entry.key, value, entry.owner, entry.agrees)]
-        if isinstance(entry, Into):
-            return [Given(key, name, each) for name, each in entry.make(value).items()]
+        keys = entry.keys(value)
     except ValueError as error:
         raise ConfigError.at(f"{at}{key}", f"{error} (got {value!r})") from None
-    if isinstance(entry, Only):
-        if any(value is each or (value == each and type(value) is type(each))
-               for each in entry.values):  # fmt: skip
-            return []
-        shown = " or ".join(as_yaml(each) for each in entry.values)
-        raise ConfigError.at(
-            f"{at}{key}", f"{entry.why}; allowed: {shown}, not {value!r}{hint(entry)}"
-        )
-    raise ConfigError.at(f"{at}{key}", f"refused: {entry.why}{hint(entry)}")
+    return [Given(key, name, each, entry.owner, entry.agrees) for name, each in keys.items()]
 
 
 def _drafters(data: Keys, at: str) -> list[Drafter]:
@@ -288,9 +362,13 @@ def _drafters(data: Keys, at: str) -> list[Drafter]:
         raise ConfigError.at(at + said[1], f"{said[0]} says it; give one of them")
     values = {key: data.pop(key, None) for key in _SELECTORS}
     if not said and "model" in data:  # vLLM finds out
-        method = vllm.method_of(data["model"], f"{at}model")
-        return [_drafter(vllm.DIALECT, "method", method, at)]
+        method = _method_of(data["model"], f"{at}model")
+        return [_drafter(VLLM, "method", method, at)]
     if not said:
+        for key in data:
+            near = nearest(key, _SELECTORS, 0.75) if isinstance(key, str) else None
+            if near is not None:
+                raise unknown_key(f"{at}{key}", key, [near])
         raise ConfigError.at(
             f"{at}decoding_type",
             "this key is required (or vLLM's `method`, llama.cpp's `spec_type`, SGLang's "
@@ -302,7 +380,7 @@ def _drafters(data: Keys, at: str) -> list[Drafter]:
         return [_drafter(dialect, key, values[key], at)]
     found = _listed(values[key], at + key)
     keys = read_keys(data, list(found), at)
-    if any(each.key == _MODEL and not vllm.is_name(each.value) for each in keys):
+    if any(each.key == _MODEL and not _is_name(each.value) for each in keys):
         return [(kind, found.get(kind)) for kind in with_model(list(found))]
     return list(found.items())
 
@@ -311,16 +389,21 @@ def _drafter(dialect: Dialect, key: str, name: Any, at: str) -> Drafter:
     """A single drafter by a dialect's name, or by ours."""
     entry = dialect.methods.get(name) if isinstance(name, str) else None
     if isinstance(entry, Refused):
-        raise ConfigError.at(at + key, f"{name!r} is refused: {entry.why}{hint(entry)}")
+        raise ConfigError.at(at + key, f"{name!r} is refused: {entry.refused}{hint(entry)}")
     if entry is not None:
-        return entry.key, entry.defaults
-    if dialect is sglang.DIALECT:
-        allowed = ", ".join(dialect.methods)
-        raise ConfigError.at(at + key, f"unknown algorithm {name!r}; allowed: {allowed}")
+        return entry.to, entry.defaults
+    if dialect is SGLANG:
+        raise unknown_name(at + key, "algorithm", name, _names(dialect))
     return name, None
 
 
-def _listed(names: Any, at: str) -> dict[str, Defaults | None]:
+def _names(dialect: Dialect) -> list[str]:
+    """A dialect's names of drafters that are there, without vLLM's in brackets."""
+    methods = dialect.methods.items()
+    return [name for name, each in methods if isinstance(each, To) and not name.startswith("[")]
+
+
+def _listed(names: Any, at: str) -> dict[str, Conversion | None]:
     """Drafters by vLLM's, llama.cpp's and our names, in the order in which they are asked.
 
     That is llama.cpp's for its own, and those with a model last.
@@ -330,13 +413,12 @@ def _listed(names: Any, at: str) -> dict[str, Defaults | None]:
     """
     if not isinstance(names, str):
         raise ConfigError.at(at, f"expected a name, or several with commas between, got {names!r}")
-    found: dict[str, Defaults | None] = {}
+    found: dict[str, Conversion | None] = {}
     for name in (each.strip() for each in names.split(",")):
-        dialect = llama_cpp.DIALECT if name in llama_cpp.METHODS else vllm.DIALECT
+        dialect = LLAMA_CPP if name in LLAMA_CPP.methods else VLLM
         kind, defaults = _drafter(dialect, "", name, at)
         if kind not in SECTIONS:
-            allowed = ", ".join((*vllm.METHODS, *llama_cpp.METHODS))
-            raise ConfigError.at(at, f"unknown drafter {name!r}; allowed: {allowed}")
+            raise unknown_name(at, "drafter", name, [*_names(VLLM), *_names(LLAMA_CPP)])
         found[kind] = defaults
     if "None" in found:
         return {"None": None}
@@ -347,7 +429,75 @@ def _listed(names: Any, at: str) -> dict[str, Defaults | None]:
     return {kind: found[kind] for kind in kinds}
 
 
-def _with_defaults(kind: Any, defaults: Defaults, given: list[Given], at: str) -> list[Given]:
+# What drafts with a `model` without `method`, by types in its `config.json`.
+_TYPES = {
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "peagle": "peagle",
+    "dflash": "dflash",
+    "dflash2": "dflash",
+    "muse_glimmer_assistant": "dflash",
+    "dspark": "dspark",
+    "mtp": "mtp",
+    "medusa": "medusa",
+    "recurrent_drafting_drafter": "redrafter",
+}
+
+
+def _is_name(model: Any) -> bool:
+    """Whether `model` names a look-up instead of a checkpoint."""
+    return model in ("ngram", "[ngram]", "suffix")
+
+
+def _method_of(model: Any, at: str) -> str:
+    """The method that drafts with a checkpoint, by vLLM's rules; draft_model by default.
+
+    Raises:
+        ConfigError: it is a checkpoint of a drafter that is not implemented; names `at`.
+    """
+    if not isinstance(model, str):
+        return "draft_model"  # reported by the check
+    if _is_name(model):
+        return model
+    config = _read_config(Path(model))
+    kinds = [str(config.get(key)) for key in ("speculators_model_type", "model_type")]
+    for kind in kinds:
+        if isinstance(VLLM.methods.get(kind), Refused):
+            raise ConfigError.at(
+                at,
+                f"{model!r} is a checkpoint of {kind}, which is not implemented; use an "
+                "EAGLE-3, MTP, Medusa or draft-model checkpoint",
+            )
+    names = config.get("architectures")
+    name = str(names[0]).lower() if isinstance(names, list) and names else ""
+    folder = Path(model).name.lower()
+    has_masks = any(key in config for key in _MASK_KEYS)
+    signs = (
+        *((_TYPES[kind], True) for kind in kinds if kind in _TYPES),
+        ("dspark", "dspark" in name or "dspark_config" in config),
+        ("dflash", "dflash" in name or "dflash_config" in config),
+        ("peagle", "peagle" in name or (has_masks and "eagle" in name + folder)),
+        ("eagle3", "eagle3" in name),
+        ("eagle", "eagle" in name),
+        ("medusa", "medusa" in name or "medusa_num_heads" in config),
+        ("mtp", kinds[1].endswith("_mtp") or name.endswith("mtpmodel")),
+        ("PARD", has_masks),
+        ("eagle3", "eagle3" in folder or "eagle-3" in folder),
+        ("eagle", "eagle" in folder),
+    )
+    return next((method for method, is_shown in signs if is_shown), "draft_model")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's configuration; empty where it cannot be read, which loading reports."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _with_defaults(kind: Any, defaults: Conversion, given: list[Given], at: str) -> list[Given]:
     """`given`, and what the dialect that named a drafter takes for granted."""
     own = {own_name(kind, each.key): each.value for each in given if each.owner in (None, kind)}
     known = dict(own)
@@ -389,6 +539,9 @@ def merge(
         ConfigError: one of the sources contradicts itself; names the key.
     """
     base = translate_section(section) if section else {}
+    keys = heeded(keys, SECTION, _AT)
+    if base and keys.get(_PARALLEL) is True and not _MERGE_SELECTORS & keys.keys():
+        base["decoding_type"] = _at_once(base["decoding_type"], _AT)
     if _MERGE_SELECTORS & keys.keys():
         return _replaced(base, spec_type, keys)
     parts = _parts(base)
@@ -401,9 +554,7 @@ def merge(
     elif not had:
         kinds = list(dict.fromkeys(kind for key, kind in _IMPLIES.items() if key in keys))
     if "model" in keys and not kinds:  # vLLM finds out
-        method = vllm.method_of(keys["model"], f"{_AT}model")
-        kinds = [_drafter(vllm.DIALECT, "method", method, _AT)[0]]
-        keys = {key: value for key, value in keys.items() if not vllm.is_name(value)}
+        return _replaced(base, None, keys)
     if any(given.key == _MODEL for given in read_keys(keys, kinds, _AT)):
         if spec_type is None and kinds in ([], ["None"]):
             kinds = ["DraftTarget"]

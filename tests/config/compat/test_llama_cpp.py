@@ -149,7 +149,7 @@ BAD = [
         "size_n means the same",
     ),
     ({"method": "ngram-simple,ngram-map-k", "size_m": 5}, "members.0.ngram_size_m", "at least"),
-    ({"method": "ngram", "draft_min": 3}, "draft_min", "unknown key"),
+    ({"method": "ngram", "draft_min": 3}, "draft_min", "it is an option of NGramSimple"),
 ]
 
 

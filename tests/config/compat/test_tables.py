@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider.config import SECTIONS, EngineConfig
-from outrider.config.compat import sglang, tensorrt_llm, vllm
-from outrider.config.compat.table import Only, Refused, To
-from outrider.config.compat.translate import DIALECTS, fields_of, own_name, translate_engine
+from outrider.config.compat import table
+from outrider.config.compat.conversions import INTERIM
+from outrider.config.compat.table import DIALECTS, ENGINE, Ignored, Only, Refused, To
+from outrider.config.compat.translate import fields_of, own_name, translate_engine
+from outrider.config.strict import read_yaml
 from outrider.errors import ConfigError
 
 
@@ -41,7 +45,7 @@ ONLY = [
 def test_what_is_refused_is_named_with_the_reason(dialect, key, entry):
     field, message = refused({"decoding_type": "NGram", key: "x"})
     assert field == f"speculative_config.{key}"
-    assert entry.why in message
+    assert entry.refused in message
     assert entry.nearest in message
 
 
@@ -52,34 +56,50 @@ def test_every_name_of_a_drafter(dialect, name, entry):
         field, message = refused(section)
         assert field == f"speculative_config.{dialect.selectors[0]}"
         assert repr(name) in message
-        assert entry.why in message
+        assert entry.refused in message
         return
-    if "speculative_model" in fields_of(entry.key):
+    if "speculative_model" in fields_of(entry.to):
         section["speculative_model"] = "folder"
-    if entry.key == "User":
+    if entry.to == "User":
         section["drafter"] = "module:Class"
-    assert load(section).decoding_type == entry.key
+    assert load(section).decoding_type == entry.to
 
 
 @pytest.mark.parametrize(("key", "entry"), ONLY)
 def test_only_what_holds_anyway_is_accepted(key, entry):
-    for value in entry.values:
+    for value in entry.only:
         assert load({"decoding_type": "NGram", key: value}) == load({"decoding_type": "NGram"})
     field, message = refused({"decoding_type": "NGram", key: "something else"})
     assert field == f"speculative_config.{key}"
     assert entry.why in message
 
 
+@pytest.mark.parametrize("file", sorted(Path(table.__file__).parent.glob("*.yaml")), ids=str)
+def test_no_row_is_given_twice(file):
+    data = read_yaml(file.read_text(encoding="utf-8"), "table", file.name)
+    names = [name for names in data["keys"] for name in names.split(", ")]
+    with pytest.raises(ValueError, match=f"{names[0]} is given twice"):
+        table.Dialect.model_validate({**data, "keys": {**data["keys"], f"new, {names[0]}": "seed"}})
+
+
+def test_a_row_is_of_one_kind():
+    data = {"name": "x", "selectors": ["x"], "methods": {}}
+    for row in ({"to": "seed", "refused": "why"}, {"only": [1]}, {"to": "seed", "why": "why"}, {}):
+        with pytest.raises(ValueError, match="keys"):
+            table.Dialect.model_validate({**data, "keys": {"key": row}})
+
+
 def test_every_translated_key_is_one_of_ours():
-    known = {key for kind in SECTIONS for key in fields_of(kind)} | sglang.INTERIM
+    known = {key for kind in SECTIONS for key in fields_of(kind)} | INTERIM
     for dialect in DIALECTS:
         for key, entry in dialect.keys.items():
             if isinstance(entry, To):
-                names = {own_name(kind, entry.key) for kind in SECTIONS}
+                names = {own_name(kind, entry.to) for kind in SECTIONS}
                 assert names & known, key
     engine = set(EngineConfig.model_fields) | {"num_kv_tokens"}
-    tables = {**tensorrt_llm.ENGINE, **tensorrt_llm.KV_CACHE, **vllm.ENGINE}
-    assert {e.key for e in tables.values() if isinstance(e, To)} <= engine
+    entries = [entry for dialect in DIALECTS for table in (dialect.engine, dialect.kv_cache)
+               for entry in table.values()]  # fmt: skip
+    assert {entry.to for entry in entries if isinstance(entry, To)} <= engine
 
 
 NGRAM = {"decoding_type": "NGram"}
@@ -141,6 +161,34 @@ SAME = {
     "a head within it": ({**EAGLE, "eagle3_one_model": True}, EAGLE),
     "modules outside it": ({"decoding_type": "MTP", "mtp_eagle_one_model": False},
                            {"decoding_type": "MTP", "placement": "separate"}),
+    # vLLM
+    "look-ups have no model": (
+        {"method": "ngram", "model": "/models/m", "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 3},
+    ),
+    "masks for all tokens": (
+        {"method": "draft_model", "model": "d", "num_speculative_tokens": 5,
+         "parallel_drafting": True},
+        {"decoding_type": "PARD", "speculative_model": "d", "max_draft_len": 5},
+    ),
+    "a block": (
+        {"method": "dflash", "model": "h", "num_speculative_tokens": 5},
+        {**EAGLE, "decoding_type": "DFlash", "max_draft_len": 5},
+    ),
+    "SGLang's block": (
+        {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": "h",
+         "speculative_dflash_block_size": 6, "speculative_dflash_draft_window_size": 512},
+        {**EAGLE, "decoding_type": "DSpark", "max_draft_len": 5, "draft_window": 512},
+    ),
+    "SGLang's block by its nodes": (
+        {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "h",
+         "speculative_num_draft_tokens": 8},
+        {**EAGLE, "decoding_type": "DFlash", "max_draft_len": 7},
+    ),
+    "a head's masks": (
+        {"method": "eagle3", "model": "h", "num_speculative_tokens": 5, "parallel_drafting": True},
+        {**EAGLE, "decoding_type": "PEagle", "max_draft_len": 5},
+    ),
     # llama.cpp
     "one total of none": ({"spec_type": "ngram-mod,none"}, {"decoding_type": "None"}),
     "its switch": ({"spec_default": True}, {"decoding_type": "NGramMod"}),
@@ -199,11 +247,19 @@ def test_lengths_without_a_length():
         ('{"architectures": ["LlamaForCausalLMEagle3"]}', "h", "Eagle3"),
         ('{"architectures": ["EagleLlama4ForCausalLM"]}', "h", "Eagle"),
         ('{"speculators_model_type": "eagle3"}', "h", "Eagle3"),
+        ('{"speculators_model_type": "peagle"}', "h", "PEagle"),
+        ('{"architectures": ["PeagleLlamaForCausalLM"]}', "h", "PEagle"),
+        ('{"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 5}', "h", "PEagle"),
+        ('{"speculators_model_type": "dflash"}', "h", "DFlash"),
+        ('{"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}', "h", "DFlash"),
+        ('{"model_type": "qwen3", "dflash_config": {}, "mask_token_id": 5}', "h", "DFlash"),
+        ('{"speculators_model_type": "dspark"}', "h", "DSpark"),
         ('{"model_type": "medusa", "medusa_num_heads": 5}', "h", "Medusa"),
         ('{"model_type": "deepseek_mtp"}', "h", "MTP"),
         ('{"architectures": ["LlamaForCausalLM"]}', "EAGLE3-LLaMA3.1-8B", "Eagle3"),
         ('{"architectures": ["LlamaForCausalLM"]}', "EAGLE-Vicuna-7B", "Eagle"),
         ('{"architectures": ["LlamaForCausalLM"]}', "llama-68m", "DraftTarget"),
+        ('{"architectures": ["LlamaForCausalLM"], "pard_token": 5}', "PARD-1B", "PARD"),
         ("not JSON", "h", "DraftTarget"),
     ],
 )
@@ -215,13 +271,14 @@ def test_a_checkpoint_tells_the_method(tmp_path, config, folder, kind):
 
 
 def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "dflash"}')
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "gumiho"}')
     field, message = refused({"model": str(tmp_path)})
     assert field == "speculative_config.model"
-    assert "dflash" in message
+    assert "gumiho" in message
 
 
 BAD = [
+    ({"method": "medusa", "model": "h", "parallel_drafting": True}, "parallel_drafting", "Medusa"),
     ({**NGRAM, "rejection_sample_method": "fly"}, "rejection_sample_method", "fly"),
     ({**NGRAM, "rejection_sample_method": "synthetic"}, "synthetic_acceptance_rate", "requires"),
     ({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]},
@@ -239,11 +296,11 @@ BAD = [
     ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1},
      "speculative_num_draft_tokens", "at least 2"),
     ({"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 2},
-     "speculative_ngram_min_bfs_breadth", "allowed: 1, not 2"),
+     "speculative_ngram_min_bfs_breadth", "allowed: 1; nearest: min_token_prob (got 2)"),
     ({"method": "ngram", "speculative_algorithm": "NGRAM"}, "speculative_algorithm", "one of"),
     ({"decoding_type": "Compose", "members": [{**NGRAM, "draft_len_schedule": {2: 2}}]},
      "members.0.draft_len_schedule", "beside `members`"),
-    ({**NGRAM, "draft_len_schedule": {0: 2}}, "draft_len_schedule", "greater than"),
+    ({**NGRAM, "draft_len_schedule": {0: 2}}, "draft_len_schedule", "at least 1"),
 ]  # fmt: skip
 
 
@@ -271,12 +328,12 @@ def test_sglangs_number_of_steps_prevails_in_a_chain(caplog):
 
 def test_engine_keys():
     given = {"kv_cache_config": {"max_tokens": 100, "tokens_per_block": 32, "dtype": "auto"},
-             "enable_chunked_prefill": True, "pipeline_parallel_size": 1, "backend": "pytorch",
-             "disable_overlap_scheduler": True, "cuda_graph_config": None}  # fmt: skip
+             "pipeline_parallel_size": 1, "backend": "pytorch",
+             "disable_overlap_scheduler": True}  # fmt: skip
     config = EngineConfig.load({"model": "m", **given})
     assert (config.num_kv_blocks, config.block_size) == (4, 32)
-    for key, value in (("pipeline_parallel_size", 2), ("attn_backend", "TRTLLM"),
-                       ("moe_config", {}), ("enable_chunked_prefill", False)):  # fmt: skip
+    for key, value in (("pipeline_parallel_size", 2), ("hf_overrides", {"a": 1}),
+                       ("lora", "x"), ("enable_dp_attention", True)):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             translate_engine({"model": "m", key: value})
         assert caught.value.field == key
@@ -286,3 +343,48 @@ def test_a_schedule_follows_the_load():
     section = load({**NGRAM, "max_draft_len": 8, "draft_len_schedule": {4: 8, 8: 2, 32: 1}})
     assert [section.nodes_at(size, 8) for size in (1, 4, 5, 8, 9, 32, 33)] == [8, 8, 2, 2, 1, 1, 0]
     assert load({**NGRAM, "max_concurrency": 2}).nodes_at(3, 4) == 0
+
+
+NO_EFFECT = [
+    (kind, key, entry)
+    for dialect in DIALECTS
+    for kind, table in (("", dialect.engine), ("speculative_config.", dialect.keys),
+                        ("kv_cache_config.", dialect.kv_cache))
+    for key, entry in table.items()
+    if isinstance(entry, Ignored)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at", "key", "entry"), NO_EFFECT)
+def test_what_changes_nothing_is_accepted_with_one_line_of_warning(at, key, entry, caplog):
+    plain = {"model": "m", "speculative_config": {"method": "ngram"}}
+    for value in (True, "on", {"a": 1}):
+        data = {**plain, key: value}
+        if at:
+            section = at.removesuffix(".")
+            data = {**plain, section: {**plain.get(section, {}), key: value}}
+        caplog.clear()
+        assert EngineConfig.load(data) == EngineConfig.load(plain)
+        (said,) = caplog.messages
+        assert said.startswith(f"{at}{key} has no effect here: {entry.ignored}")
+        assert "\n" not in said
+
+
+def test_a_key_of_ours_is_never_taken_for_one_without_effect():
+    ours = set(EngineConfig.model_fields)
+    assert not ours & {key for key, entry in ENGINE.items() if isinstance(entry, Ignored)}
+    known = {key for kind in SECTIONS for key in fields_of(kind)}
+    for dialect in DIALECTS:
+        assert not known & {key for key, row in dialect.keys.items() if isinstance(row, Ignored)}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [(key, row) for key, row in ENGINE.items() if isinstance(row, Refused | Only)],
+)
+def test_what_would_change_results_is_refused_with_the_reason(key, entry):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", key: "something else"})
+    assert caught.value.field == key
+    assert (entry.refused if isinstance(entry, Refused) else entry.why) in caught.value.message
+    assert entry.nearest in caught.value.message
