@@ -1,0 +1,341 @@
+"""The speculation cache: drafts of the next round that a draft model prepared during this one.
+
+While the target verifies a round, the draft model draws chains behind the likely outcomes of it:
+pairs of (number of accepted nodes, bonus token). An entry belongs to one request and to the length
+of its known tokens when it was asked for. A look-up compares what the target has emitted since with
+the entry's chain and finds the outcome, or nothing. What an entry holds is only ever a draft, which
+the target verifies, so that late, lost and stale entries cost speed and no token.
+Source: Kumar et al. 2026, arXiv:2603.03251 (Saguaro); the shared noise: arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import SpeculationCacheConfig
+from ..scheduler import tree
+from ..scheduler.types import Batch, Draft, DraftProbs, FloatArray, IntArray, ints
+from .protocol import CacheCounts, Drafted, Preparation
+
+_MAX_RANKS = 16  # candidates for the bonus token at one place
+_DECAY = 0.995  # of measured rates, with each outcome that is counted
+_PRIOR = 2.0  # weight of the first guesses
+_FIRST_ACCEPT_RATE = 0.7
+_SHARE = 0.1  # of the newest value in a mean
+
+
+class OutcomeRates:
+    """How often nodes are accepted, and which of the candidates the bonus token is."""
+
+    def __init__(self, num_nodes: int, num_ranks: int) -> None:
+        self._accepted = np.full(num_nodes, _PRIOR * _FIRST_ACCEPT_RATE)
+        self._tried = np.full(num_nodes, _PRIOR)
+        guess = 0.5 ** np.arange(1, num_ranks + 1)
+        self._found = np.stack([guess, guess]) * _PRIOR  # after a rejection, after a whole chain
+        self._prepared = np.full((2, num_ranks), _PRIOR)
+        self.mean_accepted: float | None = None  # of a chain
+
+    @property
+    def accept_rates(self) -> FloatArray:  # [num_nodes]
+        return (self._accepted / self._tried).astype(np.float32)
+
+    @property
+    def rank_rates(self) -> FloatArray:  # [2, num_ranks]
+        return (self._found / self._prepared).astype(np.float32)
+
+    def count(
+        self, num_nodes: int, num_accepted: int, prepared: Sequence[int], found: int | None
+    ) -> None:
+        """Counts an outcome: the ranks `prepared` at its place, and the one that was `found`."""
+        for counts in (self._accepted, self._tried, self._found, self._prepared):
+            counts *= _DECAY
+        self._tried[: min(num_accepted + 1, num_nodes)] += 1
+        self._accepted[:num_accepted] += 1
+        is_whole = int(num_accepted == num_nodes)
+        self._prepared[is_whole, list(prepared)] += 1
+        if found is not None:
+            self._found[is_whole, found] += 1
+        if num_nodes:
+            self.mean_accepted = _mean(self.mean_accepted, num_accepted)
+
+
+class _Phase:
+    """Rounds of one number of requests (up to a power of two)."""
+
+    def __init__(self) -> None:
+        self.best = True  # whether rounds are prepared while nothing is tried
+        self.trying = False  # whether the other way is tried now
+        self.left = _FIRST_ROUNDS  # rounds until a trial begins or ends
+        self.pause = _PAUSE
+        self.round_s: dict[bool, deque[float]] = {
+            way: deque(maxlen=_NUM_ROUNDS) for way in (True, False)
+        }
+        self.drafted: dict[bool, float | None] = {True: None, False: None}  # share of rows
+
+    @property
+    def way(self) -> bool:
+        """Whether this round is prepared."""
+        return self.best != self.trying
+
+    def end_round(self, mean_accepted: float) -> None:
+        """Counts a round; where a trial ends, compares both ways."""
+        self.left -= 1
+        if self.left > 0:
+            return
+        self.trying = not self.trying
+        if self.trying:
+            self.left = _TRIAL
+            self.round_s[self.way].clear()
+            return
+        is_better = self._speed(not self.best, mean_accepted) > _MARGIN * self._speed(
+            self.best, mean_accepted
+        )
+        self.best ^= is_better
+        self.pause = _PAUSE if is_better else min(2 * self.pause, _MAX_PAUSE)
+        self.left = self.pause
+
+    def _speed(self, way: bool, mean_accepted: float) -> float:
+        """Tokens per request and second; 0: not known."""
+        times, drafted = self.round_s[way], self.drafted[way]
+        if len(times) < _FEW or drafted is None:
+            return 0.0
+        return (1 + mean_accepted * drafted) / statistics.median(times)
+
+
+_FIRST_ROUNDS, _TRIAL, _NUM_ROUNDS, _FEW = 48, 16, 32, 8
+_PAUSE, _MAX_PAUSE = 128, 2048  # rounds between trials
+_MARGIN = 1.02  # how much faster the other way must be
+
+
+class Pace:
+    """Measures rounds, and decides by that whether and how much to prepare.
+
+    A round is prepared unless rounds without give more tokens per second, which is tried now and
+    then, by number of requests. The number of outcomes falls where steps wait for the drafter.
+    """
+
+    def __init__(self, *, adaptive: bool) -> None:
+        self._adaptive = adaptive
+        self._phases: defaultdict[int, _Phase] = defaultdict(_Phase)
+        self._last: tuple[tuple[str, ...], bool, float] | None = None  # requests, way, time
+        self.share = 1.0  # of the outcomes that are allowed
+        self.round_ms: float | None = None
+        self.draft_ms: float | None = None  # of drafts that a step waited for
+
+    def begin_round(self, batch: Batch, now_s: float) -> bool:
+        """Whether this round is prepared; times the last one if the same requests run."""
+        phase, last = self._phases[batch.num_seqs.bit_length()], self._last
+        way = phase.way or not self._adaptive
+        is_plain = bool(batch.samples.all()) and bool((batch.plan.chunk_lens == 1).all())
+        self._last = (batch.request_ids, way, now_s) if is_plain else None
+        if is_plain and last is not None and last[:2] == (batch.request_ids, way):
+            phase.round_s[way].append(now_s - last[2])
+            self.round_ms = _mean(self.round_ms, (now_s - last[2]) * 1e3)
+        return way
+
+    def end_round(self, batch: Batch, num_drafted: int, mean_accepted: float) -> None:
+        """All drafts of the round are known."""
+        if self._adaptive and self._last is not None:
+            phase, way = self._phases[batch.num_seqs.bit_length()], self._last[1]
+            phase.drafted[way] = _mean(phase.drafted[way], num_drafted / batch.num_seqs)
+            phase.end_round(mean_accepted)
+
+    def waited(self, waited_ms: float, drafting_ms: float) -> None:
+        """A step waited so long for a preparation that took `drafting_ms`."""
+        if self._adaptive:
+            lags = waited_ms > _LAG * drafting_ms + _LAG_MS
+            self.share = max(0.01, self.share * 0.9) if lags else min(1.0, self.share * 1.05)
+
+    def pays_to_wait(self, num_missed: int, num_rows: int, mean_accepted: float) -> bool:
+        """Whether drafts of `num_missed` requests are worth the time that all requests wait."""
+        if self.draft_ms is None or self.round_ms is None:
+            return True
+        going = num_rows + (num_rows - num_missed) * mean_accepted  # tokens without waiting
+        return num_missed * mean_accepted * self.round_ms > going * self.draft_ms
+
+
+_LAG, _LAG_MS = 0.15, 0.3
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SHARE * (value - mean)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What was prepared of one request."""
+
+    base: int  # known tokens at the request
+    chain: list[int]  # what the target verifies behind them
+    drafted: Drafted
+    # By (number of accepted nodes, bonus token): the chain's index in `drafted`, and its rank.
+    found: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+
+class SpeculationCache:
+    """Entries by request, the newest of each; what to prepare, and what came of it.
+
+    Args:
+        depth: tokens drawn per outcome.
+        max_nodes: of the chains that the target verifies.
+        max_outcomes: of a round, where the model can compute fewer than the budget.
+        shares_noise: whether the target's draws are predictable from its noise.
+        source: name of the drafter.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationCacheConfig,
+        depth: int,
+        max_nodes: int,
+        max_outcomes: int,
+        source: str,
+        *,
+        shares_noise: bool,
+    ) -> None:
+        self._config = config
+        self._depth = depth
+        self._budget = min(config.budget, max_outcomes)
+        self._source = source
+        self._shares_noise = shares_noise
+        self._entries: dict[str, _Entry] = {}
+        self._rates = OutcomeRates(max_nodes, min(config.outcomes, _MAX_RANKS))
+        self.pace = Pace(adaptive=config.adaptive)
+        self.counts = CacheCounts()
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted nodes of a chain."""
+        mean = self._rates.mean_accepted
+        return 1.0 if mean is None else mean
+
+    def drafts_misses(self, num_missed: int, num_rows: int) -> bool:
+        """Whether a step waits for the drafts of requests without a prepared one."""
+        on_miss = self._config.on_miss
+        if on_miss != "auto":
+            return on_miss == "draft"
+        return self.pace.pays_to_wait(num_missed, num_rows, self.mean_accepted)
+
+    def preparation(self, can_draft: Sequence[bool], reach: Sequence[int]) -> Preparation:
+        """What to prepare of the rows of a plan; only some of them are computed to their end."""
+        num_rows = sum(can_draft)
+        most = max(1, round(self._config.outcomes * self.pace.share))
+        each, more = divmod(self._budget, max(1, num_rows))
+        shares, place = [], 0
+        for drafts in can_draft:
+            shares.append(min(most, each + (place < more)) if drafts else 0)
+            place += drafts
+        return Preparation(
+            depth=self._depth,
+            num_outcomes=ints(shares),
+            reach=ints(reach),
+            accept_rates=self._rates.accept_rates,
+            rank_rates=self._rates.rank_rates,
+            shares_noise=self._shares_noise,
+        )
+
+    def store(
+        self,
+        drafted: Drafted,
+        request_ids: Sequence[str | None],  # None: it is closed
+        bases: Sequence[int],
+        chains: Sequence[IntArray],
+    ) -> None:
+        """Keeps what was prepared of the plan's rows, in place of older entries."""
+        outcomes, counts = drafted.outcomes, self.counts
+        if outcomes is None:
+            return
+        rows = [
+            _Entry(base, chain.tolist(), drafted) for base, chain in zip(bases, chains, strict=True)
+        ]
+        columns = (outcomes.seqs, outcomes.num_accepted, outcomes.bonus, outcomes.ranks)
+        table = zip(*(column.tolist() for column in columns), strict=True)
+        for index, (row, num_accepted, bonus, rank) in enumerate(table):
+            rows[row].found[num_accepted, bonus] = (index, rank)
+        for request_id, row_entry in zip(request_ids, rows, strict=True):
+            if request_id is not None:
+                self._entries[request_id] = row_entry
+        counts.num_rounds += 1
+        counts.num_outcomes += len(outcomes.seqs)
+        counts.num_tokens += len(drafted.tokens)
+
+    def look_up(self, request_id: str, tokens: IntArray) -> Draft | None:
+        """The draft behind the known `tokens`; None: it was not prepared."""
+        self.counts.num_lookups += 1
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            self.counts.num_absent += 1
+            return None
+        emitted = tokens[entry.base :].tolist()
+        num_accepted = common_prefix(emitted, entry.chain)
+        if len(emitted) != num_accepted + 1:  # the target's step failed, or there were several
+            self.counts.num_stale += 1
+            return None
+        place = entry.found.get((num_accepted, emitted[-1]))
+        ranks = [rank for (count, _), (_, rank) in entry.found.items() if count == num_accepted]
+        found = None if place is None else place[1]
+        self._rates.count(len(entry.chain), num_accepted, ranks, found)
+        if place is None:
+            self.counts.num_unprepared += 1
+            return None
+        draft = chain_of(entry.drafted, place[0], self._source)
+        self.counts.num_hits += 1
+        self.counts.num_used_tokens += draft.num_nodes
+        return draft
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no entry."""
+        return not self._entries
+
+    def clear(self) -> None:
+        """Forgets all entries."""
+        self._entries.clear()
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        """Forgets the entries of requests."""
+        for request_id in request_ids:
+            self._entries.pop(request_id, None)
+
+    def count_wait(self, waited_ms: float, drafted: Drafted) -> None:
+        """Counts a draft or a preparation, and how long a step waited for it."""
+        counts = self.counts
+        counts.draft_ms += drafted.forward_ms
+        counts.waited_ms += waited_ms
+        if drafted.outcomes is None:
+            counts.num_waited_drafts += 1
+            self.pace.draft_ms = _mean(self.pace.draft_ms, waited_ms)
+        else:
+            counts.hidden_ms += max(0.0, drafted.forward_ms - waited_ms)
+            self.pace.waited(waited_ms, drafted.forward_ms)
+
+    def count_saved(self, waited_ms: float, num_drafted: int) -> None:
+        """A step got all of its drafts from the cache, after waiting for it."""
+        if num_drafted and self.pace.draft_ms is not None:
+            self.counts.saved_ms += max(0.0, self.pace.draft_ms - waited_ms)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of leading tokens that both have."""
+    count = 0
+    for mine, theirs in zip(one, other):
+        if mine != theirs:
+            break
+        count += 1
+    return count
+
+
+def chain_of(drafted: Drafted, index: int, source: str) -> Draft:
+    """One of the chains that a model drew."""
+    begin, end = int(drafted.start[index]), int(drafted.start[index + 1])
+    if begin == end:
+        return tree.EMPTY
+    probs = drafted.probs
+    if probs is not None:
+        probs = DraftProbs(probs.ids[begin:end], probs.probs[begin:end])
+    return tree.chain(drafted.tokens[begin:end], source, probs)
