@@ -1,0 +1,449 @@
+"""The body of `POST /v1/messages`: Anthropic's fields for text and tools, and our extensions.
+
+What Anthropic documents and this server does not do (images, documents, tools that run on the
+server) is refused by name, unless the value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from .....engine.frontend import Frontend
+from .....errors import InvalidRequestError, in_words
+from .....scheduler.sampling import MAX_STOPS, shown_value
+from .. import chat
+from ..generation import Generation
+from ..parse import MANY, Strict, at_most, renamed
+from ..protocol import ChatBody, Speculation, ToolName, Tools
+
+Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
+
+
+class TextBlock(Strict):
+    """Text, written or generated."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Cache = None
+    citations: list[None] | None = None
+
+
+class ThinkingBlock(Strict):
+    """Reasoning of an earlier answer; whether the model gets it depends on the template."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""  # not checked: nothing here is signed
+
+
+class RedactedThinkingBlock(Strict):
+    """Encrypted reasoning, which no model here can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Strict):
+    """A call that an earlier answer has made."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str
+    input: dict[str, Any]
+    cache_control: Cache = None
+    caller: Any = None  # this and the next as the official client dumps them
+    toolset_name: None = None
+
+
+class ToolResultBlock(Strict):
+    """What a call has returned. A template has no place for `is_error`: the content tells."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock], at_most(MANY)] | None = None
+    is_error: bool | None = None
+    cache_control: Cache = None
+
+
+KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(_kind),
+]
+
+
+class InputMessage(Strict):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], at_most(MANY)]
+
+
+class InputTool(Strict):
+    """A function that the model may call; other kinds of tools run nowhere here."""
+
+    name: ToolName
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: Cache = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None  # arguments always come as they are generated
+    input_examples: list[None] | None = None
+
+
+class ToolChoice(Strict):
+    """Whether and what the model calls."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name belongs to type 'tool', and that needs it")
+        return self
+
+
+class Thinking(Strict):
+    """Whether the model thinks. How long is up to it: `max_tokens` bounds thinking and text."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None  # omitted: blocks without their text
+
+    @model_validator(mode="after")
+    def _budget(self) -> Thinking:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise ValueError("budget_tokens belongs to type 'enabled'")
+        return self
+
+
+class OutputFormat(Strict):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The answer's form, and for templates that have it how much is thought."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Strict):
+    """About the client's user; not read."""
+
+    user_id: str | None = None
+
+
+class ConversationBody(Strict):
+    """What is counted by `POST /v1/messages/count_tokens`, and answered by `/v1/messages`."""
+
+    model: str | None = None  # None: the model served
+    messages: Annotated[list[InputMessage], Field(min_length=1), at_most(MANY)]
+    system: str | Annotated[list[TextBlock], at_most(MANY)] | None = None
+    tools: Tools[InputTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Cache = None
+    context_management: dict[str, Any] | None = None
+    mcp_servers: list[None] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # our extension
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds(cls, data: Any) -> Any:
+        """Refuses blocks and tools of other kinds by name, which a union's errors would hide."""
+        if isinstance(data, dict):
+            for index, message in _objects(data.get("messages")):
+                _check_blocks(f"messages.{index}.content", message.get("content"), KINDS)
+            _check_blocks("system", data.get("system"), ("text",))
+            for index, tool in _objects(data.get("tools")):
+                if tool.get("type") not in (None, "custom"):
+                    raise _unserved(f"tools.{index}.type", tool["type"], "only functions are")
+        return data
+
+    @model_validator(mode="after")
+    def _blocks_where_they_belong(self) -> ConversationBody:
+        """Results belong to calls before them, and each role has its own kinds of blocks."""
+        called: set[str] = set()
+        for index, message in enumerate(self.messages):
+            is_user = message.role == "user"
+            for number, block in _blocks(message):
+                field = f"messages.{index}.content.{number}"
+                if is_user != isinstance(block, ToolResultBlock) and block.type != "text":
+                    other = "an assistant's" if is_user else "a user's"
+                    raise InvalidRequestError.at(f"{field}.type", f"only {other} message has it")
+                if isinstance(block, ToolUseBlock):
+                    called.add(block.id)
+                elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                    raise InvalidRequestError.at(
+                        f"{field}.tool_use_id",
+                        f"no tool_use before it has the id {shown_value(block.tool_use_id)}",
+                    )
+        for edit in (self.context_management or {}).get("edits") or ():
+            # Earlier thinking is kept or dropped by the chat template.
+            if edit != {"type": "clear_thinking_20251015", "keep": "all"}:
+                raise InvalidRequestError.at(
+                    "context_management.edits",
+                    "nothing is removed from messages here; send those that the model should get",
+                )
+        return self
+
+    @classmethod
+    def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
+        """The complaint about a block, which names the block's own field."""
+        nested = max(errors, key=lambda each: len(each["loc"]))
+        if nested["loc"][:1] not in (("messages",), ("system",)):
+            return None
+        field = _field(nested["loc"])
+        if nested["type"] == "extra_forbidden":
+            return InvalidRequestError.at(field, "unknown field; there is no such field here")
+        if nested["loc"][-1] in ("str", "content") or field.endswith(".content"):
+            return InvalidRequestError.at(field, "it has to be a string or a list of blocks")
+        return InvalidRequestError.at(field, in_words(nested))
+
+    def conversation(self) -> dict[str, Any]:
+        """The fields of a chat that render the same prompt."""
+        fields: dict[str, Any] = {"messages": list(self._chat_messages()), "model": self.model}
+        if self.messages[-1].role == "assistant":  # the answer continues it
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools:
+            fields["tools"] = [_chat_tool(tool) for tool in self.tools]
+        choice = self.tool_choice
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        settings = dict(self.chat_template_kwargs)
+        if self.thinking is not None and self.thinking.type == "enabled":
+            settings.setdefault("enable_thinking", True)
+        elif self.thinking is not None and self.thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
+        elif self.output_config is not None and self.output_config.effort is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        return {**fields, "chat_template_kwargs": settings}
+
+    def _chat_messages(self) -> Iterator[dict[str, Any]]:
+        system = [self.system] if isinstance(self.system, str) else []
+        if isinstance(self.system, list):
+            # A line that differs in every request would keep its prompt out of the prefix cache.
+            system = [each.text for each in self.system if not each.text.startswith(_BILLING)]
+        if system:
+            yield {"role": "system", "content": "\n".join(system)}
+        for message in self.messages:
+            if isinstance(message.content, str):
+                yield {"role": message.role, "content": message.content}
+            elif message.role == "assistant":
+                yield _assistant(message.content)
+            else:
+                yield from _user(message.content)
+
+
+class MessagesBody(ConversationBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str], at_most(MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: None = None
+    inference_geo: None = None
+    # Our extensions, as everywhere.
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field("", max_length=256)
+    speculation: Speculation = Speculation()
+
+    @property
+    def hides_thinking(self) -> bool:
+        """Whether thinking blocks come without their text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+
+class CountBody(ConversationBody):
+    """`POST /v1/messages/count_tokens`."""
+
+
+_BILLING = "x-anthropic-billing-header"
+
+
+def _field(location: Sequence[int | str]) -> str:
+    """The field at pydantic's location, without the members of unions in it."""
+    parts: list[str] = []
+    in_union = False
+    for part in location:
+        if str(part).startswith(("list[", "function-")):
+            in_union = "union" in str(part)
+        elif in_union and part in KINDS:
+            in_union = False  # its member; what follows are fields of it
+        elif part != "str":
+            parts.append(str(part))
+    return ".".join(parts)
+
+
+def _objects(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict):
+            yield index, item
+
+
+def _unserved(field: str, given: Any, rule: str) -> InvalidRequestError:
+    return InvalidRequestError.at(field, f"{shown_value(given)} is not supported; {rule}")
+
+
+def _check_blocks(field: str, blocks: Any, allowed: Sequence[str]) -> None:
+    for number, block in _objects(blocks):
+        kind = block.get("type")
+        if kind not in allowed:
+            rule = f"it has to be one of {', '.join(allowed)}" if allowed[1:] else "only text is"
+            raise _unserved(f"{field}.{number}.type", kind, rule)
+        if kind == "tool_result":
+            _check_blocks(f"{field}.{number}.content", block.get("content"), ("text",))
+
+
+def _blocks(message: InputMessage) -> Iterator[tuple[int, Any]]:
+    return enumerate(() if isinstance(message.content, str) else message.content)
+
+
+def _text(blocks: Sequence[Any]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    """One turn: thinking, text and calls; redacted thinking is left out."""
+    text = _text(blocks)
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": json.dumps(block.input)},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    if calls:
+        message["tool_calls"] = calls
+    if thought:
+        message["reasoning_content"] = thought
+    return message
+
+
+def _user(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Results first, since templates expect them behind the calls."""
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            content = block.content or ""
+            text = content if isinstance(content, str) else _text(content)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    if texts or not blocks:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _chat_tool(tool: InputTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+# A chat's field as this body's; the first that matches.
+_NAMES = (
+    (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"\bresponse_format(\.json_schema)?", "output_config.format"),
+    (r"\bmax_completion_tokens", "max_tokens"),
+    (r"\breasoning_effort", "output_config.effort"),
+    (r"\btools\.(\d+)\.function\.parameters\b", r"tools.\1.input_schema"),
+    (r"\btools\.(\d+)\.function\b", r"tools.\1"),
+    (r"\btool_choice\.function\b", "tool_choice"),
+    (r"^messages\.\d+", "messages"),  # results and the system's text have messages of their own
+    (r"\bstop\b", "stop_sequences"),
+)
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "min_tokens", "ignore_eos", "priority", "cache_salt"),
+    *("max_tokens", "speculation"),
+)
+
+
+def add(generation: Generation, body: MessagesBody, request_id: str) -> None:
+    """Checks the body and adds its conversation.
+
+    Raises:
+        InvalidRequestError: names the body's own field.
+    """
+    try:
+        chat.add(generation, as_chat(body), request_id)
+    except InvalidRequestError as error:
+        raise _renamed(error, body) from None
+
+
+def as_chat(body: MessagesBody) -> ChatBody:
+    """The chat request that gives the same text."""
+    settings = {**body.conversation(), **{name: getattr(body, name) for name in _SAME}}
+    settings["stop"] = body.stop_sequences
+    wanted = body.output_config.format if body.output_config is not None else None
+    if wanted is not None:
+        named = {"name": "answer", "schema": wanted.json_schema}
+        settings["response_format"] = {"type": "json_schema", "json_schema": named}
+    return ChatBody.model_validate(
+        {name: value for name, value in settings.items() if value is not None}
+    )
+
+
+def counted(frontend: Frontend, body: CountBody) -> int:
+    """Tokens of the prompt that the body's conversation becomes.
+
+    Raises:
+        InvalidRequestError: names the body's own field.
+    """
+    fields = {name: value for name, value in body.conversation().items() if value is not None}
+    try:
+        chat_body = ChatBody.model_validate(fields)
+        return len(chat.rendered(frontend, chat_body, chat_body.messages).token_ids)
+    except InvalidRequestError as error:
+        raise _renamed(error, body) from None
+
+
+def _renamed(error: InvalidRequestError, body: ConversationBody) -> InvalidRequestError:
+    """`error` under the body's own name for its field."""
+    if error.field == "reasoning_effort" and body.thinking is not None:
+        return InvalidRequestError.at("thinking.type", "the chat template cannot switch it off")
+    return renamed(error, _NAMES)
