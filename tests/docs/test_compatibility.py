@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.config.compat.table import Into
-from outrider.config.compat.translate import DIALECTS
+from outrider.config.compat.table import DIALECTS, Into
 from outrider.docs.scripts import compatibility as page
 
 

@@ -1,11 +1,15 @@
-"""The generated page lists every key, each with a description, and is up to date."""
+"""The generated pages list every key, each with a description, and are up to date."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from outrider.config import SECTIONS, Strict
 from outrider.docs.scripts import settings
+from outrider.scheduler.sampling import SamplingParams, StructuredOutputs
 from outrider.training import options as training_options
 
 
@@ -13,10 +17,25 @@ def models(kind: type[Strict]) -> set[type[Strict]]:
     return {kind}.union(*(models(each) for each in kind.__subclasses__()))
 
 
-def test_the_page_is_up_to_date():
-    assert settings.PAGE.read_text() == settings.render(), (
-        "python -m outrider.docs.scripts.settings"
-    )
+@pytest.mark.parametrize("page", settings.PAGES, ids=lambda page: page.name)
+def test_the_page_is_up_to_date(page):
+    assert page.read_text() == settings.PAGES[page](), "python -m outrider.docs.scripts.settings"
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, StructuredOutputs])
+def test_the_page_of_sampling_has_every_field_with_its_meaning(kind):
+    text = settings.render_sampling()
+    for name, field in kind.model_fields.items():
+        assert field.description, name
+        (row,) = re.findall(rf"^\| `{field.alias or name}` \|.*\|$", text, re.MULTILINE)
+        assert field.description in row, name
+
+
+def test_the_page_of_sampling_is_found():
+    docs = Path(settings.__file__).parents[1]
+    for page in ("python.md", "http.md", "README.md"):
+        assert "](sampling.md)" in (docs / page).read_text(), page
+    assert "sampling.md" in (docs.parent / "mkdocs.yml").read_text()
 
 
 def test_every_key_has_a_description():

@@ -1,0 +1,208 @@
+"""`AsyncLLM`: generation from Python's event loop, without a server.
+
+Every request is a task of its own, as in a web application; the engine batches what runs at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from ..config import EngineConfig
+from ..errors import InvalidRequestError, OutriderError, OverloadedError
+from ..scheduler.sampling import SamplingParams
+from ..scheduler.types import Delta
+from .chat.template import Message
+from .frontend import Prompt, RequestOptions
+from .llm import LLM, PromptLike, Run
+from .metrics import Metric
+from .outputs import RequestOutput
+
+_BUSY_S = 0.05  # until a full queue is tried again
+
+
+class _AsyncRun(Run):
+    """A run whose deltas come to the event loop that it was made in."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm.engine, llm.frontend, llm.config.max_queued_requests)
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[list[Delta]] = asyncio.Queue()
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._news.put_nowait, deltas)
+
+    async def begin(self) -> None:
+        """Queues everything, as soon as the engine takes it."""
+        requests = list(self._waiting)
+        while True:
+            added: asyncio.Future[OutriderError | None] = self._loop.create_future()
+
+            def done(
+                error: OutriderError | None, added: asyncio.Future[OutriderError | None] = added
+            ) -> None:
+                self._loop.call_soon_threadsafe(_settle, added, error)
+
+            # Grammars compile first.
+            await asyncio.to_thread(self._engine.post, requests, self, done)
+            error = await added
+            if error is None:
+                break
+            if not isinstance(error, OverloadedError):
+                raise error
+            await asyncio.sleep(_BUSY_S)
+        self._waiting.clear()
+        self._running.update([request.id for request in requests])
+
+    async def arriving(self) -> AsyncIterator[RequestOutput]:
+        """The only job's output after every delta that changed it; raises its error."""
+        while self._running:
+            for delta in await self._news.get():
+                output = self.take(delta).news()
+                if output is not None:
+                    yield output
+
+
+def _settle(future: asyncio.Future[OutriderError | None], error: OutriderError | None) -> None:
+    if not future.done():  # its task may have been cancelled
+        future.set_result(error)
+
+
+class AsyncLLM:
+    """A model with its drafter, for an event loop.
+
+    Args:
+        model, options: as for `LLM`.
+
+    Raises:
+        ConfigError, CheckpointError, ResourcesError: what is wrong, by field.
+    """
+
+    _sync: ClassVar[type[LLM]] = LLM  # `outrider.AsyncLLM` has the one with every executor
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._start(self._sync(model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """From a checked configuration."""
+        made = cls.__new__(cls)
+        made._start(cls._sync.from_config(config))
+        return made
+
+    def _start(self, llm: LLM) -> None:
+        self.llm = llm
+        self._runs: dict[str, _AsyncRun] = {}  # by request id
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.llm.config
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The output so far, after every step. Leaving the loop over it aborts the request.
+
+        Raises:
+            InvalidRequestError: the prompt or a setting is wrong, or the id runs already.
+            WorkerError: the request failed. EngineDeadError: the engine is gone.
+        """
+        parsed = await asyncio.to_thread(self.llm.prompt, prompt)
+        async for output in self._outputs(parsed, sampling_params, request_id, options):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `generate`, of the prompt that the chat template makes of a conversation."""
+        parsed = await asyncio.to_thread(
+            self.llm.frontend.chat_prompt,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            tools=tools,
+        )
+        async for output in self._outputs(parsed, sampling_params, request_id, options):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request, if it runs; its last output has the finish reason "abort"."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.abort()
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine runs no more."""
+        self.llm.engine.check()
+
+    async def reset_prefix_cache(self) -> bool:
+        """As of `LLM`."""
+        return self.llm.reset_prefix_cache()
+
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, of transformers."""
+        return self.llm.get_tokenizer()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and times of the engine and its drafters."""
+        return self.llm.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """As of `LLM`."""
+        return self.llm.get_metrics()
+
+    async def shutdown(self) -> None:
+        """Ends the engine; running requests end with an error."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions | None,
+    ) -> AsyncIterator[RequestOutput]:
+        if request_id is not None and request_id in self._runs:
+            raise InvalidRequestError.at("request_id", f"{request_id!r} runs already")
+        if sampling is None:
+            sampling = self.llm.frontend.with_defaults(SamplingParams())
+        run = _AsyncRun(self.llm)
+        job = run.add(prompt, sampling, options, request_id)
+        name = request_id or job.id
+        self._runs[name] = run
+        try:
+            await run.begin()
+            async for output in run.arriving():
+                yield output
+        finally:
+            del self._runs[name]
+            run.abort()

@@ -1,0 +1,58 @@
+"""The examples of the documentation run, from the project's root, and do what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+
+ROOT = Path(outrider.__file__).resolve().parent
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def run(name: str, *arguments: Any) -> str:
+    """What an example prints."""
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_application_with_a_model_inside() -> None:
+    """It compares the streamed text with the whole."""
+    assert "pieces)" in run("composition.py")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_ray_data_asks_a_running_model() -> None:
+    pytest.importorskip("pyarrow")
+    printed = run("batch_through_serve.py")
+    lines = [line for line in printed.splitlines() if " | " in line]
+    assert any("RefusedError: max_tokens" in line for line in lines), printed
+    assert any(line.strip() and line.endswith(" | ") for line in lines), printed
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_offline_batches_go_on_where_they_were_stopped(tmp_path: Path) -> None:
+    """Of the files of a run one is lost, as if it had been stopped; the other is not made again."""
+    pytest.importorskip("pyarrow")
+    first = sorted(line for line in run("offline_batches.py", tmp_path).splitlines() if "|" in line)
+    assert len(first) == 6, first
+    assert [line.split(" | ")[0] for line in first if "max_tokens" in line] == ["refused"]
+    kept, lost = sorted(tmp_path.glob("part-*.jsonl"))
+    text, num_rows = kept.read_text(), len(lost.read_text().splitlines())
+    lost.unlink()
+    second = run("offline_batches.py", tmp_path)
+    assert sorted(line for line in second.splitlines() if "|" in line) == first
+    (again,) = set(tmp_path.glob("part-*.jsonl")) - {kept}
+    assert kept.read_text() == text
+    assert len(again.read_text().splitlines()) == num_rows
