@@ -34,7 +34,7 @@ from ..workers.model.fit import check_weights
 from ..workers.model.info import read_config
 from ..workers.model.paged import PagedModel
 from ..workers.model.target import load_model
-from ..workers.ops.products import pack_large
+from ..workers.ops.cpu import pack_large
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

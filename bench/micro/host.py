@@ -20,7 +20,6 @@ from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.tree import EMPTY, ancestor_mask
 from ...scheduler.types import Draft, Request, Verdict, ints
-from ...workers.attention import build_plan
 from ...workers.ops.plan import plan_step
 from ...workers.seats import gather, lay_out
 from ...workers.transport import wire
@@ -74,11 +73,8 @@ def _trees() -> Iterator[Pair]:
             def flat(step=step) -> object:  # type: ignore[no-untyped-def]
                 return plan_step(step, BLOCK_SIZE, CPU)
 
-            def padded(step=step) -> object:  # type: ignore[no-untyped-def]
-                return build_plan(step, BLOCK_SIZE, CPU)
-
             yield Pair("tree layout (to its masks alone)", case, layout, masks)
-            yield Pair("attention plan (to padded groups)", case, flat, padded)
+            yield Pair("attention plan (to the masks alone)", case, flat, masks)
 
 
 def _messages() -> Iterator[Pair]:

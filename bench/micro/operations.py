@@ -1,4 +1,4 @@
-"""The CPU's operations against torch: `GroupedOps`, with torch's fused attention and norms."""
+"""The CPU's operations against torch: `TorchOps`, with torch's fused attention and norms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from ...scheduler.types import Draft, SamplingRows, StepInput, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps
+from ...workers.ops.prompts import TorchOps
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm, Rotation
-from ...workers.ops.reference import GroupedOps
 from ...workers.seats import gather, lay_out
 from .timing import Pair, Run
 
@@ -72,7 +72,7 @@ def decode_plan(batch_size: int, context_len: int, num_nodes: int) -> StepPlan:
 
 def operations(dtype: torch.dtype) -> Iterator[Pair]:
     """Products, norms and gates of a layer of 1024 by 2816, and attention."""
-    both = (CpuOps(dtype), GroupedOps())
+    both = (CpuOps(dtype), TorchOps())
     name = str(dtype).removeprefix("torch.")
     norm, gate = Norm(torch.rand(1024), 1e-5), Gate(GateKind.SILU)
     for num_rows in (1, 5, 8, 16, 64):
@@ -121,9 +121,7 @@ def _attention_pair(
     for pages in (*cache.keys, *cache.values):
         pages.normal_()
     joined = torch.randn(len(step.token_ids), SPEC.joined_width).to(dtype)
-    ours, reference = (
-        _attention(ops, step, cache, joined) for ops in (CpuOps(dtype), GroupedOps())
-    )
+    ours, reference = (_attention(ops, step, cache, joined) for ops in (CpuOps(dtype), TorchOps()))
     return Pair(part, case, ours, reference)
 
 
@@ -132,21 +130,21 @@ def _product(project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tens
 
 
 def _add_norm(
-    ops: GroupedOps | CpuOps, residual: torch.Tensor, update: torch.Tensor, norm: Norm
+    ops: TorchOps | CpuOps, residual: torch.Tensor, update: torch.Tensor, norm: Norm
 ) -> Run:
     return lambda: ops.add_norm(residual, update, None, 0.0, norm)
 
 
-def _norm(ops: GroupedOps | CpuOps, states: torch.Tensor, norm: Norm) -> Run:
+def _norm(ops: TorchOps | CpuOps, states: torch.Tensor, norm: Norm) -> Run:
     return lambda: ops.norm(states, norm)
 
 
-def _gate(ops: GroupedOps | CpuOps, inner: torch.Tensor, gate: Gate) -> Run:
+def _gate(ops: TorchOps | CpuOps, inner: torch.Tensor, gate: Gate) -> Run:
     return lambda: ops.gate(inner, gate)
 
 
 def _attention(
-    ops: GroupedOps | CpuOps, step: StepInput, cache: KVCache, joined: torch.Tensor
+    ops: TorchOps | CpuOps, step: StepInput, cache: KVCache, joined: torch.Tensor
 ) -> Run:
     plan = ops.plan(step, cache)
     turned: Rotation = ops.rotation(plan.positions, torch.rand(32), 1.0)

@@ -20,8 +20,7 @@ import torch
 from rich.console import Console
 
 from ...workers.attention import KVCache, KVShape
-from ...workers.ops.cpu import CpuOps
-from ...workers.ops.products import PackedProjection, PanelProjection
+from ...workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from ...workers.ops.prompts import passes_of
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.ops.table import (

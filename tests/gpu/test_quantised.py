@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.bench.gpu.inputs import KINDS, weight_of
+
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.quantised.formats import write_pair
-from ..helpers.quantised.weights import KINDS, weight_of
 
 pytestmark = [
     pytest.mark.gpu,
