@@ -1,97 +1,169 @@
-"""The draft model's part of a worker: compute the known tokens, then draw chains token by token.
+"""The draft model's part of a worker: compute the known tokens, then draw chains.
 
-The worker draws whole chains, so a round takes one message each way. With `coupled` verification
+A chain is drawn token by token, or from one forward in which masks stand for its tokens (PARD). The
+worker draws whole chains, so a round takes one message each way. With `coupled` verification
 the draws use the target's noise (Daliri, Musco, Suresh 2024, arXiv:2408.07978); with `rejection`
 and `block` the sparse distributions that they were drawn from are returned too.
+
+A preparation draws the chains of the next round while the target verifies this one (`outcomes.py`).
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.protocol import Drafted, DraftStep
+from ..drafters.protocol import Drafted, DraftStep, Preparation, blocks_per_outcome
 from ..scheduler.types import (
     DraftProbs,
     IntArray,
-    SamplingRows,
+    JoinedDrafts,
     StepInput,
     ints,
     starts_of,
 )
 from .collective import Collective
 from .model.paged import PagedModel
+from .outcomes import choose, lay_out_outcomes
 from .seats import Seats, lay_out
 from .verify.process import DrawSettings
 from .verify.sample import draw, draw_siblings
 
 
 class DraftService:
-    """A loaded draft model and its cache; all ranks use rank 0's draws."""
+    """A loaded draft model and its cache; all ranks use rank 0's draws.
+
+    Args:
+        num_scratch_blocks: blocks beside those of the sequences, for chains behind outcomes.
+    """
 
     def __init__(
-        self, model: PagedModel, num_blocks: int, block_size: int, collective: Collective
+        self,
+        model: PagedModel,
+        num_blocks: int,
+        block_size: int,
+        collective: Collective,
+        num_scratch_blocks: int = 0,
     ) -> None:
         self._model = model
         self._block_size = block_size
-        self._cache = model.new_cache(num_blocks, block_size)
+        self._first_scratch, self._num_scratch = num_blocks, num_scratch_blocks
+        self._cache = model.new_cache(num_blocks + num_scratch_blocks, block_size)
         self._seats = Seats(block_size)
         self._collective = collective
 
     def draft(self, step: DraftStep) -> Drafted:
-        """Draws a chain of up to `max_nodes` tokens per sequence, in one batch."""
+        """Draws a chain of up to `max_nodes` tokens per sequence, in one batch.
+
+        For a preparation it draws one per outcome.
+        """
         start = time.perf_counter()
         with torch.inference_mode():
-            tokens, probs, lengths = self._chains(step)
-        order = [(row, depth) for row, length in enumerate(lengths) for depth in range(length)]
-        picked = tuple(np.array(order, dtype=np.int64).reshape(-1, 2).T)
-        return Drafted(
-            tokens=tokens[picked],
-            start=starts_of(lengths),
-            probs=None if probs is None else DraftProbs(probs.ids[picked], probs.probs[picked]),
-            forward_ms=(time.perf_counter() - start) * 1e3,
-        )
+            if step.preparation is not None:
+                drafted = self._prepare(step, step.preparation)
+            else:
+                lanes = self._known(step)
+                drafted = self._draw_chains(step, lanes).drafted()
+        return replace(drafted, forward_ms=(time.perf_counter() - start) * 1e3, step=step.plan.step)
 
-    def _chains(self, step: DraftStep) -> tuple[IntArray, DraftProbs | None, IntArray]:
-        """Draws chains: tokens, distributions and lengths.
+    def _known(self, step: DraftStep) -> _Lanes:
+        """The known tokens of the sequences, and masks behind them where chains have those."""
+        plan, budgets = step.plan, step.plan.max_nodes
+        num_masks: IntArray = np.maximum(budgets - 1, 0)
+        if step.mask_token is not None and num_masks.any():
+            masks = np.full(num_masks.sum(), step.mask_token, dtype=np.int32)
+            plan = replace(plan, drafts=JoinedDrafts(masks, num_masks))
+        return _Lanes(self._seats.expand(plan), budgets, np.arange(len(budgets)))
 
-        Shapes: [num_seqs, depth], [num_seqs, depth, top] if requested, and [num_seqs].
+    def _prepare(self, step: DraftStep, preparation: Preparation) -> Drafted:
+        """One forward of the round's chains, then chains behind their likely outcomes.
+
+        Rejected nodes stay in their slots until known tokens take these.
         """
-        known, budgets = self._seats.expand(step.plan), step.plan.max_nodes
-        num_seqs, depth = known.num_seqs, int(budgets.max(initial=0))
-        tokens = np.zeros((num_seqs, depth), dtype=np.int32)
-        ids = np.zeros((num_seqs, depth, step.probs_top), dtype=np.int32)
-        probs = np.zeros((num_seqs, depth, step.probs_top), dtype=np.float32)
-        lengths = np.zeros(num_seqs, dtype=np.int32)
-        lens = known.context_lens + known.query_lens  # tokens computed after `known`
-        rows = ints(np.flatnonzero(known.samples))
+        known = self._seats.expand(step.plan)
         logits = self._model.forward(known, self._cache)
-        keep = budgets[rows] > 0
-        rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
-        for level in range(depth):
+        outcomes = choose(preparation, known, logits, self._collective)
+        if not len(outcomes.seqs):
+            return replace(_Chains(ints([]), step.probs_top).drafted(), outcomes=outcomes)
+        size = blocks_per_outcome(preparation.depth, self._block_size)
+        assert len(outcomes.seqs) * size <= self._num_scratch, (len(outcomes.seqs), size)
+        first, budgets = lay_out_outcomes(
+            outcomes, preparation, known, self._block_size, self._first_scratch, step.mask_token
+        )
+        chains = self._draw_chains(step, _Lanes(first, budgets, outcomes.seqs))
+        return replace(chains.drafted(), outcomes=outcomes)
+
+    def _draw_chains(self, step: DraftStep, lanes: _Lanes) -> _Chains:
+        """A chain behind every lane's tokens."""
+        chains = _Chains(lanes.budgets, step.probs_top)
+        logits = self._model.forward(lanes.first, self._cache)
+        if step.mask_token is None:
+            self._draw_in_turn(step, lanes, logits, chains)
+        else:
+            self._draw_at_once(step, lanes, logits, chains)
+        return chains
+
+    def _draw_in_turn(
+        self,
+        step: DraftStep,
+        lanes: _Lanes,
+        logits: Tensor,  # [num_sampled, vocab]
+        chains: _Chains,
+    ) -> None:
+        """A forward for each level but the first."""
+        first, lens = lanes.first, lanes.lens
+        rows = ints(np.flatnonzero(first.samples))
+        keep = lanes.budgets[rows] > 0
+        rows, logits = rows[keep], _picked(logits, keep)
+        for level in range(chains.depth):
             if level:
-                last, index = tokens[rows, level - 1], lens[rows] + level - 1
-                following = _next_token(known, rows, last, index, self._block_size)
+                last, index = chains.tokens[rows, level - 1], lens[rows] + level - 1
+                following = _next_token(first, rows, last, index, self._block_size)
                 logits = self._model.forward(following, self._cache)
             if step.p_min > 0:
                 keep = self._likely(logits, step.p_min)
-                rows, logits = rows[keep], logits[torch.from_numpy(keep).to(logits.device)]
+                rows, logits = rows[keep], _picked(logits, keep)
                 if not len(rows):
                     break
-            drawn = self._draw(step, known.sampling, rows, logits, lens[rows], level)
-            lengths[rows] += 1
-            tokens[rows, level] = drawn[0]
-            if step.probs_top:
-                width = drawn[1].shape[1]
-                ids[rows, level, :width], probs[rows, level, :width] = drawn[1], drawn[2]
-            going = budgets[rows] > level + 1
+            drawn = self._draw(step, lanes, rows, logits, level)
+            chains.put(rows, level, drawn)
+            chains.lengths[rows] += 1
+            going = lanes.budgets[rows] > level + 1
             rows = rows[going]
             if not len(rows):
                 break
-        return tokens, DraftProbs(ids, probs) if step.probs_top else None, lengths
+
+    def _draw_at_once(
+        self,
+        step: DraftStep,
+        lanes: _Lanes,
+        logits: Tensor,  # [num_rows, vocab], of known tokens' ends and of masks
+        chains: _Chains,
+    ) -> None:
+        """All levels from one forward of the known tokens and a mask for every token but the first.
+
+        The masks are a chain behind the known tokens, whose last one predicts the first token. No
+        distribution depends on a drawn token. The masks' keys and values are overwritten by those
+        of known tokens.
+        """
+        counts = np.where(lanes.first.samples, 1 + lanes.first.num_nodes, 0)
+        rows = ints(np.arange(len(counts)).repeat(counts))
+        levels = ints(np.arange(len(rows)) - starts_of(counts)[rows])
+        keep = levels < lanes.budgets[rows]
+        rows, levels, logits = rows[keep], levels[keep], _picked(logits, keep)
+        if not len(rows):
+            return
+        chains.put(rows, levels, self._draw(step, lanes, rows, logits, levels))
+        fits = np.zeros((len(lanes.budgets), chains.depth + 1), dtype=np.bool_)
+        fits[rows, levels] = True
+        if step.p_min > 0:
+            fits[rows, levels] = self._likely(logits, step.p_min)
+        chains.lengths[:] = fits.argmin(1)
 
     def _likely(self, logits: Tensor, p_min: float) -> np.ndarray:
         """Rows [num_rows] whose likeliest token is likely enough; rank 0's answer.
@@ -106,14 +178,15 @@ class DraftService:
     def _draw(
         self,
         step: DraftStep,
-        sampling: SamplingRows,
-        rows: IntArray,  # [num_rows]
+        lanes: _Lanes,
+        rows: IntArray,  # [num_rows], lanes
         logits: Tensor,  # [num_rows, vocab]
-        first: IntArray,  # [num_rows], position of the chain's first token
-        level: int,
+        level: int | IntArray,  # [num_rows], of each row, or of all
     ) -> tuple[np.ndarray, ...]:
         """Rank 0's tokens [num_rows], and ids and probs [num_rows, top] if requested."""
-        positions, settings = first + level, DrawSettings.of(sampling, rows)
+        first = lanes.lens[rows]  # position of the chain's first token
+        positions = first + level
+        settings = DrawSettings.of(lanes.first.sampling, lanes.owner[rows])
         if step.probs_top:
             rounds = first if step.salted else None
             drawn, ids, probs = draw_siblings(
@@ -128,18 +201,69 @@ class DraftService:
         return tokens.cpu().numpy(), ids.cpu().numpy(), probs.cpu().numpy()
 
 
+class _Lanes:
+    """Tokens behind each of which a chain is drawn: sequences, or outcomes of sequences."""
+
+    def __init__(
+        self,
+        first: StepInput,  # known tokens and masks
+        budgets: IntArray,  # [num_lanes], tokens to draw
+        owner: NDArray[np.signedinteger],  # [num_lanes], row of the sampling settings
+    ) -> None:
+        self.first, self.budgets, self.owner = first, budgets, owner
+        # [num_lanes], tokens before the first that is drawn
+        self.lens = first.context_lens + first.query_lens - first.num_nodes
+
+
+class _Chains:
+    """The chains of a step as they are drawn, with as many levels as the longest may have."""
+
+    def __init__(self, budgets: IntArray, top: int) -> None:
+        self.depth = int(budgets.max(initial=0))
+        shape = (len(budgets), self.depth)
+        self.tokens = np.zeros(shape, dtype=np.int32)
+        self.lengths = np.zeros(len(budgets), dtype=np.int32)
+        self._ids = np.zeros((*shape, top), dtype=np.int32)
+        self._probs = np.zeros((*shape, top), dtype=np.float32)
+
+    def put(
+        self,
+        rows: IntArray,  # [num_rows], lanes
+        levels: int | IntArray,  # [num_rows], of each, or of all
+        drawn: tuple[np.ndarray, ...],  # as `DraftService._draw` returns them
+    ) -> None:
+        self.tokens[rows, levels] = drawn[0]
+        if len(drawn) > 1:
+            width = drawn[1].shape[1]
+            self._ids[rows, levels, :width], self._probs[rows, levels, :width] = drawn[1:]
+
+    def drafted(self) -> Drafted:
+        order = [(row, depth) for row, count in enumerate(self.lengths) for depth in range(count)]
+        picked = tuple(np.array(order, dtype=np.int64).reshape(-1, 2).T)
+        probs = DraftProbs(self._ids[picked], self._probs[picked])
+        return Drafted(
+            tokens=self.tokens[picked],
+            start=starts_of(self.lengths),
+            probs=probs if self._ids.shape[2] else None,
+        )
+
+
+def _picked(logits: Tensor, keep: np.ndarray) -> Tensor:  # [num_rows, vocab], [num_rows]
+    return logits[torch.from_numpy(keep).to(logits.device)]
+
+
 def _next_token(
-    known: StepInput, rows: IntArray, tokens: IntArray, index: IntArray, block_size: int
+    first: StepInput, rows: IntArray, tokens: IntArray, index: IntArray, block_size: int
 ) -> StepInput:
-    """A step of one token for each of `rows`, at position `index` of its sequence."""
+    """A step of one token for each of `rows`, at position `index` of its lane."""
     return lay_out(
         token_ids=tokens,
         query_start=np.arange(len(rows) + 1, dtype=np.int32),
         context_lens=index.astype(np.int32),
-        block_tables=known.block_tables[rows],
+        block_tables=first.block_tables[rows],
         samples=np.ones(len(rows), dtype=np.bool_),
         max_nodes=np.zeros(len(rows), dtype=np.int32),
-        sampling=known.sampling,
+        sampling=first.sampling,
         drafts=None,
         block_size=block_size,
     )

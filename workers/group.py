@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +70,18 @@ class WorkerGroup(ABC):
 
     def call(self, message: Any) -> Any:
         """Rank 0's answer (raises as `Channel.call` does)."""
-        return self._using(lambda channel: channel.call(message, self._spec.timeout_s))
+        with self._running() as channel:
+            return channel.call(message, self._spec.timeout_s)
 
     def send(self, message: Any) -> None:
         """First half of a call (raises as `Channel.send` does)."""
-        self._using(lambda channel: channel.send(message, self._spec.timeout_s))
+        with self._running() as channel:
+            channel.send(message, self._spec.timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
         """Second half of a call (raises as `Channel.receive` does)."""
-        return self._using(lambda channel: channel.receive(timeout_s))
+        with self._running() as channel:
+            return channel.receive(timeout_s)
 
     def restart(self) -> None:
         """Discards all ranks and starts new ones, with empty caches."""
@@ -89,12 +93,14 @@ class WorkerGroup(ABC):
     def shutdown(self) -> None:
         """Ends all ranks."""
 
-    def _using(self, verb: Callable[[Channel], Any]) -> Any:
+    @contextmanager
+    def _running(self) -> Iterator[Channel]:
+        """The channel; ranks that died are let go of."""
         channel = self._channel
         if channel is None:
             raise WorkerDiedError("the workers are down")
         try:
-            return verb(channel)
+            yield channel
         except WorkerDiedError:
             self._drop_ranks()
             raise
@@ -177,14 +183,14 @@ class GroupTarget:
         self.num_blocks = agreed_blocks(group.reports)[0]
 
     def verify(self, batch: Batch, drafts: Sequence[Draft]) -> Verdict:
-        return _verdict(self._group.call(_plan(batch, drafts)))
+        return self._group.call(_plan(batch, drafts))
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
         self._group.send(_plan(batch, drafts))
 
     def collect(self) -> Verdict:
         try:
-            return _verdict(self._group.receive(self._timeout_s))
+            return self._group.receive(self._timeout_s)
         except NoAnswerError:
             self._group.shutdown()
             raise WorkerDiedError(f"no answer within {self._timeout_s} s") from None
@@ -192,11 +198,6 @@ class GroupTarget:
 
 def _plan(batch: Batch, drafts: Sequence[Draft]) -> StepPlan:
     return replace(batch.plan, drafts=gather(drafts, batch.samples))
-
-
-def _verdict(answer: object) -> Verdict:
-    assert isinstance(answer, Verdict), type(answer)
-    return answer
 
 
 class GroupDraftModel:
@@ -252,6 +253,8 @@ class GroupDraftModel:
             self._group.shutdown()
             raise WorkerDiedError(f"no draft within {self._timeout_s} s") from None
         assert isinstance(drafted, Drafted), type(drafted)
+        if drafted.step != step.plan.step:  # of an earlier request: this one is still open
+            self._step = step
         self._restart_policy.succeeded()
         return drafted
 

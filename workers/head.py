@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..config import HeadConfig
 from ..drafters.heads.protocol import Attend, DraftLevels, Frontier, TargetFacts, Verified
-from ..drafters.heads.tree_drafting import draft
+from ..drafters.heads.tree_drafting import draft, extends, follows, is_plain, joined
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
 from .attention import KVCache, KVShape
 from .collective import Collective
@@ -31,13 +31,14 @@ from .head_layers import load_head
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
 from .model.target import whole_ends
-from .ops import PlannedOps, make_ops
+from .ops import PlannedOps
 from .spec import HeadReport
 from .verify.noise import argmax
 from .verify.process import GREEDY_BELOW, DrawSettings
 from .verify.sample import draw
 
 log = logging.getLogger(__name__)
+_MOST_PUT_OFF = 256  # rows: with more at once, none is computed for less
 
 
 class HeadRunner:
@@ -72,6 +73,7 @@ class HeadRunner:
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
+        self._put_off: list[Verified] = []  # plain steps, one after the other; rows to compute
 
     @property
     def collective(self) -> Collective:
@@ -112,6 +114,7 @@ class HeadRunner:
     def attach(self, cache: KVCache) -> None:
         """Sets the cache that holds the head's rows."""
         self._cache, self.block_size = cache, cache.block_size
+        self.forget()
 
     def run(
         self,
@@ -125,15 +128,37 @@ class HeadRunner:
         """
         done = Verified(step, verdict, dict(zip(self.capture, hidden, strict=True)))
         try:
-            return draft(self.head, done, self)
+            return self._run(done)
         except Exception as error:  # costs this step's drafts, as with any drafter
             if self._shards.size > 1:
                 raise
             log.debug("the head failed", exc_info=True)
-            none = np.zeros(0, dtype=np.int32)
-            starts = np.zeros(step.num_seqs + 1, dtype=np.int32)
-            reason = f"{type(error).__name__}: {error}"
-            return NextDrafts(none, none, starts, starts[1:], error=reason)
+            return NextDrafts.empty(step.num_seqs, f"{type(error).__name__}: {error}")
+
+    def _run(self, done: Verified) -> NextDrafts:
+        """Drafts, or puts off rows that nothing is drafted from: many cost little more than few."""
+        step = done.step
+        self.catch_up(step)
+        if self._put_off and not extends(self._put_off[-1].step, step):
+            self.catch_up()
+        before, self._put_off = self._put_off, []
+        drafts = step.max_nodes is None or step.max_nodes.any()
+        num_rows = (len(before) + 1) * step.num_seqs
+        if drafts or num_rows > _MOST_PUT_OFF or not self.head.layers or not is_plain(step):
+            return draft(self.head, joined([*before, done]), self)
+        hidden = {layer: states.clone() for layer, states in done.hidden.items()}
+        self._put_off = [*before, replace(done, hidden=hidden)]
+        return NextDrafts.empty(step.num_seqs)
+
+    def catch_up(self, step: StepInput | None = None) -> None:
+        """Computes the rows that were put off, unless `step` goes on where they end."""
+        if self._put_off and not (step and follows(self._put_off[-1], step)):
+            steps, self._put_off = self._put_off, []
+            draft(self.head, joined(steps), self)
+
+    def forget(self) -> None:
+        """Drops the rows that were put off."""
+        self._put_off = []
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         return self._embedding(token_ids)
@@ -233,9 +258,14 @@ class HeadService(HeadRunner):
     ) -> None:
         info = model.info
         target = TargetFacts(
-            info.hidden_size, info.vocab_size, info.num_layers, info.dtype, model.device
+            info.hidden_size,
+            info.vocab_size,
+            info.num_layers,
+            info.dtype,
+            model.device,
+            allow_pickle,
         )
-        planned = model.runner.planned or PlannedOps(make_ops(model.device, info.dtype))
+        planned = model.runner.planned
         self.on_every_rank = on_every_rank
         collective = model.collective if on_every_rank else Collective.single()
         ends = model.ends

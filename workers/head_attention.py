@@ -9,6 +9,7 @@ one slot each there, because accepted nodes are still in the slots that the step
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.heads.protocol import Frontier
+from ..drafters.heads.protocol import BlockView, Frontier
 from ..scheduler.types import IntArray, StepInput, Verdict, ints, slots_of
 from .attention import KVCache
 from .ops import PagedStep, PlannedOps
@@ -63,14 +64,35 @@ class PagedAttend:
     first: int  # the head's first layer in the cache
 
     def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        sizes = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        spec = _spec(*sizes, scale, window=window)
+        place = (self.plan, self.cache, self.first + layer)
+        return self.planned.attend(query, key, value, *place, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAttend:
+    """Attention of a draft's block; implements `Attend`."""
+
+    plain: PagedAttend | None  # of layers whose rows see the whole block
+    causal: PagedAttend | None  # of layers whose rows see those before
+    views: Sequence[BlockView]  # by layer
+
+    def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        spec = _spec(query.shape[1], key.shape[1], query.shape[2], value.shape[2], scale)
-        joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
-        out = self.planned.ops.rope_store_attend(
-            joined, None, None, self.plan, self.cache, self.first + layer, spec
-        )
-        return out.unflatten(1, query.shape[1:2] + value.shape[2:])
+        view = self.views[layer]
+        rows = self.causal if view.causal else self.plain
+        assert rows is not None, "every kind of view is planned"
+        return rows(layer, query, key, value, scale, view.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +153,42 @@ class PagedLevels:
 
     def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
         width = above.shape[1]
-        begin, end = self._size, self._size + width
-        self._size, self._depth = end, self._depth + 1
+        self._depth += 1
         positions = (self._rows.base + self._depth).to(torch.int32).repeat_interleave(width)
+        ancestors = self._ancestors(above, self._size, self._size + width)
+        return self._attend(width, positions, ancestors)
+
+    def chain(self, width: int) -> PagedAttend:
+        assert not self._branches, "rows that are causal need no bits"
+        ahead = torch.arange(1, width + 1, device=self._rows.base.device) + self._depth
+        self._depth += width
+        positions = (self._rows.base[:, None] + ahead).to(torch.int32).flatten()
+        ancestors = self._seen.expand(-1, width, -1).flatten(0, 1)
+        return self._attend(width, positions, ancestors)
+
+    def block(self, width: int, views: Sequence[BlockView]) -> BlockAttend:
+        assert self._branches, "rows of a block may see later ones"
+        assert not self._size, "a block is a draft of its own"
+        # Windows count rows: where features were lost, a position is more than its row's index.
+        positions = self._index[:, :width].flatten().contiguous()
+        own = self._bits[:width]
+        seen = {True: own.cumsum(0), False: own.sum(0).expand(width, -1)}  # bits that differ
+        attends: dict[bool, PagedAttend] = {}
+        for causal in {view.causal for view in views}:
+            ancestors = seen[causal].repeat(len(self._rows.known), 1)
+            self._size = 0  # the rows are the same
+            attends[causal] = self._attend(width, positions, ancestors)
+        return BlockAttend(attends.get(False), attends.get(True), tuple(views))
+
+    def _attend(
+        self,
+        width: int,
+        positions: Tensor,  # [num_drafts * width] int32
+        ancestors: Tensor,  # [num_drafts * width, num_words] int64
+    ) -> PagedAttend:
+        """The attention of the next `width` rows of every sequence."""
+        begin, end = self._size, self._size + width
+        self._size = end
         plan = PagedStep(
             token_ids=positions,  # attention reads none
             positions=positions,
@@ -144,7 +199,7 @@ class PagedLevels:
             context_lens=self._index[:, begin].contiguous(),
             tree_start=self._tree_start,
             block_tables=self._tables,
-            ancestors=self._ancestors(above, begin, end),
+            ancestors=ancestors,
             block_size=1,
             max_query_len=width,
             max_key_len=self._rows.max_known + end,

@@ -25,7 +25,7 @@ from ..drafters.heads.protocol import Attend, FeatureModule, Head, HeadLayer, Ta
 from ..drafters.registry import build_head
 from ..errors import ConfigError
 from ..scheduler.types import StepInput
-from .attention import KVCache, KVShape, SdpaAttention
+from .attention import KVCache, KVShape
 from .collective import Collective
 from .head_attention import PagedAttend
 from .model.bridge import tp_hints
@@ -35,7 +35,7 @@ from .model.family.decoder import Builder, Rope, read_ropes
 from .model.family.spec import Temperature
 from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
 from .model.target import pack_linears
-from .ops import Ops, PlannedOps
+from .ops import Ops, PlannedOps, ReferenceOps
 from .ops.protocol import AttentionSpec, Gate, GateKind, Norm
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ def load_head(
     head, reason = build_head(config, target), "the caller asked for modules"
     if not head.layers:
         reason = "it has no decoder layers"
+    elif not any(isinstance(module, FeatureModule) for module in head.module.modules()):
+        reason = "they attend to rows of another kind"
     elif fused:
         layers = stack_layers(head.module, head.layers, planned, target.dtype, shards)
         if isinstance(layers, str):
@@ -226,15 +228,15 @@ def _observe(
 ) -> tuple[list[AttentionSpec], Tensor]:  # per layer; [num_rows, 2 * hidden_size] float32
     """What attention is called with in the torch module, and the module's outputs."""
     facts: dict[int, AttentionSpec] = {}
+    planned = PlannedOps(ReferenceOps())
 
     def attention(step: StepInput, cache: KVCache) -> Attend:
-        planned = SdpaAttention(step, cache)
+        paged = _paged(planned, module.layer, step, cache)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            layer -= module.layer
             sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
             facts[layer] = AttentionSpec(*sizes, scale)
-            return planned.attend(layer, query, key, value, scale)
+            return paged(layer, query, key, value, scale)
 
         return attend
 

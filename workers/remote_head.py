@@ -121,7 +121,14 @@ class RemoteHeadWorker:
         timeout_s: float,
     ) -> None:
         info, *ends = load_ends(Path(spec.path), dtype, device, **spec.trust)
-        facts = TargetFacts(info.hidden_size, info.vocab_size, info.num_layers, info.dtype, device)
+        facts = TargetFacts(
+            info.hidden_size,
+            info.vocab_size,
+            info.num_layers,
+            info.dtype,
+            device,
+            spec.allow_pickle,
+        )
         self._runner = HeadRunner(
             config,
             facts,
@@ -221,7 +228,10 @@ class RemoteHeadWorker:
         """Updates the rows with a step; returns its drafts if requested and features arrived."""
         step, rows, hidden = item.step, self._rows, item.hidden
         missed, self._serial = item.serial != self._serial, _HALFWAY
+        if missed:
+            self._runner.forget()
         if rows is not None:
+            self._runner.catch_up(step)  # before what it reads changes
             if missed:
                 rows.invalidate_all()
             rows.apply_moves(step.kv_moves)

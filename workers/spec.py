@@ -25,6 +25,7 @@ class ModelSpec:
     allow_pickle: bool = False  # read pickled weights where there are no safetensors
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
+    num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
 
     @property
     def trust(self) -> dict[str, Any]:

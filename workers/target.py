@@ -121,9 +121,6 @@ def _head_verdict(verdict: Verdict) -> Verdict:
 
 
 _MAX_LOGITS = 2**24  # numbers at a time: 64 MiB in float32
-# Products take so many rows, or a multiple: oneDNN keeps some 100 KB for every number of rows that
-# it ever met, for good.
-_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +159,15 @@ class PromptRows:
         states: Tensor,  # [num_tokens, hidden_size], behind the final norm
     ) -> Logprobs:
         """Their log-probabilities; collective."""
-        size = max(1, _MAX_LOGITS // model.info.vocab_size // _ROWS) * _ROWS
+        size = max(1, _MAX_LOGITS // model.info.vocab_size)
         parts = []
         for begin in range(0, len(self.rows), size):
             tokens = self.next_tokens[begin : begin + size]
             rows = self.rows[begin : begin + size]
-            padded = np.resize(rows, -(-len(rows) // _ROWS) * _ROWS)
-            chosen = torch.from_numpy(padded).to(states.device, torch.int64)
+            chosen = torch.from_numpy(rows).to(states.device, torch.int64)
             logits = model.logits(states.index_select(0, chosen))
-            parts.append(token_logprobs(logits[: len(rows)], tokens, self.top))
-        columns = zip(*((part.chosen, part.top_ids, part.top) for part in parts), strict=True)
+            parts.append(token_logprobs(logits, tokens, self.top))
+        columns = zip(*(part.columns for part in parts), strict=True)
         return Logprobs(*map(np.concatenate, columns))
 
 

@@ -176,7 +176,11 @@ class Worker:
                 report = self._target.device_step.report
         if spec.draft is not None:
             self._draft = DraftService(
-                self._models["draft"], num_draft_blocks, spec.draft.block_size, self._collective
+                self._models["draft"],
+                num_draft_blocks,
+                spec.draft.block_size,
+                self._collective,
+                spec.draft.num_scratch_blocks,
             )
         if self._remote_head is not None:
             self._remote_head.allocate()
@@ -245,6 +249,7 @@ class Worker:
             spec.block_size,
             num_draft_nodes,
             model.info.vocab_size,
+            has_chances=self._head is not None and self._head.head.has_chances,
         )
 
     def _find_step_obstacle(self) -> str:
@@ -271,7 +276,8 @@ class Worker:
         info = model.info
         max_model_len = min(spec.max_model_len or info.max_model_len, info.max_model_len)
         if spec.num_blocks is not None:
-            check_blocks(spec.num_blocks, spec.block_size, all_bytes_per_token, self._device, 1)
+            num_blocks = spec.num_blocks + spec.num_scratch_blocks
+            check_blocks(num_blocks, spec.block_size, all_bytes_per_token, self._device, 1)
         return ModelReport(
             architecture=info.architecture,
             vocab_size=info.vocab_size,
@@ -301,6 +307,7 @@ class Worker:
         if (sizes := self._device_step(0)) is not None:
             free_bytes -= reserved_bytes(sizes, self._models["target"].info, self._collective.size)
             free_bytes -= self._head.spare_bytes() if self._head else 0
+        free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
         per_sequence = -(-max_model_len // spec.block_size)
         room = free_bytes // (kv_bytes_per_token * spec.block_size)
         if room < per_sequence:

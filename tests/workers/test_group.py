@@ -32,7 +32,7 @@ class Group:
 
 
 def _draft(model: GroupDraftModel) -> None:
-    model.ask(SimpleNamespace())  # type: ignore[arg-type]
+    model.ask(SimpleNamespace(plan=SimpleNamespace(step=-1)))  # type: ignore[arg-type]
     assert model.answer(0.0) is not None
 
 

@@ -12,8 +12,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.config import EagleConfig, MedusaConfig
 from outrider.drafters.heads.protocol import frontier
 from outrider.drafters.heads.tree_drafting import next_tokens
+from outrider.scheduler.budget import DraftBudget
 from outrider.scheduler.types import Draft, NextDrafts, Verdict, ints
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
+from outrider.tests.helpers.heads.remote import (
+    assert_same_drafts,
+    plain,
+    runner,
+    separate,
+    write_shapes,
+)
+from outrider.tests.helpers.models import write_guessable
+from outrider.workers import head as head_module
 from outrider.workers.head import HeadService
 from outrider.workers.head_attention import committed
 from outrider.workers.model.target import load_model
@@ -35,6 +45,13 @@ def target(request, tmp_path_factory) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """By shape: a target and the section of a head."""
+    folder = tmp_path_factory.mktemp("shapes")
+    return write_shapes(write_guessable(folder / "target"), folder)
 
 
 def test_ends_of_a_sharded_target_are_whole_on_rank_0(target, tmp_path, run_ranks):
@@ -126,3 +143,33 @@ def test_drafts_and_sections_cross_processes(judged):
         again = pickle.loads(pickle.dumps(section))
         assert again == section
         assert again.max_nodes == section.max_nodes
+
+
+@pytest.mark.parametrize("place", ["colocated", "separate"])
+@pytest.mark.parametrize("shape", ["eagle1-tree", "eagle3-chain", "mtp"])
+def test_rows_that_are_put_off_change_no_draft(shapes, monkeypatch, shape, place):
+    """Grants come and go: what is drafted then is what it would have been without a pause."""
+    target, section = shapes[shape]
+    section = separate(section) if place == "separate" else section
+    wishes, put_off = DraftBudget.wishes, []
+    monkeypatch.setattr(
+        DraftBudget,
+        "wishes",
+        lambda self, *given: wishes(self, *given) if given[0][0].tokens.size % 9 < 3 else {},
+    )
+    follows = head_module.joined
+
+    def spy(steps):
+        put_off.append(len(steps) - 1)
+        return follows(steps)
+
+    monkeypatch.setattr(head_module, "joined", spy)
+    run = runner(monkeypatch)
+    seen = run(target, section)
+    assert max(put_off) > 1, put_off
+    assert sum(put_off) > 5
+    put_off.clear()
+    monkeypatch.setattr(head_module, "_MOST_PUT_OFF", 0)
+    assert_same_drafts(seen, run(target, section), least_share=0.5)  # grants follow the texts
+    assert not any(put_off)
+    assert seen.outputs == plain(target)

@@ -19,20 +19,21 @@ from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_attention import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceOps
+from ..verify.device_settings import DeviceSettings
 from .layout import Accepted, DeviceLayout, best_of_ranks, draw_part, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
-DeviceDrafts = tuple[Tensor, Tensor, Tensor]
+DeviceDrafts = tuple[Tensor, ...]
 """What a head drafts for the next step: counts [num_seqs], tokens and parents [num_seqs, width],
-all int32; -1 is the root."""
+all int32, -1 is the root; of a head with chances, the bits of those [num_seqs, width]."""
 
 
 def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
     """Why the device step cannot run a head in the target's ranks, or nothing."""
     if not head.planned.ops.reads_device_only:
         return f"the head's operations {head.planned.ops.name!r} plan steps on the host"
-    if head.head.layers and head.module_reason:
+    if head.head.layers and head.module_reason and not head.head.reads_device_only:
         return f"the head's layers run as torch modules: {head.module_reason}"
     if num_nodes > MAX_NODES:
         return f"a draft of {num_nodes} nodes is longer than a step's {MAX_NODES}"
@@ -99,11 +100,13 @@ class DeviceHead:
         base = known.long() - 1
         levels = self._levels(layout, known, base) if self._head.room else None
         emitted = accepted.emitted.gather(1, accepted.counts[:, None] - 1)[:, 0].long()
-        start = DraftStart(base, emitted, feature, read, levels, self._drawing(layout, base, shape))
+        draws = self._drawing(layout, base, shape)
+        start = DraftStart(base, emitted, feature, read, levels, *draws)
         trees = self._head.expand(start, shape.num_nodes, self._service)
         seats = self._seats
         drafts = self._cut(trees, seats.step_room(shape))
-        for held, made in zip((seats.draft_counts, *seats.drafts), drafts, strict=True):
+        kept = (seats.draft_counts, *seats.drafts)
+        for held, made in zip(kept, drafts[: len(kept)], strict=True):
             held.index_copy_(0, layout.seats, made)
         return drafts
 
@@ -132,38 +135,55 @@ class DeviceHead:
         counts = room.clamp(max=num_nodes)
         if trees.sizes is not None:
             counts = counts.minimum(trees.sizes.to(torch.int32))
-        return (
-            counts,
+        parts = [
             torch.nn.functional.pad(trees.tokens.to(torch.int32), missing),
             torch.nn.functional.pad(trees.parents.to(torch.int32), missing, value=-1),
-        )
+        ]
+        if self._seats.sizes.has_chances:
+            assert trees.chances is not None, "the head has chances"
+            bits = trees.chances.to(torch.float32).contiguous().view(torch.int32)
+            parts.append(torch.nn.functional.pad(bits, missing))
+        return counts, *parts
 
     def _drawing(
         self,
         layout: DeviceLayout,
         base: Tensor,  # [num_drafts] int64
         shape: StepShape,
-    ) -> Callable[[Tensor, int], Tensor]:
-        """`DraftStart.draw` by the seats' settings."""
+    ) -> tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]:
+        """`DraftStart.draw` and `draw_from` by the seats' settings."""
         service, ids = self._service, self._head.target_ids
         ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
-        settings = seat_settings(self._seats, layout.seats)
+        num_drafts, device = len(base), base.device
 
-        def from_parts(read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
-            logits, first = service.part_of_logits(read)
+        def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings]:
+            """Positions and settings of `width` levels' rows."""
+            positions = base[:, None] + torch.arange(level + 2, level + 2 + width, device=device)
+            seats = layout.seats if width == 1 else layout.seats.repeat_interleave(width)
+            return positions.flatten(), seat_settings(self._seats, seats)
+
+        def from_parts(read: Tensor, level: int) -> Tensor:
+            logits, first = service.part_of_logits(read.flatten(0, 1))
             tokens = first if ids is None else ids[first : first + logits.shape[1]]
-            part = draw_part(ops, logits, base + 2 + level, settings, tokens)
-            return best_of_ranks(part, service.collective).long()
+            part = draw_part(ops, logits, *rows_of(level, read.shape[1]), tokens)
+            return best_of_ranks(part, service.collective).long().view(num_drafts, -1)
 
-        def from_whole(read: Tensor, level: int) -> Tensor:  # [num_drafts, hidden_size]
-            own, rows = service.logits_of_own_rows(read), slice(None)
-            logits = service.draft_logits(read) if own is None else own
-            if own is not None:
-                begin = service.collective.rank * len(own)
-                rows = slice(begin, begin + len(own))
-            whole = service.over_vocabulary(logits.float(), ids)
-            positions = (base + 2 + level)[rows]
-            drawn = ops.draw_on_device(whole, positions, settings.take(rows)).long()
-            return drawn if own is None else service.collective.all_gather(drawn, dim=0)
+        def from_whole(read: Tensor, level: int) -> Tensor:
+            flat = read.flatten(0, 1)
+            own, rows = service.logits_of_own_rows(flat), slice(None)
+            if own is None:
+                logits = service.draft_logits(flat)
+                return from_logits(logits.unflatten(0, read.shape[:2]), level)
+            begin = service.collective.rank * len(own)
+            rows = slice(begin, begin + len(own))
+            whole = service.over_vocabulary(own.float(), ids)
+            positions, settings = rows_of(level, read.shape[1])
+            drawn = ops.draw_on_device(whole, positions[rows], settings.take(rows)).long()
+            return service.collective.all_gather(drawn, dim=0).view(num_drafts, -1)
 
-        return from_parts if shape.sampler is Sampler.PLAIN else from_whole
+        def from_logits(logits: Tensor, level: int) -> Tensor:
+            whole = service.over_vocabulary(logits.flatten(0, 1).float(), ids)
+            drawn = ops.draw_on_device(whole, *rows_of(level, logits.shape[1]))
+            return drawn.long().view(num_drafts, -1)
+
+        return (from_parts if shape.sampler is Sampler.PLAIN else from_whole), from_logits

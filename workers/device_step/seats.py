@@ -35,7 +35,7 @@ from ..verify.process import spread
 from .shape import SIZES, SeatKinds, StepShape, all_shapes, fits, sizes
 
 MAX_COUNT_BYTES = 1 << 30  # of a larger table the host takes the edits
-LOGPROB_WORDS = 1 + 2 * MAX_TOP  # of a row: values, the drawn token's first, and ids
+LOGPROB_WORDS = 2 + 2 * MAX_TOP  # of a row: the drawn token's value and the top, its rank and ids
 
 
 def edit_rows(opening: Opening, vocab: int) -> dict[str, IntArray]:
@@ -125,7 +125,7 @@ def read_logprobs(
     asked: IntArray,  # [num_seqs], -1 is none
     shape: StepShape,
     vocab: int,
-    words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: of all rows values, then ids
+    words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: of all rows values, then rank and ids
 ) -> Logprobs:
     """The log-probabilities of the emitted tokens.
 
@@ -144,8 +144,8 @@ def read_logprobs(
     taken = rows[wanted]
     inside = np.arange(top) < asked[owner[wanted], None]
     best = np.where(inside, values[taken, 1 : 1 + top], np.float32(0))
-    top_ids = np.where(inside, ids[taken, :top], np.int32(0))
-    return spread(Logprobs(values[taken, 0], top_ids, best), wanted)
+    top_ids = np.where(inside, ids[taken, 1 : 1 + top], np.int32(0))
+    return spread(Logprobs(values[taken, 0], top_ids, best, ids[taken, 0]), wanted)
 
 
 _SETTINGS = np.dtype("i8, f4, i4, f4, f4")  # seed, temperature, top_k, top_p, min_p
@@ -163,6 +163,13 @@ class SeatSizes:
     block_size: int
     num_draft_nodes: int = 0  # of a head that drafts on the device; 0: there is none
     vocab_size: int = 0  # of the counts of tokens; 0: there are none
+    has_chances: bool = False  # of a head's drafts
+
+    @property
+    def draft_parts(self) -> tuple[int, ...]:
+        """Widths of a head's drafts: their sizes, tokens, parents and chances; (): it has none."""
+        width = self.num_draft_nodes
+        return (1, *(width,) * (3 if self.has_chances else 2)) if width else ()
 
     @property
     def edits_obstacle(self) -> str:

@@ -182,7 +182,7 @@ class DeviceStepService:
         self._captured.run(shape)
         asked = self.seats.kinds.num_logprobs(plan)
         has_scores = bool((asked >= 0).any())
-        num_words = outcome_words(shape.num_seqs, shape.query_len, self._sizes.num_draft_nodes)
+        num_words = outcome_words(shape.num_seqs, shape.query_len, self._sizes.draft_parts)
         if has_scores:
             num_words = len(self._step.outcome) + shape.num_rows * LOGPROB_WORDS
         self._reader.post(num_words)
@@ -201,9 +201,7 @@ class DeviceStepService:
     ) -> Verdict:
         """The verdict on the oldest posted step; waits for it."""
         plan, shape, words = posted.plan, posted.shape, self._reader.collect()
-        verdict, drafts = read_outcome(
-            plan.step, known_lens, shape, words, self._sizes.num_draft_nodes
-        )
+        verdict, drafts = read_outcome(plan.step, known_lens, shape, words, self._sizes.draft_parts)
         logprobs = None
         if posted.asked is not None:
             scores = words[len(self._step.outcome) :]

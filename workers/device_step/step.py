@@ -48,8 +48,8 @@ class DeviceStep:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
         self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
         self._collective = ALONE if model.output is None else model.output.collective
-        sizes, width = seats.sizes.step_sizes, seats.sizes.num_draft_nodes
-        num_words = max(outcome_words(*size, width) for size in sizes)
+        sizes, drafted = seats.sizes.step_sizes, seats.sizes.draft_parts
+        num_words = max(outcome_words(*size, drafted) for size in sizes)
         num_scores = 0
         if seats.sizes.has_edits:
             num_scores = LOGPROB_WORDS * max(num_seqs * query_len for num_seqs, query_len in sizes)
@@ -129,12 +129,12 @@ class DeviceStep:
         self.outcome[: len(flat)].copy_(flat)
 
 
-def outcome_words(num_seqs: int, query_len: int, draft_width: int = 0) -> int:
+def outcome_words(num_seqs: int, query_len: int, draft_parts: tuple[int, ...] = ()) -> int:
     """Size of an outcome: counts, emitted tokens and lanes of the path.
 
-    Steps with nodes add the next drafts of a head: their sizes, tokens and parents.
+    Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`.
     """
-    drafted = 1 + 2 * draft_width if draft_width and query_len > 1 else 0
+    drafted = sum(draft_parts) if query_len > 1 else 0
     return num_seqs * (1 + 2 * query_len + drafted)
 
 
@@ -143,12 +143,12 @@ def read_outcome(
     known_lens: IntArray,  # [num_seqs], tokens before the step
     shape: StepShape,
     words: NDArray[np.int32],  # [outcome_words]
-    draft_width: int = 0,
+    draft_parts: tuple[int, ...] = (),  # as of `SeatSizes`
 ) -> tuple[Verdict, NextDrafts | None]:
     """The outcome on the host, as the host path would give it; None: there is no head's draft."""
     widths = [1, shape.query_len, shape.query_len]
-    if drafts := draft_width > 0 and shape.num_nodes > 0:
-        widths += [1, draft_width, draft_width]
+    if drafts := bool(draft_parts) and shape.num_nodes > 0:
+        widths += draft_parts
     ends = shape.num_seqs * np.cumsum(widths)
     columns = [  # [num_seqs, width] each, without padding sequences
         part.reshape(shape.num_seqs, -1)[: len(known_lens)]
@@ -167,7 +167,9 @@ def read_outcome(
     )
     if not drafts:
         return verdict, None
-    num_nodes, tokens, parents = columns[3:]
-    kept, sizes = np.arange(draft_width) < num_nodes, num_nodes[:, 0]
+    num_nodes, tokens, parents, *more = columns[3:]
+    kept, sizes = np.arange(tokens.shape[1]) < num_nodes, num_nodes[:, 0]
     lens = np.where(sizes > 0, ints(known_lens + counts), 0)
-    return verdict, NextDrafts(tokens[kept], parents[kept], starts_of(sizes), lens)
+    chances = more[0][kept].view(np.float32) if more else None
+    made = NextDrafts(tokens[kept], parents[kept], starts_of(sizes), lens, chances=chances)
+    return verdict, made

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,6 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
-    dot_natural_key,
-    rename_source_key,
 )
 from transformers.integrations.moe import _grouped_mm
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -35,10 +34,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextMoe
 
 from ...config.hub import reason
-from ...drafters.heads.block import conversions
+from ...drafters.heads.block import by_target, merged
 from ...errors import CheckpointError
 from ...scheduler.types import IntArray, StepInput
-from ..attention import KVCache, KVShape, SdpaAttention, StepAttention
+from ..attention import KVCache, KVShape
+from ..ops import Ops, PagedStep, PlannedOps
 from ..ops.protocol import AttentionSpec
 from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
 from .info import ModelInfo
@@ -211,12 +211,11 @@ class _LastStates(MoeModelOutputWithPast):
 
 class BridgeRunner:
     """Transformers' modules as a `Runner`: the model is called on a flat batch, past the decorators
-    that cost time in every step."""
+    that cost time in every step. Attention is that of `ops`."""
 
-    planned = None
-
-    def __init__(self, model: Any, info: ModelInfo) -> None:
+    def __init__(self, model: Any, info: ModelInfo, ops: Ops) -> None:
         self._model = model
+        self.planned = PlannedOps(ops)
         self._outer = partial(inspect.unwrap(type(model).forward), model)
         inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
         decorated = inner.forward
@@ -247,7 +246,8 @@ class BridgeRunner:
             return torch.from_numpy(values).to(cache.device, torch.int64, non_blocking=True)
 
         rows = None if len(step.rows) == len(step.token_ids) else put(step.rows)
-        attention = SdpaAttention(step, cache)
+        plan = self.planned.plan(step, cache)
+        attention = _Planned(self.planned, plan, cache, self.attention_specs)
         return self._forward(put(step.token_ids), put(step.positions), rows, attention, capture)
 
     def _forward(
@@ -255,7 +255,7 @@ class BridgeRunner:
         token_ids: Tensor,  # [num_tokens]
         positions: Tensor,  # [num_tokens]
         rows: Tensor | None,  # [num_rows]; None: every row
-        attention: StepAttention,
+        attention: _Planned | _Observer,
         capture: tuple[int, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         """Hidden state i is the input of layer i; the last one is the output of the final norm."""
@@ -299,6 +299,22 @@ class BridgeRunner:
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step's attention, layer by layer as it was observed."""
+
+    planned: PlannedOps
+    plan: PagedStep
+    cache: KVCache
+    specs: Sequence[AttentionSpec]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, **_: Any
+    ) -> Tensor:
+        place = (self.plan, self.cache, layer)
+        return self.planned.attend(query, key, value, *place, self.specs[layer])
+
+
 class _Observer:
     """Stands in for attention and notes what it is called with."""
 
@@ -309,6 +325,8 @@ class _Observer:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, **masks: Any
     ) -> Tensor:
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        if (sinks := masks["sinks"]) is not None:
+            masks["sinks"] = sinks.detach().float().clone()
         self.specs[layer] = AttentionSpec(*sizes, scale, **masks)
         return value.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
@@ -320,7 +338,7 @@ def paged_attention(
     value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: Tensor | None,
     *,
-    outrider_attention: StepAttention,
+    outrider_attention: _Planned | _Observer,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -354,26 +372,8 @@ def map_checkpoint(
     Renames and merges are those of transformers' conversion mapping. The common merges (experts
     stored one by one) stay unread; any other conversion is run on whole tensors.
     """
-    renamings, converters, by_pattern = conversions(model)
-    wanted = model.state_dict()
-    rename = partial(
-        rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=wanted
-    )
-    sources: dict[str, TensorSource] = {}
-    collected: dict[str, tuple[WeightConverter, dict[str, list[TensorSource]]]] = {}
-    surplus = []
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename(name, renamings, converters)
-        if target not in wanted:
-            target, pattern = rename(name, [], [])
-        if target not in wanted:
-            surplus.append(name)
-        elif pattern is None:
-            sources[target] = stored[name]
-        else:
-            _, parts = collected.setdefault(target, (by_pattern[pattern], {}))
-            parts.setdefault(pattern, []).append(stored[name])
-    for target, (converter, parts) in collected.items():
+    sources, merges, surplus = by_target(model, stored)
+    for target, (converter, parts) in merges.items():
         sources.update(_convert(model, target, converter, parts))
     ignored = [
         *(model._keys_to_ignore_on_load_unexpected or []),
@@ -402,13 +402,9 @@ def _convert(
         if not joins:
             return {target: stacks[0]}
         return {target: Joined(stacks, joins[0].dim)}  # type: ignore[attr-defined]
-    whole = deepcopy(converter)
-    for pattern, pieces in parts.items():
-        for piece in pieces:
-            read = partial(piece.read, whole_box(piece.shape))
-            whole.add_tensor(target, target, pattern, read)  # type: ignore[arg-type]
-    converted = whole.convert(target, model=model, config=model.config)
-    return {
-        name: Whole(tensor[0] if isinstance(tensor, list) else tensor)
-        for name, tensor in converted.items()
+    readers = {
+        pattern: [partial(piece.read, whole_box(piece.shape)) for piece in pieces]
+        for pattern, pieces in parts.items()
     }
+    tensors = merged(model, target, converter, readers)
+    return {name: Whole(tensor) for name, tensor in tensors.items()}

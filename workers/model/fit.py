@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ..ops import max_latent_heads
+from ..ops import ReferenceOps, max_latent_heads
 from .bridge import BridgeRunner, build_meta, fuse_norms
 from .checkpoint.weights import Checkpoint
 from .family import read_spec
@@ -66,7 +66,7 @@ def _kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving
         return int(info.num_layers * latent * info.dtype.itemsize)
     fuse_norms(model)
     try:
-        shapes = BridgeRunner(model, info).kv_shapes
+        shapes = BridgeRunner(model, info, ReferenceOps()).kv_shapes
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError):
         return None
     total_heads = max(shape.num_kv_heads for shape in shapes)

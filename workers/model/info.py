@@ -1,17 +1,15 @@
 """The properties of a model, from its checkpoint's configuration; no weight is read.
 
-Nothing that computes a model is imported here, torch neither: an engine whose ranks are processes
-of their own needs an outline and no more.
+Nothing that computes a model is imported here: an engine whose ranks are processes of their own
+needs an outline and no more. transformers is imported where a configuration is read.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig
 
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
@@ -32,6 +30,9 @@ NEEDED = (
 
 def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The text model's configuration; a typed error when transformers cannot make one of it."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -66,6 +67,8 @@ def read_eos(path: Path, config: Any) -> tuple[int, ...]:
     """Tokens that end a text: the generation configuration's, else the model's."""
     eos = None
     if (path / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     if eos is None:
         eos = getattr(config, "eos_token_id", None)
@@ -168,6 +171,32 @@ def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutli
         max_model_len=config.max_position_embeddings,
         eos_token_ids=read_eos(path, config),
     )
+
+
+def check_numbers(path: Path, tensor_parallel_size: int, max_model_len: int | None) -> None:
+    """Checks what config.json itself says, which takes no time; `outline` reads it in full.
+
+    Raises:
+        ConfigError: the ranks cannot share the heads, or the context is shorter.
+    """
+    try:
+        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        text = data.get("text_config") or data
+        names = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+        num_heads, num_kv_heads, limit = map(text.get, names)
+    except (OSError, ValueError, AttributeError):
+        return  # reported by whoever reads it in full
+    if isinstance(num_heads, int) and num_heads > 0:
+        num_kv_heads = num_kv_heads if isinstance(num_kv_heads, int) and num_kv_heads > 0 else None
+        Heads(num_heads, num_kv_heads or num_heads, 0, tensor_parallel_size).check()
+    if isinstance(limit, int) and max_model_len is not None:
+        check_length(max_model_len, limit)
+
+
+def check_length(max_model_len: int, limit: int) -> None:
+    """Raises `ConfigError` for a length that is beyond the checkpoint's."""
+    if max_model_len > limit:
+        raise ConfigError.at("max_model_len", f"{max_model_len} exceeds the checkpoint's {limit}")
 
 
 def model_heads(config: Any, rank: int, size: int) -> Heads:

@@ -31,9 +31,8 @@ class Runner(Protocol):
     kv_shapes: tuple[KVShape, ...]
     """What each layer stores for one token."""
 
-    @property
-    def planned(self) -> PlannedOps | None:
-        """The operations that it runs on, for others' layers too; None: transformers' modules."""
+    planned: PlannedOps
+    """The operations that it runs on, for others' layers too."""
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]

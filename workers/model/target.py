@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ...drafters.heads.block import materialise_constants
 from ...errors import CheckpointError, ConfigError
 from ..collective import Collective
-from ..ops import Ops, make_invariant_ops, make_ops, missing_kernels
-from ..ops.products import pack_large
+from ..ops import Ops, ReferenceOps, make_invariant_ops, make_ops, missing_kernels
+from ..ops.cpu import pack_large
 from ..ops.protocol import Projection
 from ..ops.quantised import QuantisedTensor
 from .bridge import (
@@ -269,9 +269,8 @@ def load_model(
     model, plan = _load_modules(rank)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
-    return PagedModel(
-        info, model, device, collective, BridgeRunner(model, info), ForwardChoice("bridge", spec)
-    )
+    runner = BridgeRunner(model, info, ops or make_ops(device, info.dtype))
+    return PagedModel(info, model, device, collective, runner, ForwardChoice("bridge", spec))
 
 
 def _read_family(config: Any, forward: Wish) -> FamilySpec | str:
@@ -298,7 +297,7 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     pack_linears(nn.ModuleList(ends), device, ops)  # the layers' are packed by the family
     connect(model, plan, collective, info.vocab_size)
-    bridge = BridgeRunner(model, info)
+    bridge = BridgeRunner(model, info, ReferenceOps())  # shares no kernel with the family
     wanted = compare.run(bridge, info, device)
     try:
         decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective)

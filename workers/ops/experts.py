@@ -15,11 +15,10 @@ import torch
 from numba import types
 from torch import Tensor
 
-from .kernels import FLOAT, INT, VOID, compiled
+from .kernels import FLOAT, INT, VOID, Kernel, compiled
 from .kernels.elementwise import Activation
 from .kernels.experts import Pairs, Weights, mix_rows, mixing_bytes
-from .kernels.panels import FLOATS, UNIT
-from .products import Buffers, Kernel, kind_of, panels_of
+from .kernels.panels import FLOATS, UNIT, kind_of, panels_of
 from .protocol import Experts, Gate, Projection, Router, Scoring
 from .reference import sum_in_order
 
@@ -107,7 +106,7 @@ def route(
 class PanelMixture:
     """Experts whose weights lie in panels."""
 
-    def __init__(self, experts: Experts, function: int, own: Buffers) -> None:
+    def __init__(self, experts: Experts, function: int, scratch_of: Callable[[int], int]) -> None:
         self._kernel = _mixing_kernel(experts.down.dtype)
         self._gate = (function, experts.gate.limit, experts.gate.alpha)
         self._kept = [
@@ -123,7 +122,7 @@ class PanelMixture:
             hidden_size, width, self._kept[0].data_ptr(), shifts[0], self._kept[1].data_ptr(),
             shifts[1], experts.scores_input,
         )  # fmt: skip
-        self._own = own
+        self._scratch_of = scratch_of
 
     def __call__(
         self,
@@ -137,7 +136,7 @@ class PanelMixture:
         assert scores.is_contiguous(), scores.stride()
         states, out = states.contiguous(), torch.empty_like(states)
         order = np.argsort(chosen.numpy(), axis=None, kind="stable")
-        scratch = self._own.scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
+        scratch = self._scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
         self._kernel(
             states.data_ptr(), num_rows, num_rows * top, top, chosen.data_ptr(),
             scores.data_ptr(), order.ctypes.data, *self._weights, *self._gate, out.data_ptr(),

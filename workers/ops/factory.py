@@ -13,8 +13,8 @@ import torch
 from ...errors import ConfigError
 from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
+from .prompts import TorchOps
 from .protocol import Ops
-from .reference import GroupedOps
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,12 +65,12 @@ def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
 def _new(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Ops:
     kind = _class(device, dtype, deterministic=deterministic)
-    return kind() if kind is GroupedOps else kind(dtype if device.type == "cpu" else device)
+    return kind() if kind is TorchOps else kind(dtype if device.type == "cpu" else device)
 
 
 def _class(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Any:
     if missing_kernels(device, dtype):
-        return GroupedOps
+        return TorchOps
     if device.type == "cpu":
         return InvariantOps if deterministic else CpuOps
     from .cuda.ops import CudaOps, InvariantCudaOps

@@ -11,28 +11,32 @@ its prompt and the cached part of it (`deterministic: true`). What differs from 
 - What torch computes in vectors with a scalar rest (angles, activations) is computed one
   row at a time, so that an element's place in its vector never changes.
 
-Drafts must be chains: in a tree, siblings lie between a node and its ancestors, and with them the
-tiles move. The engine refuses drafters of trees.
+In a tree, siblings lie between a node and its ancestors, and would move the tiles. So each node
+of a draft that branches attends as a sequence of its own, to the context and its path (`spread`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...scheduler.types import slots_of, starts_of
 from ..attention import KVCache
 from .cpu import (
     GATE_KERNELS,
     KERNEL_DTYPES,
     CpuOps,
+    PanelProjection,
     has_attention_kernel,
 )
-from .kernels.tiles import TILE
 from .plan import PagedStep
-from .products import PanelProjection
+from .prompts import KernelRows
 from .protocol import AttentionSpec, Gate, Projection, Rotation
 
 
@@ -47,6 +51,13 @@ class InvariantOps(CpuOps):
         super().__init__(dtype)
         self._prompt_rows = None  # whatever a chunk's length, the kernel attends
         self._angles: dict[int, _AngleTable] = {}
+
+    def adopt(self, plan: PagedStep) -> PagedStep:
+        adopted = super().adopt(plan)
+        paths = None if plan.host is None else spread(plan)  # a head's levels have no host
+        if paths is None:
+            return adopted
+        return replace(adopted, passes=(KernelRows(0, super().adopt(paths)),))
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype not in KERNEL_DTYPES:
@@ -81,8 +92,50 @@ class InvariantOps(CpuOps):
             return super().gate(gate_up, gate)
         return by_row(lambda row: super(InvariantOps, self).gate(row, gate), gate_up)
 
-    def tile_alignment(self, block_size: int) -> int:
-        return TILE // block_size * block_size if block_size <= TILE else block_size
+
+def spread(plan: PagedStep) -> PagedStep | None:
+    """The same rows, with every node of a draft that branches as a sequence of one row.
+
+    Block tables name slots. Its keys are those below `tree_start` and its path, in this order. None
+    where no draft branches.
+    """
+    starts, contexts = plan.query_start.numpy(), plan.context_lens.numpy()
+    ends = contexts + starts[1:] - starts[:-1]
+    below = np.minimum(plan.tree_start.numpy(), ends)  # beyond, where a prompt was cut
+    if (below == ends).all():
+        return None
+    tables, slots = plan.block_tables.numpy(), plan.slots.numpy()
+    bits = np.unpackbits(plan.ancestors.numpy().view(np.uint8), axis=1, bitorder="little")
+    index, sizes, paths = plan.row_index.numpy().copy(), list[int](), list[NDArray[np.int32]]()
+    for seq, root_end in enumerate(below.tolist()):
+        keys = slots_of(tables[seq], np.arange(ends[seq], dtype=np.int32), plan.block_size)
+        first = int(starts[seq] + root_end - contexts[seq])  # node
+        if first > starts[seq]:  # a part may begin behind the root
+            sizes.append(first - int(starts[seq]))
+            paths.append(keys[:root_end])
+        for row in range(first, int(starts[seq + 1])):
+            nodes = np.flatnonzero(bits[row])
+            paths.append(np.concatenate([keys[:root_end], slots[first + nodes]]))
+            sizes.append(1)
+            index[row] = len(paths[-1]) - 1
+    lens = np.array([len(path) for path in paths], dtype=np.int32)
+    listed = np.zeros((len(paths), int(lens.max())), dtype=np.int32)
+    for line, path in zip(listed, paths, strict=True):
+        line[: len(path)] = path
+    rows = np.array(sizes, dtype=np.int32)
+    return replace(
+        plan,
+        row_seq=torch.from_numpy(np.arange(len(rows), dtype=np.int32).repeat(rows)),
+        row_index=torch.from_numpy(index),
+        query_start=torch.from_numpy(starts_of(rows)),
+        context_lens=torch.from_numpy(lens - rows),
+        tree_start=torch.from_numpy(lens),
+        block_tables=torch.from_numpy(listed),
+        ancestors=torch.zeros_like(plan.ancestors),
+        block_size=1,
+        max_query_len=int(rows.max()),
+        max_key_len=int(lens.max()),
+    )
 
 
 class _AngleTable:

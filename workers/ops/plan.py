@@ -140,7 +140,7 @@ class PagedStep:
     host: StepInput | None = None  # the same on the host, where there is such a thing
     turn: Turn | None = None  # of a part of a step
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
-    passes: tuple[Any, ...] = ()  # of attention on a CPU (`prompts.py`); none: the kernel's alone
+    passes: tuple[Any, ...] = ()  # of attention (`prompts.py`); none: the kernel's alone
 
     @property
     def num_tokens(self) -> int:
@@ -190,11 +190,12 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
 
     A draft that branches is not to be cut. `host` stays the whole step's.
     """
-    starts = plan.query_start.numpy()
+    device = plan.slots.device
+    starts = plan.query_start.cpu().numpy()
     first = int(np.searchsorted(starts, begin, side="right")) - 1
     last = int(np.searchsorted(starts, end, side="left"))
     cut = starts[first : last + 1].clip(begin, end)
-    context_lens = plan.context_lens.numpy()[first:last] + cut[:-1] - starts[first:last]
+    context_lens = plan.context_lens.cpu().numpy()[first:last] + cut[:-1] - starts[first:last]
     query_lens = cut[1:] - cut[:-1]
     rows = slice(begin, end)
     return replace(
@@ -204,8 +205,8 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
         slots=plan.slots[rows],
         row_seq=plan.row_seq[rows] - first,
         row_index=plan.row_index[rows],
-        query_start=torch.from_numpy(cut - np.int32(begin)),
-        context_lens=torch.from_numpy(context_lens),
+        query_start=torch.from_numpy(cut - np.int32(begin)).to(device),
+        context_lens=torch.from_numpy(context_lens).to(device),
         tree_start=plan.tree_start[first:last],
         block_tables=plan.block_tables[first:last],
         ancestors=plan.ancestors[rows],

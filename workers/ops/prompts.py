@@ -1,4 +1,5 @@
-"""Attention of long chunks by torch's fused operation, beside the kernel's of all other rows.
+"""Torch's fused attention, which computes sequence by sequence: where there are no kernels, and for
+long chunks beside the kernel's of all other rows.
 
 Where a processor has tiles for products (AMX), torch's attention reaches them and the kernel does
 not. A step is cut into passes: every sequence with a long chunk is one of its own, its keys and
@@ -8,23 +9,26 @@ values gathered once a layer; the rows between are left to the kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
-from ..attention import Reach
+from ...scheduler.types import StepInput
+from ..attention import KVCache
 from .plan import PagedStep, part_of
-from .protocol import AttentionSpec
-from .reference import visible
+from .protocol import AttentionSpec, Norm
+from .reference import ReferenceOps, visible
 
 
 def suits_torch(spec: AttentionSpec) -> bool:
     """Whether torch's fused attention computes such a layer; a soft cap and sinks it has not."""
-    is_plain = spec.softcap is None and spec.sinks is None
-    return is_plain and spec.value_dim == spec.head_dim and not spec.shared_values
+    return spec.softcap is None and spec.sinks is None
+
+
+MAX_FOLDED = 64  # rows; the repeated mask of more costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +50,50 @@ class PromptChunk:
 
     def attend(
         self,
-        joined: Tensor,  # [num_tokens and more, spec.joined_width], queries first, prepared
+        query: Tensor,  # [num_tokens of the step, num_heads, head_dim], prepared
         keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
-        values: Tensor,  # alike
+        values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         spec: AttentionSpec,
-        out: Tensor,  # [num_tokens and more, num_heads * head_dim], written
+        out: Tensor,  # [num_tokens of the step, num_heads, value_dim], written
     ) -> None:
-        """Attention to keys and values that are in their slots."""
+        """Attention to keys and values that are in their slots.
+
+        Heads of a short query are folded into its rows: every key head is then read once for all
+        that share it.
+        """
         num_rows, num_keys = self.plan.num_tokens, len(self.slots)
-        heads = (1, num_rows, spec.num_heads, spec.head_dim)
-        is_near = Reach(spec.window, spec.chunk).covers(num_keys)
-        is_triangle = is_near and num_rows == num_keys == int(self.plan.tree_start[0])
-        found = scaled_dot_product_attention(
-            joined[:num_rows, : spec.key_begin].reshape(heads).transpose(1, 2),
+        rows = slice(self.begin, self.begin + num_rows)
+        is_near = all(each is None or num_keys <= each for each in (spec.window, spec.chunk))
+        is_plain = is_near and num_keys == int(self.plan.tree_start[0])
+        is_triangle = is_plain and MAX_FOLDED < num_rows == num_keys
+        mask = None if is_triangle or (is_plain and num_rows == 1) else self._mask(spec, query)
+        shape = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, num_rows)
+        lines = query[rows].transpose(0, 1)
+        is_folded = num_rows <= MAX_FOLDED and shape[1] > 1
+        if is_folded:
+            lines = lines.reshape(shape[0], shape[1] * num_rows, -1)
+            mask = None if mask is None else mask.repeat(shape[1], 1)
+        found = functional.scaled_dot_product_attention(
+            lines[None],
             keys.index_select(0, self.slots)[None].transpose(1, 2),
             values.index_select(0, self.slots)[None].transpose(1, 2),
-            None if is_triangle else self._mask(spec, joined.dtype),
+            mask,
             is_causal=is_triangle,
             scale=spec.scale,
-            enable_gqa=spec.num_heads > spec.num_kv_heads,
+            enable_gqa=shape[1] > 1 and not is_folded,
         )
-        out[:num_rows].view(heads).copy_(found.transpose(1, 2))
+        out[rows].copy_(found.reshape(spec.num_heads, num_rows, -1).transpose(0, 1))
 
-    def _mask(self, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:  # [num_tokens, key_len]
+    def _mask(self, spec: AttentionSpec, query: Tensor) -> Tensor:  # [num_tokens, key_len]
         """Zero for what a row sees, minus infinity for the rest; once a step and kind of layer."""
         reach = (spec.window, spec.chunk)
         if reach not in self._masks:
-            rows, index = torch.arange(self.plan.num_tokens), torch.arange(len(self.slots))
+            device = self.slots.device
+            rows = torch.arange(self.plan.num_tokens, device=device)
+            index = torch.arange(len(self.slots), device=device)
             seen = visible(self.plan, rows[None], index, spec)[0]
-            self._masks[reach] = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+            zeros = torch.zeros(seen.shape, dtype=query.dtype, device=device)
+            self._masks[reach] = zeros.masked_fill(~seen, -torch.inf)
         return self._masks[reach]
 
 
@@ -95,10 +114,44 @@ def _passes(
         if done < begin:
             yield KernelRows(done, adopt(part_of(plan, done, begin)))
         num_keys = int(plan.context_lens[seq]) + end - begin
-        index = torch.arange(num_keys)
+        index = torch.arange(num_keys, device=plan.slots.device)
         blocks = plan.block_tables[seq].long()[index // plan.block_size]
         slots = blocks * plan.block_size + index % plan.block_size
         yield PromptChunk(begin, part_of(plan, begin, end), slots)
         done = end
     if done < plan.num_tokens:
         yield KernelRows(done, adopt(part_of(plan, done, plan.num_tokens)))
+
+
+class TorchOps(ReferenceOps):
+    """Torch's fused attention and norm, for devices without kernels. Plans are made on the host."""
+
+    name = "torch"
+    max_latent_heads = 0  # keys are expanded
+
+    def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
+        plan = super().plan(step, cache)
+        return replace(plan, passes=passes_of(plan, 1, self.adopt))
+
+    def norm(self, states: Tensor, norm: Norm) -> Tensor:
+        # Torch's one call wants states and weight of one dtype; float32 is also the precision.
+        out = functional.rms_norm(states.float(), states.shape[-1:], norm.weight, norm.eps)
+        return out.to(states.dtype)
+
+    def attend(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
+        values: Tensor,  # [num_slots, num_kv_heads, value_dim]
+        plan: PagedStep,
+        spec: AttentionSpec,
+    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        """Sequence by sequence, so that none is padded."""
+        out = query.new_empty(plan.num_tokens, spec.num_heads, spec.value_dim)
+        for each in plan.passes or passes_of(plan, 1, self.adopt):
+            if isinstance(each, PromptChunk) and suits_torch(spec):
+                each.attend(query, keys, values, spec, out)
+                continue
+            rows = slice(each.begin, each.begin + each.plan.num_tokens)
+            out[rows] = super().attend(query[rows], keys, values, each.plan, spec)
+        return out

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ...scheduler.types import StepInput
@@ -259,8 +260,8 @@ class DeviceOps(Ops, Protocol):
         tokens: Tensor,  # [num_rows] int32, drawn
         edits: DeviceEdits,
     ) -> tuple[Tensor, Tensor]:
-        """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and ids [num_rows,
-        MAX_TOP] int32 of the most likely; of rows and columns that are asked for."""
+        """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and as many int32: the
+        drawn token's rank, and the ids of the most likely; of what is asked for."""
 
 
 class PlannedOps:
@@ -278,3 +279,19 @@ class PlannedOps:
         plan = self.ops.plan(step, cache)
         self.last = (step, cache, plan)
         return plan
+
+    def attend(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        plan: PagedStep,
+        cache: KVCache,
+        layer: int,
+        spec: AttentionSpec,  # without norms and rotation
+    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+        """`Ops.rope_store_attend` of queries and keys that others have prepared."""
+        joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
+        assert joined.dtype == cache.keys[layer].dtype, (joined.dtype, cache.keys[layer].dtype)
+        out = self.ops.rope_store_attend(joined, None, None, plan, cache, layer, spec)
+        return out.unflatten(1, (spec.num_heads, spec.value_dim))

@@ -7,15 +7,13 @@ whole contexts and pads every sequence to the longest: correct for every step, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache, SdpaAttention, StepAttention
+from ..attention import KVCache
 from .plan import WORD_BITS, PagedStep, plan_step
 from .protocol import (
     AttentionSpec,
@@ -342,55 +340,3 @@ def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Ten
     placed = torch.empty_like(wide)
     placed[order] = wide
     return placed.unflatten(0, chosen.shape).sum(1).to(states.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedStep(PagedStep):
-    """A step with the attention that was planned for it."""
-
-    attention: StepAttention | None = None
-
-
-class GroupedOps(ReferenceOps):
-    """Torch's fused attention and norm, for devices without kernels.
-
-    Sequences of similar length are attended together; plans are made on the host.
-    """
-
-    name = "torch"
-    max_latent_heads = 0  # torch's attention has no shared values
-
-    def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
-        flat = plan_step(step, cache.block_size, cache.device)
-        attention = SdpaAttention(step, cache)
-        return GroupedStep(
-            **{each.name: getattr(flat, each.name) for each in fields(flat)}, attention=attention
-        )
-
-    def norm(self, states: Tensor, norm: Norm) -> Tensor:
-        # Torch's one call wants states and weight of one dtype; float32 is also the precision.
-        out = functional.rms_norm(states.float(), states.shape[-1:], norm.weight, norm.eps)
-        return out.to(states.dtype)
-
-    def rope_store_attend(
-        self,
-        joined: Tensor,  # [num_tokens, spec.joined_width]
-        rotation: Rotation | None,
-        temperature: Tensor | None,  # [num_tokens] float32
-        plan: PagedStep,
-        cache: KVCache,
-        layer: int,
-        spec: AttentionSpec,
-    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        # Torch's attention stores what it reads, and needs the step on the host.
-        if spec.shared_values or not isinstance(plan, GroupedStep):
-            return super().rope_store_attend(
-                joined, rotation, temperature, plan, cache, layer, spec
-            )
-        assert plan.attention is not None, "planned by `plan`"
-        query, key, value = prepared_heads(joined, rotation, temperature, spec)
-        out = plan.attention.attend(
-            layer, query, key, value, spec.scale,
-            window=spec.window, softcap=spec.softcap, sinks=spec.sinks, chunk=spec.chunk,
-        )  # fmt: skip
-        return out.flatten(1)

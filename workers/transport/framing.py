@@ -23,14 +23,8 @@ _BUFFER_BYTES = 2**16
 STEPS, BEATS = b"steps", b"beats"  # what a connection to a rank is for: its first frame
 MAX_HANDSHAKES = 64  # pending at once; beyond that the oldest is dropped
 HANDSHAKE_TIMEOUT_S = 5.0
-# A peer whose machine is gone answers neither probes nor data: its connection ends after about
-# six seconds. The kernel answers probes, so a busy process keeps its connections.
-_TCP_OPTIONS = (
-    ("TCP_KEEPIDLE", 3),  # seconds without traffic before the first probe
-    ("TCP_KEEPINTVL", 1),
-    ("TCP_KEEPCNT", 3),
-    ("TCP_USER_TIMEOUT", 6000),  # milliseconds that sent data may stay unacknowledged
-)
+_GONE_S = 6.0  # after which a peer that answers nothing is gone
+_NUM_PROBES = 3
 Address = tuple[str, str, int]  # ("unix", path, 0) or ("tcp", host, port)
 
 
@@ -178,10 +172,26 @@ def tune(connection: socket.socket) -> None:
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end_without_answers(connection, _GONE_S)
+
+
+def end_without_answers(connection: socket.socket, after_s: float) -> None:
+    """A TCP connection ends when its peer answers neither probes nor data for `after_s`.
+
+    It does so when its machine or the network is gone. The kernel answers probes, so that a busy
+    process keeps its connections. Whole seconds, one at least.
+    """
+    options = (
+        ("TCP_KEEPIDLE", after_s / 2),  # seconds without traffic before the first probe
+        ("TCP_KEEPINTVL", after_s / 2 / _NUM_PROBES),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+        ("TCP_USER_TIMEOUT", after_s * 1e3),  # milliseconds that data may stay unacknowledged
+    )
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _TCP_OPTIONS:
+    for option, value in options:
         if hasattr(socket, option):  # Linux has them all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            number = getattr(socket, option)
+            connection.setsockopt(socket.IPPROTO_TCP, number, max(1, round(value)))
 
 
 def frame(body: bytes) -> bytes:

@@ -174,7 +174,7 @@ class SocketChannel(Channel):
         num_ranks: ranks behind the connections, with those that a leader hands messages on to;
             None: one behind each.
         spin_s: how long to look for an answer, around the time when it usually comes, before
-            sleeping.
+            sleeping; only where the ranks have nothing else to do once they have answered.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class SocketChannel(Channel):
         self._waiting = select.poll()  # `selectors` would take several times as long a step
         self._readers = {each.fileno(): FrameReader(each) for each in self._connections}
         self._usual = Lookout(self._waiting, spin_s)
+        self._num_pending = 0  # messages without their answer
         for number in (self._wake_reader.fileno(), *self._readers):
             self._waiting.register(number, select.POLLIN)
 
@@ -205,6 +206,7 @@ class SocketChannel(Channel):
                 self._timeout_s = timeout_s
             for connection in self._connections:
                 framing.send(connection, body)
+            self._num_pending += 1
         except OSError as error:
             raise WorkerDiedError(self._dead or f"a rank is gone: {error}") from None
 
@@ -213,6 +215,7 @@ class SocketChannel(Channel):
         reader = self._next_reader(timeout_s)
         try:
             ok, rank, reply = wire.decode(reader.receive())
+            self._num_pending -= 1
         except (OSError, WorkerDiedError) as error:
             raise WorkerDiedError(self._dead or f"a rank is gone: {error}") from None
         if not ok:
@@ -227,7 +230,10 @@ class SocketChannel(Channel):
         for reader in self._readers.values():
             if reader.has_data:
                 return reader
-        ready = [number for number, _ in self._usual.wait(timeout_s)]
+        # A rank that has its next message already does not wait for whoever reads this answer.
+        is_awaited = self._num_pending <= 1
+        found = self._usual.wait(timeout_s) if is_awaited else self._waiting.poll(timeout_s * 1e3)
+        ready = [number for number, _ in found]
         if not ready:
             raise NoAnswerError
         if self._dead is not None or any(number not in self._readers for number in ready):

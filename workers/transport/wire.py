@@ -55,6 +55,8 @@ _RECORDS: tuple[type[Any], ...] = (
     types.RequestTimes,
     types.Delta,
     protocol.DraftStep,
+    protocol.Preparation,
+    protocol.Outcomes,
     protocol.Drafted,
     protocol.HeadAsk,
     protocol.HeadAnswer,

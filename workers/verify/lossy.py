@@ -168,7 +168,7 @@ class Synthetic:
     token that the request's settings or grammar exclude is never accepted.
 
     Its purpose is that of vLLM's `rejection_sample_method: synthetic`
-    (`vllm/config/speculative.py`), whose rates are defined otherwise (`config/compat/vllm.py`).
+    (`vllm/config/speculative.py`), whose rates are defined otherwise (`config/compat/vllm.yaml`).
     """
 
     name: ClassVar[str] = "synthetic"

@@ -62,23 +62,26 @@ def token_logprobs(
     tokens: IntArray,  # [num_rows]
     top: int,
 ) -> Logprobs:
-    """Log-probabilities of one token per row and of the `top` most likely, best first.
+    """Log-probabilities of one token per row, its rank, and the `top` most likely, best first.
 
     They are the model's own, without settings; ties go to the lower id.
     """
     raw = logits.log_softmax(1)
-    chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
+    chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
+    own = raw.gather(1, chosen)
+    is_lower = torch.arange(logits.shape[1], device=logits.device) < chosen
+    ranks = 1 + ((raw > own) | ((raw == own) & is_lower)).sum(1)
     ids = raw.topk(min(top, logits.shape[1]), dim=1).indices.sort(dim=1).values
     best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    values = torch.cat([raw.gather(1, chosen[:, None]), best], dim=1).cpu().numpy()
-    top_ids = ids.gather(1, order).to(torch.int32).cpu().numpy()
-    return Logprobs(values[:, 0], top_ids, values[:, 1:])
+    values = torch.cat([own, best], dim=1).cpu().numpy()
+    counted = torch.cat([ranks[:, None], ids.gather(1, order)], dim=1).to(torch.int32).cpu().numpy()
+    return Logprobs(values[:, 0], counted[:, 1:], values[:, 1:], counted[:, 0])
 
 
 def spread(found: Logprobs, wanted: NDArray[np.bool_]) -> Logprobs:  # [num_emitted]
     """`found`, of the tokens that are wanted, with zeros for the others."""
     columns = []
-    for values in (found.chosen, found.top_ids, found.top):
+    for values in found.columns:
         columns.append(np.zeros((len(wanted), *values.shape[1:]), dtype=values.dtype))
         columns[-1][wanted] = values
     return Logprobs(*columns)

@@ -62,18 +62,63 @@ def draw_siblings(
     The largest perturbed log-probabilities, in order, are such a sample (Kool, van Hoof, Welling
     2019, arXiv:1903.06059).
     """
-    vocab = logits.shape[1]
     assert num_siblings <= top, (num_siblings, top)
-    top = min(top, vocab)
-    top_k, greedy = settings.top_k, settings.greedy
-    cut = settings._replace(
-        temperature=np.where(greedy, np.float32(1), settings.temperature),
-        top_k=np.where((top_k > 0) & (top_k < top), top_k, top).astype(np.int32),
-    )
+    ids, best = _likeliest(logits, settings, top)
     stream: int | Tensor = noise.DRAFT
     if rounds is not None:
         stream = torch.as_tensor(rounds, dtype=torch.int64) + noise.ROUND_DRAFT
     row_keys = noise.keys(settings.seeds, positions, stream).to(logits.device)
+    deterministic = torch.from_numpy(settings.greedy).to(logits.device)[:, None]
+    scores = torch.where(deterministic, best, best + noise.gumbel(row_keys, ids))
+    score, order = scores.topk(min(num_siblings, ids.shape[1]), dim=1)
+    tokens = ids.gather(1, order).masked_fill(score == -torch.inf, -1)
+    return tokens, ids, best.softmax(1).masked_fill(deterministic, 0.0)
+
+
+_NUM_RANKED = 128  # tokens that noise may bring to the front
+
+
+def rank_draws(
+    logits: Tensor,  # [num_rows, vocab] float32
+    positions: Positions,  # [num_rows]
+    settings: DrawSettings,  # of the rows
+    num_ranked: int,
+    *,
+    shares_noise: bool,
+) -> tuple[Tensor, Tensor]:  # [num_rows, num_ranked] int32, alike float32
+    """The tokens that another model with similar logits most likely draws, and their weights.
+
+    Where it draws with the target's noise, the order is that of the perturbed log-probabilities;
+    the first is this model's own draw. Weights sum to at most 1; a token of -1 has none.
+    """
+    greedy = settings.greedy
+    settings = settings._replace(
+        top_p=np.where(greedy, np.float32(1), settings.top_p),
+        min_p=np.where(greedy, np.float32(0), settings.min_p),
+    )
+    ids, scores = _likeliest(logits, settings, max(num_ranked, _NUM_RANKED))
+    if shares_noise and not greedy.all():
+        row_keys = noise.keys(settings.seeds, positions).to(logits.device)
+        deterministic = torch.from_numpy(greedy).to(logits.device)[:, None]
+        scores = torch.where(deterministic, scores, scores + noise.gumbel(row_keys, ids))
+    best, order = scores.softmax(1).topk(min(num_ranked, ids.shape[1]), dim=1)
+    return ids.gather(1, order).masked_fill(best == 0, -1), best
+
+
+def _likeliest(
+    logits: Tensor,  # [num_rows, vocab] float32
+    settings: DrawSettings,  # of the rows
+    top: int,
+) -> tuple[Tensor, Tensor]:  # [num_rows, top] int32, alike float32
+    """The most likely tokens of every row and their processed logits, -inf where cut off.
+
+    Greedy rows are processed as of temperature 1.
+    """
+    top, top_k = min(top, logits.shape[1]), settings.top_k
+    cut = settings._replace(
+        temperature=np.where(settings.greedy, np.float32(1), settings.temperature),
+        top_k=np.where((top_k > 0) & (top_k < top), top_k, top).astype(np.int32),
+    )
     shape, device = (len(logits), top), logits.device
     ids = torch.zeros(shape, dtype=torch.int32, device=device)
     best = torch.full(shape, -torch.inf, device=device)
@@ -83,8 +128,4 @@ def draw_siblings(
         best[rows, :width], order = pool.logits.topk(width, dim=1)
         found = order if pool.ids is None else pool.ids.gather(1, order)
         ids[rows, :width] = found.to(torch.int32)
-    deterministic = torch.from_numpy(greedy).to(device)[:, None]
-    scores = torch.where(deterministic, best, best + noise.gumbel(row_keys, ids))
-    score, order = scores.topk(min(num_siblings, top), dim=1)
-    tokens = ids.gather(1, order).masked_fill(score == -torch.inf, -1)
-    return tokens, ids, best.softmax(1).masked_fill(deterministic, 0.0)
+    return ids, best

@@ -103,6 +103,7 @@ class DraftingTarget(InProcessTarget):
 
     def __init__(self, model, num_blocks, **options) -> None:
         super().__init__(model, num_blocks, **options)
+        self._has_chances = options["head"].head.has_chances
         self.drafted: dict[tuple[str, int], tuple] = {}
         self.num_ahead = 0  # steps planned with drafts that only the ranks had
         self.names: list[tuple[str, ...]] = []  # of posted steps
@@ -116,6 +117,9 @@ class DraftingTarget(InProcessTarget):
         verdict, names = super().collect(), self.names.pop(0)
         made = verdict.next_drafts
         assert made is None or not made.error
+        if made is not None and made.tokens.size:
+            assert (made.chances is not None) == self._has_chances
+            assert made.chances is None or ((made.chances > 0) & (made.chances < 1)).all()
         for row, name in enumerate(names if made is not None else ()):
             span = slice(made.start[row], made.start[row + 1])
             if made.lens[row]:

@@ -22,7 +22,6 @@ from outrider.tests.helpers.heads import cases
 from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.mtp import Made
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
-from outrider.workers import head as head_module
 from outrider.workers.device_step.draft import head_obstacle
 from outrider.workers.head import HeadService
 from outrider.workers.model.target import load_model
@@ -170,6 +169,6 @@ def test_an_exception_of_a_divided_head_is_raised(tmp_path, run_ranks, monkeypat
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(head_module, "draft", fail)
+    monkeypatch.setattr(head, "_run", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         head.run(None, None, (torch.zeros(1),))

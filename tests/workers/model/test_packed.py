@@ -8,7 +8,7 @@ from torch import nn
 
 from outrider.workers.model.target import pack_linears
 from outrider.workers.ops import make_ops
-from outrider.workers.ops.products import PanelProjection
+from outrider.workers.ops.cpu import PanelProjection
 from outrider.workers.ops.table import VARIABLE
 
 CPU = torch.device("cpu")

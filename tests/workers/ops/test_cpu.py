@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.scheduler.types import ints
-from outrider.tests.helpers.steps import assert_close, assert_norms, random_tree, step_of
+from outrider.tests.helpers.steps import assert_close, assert_norms
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import make_ops
-from outrider.workers.ops.cpu import CpuOps
-from outrider.workers.ops.products import PackedProjection, PanelProjection
+from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
+from outrider.workers.ops.prompts import TorchOps
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
-from outrider.workers.ops.reference import GroupedOps, ReferenceOps
+from outrider.workers.ops.reference import ReferenceOps
 from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, TABLE, capability, ways
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -221,8 +222,8 @@ def test_nothing_is_compiled_in_a_step():
 def test_who_gets_the_kernels():
     for dtype in DTYPES:
         assert type(make_ops(torch.device("cpu"), dtype)) is CpuOps
-    assert type(make_ops(torch.device("cpu"), torch.float16)) is GroupedOps
-    assert type(make_ops(torch.device("meta"), torch.bfloat16)) is GroupedOps
+    assert type(make_ops(torch.device("cpu"), torch.float16)) is TorchOps
+    assert type(make_ops(torch.device("meta"), torch.bfloat16)) is TorchOps
 
 
 @pytest.mark.slow

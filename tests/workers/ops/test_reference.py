@@ -1,4 +1,4 @@
-"""The flat plan and the reference's attention equal attention over dense masks."""
+"""The flat plan, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 
 from outrider.scheduler.tree import ancestor_mask, chain
 from outrider.scheduler.types import Draft, ints
-from outrider.workers.attention import KVCache, KVShape, SdpaAttention
 from outrider.workers.ops import ReferenceOps, plan_step
-from outrider.workers.ops.protocol import AttentionSpec
 
 BLOCK = 4
 
@@ -52,35 +50,6 @@ def test_ancestor_bits(step):
         np.testing.assert_array_equal(bits[:, : len(parents)] == 1, ancestor_mask(parents))
         assert not bits[:, len(parents) :].any()
     assert not plan.ancestors[: step.query_start[3]].any(), "chains need no bits"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"window": 5}, {"chunk": 7}, {"softcap": 2.0, "sinks": torch.randn(4), "window": 9}],
-    ids=["plain", "window", "chunk", "softcap-sinks"],
-)
-def test_attention(step, settings):
-    torch.manual_seed(0)
-    spec = AttentionSpec(4, 2, 8, 6, scale=0.3, **settings)
-    caches = [
-        KVCache([KVShape(2, 8, 6)], 200, BLOCK, torch.float32, torch.device("cpu"))
-        for _ in range(2)
-    ]
-    caches[0].keys[0].normal_()
-    caches[0].values[0].normal_()
-    caches[1].keys[0].copy_(caches[0].keys[0])
-    caches[1].values[0].copy_(caches[0].values[0])
-    joined = torch.randn(len(step.token_ids), spec.joined_width)
-    ops = ReferenceOps()
-    mine = ops.rope_store_attend(joined, None, None, ops.plan(step, caches[0]), caches[0], 0, spec)
-    heads = (joined[:, :32].unflatten(1, (4, 8)), joined[:, 32:48].unflatten(1, (2, 8)))
-    wanted = SdpaAttention(step, caches[1]).attend(
-        0, *heads, joined[:, 48:].unflatten(1, (2, 6)), 0.3,
-        window=spec.window, softcap=spec.softcap, sinks=spec.sinks, chunk=spec.chunk,
-    )  # fmt: skip
-    torch.testing.assert_close(mine, wanted.flatten(1), rtol=1e-4, atol=1e-5)
-    assert torch.equal(caches[0].keys[0], caches[1].keys[0])
-    assert torch.equal(caches[0].values[0], caches[1].values[0])
 
 
 def test_only_chosen_experts_are_computed():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.errors import ConfigError
-from outrider.tests.helpers.steps import assert_close, random_tree, step_of
+from outrider.tests.helpers.steps import assert_close
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import table
-from outrider.workers.ops.cpu import CpuOps
+from outrider.workers.ops.cpu import CpuOps, PackedProjection, ProjectionByRows
 from outrider.workers.ops.invariant import InvariantOps
-from outrider.workers.ops.products import PackedProjection, ProjectionByRows
 from outrider.workers.ops.prompts import PromptChunk
 from outrider.workers.ops.protocol import AttentionSpec
 from outrider.workers.ops.reference import ReferenceOps

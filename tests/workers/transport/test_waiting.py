@@ -116,3 +116,31 @@ def test_each_end_of_a_channel_looks_as_long_as_it_is_told(monkeypatch, engine_s
     rank.join()
     far.close()
     assert looking == idents
+
+
+def test_an_engine_sleeps_while_its_rank_has_more_to_do(monkeypatch) -> None:
+    """Two messages are posted: nobody waits for whoever reads the first answer."""
+    looks = []
+    monkeypatch.setattr(socket_channel.os, "sched_yield", lambda: looks.append(channel))
+    monkeypatch.setattr(socket_channel, "num_cores", lambda: 2)
+    near, far = socket.socketpair()
+    go = threading.Semaphore(0)
+
+    def answer(message: int) -> int:
+        go.acquire()
+        return message + 1
+
+    rank = threading.Thread(target=serve, args=(far, 0, answer, (), 0.0))
+    rank.start()
+    channel = SocketChannel([near], spin_s=0.1)
+    channel.send(1, 60.0)
+    channel.send(2, 60.0)
+    threading.Timer(0.02, go.release).start()
+    assert channel.receive(60.0) == 2
+    assert not looks
+    threading.Timer(0.02, go.release).start()
+    assert channel.receive(60.0) == 3
+    assert looks, "the rank waits for the next message"
+    channel.close()
+    rank.join()
+    far.close()

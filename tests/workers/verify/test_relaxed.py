@@ -230,7 +230,7 @@ BAD = [
     ({**NGRAM, "lossy": True}, "lossy"),
     ({**NGRAM, SWITCH: True, "lossy": False}, "lossy"),
     ({**NGRAM, SWITCH: True, "verification": "block"}, "verification: given twice"),
-    ({**NGRAM, SWITCH: 3}, "expected true or false"),
+    ({**NGRAM, SWITCH: 3}, "allowed: true, false"),
     ({**NGRAM, "relaxed_delta": 0.5}, "relaxed_delta belongs to verification 'relaxed'"),
     ({**NGRAM, SWITCH: True, "posterior_alpha": 1}, "posterior_alpha belongs to"),
     ({**NGRAM, SWITCH: True, "relaxed_delta": -1}, "relaxed_delta"),

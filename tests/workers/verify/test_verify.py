@@ -189,6 +189,7 @@ def test_logprobs_are_of_the_models_own_distribution():
         assert result.logprobs.chosen[at] == own[result.emitted[at]]
         np.testing.assert_array_equal(result.logprobs.top[at], own.topk(3).values)
         np.testing.assert_array_equal(result.logprobs.top_ids[at], own.topk(3).indices)
+        assert result.logprobs.ranks[at] == 1 + (own > own[result.emitted[at]]).sum()
     assert result.logprobs.chosen[2] == 0
     assert result.logprobs.top.shape == (3, 3)
 

@@ -10,11 +10,12 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ....config.hub import is_hub_id
+from ....config.hub import is_hub_id, only_pickled
 from ....errors import CheckpointError
 
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_PICKLES = ["pytorch_model*.bin", "*lm_head*.pt", "model*.pt"]  # of models and heads
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
@@ -44,7 +45,7 @@ def local_folder(
     else:
         return source
     code = ["*.py"] if trust_remote_code else []
-    pickles = ["pytorch_model*.bin"] if allow_pickle else []
+    pickles = _PICKLES if allow_pickle else []
     return _fetch(repo, revision, field, [*_PATTERNS, *code, *pickles])
 
 
@@ -105,16 +106,27 @@ def require_checkpoint(path: Path, *, allow_pickle: bool = False) -> Path:
     if has_safetensors(path) or (allow_pickle and _has_pickles(path)):
         return path
     if _has_pickles(path):
-        raise CheckpointError(
-            f"{str(path)!r} holds only pickled weights; set allow_pickle: true to read them with "
-            "torch's restricted unpickler, or convert them to safetensors (save_pretrained does)"
-        )
+        raise CheckpointError(only_pickled(path))
     if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
         raise CheckpointError(
             f"{str(path)!r} holds only pickled weights, and no {PICKLED}; convert them to "
             "safetensors (save_pretrained does)"
         )
     raise CheckpointError(f"{str(path)!r} has no *.safetensors file")
+
+
+def check_whole(folder: Path, field: str = "model") -> None:
+    """Raises `CheckpointError` naming `field` where a file's size is not what its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError.at(
+                field, f"{file} cannot be read, it may be truncated: {error}"
+            ) from None
 
 
 def has_safetensors(path: Path) -> bool:

@@ -117,12 +117,10 @@ def build_attention(
     """One layer's attention block."""
     rotary_dim = 0 if rope is None else rope[1].rotary_dim
     latent = hasattr(module, "kv_b_proj")
-    sinks = observed.sinks
     spec = replace(
         observed,
         rotary_begin=observed.head_dim - rotary_dim if latent else 0,
         rotary_dim=rotary_dim,
-        sinks=None if sinks is None else sinks.detach().float().clone(),
     )
     joined: Projection
     output = builder.pack(module.o_proj)

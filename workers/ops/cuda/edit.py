@@ -112,7 +112,7 @@ def _logprobs_kernel(
     seats,  # [num_seqs] int64
     words,  # [num_seats, _WORDS] int32
     values,  # [num_rows, 1 + _TOP] float32, written
-    ids,  # [num_rows, _TOP] int32, written
+    ids,  # [num_rows, 1 + _TOP] int32, written: the token's rank first
     vocab,
     QUERY_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,11 +125,17 @@ def _logprobs_kernel(
         for begin in range(0, vocab, BLOCK):
             peaks = tl.maximum(peaks, _block(logits, begin, vocab, BLOCK)[1])
         peak = tl.max(peaks, axis=0)
+        chosen = tl.load(tokens + row)
+        own = tl.load(logits + chosen).to(tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
+        ahead = tl.zeros([BLOCK], tl.int32)
         for begin in range(0, vocab, BLOCK):
-            sums += tl.exp(_block(logits, begin, vocab, BLOCK)[1] - peak)
+            token, value = _block(logits, begin, vocab, BLOCK)
+            sums += tl.exp(value - peak)
+            is_ahead = (value > own) | ((value == own) & (token < chosen))
+            ahead += (is_ahead & (token < vocab)).to(tl.int32)
         log_sum = tl.log(tl.sum(sums, axis=0))
-        own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
+        tl.store(ids + row * (1 + _TOP), 1 + tl.sum(ahead, axis=0))
         tl.store(values + row * (1 + _TOP), own - peak - log_sum)
         last, last_id = float("inf"), -1  # the ranking so far: by value, then lower id
         for index in range(tl.minimum(num_top, vocab)):
@@ -143,7 +149,7 @@ def _logprobs_kernel(
                 best_id = tl.where(top > best, begin + lane, best_id)
                 best = tl.maximum(best, top)
             tl.store(values + row * (1 + _TOP) + 1 + index, best - peak - log_sum)
-            tl.store(ids + row * _TOP + index, tl.minimum(best_id, vocab - 1))
+            tl.store(ids + row * (1 + _TOP) + 1 + index, tl.minimum(best_id, vocab - 1))
             last, last_id = best, best_id
 
 
@@ -165,7 +171,7 @@ def logprobs(logits: Tensor, tokens: Tensor, edits: DeviceEdits) -> tuple[Tensor
     """As `DeviceOps.logprobs_on_device`; rows that ask for none are unspecified."""
     num_rows, vocab = logits.shape
     values = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, MAX_TOP), dtype=torch.int32, device=logits.device)
+    ids = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.int32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _logprobs_kernel[(num_rows,)](
         logits.contiguous(), tokens, edits.seats, edits.tables.words, values, ids, vocab,

@@ -8,6 +8,7 @@ once they are inlined. `kind` is a type of values, `to_x` the stride of x.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from ....compiled import inlined as inlined
 VOID: Any = types.void
 INT: Any = types.int64
 FLOAT: Any = types.float64
+
+Kernel = Callable[..., None]
 
 compiled = Compiler(Path(__file__).parent, nogil=True, fastmath={"contract"})
 shared = njit  # long, and called from several places: compiled once in each kernel

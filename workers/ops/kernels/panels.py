@@ -15,13 +15,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba.core import cgutils, types
+from torch import Tensor
+from torch.nn.functional import pad
 
 from . import Kind, Matrix, inlined, shared
 from .vector import (
     F32,
     FULL,
+    HALF,
     HAS_PAIR_DOT,
     I16,
     I32,
@@ -419,3 +423,21 @@ def _in_sections(kind, rows, num_rows, group, ahead, length, out, num_columns, b
             if bias:
                 value = add(value, load_some(kind.tag, bias + column * kind.width, left))
             store_some(kind.tag, target + column * kind.width, value, left)
+
+
+# -- weights as they are laid out at load
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    """What kernels call a type of values."""
+    return Kind(HALF, 2) if dtype == torch.bfloat16 else Kind(FULL, 4)
+
+
+def panels_of(
+    weight: Tensor,  # [out_features, in_features]
+) -> Tensor:  # [num_groups, units, 64, values of a unit]
+    """The weight's copy in panels, filled up with zeros to whole units and groups."""
+    per_unit = UNIT // weight.dtype.itemsize
+    filled = pad(weight, (0, -weight.shape[1] % per_unit, 0, -weight.shape[0] % GROUP))
+    shape = (-1, GROUP, filled.shape[1] // per_unit, per_unit)
+    return filled.view(shape).permute(0, 2, 1, 3).contiguous()

@@ -290,52 +290,32 @@ def fma(_: Any, left: Any, right: Any, addend: Any) -> Any:
     return _defined(vector, vector, vector, vector)(lambda c, b, s, a: emit_fma(b, *a))
 
 
-@instruction
-def add(_: Any, left: Any, right: Any) -> Any:
-    return _defined(vector, vector, vector)(lambda c, b, s, a: b.fadd(*a))
+def _of_two(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """An instruction of two vectors."""
+
+    @instruction
+    def operation(_: Any, left: Any, right: Any) -> Any:
+        return _defined(vector, vector, vector)(lambda c, b, s, a: emit(b, *a))
+
+    return operation
 
 
-@instruction
-def sub(_: Any, left: Any, right: Any) -> Any:
-    return _defined(vector, vector, vector)(lambda c, b, s, a: b.fsub(*a))
+add = _of_two(lambda builder, left, right: builder.fadd(left, right))
+sub = _of_two(lambda builder, left, right: builder.fsub(left, right))
+mul = _of_two(lambda builder, left, right: builder.fmul(left, right))
+div = _of_two(lambda builder, left, right: builder.fdiv(left, right))
+larger = _of_two(lambda b, left, right: b.select(b.fcmp_ordered(">", left, right), left, right))
+smaller = _of_two(lambda b, left, right: b.select(b.fcmp_ordered("<", left, right), left, right))
 
 
-@instruction
-def mul(_: Any, left: Any, right: Any) -> Any:
-    return _defined(vector, vector, vector)(lambda c, b, s, a: b.fmul(*a))
-
-
-@instruction
-def div(_: Any, left: Any, right: Any) -> Any:
-    return _defined(vector, vector, vector)(lambda c, b, s, a: b.fdiv(*a))
-
-
-@instruction
-def larger(_: Any, left: Any, right: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        above = builder.fcmp_ordered(">", *arguments)
-        return builder.select(above, *arguments)
-
-    return vector(vector, vector), emit
-
-
-@instruction
-def smaller(_: Any, left: Any, right: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        below = builder.fcmp_ordered("<", *arguments)
-        return builder.select(below, *arguments)
-
-    return vector(vector, vector), emit
-
-
-@instruction
-def first_lanes(_: Any, value: Any, other: Any, count: Any) -> Any:
-    """Lanes below `count` of `value`, the rest of `other`."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.select(emit_mask(builder, arguments[2], LANES), *arguments[:2])
-
-    return vector(vector, vector, types.int64), emit
+def _emit_power(builder: Any, power: Any, rest: Any, series: Sequence[float], none: Any) -> Any:
+    """2 to `power`, whole numbers, times the series of `rest`, or 0 where `none` holds."""
+    value = constant(VECTOR, series[0])
+    for factor in series[1:]:
+        value = emit_fma(builder, value, rest, constant(VECTOR, factor))
+    exponent = builder.shl(builder.fptosi(power, WORDS), constant(WORDS, 23))
+    bits = builder.add(builder.bitcast(value, WORDS), exponent)
+    return builder.select(none, constant(VECTOR, 0.0), builder.bitcast(bits, VECTOR))
 
 
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
@@ -356,12 +336,7 @@ def exp(_: Any, value: Any) -> Any:
         power = emit_call(builder, "llvm.rint.v16f32", VECTOR, power)
         rest = emit_fma(builder, power, constant(VECTOR, -_LN2_HIGH), value)
         rest = emit_fma(builder, power, constant(VECTOR, -_LN2_LOW), rest)
-        series = constant(VECTOR, _EXP[0])
-        for factor in _EXP[1:]:
-            series = emit_fma(builder, series, rest, constant(VECTOR, factor))
-        exponent = builder.shl(builder.fptosi(power, WORDS), constant(WORDS, 23))
-        bits = builder.add(builder.bitcast(series, WORDS), exponent)
-        return builder.select(vanishes, constant(VECTOR, 0.0), builder.bitcast(bits, VECTOR))
+        return _emit_power(builder, power, rest, _EXP, vanishes)
 
     return vector(vector), emit
 
@@ -380,12 +355,7 @@ def power_of_two(_: Any, value: Any) -> Any:
         value = builder.select(vanishes, low, arguments[0])
         power = emit_call(builder, "llvm.rint.v16f32", VECTOR, value)
         rest = builder.fsub(value, power)
-        series = constant(VECTOR, _POWER[0])
-        for factor in _POWER[1:]:
-            series = emit_fma(builder, series, rest, constant(VECTOR, factor))
-        exponent = builder.shl(builder.fptosi(power, WORDS), constant(WORDS, 23))
-        bits = builder.add(builder.bitcast(series, WORDS), exponent)
-        return builder.select(vanishes, constant(VECTOR, 0.0), builder.bitcast(bits, VECTOR))
+        return _emit_power(builder, power, rest, _POWER, vanishes)
 
     return vector(vector), emit
 

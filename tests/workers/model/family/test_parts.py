@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.bench.gpu.inputs import step_of
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
 from outrider.workers.model.family import decoder
 from outrider.workers.model.family.decoder import PartThreads, bounds_of
 from outrider.workers.model.target import load_model
 from outrider.workers.ops.plan import plan_step
-
-from ....helpers.steps import step_of
 
 CPU = torch.device("cpu")
 TABLES = [3, 1, 2, 5, 7, 9, 15, 0], [4, 6, 8, 11, 10, 12, 14, 13]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.tests.helpers.steps import assert_close, covering, random_tree, step_of
+from outrider.bench.gpu.inputs import random_tree, step_of
+from outrider.tests.helpers.steps import assert_close, covering
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import PagedStep
 from outrider.workers.ops.cuda.attention import num_splits, split_dim, tiles

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.tests.helpers.quantised.weights import KINDS, weight_of
-from outrider.tests.helpers.steps import step_of
+from outrider.bench.gpu.inputs import KINDS, step_of, weight_of
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
 

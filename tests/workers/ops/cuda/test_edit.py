@@ -10,7 +10,10 @@ from outrider.workers.ops.cuda import edit as fused
 from outrider.workers.ops.cuda.ops import CudaOps
 
 
-@pytest.mark.parametrize(("num_nodes", "block"), [(0, 16), (3, 16), (12, 1024), (70, 1024)])
+@pytest.mark.parametrize(
+    ("num_nodes", "block"),
+    [(0, 16), (3, 16), (12, 1024), pytest.param(70, 1024, marks=pytest.mark.slow)],
+)
 def test_equal_bits(num_nodes, block, monkeypatch):
     """Rows of one block and of several, which several programs share."""
     monkeypatch.setattr(fused, "_BLOCK", block)

@@ -26,17 +26,15 @@ def run(marker, *names):
 @pytest.mark.timeout(600)
 def test_kernels_equal_the_reference():
     """In one process: to start one takes longer than most of the files."""
-    run(
-        "not slow",
-        "test_attention.py", "test_draw.py", "test_elementwise.py", "test_edit.py",
-        "test_experts.py",
-    )  # fmt: skip
+    run("not slow", "test_draw.py", "test_elementwise.py", "test_edit.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["test_decoder.py", "test_linear.py", "test_quantised.py", "test_invariant.py"]
-)
+    "name",
+    ["test_attention.py", "test_experts.py", "test_decoder.py", "test_linear.py",
+     "test_quantised.py", "test_invariant.py"],
+)  # fmt: skip
 @pytest.mark.timeout(600)
 def test_larger_kernels_equal_the_reference(name):
     run("not slow", name)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.bench.gpu.inputs import weight_of
 from outrider.tests.helpers.invariant.models import check_angles, write_random
 from outrider.tests.helpers.invariant.texts import Texts
-from outrider.tests.helpers.quantised.weights import weight_of
 from outrider.workers.collective import Collective
 from outrider.workers.model.target import load_model
 from outrider.workers.ops.cuda import attention

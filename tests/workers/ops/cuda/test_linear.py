@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.tests.helpers.quantised.weights import KINDS, weight_of, wide
+from outrider.bench.gpu.inputs import KINDS, weight_of, wide
 from outrider.tests.helpers.steps import assert_close
 from outrider.workers.ops.cuda.linear import TiledProduct
 from outrider.workers.ops.cuda.ops import CudaOps

@@ -10,16 +10,11 @@ import torch
 
 from outrider.scheduler.tree import EMPTY, chain
 from outrider.scheduler.types import Draft, ints
-from outrider.workers.attention import (
-    EVERYTHING,
-    FREE_PAIRS,
-    MAX_WASTE,
-    KVCache,
-    KVShape,
-    SdpaAttention,
-    build_plan,
-    partition,
-)
+from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.ops import PlannedOps, ReferenceOps
+from outrider.workers.ops.cpu import CpuOps
+from outrider.workers.ops.prompts import TorchOps
+from outrider.workers.ops.protocol import AttentionSpec
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 200
@@ -78,7 +73,7 @@ def oracle(seq, index, query, keys, values, scale, window, softcap, sinks, chunk
     return out
 
 
-def check(generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
+def check(ops, generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
     num_heads, num_kv_heads, head_dim, value_dim = heads
     cache = KVCache(
         [KVShape(num_kv_heads, head_dim, value_dim)] * 2, BLOCKS, BLOCK, torch.float32, CPU
@@ -103,8 +98,9 @@ def check(generator, sequences, steps_of, *, heads=(4, 2, 8, 8), **kinds):
         "sinks": None,
         "chunk": None,
     } | kinds
-    step = SdpaAttention(steps_of, cache)
-    out = step.attend(layer, query, new_keys, new_values, **kinds)
+    planned = PlannedOps(ops)
+    place = (planned.plan(steps_of, cache), cache, layer, AttentionSpec(*heads, **kinds))
+    out = planned.attend(query, new_keys, new_values, *place)
     assert out.shape == (len(query), num_heads, value_dim)
     row = 0
     for seq, (keys, values) in zip(sequences, texts):
@@ -151,6 +147,7 @@ CASES = {
     "even": [(8, 1, 0, False)] * 3,
     "trees": [(length, 1, 5, True) for length in (3, 9, 12)],
     "mixed": MIXED,
+    "wide": [(0, 9, 0, False), (6, 1, 70, False), (30, 1, 150, True), (5, 3, 7, True)],
     "long": [(0, 80, 0, False), (20, 70, 0, False), (150, 1, 0, False), (60, 1, 66, True)],
 }
 KINDS = {
@@ -163,8 +160,20 @@ KINDS = {
     "softcap+window": {"softcap": 1.5, "window": 3},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     "sinks+window": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 3},
+    "softcap+sinks+window": {
+        "softcap": 2.0,
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "window": 9,
+    },
     "scale": {"scale": 0.7},
 }
+
+
+@pytest.fixture(params=["torch", "reference", "cpu"])
+def ops(request):
+    if request.param == "cpu":
+        return CpuOps(torch.float32)
+    return TorchOps() if request.param == "torch" else ReferenceOps()
 
 
 # The oracle is slow; only the fused kernels treat long queries differently.
@@ -172,56 +181,33 @@ PAIRS = [
     (case, kind)
     for case in CASES
     for kind in KINDS
-    if case != "long" or kind in ("plain", "window", "chunk")
+    if case not in ("long", "wide") or kind in ("plain", "window", "chunk", "softcap+sinks+window")
 ]
 
 
 @pytest.mark.parametrize(("case", "kind"), PAIRS)
-def test_against_the_oracle(random_batch, case, kind):
+def test_against_the_oracle(ops, random_batch, case, kind):
     generator = np.random.default_rng(11)
     sequences, step = random_batch(generator, CASES[case])
-    check(generator, sequences, step, **KINDS[kind])
+    check(ops, generator, sequences, step, **KINDS[kind])
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 8, 8), (4, 1, 8, 8), (4, 4, 12, 8)])
-def test_head_shapes(random_batch, heads):
+def test_head_shapes(ops, random_batch, heads):
     generator = np.random.default_rng(5)
     sequences, step = random_batch(generator, MIXED)
-    check(generator, sequences, step, heads=heads)
+    check(ops, generator, sequences, step, heads=heads)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_batches(random_batch, seed):
+def test_random_batches(ops, random_batch, seed):
     generator = np.random.default_rng(seed)
     lens = [
         (*(int(generator.integers(low, high)) for low, high in ((0, 40), (1, 8), (0, 9))), True)
         for _ in range(int(generator.integers(1, 9)))
     ]
     sequences, step = random_batch(generator, lens)
-    check(generator, sequences, step, window=[None, 2, 5][seed % 3])
-
-
-def test_partition_bounds_the_waste():
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        num_seqs = int(generator.integers(1, 40))
-        query_lens = generator.choice([1, 1, 1, 5, 9, 64, 512], num_seqs).astype(np.int32)
-        key_lens = query_lens + generator.integers(0, 4000, num_seqs).astype(np.int32)
-        groups = partition(query_lens, key_lens)
-        assert sorted(seq for group in groups for seq in group) == list(range(num_seqs))
-        for group in groups:
-            real = int((query_lens[group].astype(np.int64) * key_lens[group]).sum())
-            padded = len(group) * int(query_lens[group].max()) * int(key_lens[group].max())
-            assert padded - real <= max(FREE_PAIRS, MAX_WASTE * real)
-
-
-def test_even_decodes_are_one_group_in_order(random_batch):
-    _, step = random_batch(np.random.default_rng(0), CASES["even"])
-    plan = build_plan(step, BLOCK, CPU)
-    assert len(plan.groups) == 1
-    assert plan.groups[0].rows is None
-    assert plan.restore is None
-    assert plan.groups[0].mask(EVERYTHING) is None
+    check(ops, generator, sequences, step, window=[None, 2, 5][seed % 3])
 
 
 def test_moves_read_before_they_write():
