@@ -3,7 +3,9 @@
 *Precedence* is llama.cpp's rule: per request, the first member with a draft wins, and members
 without a model come before those with one. *Merge* is SpecInfer's (Miao et al. 2023,
 arXiv:2305.09781): the drafts of all members are merged into one tree by common prefixes, in order
-of priority, within the node budget.
+of priority, within the node budget. *Extend* is precedence, after which a look-up continues what a
+model drafted, as TensorRT-LLM's suffix automaton does for its heads: it looks up what follows the
+context and the model's chain (of a tree, the path of first children).
 
 Members need no special support: each is guarded and counted separately and observes a verdict on
 its own nodes. A merged tree has deterministic nodes only, which every rule verifies.
@@ -12,7 +14,7 @@ its own nodes. A merged tree has deterministic nodes only, which every rule veri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from ..config import ComposeConfig
 from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
-from .drafting import Drafting
+from .drafting import Drafting, own_verdict
 from .protocol import Drafter, Needs
 
 
@@ -31,6 +33,7 @@ class Member:
     drafter: Drafter
     max_draft_len: int
     has_model: bool
+    continues: bool = False  # whether it can continue another member's draft
 
 
 class Compose(Drafter):
@@ -53,26 +56,39 @@ class Compose(Drafter):
             for member, name in zip(members, names, strict=True)
         ]
         self._max_draft_lens = [member.max_draft_len for member in members]
+        self._has_model = [member.has_model for member in members]
+        self._continuing = [
+            index
+            for index, member in enumerate(members)
+            if config.mode == "extend" and member.continues
+        ]
+        self._chosen: dict[str, frozenset[str]] = {}  # by request: the only members to be asked
         self._step = 0  # the step of the next two
         self._drafted: list[list[Draft]] = []  # [member][row]
+        self._extended: dict[int, list[list[int]]] = {}  # by member: [row], what its draft follows
         self._window_owner: list[int | None] = []  # [row], member whose window is in the tree
 
     def open(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.speculation.drafters is not None:
+                self._chosen[request.id] = frozenset(request.speculation.drafters)
         for member in self.members:
             member.open(requests)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         joints = [_Joint(budget) for budget in budgets.tolist()]
-        self._step, self._drafted = batch.step, []
+        self._step, self._drafted, self._extended = batch.step, [], {}
         for index, member in enumerate(self.members):
             left = budgets
             if not self._merge:
                 left = ints([0 if joint.num_guesses else joint.room for joint in joints])
-            drafts = member.propose(batch, np.minimum(left, self._max_draft_lens[index]))
+            drafts = member.propose(batch, self._allowed(index, batch, left))
             self._drafted.append(drafts)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:
                     joint.add(index, member.name, draft)
+        for index in self._continuing:
+            self._extend(index, batch, joints)
         self._window_owner = [joint.window_owner for joint in joints]
         return [joint.draft(keep_probs=not self._merge) for joint in joints]
 
@@ -83,11 +99,44 @@ class Compose(Drafter):
             if batch.step == self._step:
                 drafts = self._drafted[index]
                 has_window = [owner == index for owner in self._window_owner]
-            member.observe(batch, own_verdict(verdict, drafts, has_window))
+            extended = self._extended.get(index, ()) if batch.step == self._step else ()
+            member.observe(batch, own_verdict(verdict, drafts, has_window, extended))
 
     def close(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._chosen.pop(request_id, None)
         for member in self.members:
             member.close(request_ids)
+
+    def _extend(self, index: int, batch: Batch, joints: Sequence[_Joint]) -> None:
+        """Has a member continue the drafts of members with a model that none has continued."""
+        member, chains = self.members[index], [list[int]()] * batch.num_seqs
+        for row, joint in enumerate(joints):
+            if joint.room and joint.only_member >= 0 and self._has_model[joint.only_member]:
+                chains[row] = joint.first_path()
+        left = ints([joint.room if chain else 0 for joint, chain in zip(joints, chains)])
+        if not left.any():
+            return
+        drafts = member.extend(batch, chains, self._allowed(index, batch, left))
+        self._extended[index] = chains
+        for row, draft in enumerate(drafts):
+            if draft.num_nodes:
+                self._drafted[index][row] = draft
+                joints[row].add(index, member.name, draft, after=chains[row])
+            else:
+                chains[row] = []
+
+    def _allowed(self, index: int, batch: Batch, left: IntArray) -> IntArray:  # [num_seqs]
+        """Nodes that a member may draft, of those that are left."""
+        if self._chosen:
+            name = self.members[index].name
+            left = np.where(self._is_chosen(name, batch), left, np.int32(0))
+        return np.minimum(left, self._max_draft_lens[index])
+
+    def _is_chosen(self, name: str, batch: Batch) -> list[bool]:
+        """Whether each row's request lets that member draft."""
+        chosen = [self._chosen.get(request_id) for request_id in batch.request_ids]
+        return [names is None or name in names for names in chosen]
 
     def shutdown(self) -> None:
         for member in self.members:
@@ -102,6 +151,7 @@ class _Joint:
         self.window_owner: int | None = None
         self._window: list[tuple[int, int, bool]] = []  # token, parent, parent is in the window
         self._sources: list[str] = []
+        self.only_member = -1  # whose draft it is, without a window; -1: nobody's, or several
         self._origins: list[str] = []  # [num_guesses]
         self._only: Draft | None = None  # set while the tree is exactly one member's draft
         self._probs: DraftProbs | None = None  # of the guesses, if all are one member's
@@ -114,17 +164,34 @@ class _Joint:
     def room(self) -> int:
         return self._trie.room
 
-    def add(self, member: int, name: str, draft: Draft) -> None:
-        """Adds the nodes that fit: a guess needs its parent, a window all of its cells."""
+    def first_path(self) -> list[int]:
+        """Tokens from the root down, along first children."""
+        path, at, parents = list[int](), -1, self._trie.parents
+        while at in parents[at + 1 :]:
+            at = parents.index(at, at + 1)
+            path.append(self._trie.tokens[at])
+        return path
+
+    def add(self, member: int, name: str, draft: Draft, after: Sequence[int] = ()) -> None:
+        """Adds the nodes that fit: a guess needs its parent, a window all of its cells.
+
+        Args:
+            after: tokens of the path at whose end the draft begins; it is in the tree.
+        """
+        root = -1
+        for token in after:
+            place = self._trie.place(root, token)
+            assert place is not None, (after, self._trie.tokens)
+            root = place
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
         places: list[int | None] = []  # [num_guesses], node in the tree; None: not added
         before, first = self.room, not self.num_guesses
         for token, parent in zip(tokens[: draft.num_guesses], parents, strict=False):
-            above = -1 if parent < 0 else places[parent]
+            above = root if parent < 0 else places[parent]
             place = None if above is None else self._trie.place(above, token)
             places.append(place)
         whole = None not in places
-        if draft.num_guesses:
+        if draft.num_guesses and not after:
             self._probs = draft.probs if first and whole else None
         if draft.num_window and whole and not self._window and draft.num_window <= self.room:
             self._add_window(tokens, parents, draft.num_guesses, places)
@@ -134,10 +201,12 @@ class _Joint:
         self._origins += [name] * (self.num_guesses - len(self._origins))
         if self.room < before:
             self._only = draft if whole and not self._sources else None
+            self.only_member = member if self._only and not draft.num_window else -1
             self._sources.append(name)
 
     def draft(self, *, keep_probs: bool) -> Draft:
-        """The tree; distributions are kept only if one member made all guesses."""
+        """The tree; distributions are kept only if one member made all guesses, those aside that
+        continue its draft."""
         if self._only is not None and (keep_probs or self._only.probs is None):
             return self._only
         if not self.num_guesses and not self._window:
@@ -148,21 +217,19 @@ class _Joint:
         return Draft(
             ints(self._trie.tokens + cells),
             ints(self._trie.parents + above),
-            self._padded(len(cells)) if keep_probs else None,
+            self._padded(first + len(cells)) if keep_probs else None,
             "+".join(self._sources),
             len(cells),
             origins=tuple(self._origins),
         )
 
-    def _padded(self, num_cells: int) -> DraftProbs | None:
-        """The guesses' distributions, followed by zeros for the window's cells."""
+    def _padded(self, num_nodes: int) -> DraftProbs | None:
+        """The guesses' distributions, followed by zeros for what was not drawn."""
         if self._probs is None:
             return None
-        rows = ((0, num_cells), (0, 0))
-        guesses = slice(0, self.num_guesses)
-        return DraftProbs(
-            np.pad(self._probs.ids[guesses], rows), np.pad(self._probs.probs[guesses], rows)
-        )
+        ids, probs = self._probs.ids[:num_nodes], self._probs.probs[:num_nodes]
+        rows = ((0, num_nodes - len(ids)), (0, 0))
+        return DraftProbs(np.pad(ids, rows), np.pad(probs, rows))
 
     def _add_window(
         self, tokens: list[int], parents: list[int], first: int, places: list[int | None]
@@ -173,36 +240,6 @@ class _Joint:
             assert above is not None, "a window is added only with all of its guesses"
             self._window.append((token, above, inside))
         self._trie.room -= len(tokens) - first
-
-
-def own_verdict(verdict: Verdict, drafts: Sequence[Draft], has_window: Sequence[bool]) -> Verdict:
-    """`verdict` for one member's `drafts`: same emitted tokens, path in the member's own nodes.
-
-    A member's nodes are closed under parents, so its accepted path is the prefix of the accepted
-    tokens that its own tree contains, no matter which member's nodes were verified. A truncated or
-    unused draft is counted in the same way.
-    """
-    path: list[int] = []
-    path_start = [0]
-    ends = verdict.path_start.tolist()
-    window: list[IntArray] = []
-    window_start = [0]
-    for row, draft in enumerate(drafts):
-        num_accepted = ends[row + 1] - ends[row]
-        if num_accepted and draft.num_guesses:
-            path += tree.follow(draft, verdict.tokens(row)[:num_accepted].tolist())
-        path_start.append(len(path))
-        if has_window[row]:
-            window.append(verdict.window_tokens(row))
-        window_start.append(window_start[-1] + (len(window[-1]) if has_window[row] else 0))
-    found = verdict.window is not None
-    return replace(
-        verdict,
-        path=ints(path),
-        path_start=ints(path_start),
-        window=np.concatenate([ints([]), *window]) if found else None,
-        window_start=ints(window_start) if found else None,
-    )
 
 
 def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:

@@ -3,6 +3,8 @@
 A drafter that raises loses its tokens for that step. A malformed or oversized draft is dropped
 alone. Nodes deeper than the request can still emit are removed. Every fault is counted; the first
 of its kind is logged with its traceback. The loop holds one `Drafting`, `Compose` one per member.
+
+What clients predict comes before any drafter of the engine, and needs none: `WithPredictions`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import numpy as np
 
 from ..config import SpeculationBase
 from ..scheduler import tree
-from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict
+from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .head_drafters import Colocated
+from .lookup.prediction import predictions
 from .protocol import Drafter, DrafterStats, DraftFault, NoDrafter
 
 log = logging.getLogger(__name__)
@@ -215,7 +218,7 @@ class Drafting:
         self.name = name or drafter.name
         self.is_idle = type(drafter) is NoDrafter  # its verbs do nothing
         self.proposes_trees = drafter.needs.shape == "tree"
-        self.stats = DrafterStats()
+        self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
         self._no_guess = replace(tree.EMPTY, source=self.name)
         self._gate = AcceptanceGate(section) if section and section.acceptance_window else None
         self._vocab_size = vocab_size
@@ -260,7 +263,7 @@ class Drafting:
         """
         self._step, self._drafted = batch.step, [tree.EMPTY] * batch.num_seqs
         self._kept.clear()
-        budgets = batch.max_nodes if budgets is None else budgets
+        budgets = batch.plan.max_nodes if budgets is None else budgets
         if self._gate is not None and self._gate.reason:
             return self._drafted
         if not self.proposes_trees:
@@ -281,6 +284,27 @@ class Drafting:
             self._no_guess if draft is tree.EMPTY and budget else draft
             for draft, budget in zip(self._drafted, (budgets > 0).tolist(), strict=True)
         ]
+
+    def extend(
+        self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
+    ) -> list[Draft]:
+        """As `propose` of the same step, for rows in which that gave nothing; see `Drafter`."""
+        asked, none = int((budgets > 0).sum()), [tree.EMPTY] * batch.num_seqs
+        if asked == 0:
+            return none
+        start = time.perf_counter()
+        self.stats.num_calls[1] += asked
+        drafts = self._attempt("extend", self.drafter.extend, batch, chains, budgets)
+        if drafts is not _FAILED:
+            drafts = self._attempt("extend", self._checked, drafts, budgets)
+        drafts = none if drafts is _FAILED else drafts
+        for row, draft in enumerate(drafts):
+            if draft.num_nodes:
+                self._drafted[row] = draft
+                self.stats.num_gen_drafts += 1
+                self.stats.num_gen_tokens += draft.num_guesses
+        self.stats.gen_ms += (time.perf_counter() - start) * 1e3
+        return list(drafts)
 
     @property
     def ranks_draft(self) -> bool:
@@ -314,6 +338,7 @@ class Drafting:
             for row, draft in enumerate(self._drafted):
                 if draft is not tree.EMPTY and draft.num_guesses:
                     self.stats.num_calls[2] += 1
+                    self.stats.num_expected_tokens += tree.num_expected(draft)
                     self.stats.count_accepted(ends[row + 1] - ends[row])
             if self._kept:
                 verdict = self._as_drafted(verdict)
@@ -387,3 +412,129 @@ class Drafting:
             nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
             path[nodes] = kept[path[nodes]]
         return replace(verdict, path=path)
+
+
+class WithPredictions:
+    """The loop's protocol `Drafting` around the engine's own: predictions draft where they can.
+
+    A request's prediction drafts wherever the output is known to follow it; the engine's drafters
+    draft elsewhere. Requests without a prediction are not looked at.
+    """
+
+    def __init__(self, drafting: Drafting, vocab_size: int) -> None:
+        self.drafter, self.proposes_trees = drafting.drafter, drafting.proposes_trees
+        self._drafting = drafting
+        self._predictions = Drafting(predictions(), vocab_size)
+        self._open: set[str] = set()  # requests with a prediction
+        # Of the step that runs, if a request in it may have a prediction: both parts' drafts, and
+        # whose window was kept.
+        self._drafted: tuple[list[Draft], list[Draft], list[bool]] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open and self._drafting.is_idle
+
+    @property
+    def ranks_draft(self) -> bool:
+        return not self._open and self._drafting.ranks_draft
+
+    def open(self, requests: Sequence[Request]) -> None:
+        predicted = [request for request in requests if request.prediction.size]
+        if predicted:
+            self._open.update(request.id for request in predicted)
+            self._predictions.open(predicted)
+        self._drafting.open(requests)
+
+    def propose(self, batch: Batch) -> list[Draft]:
+        self._drafted = None
+        if not self._open:
+            return self._drafting.propose(batch)
+        own = [request_id in self._open for request_id in batch.request_ids]
+        predicted = self._predictions.propose(batch, np.where(own, batch.max_nodes, np.int32(0)))
+        left = batch.max_nodes if batch.drafter_nodes is None else batch.drafter_nodes
+        has_draft = [draft.num_nodes > 0 for draft in predicted]
+        drafts = self._drafting.propose(batch, np.where(has_draft, np.int32(0), left))
+        rides = [not has and draft.num_window > 0 for has, draft in zip(has_draft, drafts)]
+        self._drafted = predicted, drafts, rides
+        return [
+            first if has or second is tree.EMPTY else second
+            for first, second, has in zip(predicted, drafts, has_draft, strict=True)
+        ]
+
+    def drafted(self, batch: Batch) -> list[Draft]:
+        self._drafted = None
+        return self._drafting.drafted(batch)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        drafted, self._drafted = self._drafted, None
+        if drafted is None:
+            if self._open:
+                self._predictions.observe(batch, verdict)
+            self._drafting.observe(batch, verdict)
+            return
+        predicted, drafts, rides = drafted
+        no_window = [False] * batch.num_seqs
+        self._predictions.observe(batch, own_verdict(verdict, predicted, no_window))
+        self._drafting.observe(batch, own_verdict(verdict, drafts, rides))
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        predicted = [request_id for request_id in request_ids if request_id in self._open]
+        if predicted:
+            self._open.difference_update(predicted)
+            self._predictions.close(predicted)
+        self._drafting.close(request_ids)
+
+    def shutdown(self) -> None:
+        self._drafting.shutdown()
+        self._predictions.shutdown()
+
+    def all_stats(self) -> dict[str, DrafterStats]:
+        """Statistics by drafter; with predictions once a request has brought one."""
+        stats, own = self._drafting.all_stats(), self._predictions
+        return {**stats, own.name: own.stats} if own.stats.num_calls[0] else stats
+
+    def all_health(self) -> dict[str, dict[str, str]]:
+        """As `Drafting.all_health`."""
+        return self._drafting.all_health() | self._predictions.all_health()
+
+
+def own_verdict(
+    verdict: Verdict,
+    drafts: Sequence[Draft],
+    has_window: Sequence[bool],
+    extended: Sequence[list[int]] = (),
+) -> Verdict:
+    """`verdict` for one member's `drafts`: same emitted tokens, path in the member's own nodes.
+
+    A member's nodes are closed under parents, so its accepted path is the prefix of the accepted
+    tokens that its own tree contains, no matter which member's nodes were verified. A truncated or
+    unused draft is counted in the same way.
+
+    Args:
+        extended: [num_seqs], the path of another member's tokens that each draft follows; (): all
+            drafts follow the root.
+    """
+    path: list[int] = []
+    path_start = [0]
+    ends = verdict.path_start.tolist()
+    window: list[IntArray] = []
+    window_start = [0]
+    for row, draft in enumerate(drafts):
+        num_accepted = ends[row + 1] - ends[row]
+        if num_accepted and draft.num_guesses:
+            accepted = verdict.tokens(row)[:num_accepted].tolist()
+            above = extended[row] if extended else []
+            if accepted[: len(above)] == above:
+                path += tree.follow(draft, accepted[len(above) :])
+        path_start.append(len(path))
+        if has_window[row]:
+            window.append(verdict.window_tokens(row))
+        window_start.append(window_start[-1] + (len(window[-1]) if has_window[row] else 0))
+    found = verdict.window is not None
+    return replace(
+        verdict,
+        path=ints(path),
+        path_start=ints(path_start),
+        window=np.concatenate([ints([]), *window]) if found else None,
+        window_start=ints(window_start) if found else None,
+    )

@@ -21,12 +21,11 @@ class Colocated(Drafter):
 
     Args:
         name: name of the method in statistics.
+        is_chain: no draft branches.
     """
 
-    needs = Needs(shape="tree")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, is_chain: bool = False) -> None:
+        self.name, self.needs = name, Needs(shape="chain" if is_chain else "tree")
         self._drafts: dict[str, tuple[int, Draft]] = {}  # (number of known tokens, draft)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
@@ -57,7 +56,9 @@ class Colocated(Drafter):
             if drafts is None or drafts.start[row] == drafts.start[row + 1]:
                 continue
             span = slice(drafts.start[row], drafts.start[row + 1])
-            draft = Draft(drafts.tokens[span], drafts.parents[span], source=self.name)
+            tokens, parents, chances = drafts.tokens[span], drafts.parents[span], drafts.chances
+            chances = None if chances is None else chances[span]
+            draft = Draft(tokens, parents, source=self.name, chances=chances)
             self._drafts[request_id] = (int(drafts.lens[row]), draft)
 
     def close(self, request_ids: Sequence[str]) -> None:
@@ -80,10 +81,13 @@ class SeparateHead(OwnWorkers, Colocated):
     Args:
         name: name of the method in statistics.
         timeout_s: how long a step waits for drafts.
+        is_chain: no draft branches.
     """
 
-    def __init__(self, name: str, model: HeadModel, timeout_s: float) -> None:
-        super().__init__(name)
+    def __init__(
+        self, name: str, model: HeadModel, timeout_s: float, *, is_chain: bool = False
+    ) -> None:
+        super().__init__(name, is_chain=is_chain)
         self._model = model
         self._timeout_s = timeout_s
         self._open: set[str] = set()

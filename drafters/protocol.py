@@ -17,6 +17,7 @@ from ..scheduler.types import (
     Batch,
     Draft,
     DraftProbs,
+    FloatArray,
     IntArray,
     NextDrafts,
     Request,
@@ -43,16 +44,56 @@ class DraftStep:
     probs_top: int  # width of the distributions to return; 0: only tokens, with coupled noise
     salted: bool = False  # use different noise in every round; only with distributions
     p_min: float = 0.0  # a chain ends where its likeliest token is less likely
+    # Stands for tokens that are not drawn yet, so that all of a chain are drawn from one forward;
+    # None: one forward for each.
+    mask_token: int | None = None
+    # Draws the chains of the next round instead, behind likely outcomes of the plan's drafts.
+    preparation: Preparation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Which outcomes of a round the model prepares, and how it weighs them.
+
+    An outcome is the number of accepted nodes of the plan's chain and the bonus token. Its weight
+    is the chance of that number times the chance of that token, each the mean of what was measured
+    and what the model's own distribution gives.
+    """
+
+    depth: int  # tokens drawn per outcome
+    num_outcomes: IntArray  # [num_seqs], most per sequence
+    reach: IntArray  # [num_seqs], tokens behind the known ones that may still be drafted
+    accept_rates: FloatArray  # [max_nodes], of a node whose predecessors were accepted
+    # [2, num_ranks], how often the bonus token has a rank: after a rejection, after a whole chain
+    rank_rates: FloatArray
+    shares_noise: bool  # the bonus token is drawn with noise that the model knows
+
+
+def blocks_per_outcome(depth: int, block_size: int) -> int:
+    """KV blocks that the bonus token and all drafted tokens but the last may touch."""
+    return (block_size + depth - 2) // block_size + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What a draft model prepared; outcome i is of sequence `seqs[i]` of the plan."""
+
+    seqs: IntArray  # [num_outcomes], ascending
+    num_accepted: IntArray  # [num_outcomes]
+    bonus: IntArray  # [num_outcomes]
+    ranks: IntArray  # [num_outcomes], of the bonus token among the candidates at its place
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A draft model's chains: `tokens[start[i]:start[i+1]]` belong to sequence i."""
+    """A draft model's chains: `tokens[start[i]:start[i+1]]` belong to sequence i, or outcome i."""
 
-    tokens: IntArray  # [num_drawn], of all sequences
-    start: IntArray  # [num_seqs + 1]
+    tokens: IntArray  # [num_drawn], of all chains
+    start: IntArray  # [num_chains + 1]
     probs: DraftProbs | None
     forward_ms: float = 0.0
+    step: int = -1  # of the request's plan
+    outcomes: Outcomes | None = None  # of a preparation
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +143,7 @@ class Drafter:
     name: str
     needs = Needs()
     members: Sequence[Any] = ()  # the `Drafting` of each drafter that it is made of, if it is
+    cache_counts: CacheCounts | None = None  # of its speculation cache, if it has one
 
     def open(self, requests: Sequence[Request]) -> None:
         """Called before requests are first served; `prompt` and `emitted` are set."""
@@ -111,6 +153,12 @@ class Drafter:
 
         Guesses deeper than `batch.max_depth[row]` are dropped; a chain's budget never exceeds it.
         """
+        return [tree.EMPTY] * batch.num_seqs
+
+    def extend(
+        self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
+    ) -> list[Draft]:
+        """As `propose`, of what follows the known tokens and then `chains[row]`."""
         return [tree.EMPTY] * batch.num_seqs
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -271,6 +319,31 @@ class DraftHost(Protocol):
 
 
 @dataclass(slots=True)
+class CacheCounts:
+    """What a speculation cache prepared, and what came of it; a look-up is one request in a step.
+
+    `draft_ms` is the model's time, `waited_ms` the part that steps waited; `saved_ms` estimates the
+    time that the same steps would have waited for drafts that are not prepared.
+    """
+
+    num_rounds: int = 0  # prepared
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_unprepared: int = 0  # look-ups of another outcome than those prepared
+    num_stale: int = 0  # look-ups whose entry was of another state of the request
+    num_absent: int = 0  # look-ups without an entry: the first of a request, late or lost
+    num_outcomes: int = 0  # prepared
+    num_tokens: int = 0  # prepared
+    num_used_tokens: int = 0  # of those, drafted
+    num_waited_drafts: int = 0  # rounds in which a step waited for a draft after a miss
+    num_dropped: int = 0  # answers to none of the open requests
+    draft_ms: float = 0.0
+    waited_ms: float = 0.0
+    hidden_ms: float = 0.0  # of preparations, while no step waited
+    saved_ms: float = 0.0
+
+
+@dataclass(slots=True)
 class DrafterStats:
     """Counts and times of one drafter; a call is one request in one method."""
 
@@ -279,11 +352,13 @@ class DrafterStats:
     num_acc_drafts: int = 0
     num_gen_tokens: int = 0
     num_acc_tokens: int = 0
+    num_expected_tokens: float = 0.0  # accepted, by the drafter's own estimates; 0: it has none
     acc_tokens_per_pos: list[int] = field(default_factory=list)
     begin_ms: float = 0.0
     gen_ms: float = 0.0
     acc_ms: float = 0.0
     faults: int = 0
+    speculation_cache: CacheCounts | None = None  # of drafters that have one
 
     def count_accepted(self, num_accepted: int) -> None:
         """Counts one verified draft."""

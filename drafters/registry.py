@@ -30,8 +30,9 @@ from .lookup.base import LookupDrafter, Memory
 from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
+from .pard import PARD, mask_candidates, mask_token
 from .protocol import Drafter, DraftFault, DraftHost, NoDrafter
-from .user import User
+from .user import User, find
 
 if TYPE_CHECKING:
     from .heads.protocol import Head, TargetFacts
@@ -62,21 +63,26 @@ class Method(Generic[Section]):
         build: returns the drafter that the engine's thread calls.
         check_files: raises `ConfigError` if a file that the drafter starts from cannot be used.
             Arguments: section, folder of the target's tokenizer, size of its vocabulary.
-        probe: builds the drafter and shuts it down, with the same arguments; returns the name of
-            a user's drafter by its import path.
+        check_code: raises `ConfigError` if a user's code cannot be imported.
+        probe: builds the drafter and shuts it down, with the arguments of `check_files`; returns
+            the name of a user's drafter by its import path.
         load_head: heads only: returns the loaded head.
         check_head: heads only: raises as `load_head` does, without reading weights.
         variants: heads only: values that calibration tries, since published checkpoints disagree.
+        mask_tokens: drafters with masks only: tokens that calibration tries as the mask, by the
+            checkpoint's folder.
         tree_key: heads with static trees only: the key of `section` that holds the tree's paths.
     """
 
     section: type[Section]
     build: Callable[[Section, DraftHost], Drafter]
-    check_files: Callable[[Section, Path, int], None] | None = None
+    check_files: Callable[[Section, Path, int], object] | None = None
+    check_code: Callable[[Section], object] | None = None
     probe: Callable[[Section, Path, int], dict[str, str]] | None = None
     load_head: Callable[[Section, TargetFacts], Head] | None = None
     check_head: Callable[[Section, TargetFacts], object] | None = None
     variants: Variants | None = None
+    mask_tokens: Callable[[Path], tuple[int, ...]] | None = None
     tree_key: str | None = None
 
     def with_tree(self, section: Section, choices: tuple[Choice, ...]) -> Section | None:
@@ -96,7 +102,10 @@ class Method(Generic[Section]):
 
 
 _RANK_KEYS = ("top_k",)  # keys that bound the ranks of a tree
-_DYNAMIC_TREE_KEYS = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
+_DYNAMIC_TREE_KEYS = (
+    *("use_dynamic_tree", "dynamic_tree_max_topK"),
+    *("max_total_draft_tokens", "shape"),
+)
 
 
 # Readings of a head's checkpoint that calibration tries: published configurations contradict one
@@ -126,6 +135,23 @@ def eagle_variants(
         *found,
         Variant("norm_before_residual", (False, True)),
         Variant("recycle", ("pre_norm", "post_norm")),
+    ]
+
+
+def block_variants(
+    capture: Sequence[int], num_layers: int, target_theta: float | None
+) -> list[Variant]:
+    """Variants of block drafters."""
+    thetas = sorted({*_THETAS, *([target_theta] if target_theta else [])})
+    outputs = [layer - 1 for layer in capture]  # the key names outputs
+    shifted = [tuple(layer + by for layer in outputs) for by in (-1, 0, 1)]
+    inside = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers)
+    return [
+        Variant("target_layer_ids", inside),
+        Variant("causal", (False, True)),
+        Variant("output_layer", ("own", "target")),
+        Variant("rope_theta", tuple(thetas)),
+        Variant("rope_layout", ("half", "interleaved")),
     ]
 
 
@@ -182,8 +208,9 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
     """A head inside the target's worker, or in one of its own."""
     name = config.decoding_type.lower()  # type: ignore[attr-defined]
     if config.placement == "colocated":
-        return Colocated(name)
-    return SeparateHead(name, host.head_model(config), config.draft_timeout_s)
+        return Colocated(name, is_chain=config.is_chain)
+    model = host.head_model(config)
+    return SeparateHead(name, model, config.draft_timeout_s, is_chain=config.is_chain)
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
@@ -201,7 +228,7 @@ _SUFFIX = _imported("lookup.suffix", "Suffix")
 
 def _ngram(config: sections.NGramConfig, host: DraftHost) -> Drafter:
     """Linked to a pool if the pool is shared or has a snapshot file."""
-    is_linked = config.scope == "cluster" or config.pool_snapshot is not None
+    is_linked = config.pool_scope == "cluster" or config.pool_snapshot is not None
     return ngram(config, host.pool_link(config) if is_linked else None)
 
 
@@ -214,24 +241,6 @@ def _llama_map(
     )
 
 
-def _check_tables(config: sections.NGramCacheConfig, tokenizer: Path, vocab_size: int) -> None:
-    """Reads the tables whole; a dynamic table that does not exist yet is a new one."""
-    static, dynamic = config.lookup_cache_static, config.lookup_cache_dynamic
-    if dynamic is not None and not Path(dynamic).exists():
-        dynamic = None
-    for key, path in (("lookup_cache_static", static), ("lookup_cache_dynamic", dynamic)):
-        if path is not None:
-            mark = vocabulary.fingerprint(tokenizer)
-            ngram_file.load(Path(path), f"speculative_config.{key}", mark, vocab_size)
-
-
-def _probe_tables(
-    config: sections.NGramCacheConfig, tokenizer: Path, vocab_size: int
-) -> dict[str, str]:
-    _NGRAM_CACHE(config, tokenizer, vocab_size)
-    return {}
-
-
 def _check_snapshot(config: sections.NGramConfig, tokenizer: Path, vocab_size: int) -> None:
     """Reads the pool's snapshot, and checks that it can be written again."""
     if config.pool_snapshot is None:
@@ -240,7 +249,7 @@ def _check_snapshot(config: sections.NGramConfig, tokenizer: Path, vocab_size: i
     mark = vocabulary.fingerprint(tokenizer, vocab_size, needed_by=field)
     if path.resolve().parent.is_dir():  # otherwise the folder is created
         check_writable(path, field)
-    is_common = config.scope == "replica"
+    is_common = config.pool_scope == "replica"
     PoolStore(mark, config.pool_max_patterns, vocab_size, is_common=is_common).load(str(path))
 
 
@@ -257,8 +266,8 @@ def _compose(config: sections.ComposeConfig, host: DraftHost) -> Drafter:
     try:
         for section in config.members:
             drafter = build(section, host)
-            has_model = isinstance(section, sections.DraftModelConfig | sections.HeadConfig)
-            members.append(Member(drafter, section.max_nodes, has_model))
+            made = Member(drafter, section.max_nodes, section.has_model, section.continues)
+            members.append(made)
         return Compose(config, members, host.vocab_size)
     except BaseException:
         for member in members:
@@ -278,13 +287,18 @@ _RECORDS: tuple[Method[Any], ...] = (
     Method(
         sections.NGramCacheConfig,
         lambda config, host: _NGRAM_CACHE(config, host.tokenizer, host.vocab_size),
-        check_files=_check_tables,
-        probe=_probe_tables,
+        check_files=ngram_file.load_tables,
     ),
     Method(sections.SuffixConfig, lambda config, host: _SUFFIX(config)),
     Method(
         sections.DraftTargetConfig,
         lambda config, host: DraftTarget(config, host.draft_model(config)),
+    ),
+    Method(
+        sections.PARDConfig,
+        lambda config, host: PARD(config, host.draft_model(config)),
+        check_files=lambda config, tokenizer, vocab_size: mask_token(config, vocab_size),
+        mask_tokens=mask_candidates,
     ),
     Method(
         sections.MedusaConfig,
@@ -303,9 +317,20 @@ _RECORDS: tuple[Method[Any], ...] = (
             _colocated_or_separate,
             load_head=_imported("heads.eagle_head", "read_eagle"),
             variants=eagle_variants,
+            mask_tokens=mask_candidates if section is sections.PEagleConfig else None,
             tree_key="eagle_choices",
         )
-        for section in (sections.EagleConfig, sections.Eagle3Config)
+        for section in (sections.EagleConfig, sections.Eagle3Config, sections.PEagleConfig)
+    ),
+    *(
+        Method(
+            section,
+            _colocated_or_separate,
+            load_head=_imported("heads.dflash_head", "read_block"),
+            variants=block_variants,
+            mask_tokens=mask_candidates,
+        )
+        for section in (sections.DFlashConfig, sections.DSparkConfig)
     ),
     Method(
         sections.MTPConfig,
@@ -315,7 +340,9 @@ _RECORDS: tuple[Method[Any], ...] = (
         variants=mtp_variants,
         tree_key="mtp_choices",
     ),
-    Method(sections.UserConfig, lambda config, host: User(config), probe=_probe_user),
+    Method(
+        sections.UserConfig, lambda config, host: User(config), check_code=find, probe=_probe_user
+    ),
     Method(sections.ComposeConfig, _compose),
 )
 METHODS: Mapping[type[sections.SpeculationBase], Method[Any]] = MappingProxyType(

@@ -36,8 +36,8 @@ _VERBS = {  # methods of a full drafter and their arguments
 }
 
 
-def make(config: UserConfig) -> Any:
-    """Imports the user's class and constructs it with its options."""
+def find(config: UserConfig) -> Any:
+    """Imports the user's class; raises `ConfigError` where there is none."""
     module_name, _, attribute = config.drafter.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -52,6 +52,12 @@ def make(config: UserConfig) -> Any:
         ) from error
     if not callable(found):
         raise wrong(config.drafter, f"expected a class, got {found!r}")
+    return found
+
+
+def make(config: UserConfig) -> Any:
+    """Imports the user's class and constructs it with its options."""
+    found = find(config)
     try:
         return found(**config.options)
     except Exception as error:
@@ -216,9 +222,9 @@ class User(Drafter):
 
 def _reopen(drafter: Drafter, opened: list[str], now: list[Request]) -> None:
     """Replaces the drafter's `opened` requests by those open `now`."""
-    if isinstance(drafter, _Simple):
-        drafter.reopen(now)
-        return
+    if isinstance(drafter, _Simple):  # its hooks are for those that came or went
+        still = {request.id for request in now}
+        opened = [each for each in opened if each not in still]
     try:
         drafter.close(opened)
     finally:
@@ -283,22 +289,12 @@ class _Simple(Drafter):
         self._tokens: dict[str, list[int]] = {}
         self.name = name
 
-    def reopen(self, now: Sequence[Request]) -> None:
-        """Sets the open requests; calls `prepare` and `free` only for those that changed."""
-        gone = self._tokens.keys() - {request.id for request in now}
-        added = [request for request in now if request.id not in self._tokens]
-        for request in now:
-            self._tokens[request.id] = [*request.prompt.tolist(), *request.emitted.tolist()]
-        try:
-            self.close(list(gone))
-        finally:
-            self.open(added)
-
     def open(self, requests: Sequence[Request]) -> None:
+        added = [request for request in requests if request.id not in self._tokens]
         for request in requests:
             self._tokens[request.id] = [*request.prompt.tolist(), *request.emitted.tolist()]
         if hasattr(self._drafter, "prepare"):
-            _call_all(self._drafter.prepare, requests)
+            _call_all(self._drafter.prepare, added)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs

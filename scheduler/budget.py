@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..config import SpeculationBase
 from .sequence import Sequence
-from .types import Batch, Draft, Verdict
+from .types import Batch, Draft, IntArray, Verdict
 
 Floats = NDArray[np.float64]
 _NUM_LEVELS = 6
@@ -73,11 +73,22 @@ class Acceptance:
         first = np.tile(_FIRST_DRAFTS * sizes, (NUM_STATES, 1))
         # [3, NUM_STATES, num_groups]
         self._counts: Floats = np.stack([first, first, _FIRST_GUESS * first])
-        self._new: list[tuple[int, int, int, int]] = []  # since the last `learn`
+        # Since the last `learn`: state, granted, drafted, accepted.
+        self._new: list[tuple[int, int, int, int]] = []
+        self._paths: list[IntArray] = []  # accepted nodes of the same, where drafts are trees
 
-    def count(self, state: int, num_granted: int, num_nodes: int, num_accepted: int) -> None:
+    def count(
+        self,
+        state: int,
+        num_granted: int,
+        num_nodes: int,
+        num_accepted: int,
+        path: IntArray | None = None,  # [num_accepted], of a tree; None: the first nodes
+    ) -> None:
         """What became of a grant."""
         self._new.append((state, num_granted, num_nodes, num_accepted))
+        if path is not None:
+            self._paths.append(path)
 
     def learn(self) -> None:
         """Takes in what was counted."""
@@ -88,13 +99,19 @@ class Acceptance:
         each_state = np.arange(NUM_STATES)[:, None] == states  # [NUM_STATES, num_grants]
         # [3, num_grants, num_groups], nodes
         found = np.clip(np.stack(nodes)[:, :, None] - self._starts, 0, self._sizes)
+        if self._paths:
+            groups = np.searchsorted(self._starts, np.concatenate(self._paths), side="right") - 1
+            found[2] = 0
+            np.add.at(found[2], (np.repeat(np.arange(len(states)), nodes[2]), groups), 1)
+            self._paths.clear()
         self._counts *= _DECAY ** (each_state @ (found[0] > 0).astype(np.float64))
         self._counts += each_state @ found
 
     def per_granted(self) -> tuple[Floats, Floats]:
         """Drafted and accepted of the granted nodes, by state and group.
 
-        A node is accepted only after its ancestors, so neither rises along a draft.
+        A node comes after its ancestors, and a group after those that are worth more, so neither
+        rises along a draft.
         """
         granted, *others = self._counts
         drafted, accepted = np.minimum.accumulate(np.stack(others) / granted, axis=2)
@@ -115,6 +132,10 @@ _FRESH_STEPS = (128, 1024)  # for which a mean is used without new ones: per ste
 _SLOWER = 0.3  # of that share, of a slower step: other work on the machine passes
 _ENOUGH = 2  # steps of a mean that is used
 _STEPS_PER_FIT = 64
+# What slows all steps alike (other work on the machine, longer contexts) must not seem to be the
+# cost of those that it met: steps count as if none had been slower than those before them.
+_PACE_SHARE = 0.1  # of the newest step
+_KNOWN = 10  # steps of a mean that another is compared with
 _NEAR = 4.0  # numbers of requests within this factor tell of each other's steps without drafts
 _PER_OCTAVE_APART = 4.0  # times the octaves between numbers of requests: a mean's distance
 # Weights, in steps, of what is assumed: that the curve is flat between two knots, so that unknown
@@ -150,6 +171,7 @@ class StepCosts:
         self._means: dict[tuple[int, int, bool], _Mean] = {}
         self._fits: dict[int, _Fit] = {}  # by number of requests
         self._step = self._fitted_at = 0
+        self._pace = 1.0  # of late: times of steps to their means
         self._is_new = False  # a mean has come into use since the last fit
 
     def count(self, num_requests: int, num_nodes: int, longest: int, elapsed_ms: float) -> None:
@@ -159,18 +181,17 @@ class StepCosts:
         mean = self._means.get(key)
         if mean is None:
             mean = self._means[key] = _Mean()
-        mean.count(num_requests, num_requests + num_nodes, longest, elapsed_ms, self._step)
+        pace = self._pace
+        if mean.num_steps >= _KNOWN:
+            slowness = min(elapsed_ms / mean.ms, _OUTLIER)
+            self._pace += _PACE_SHARE * (slowness - pace)
+        at_pace_ms = elapsed_ms / pace
+        mean.count(num_requests, num_requests + num_nodes, longest, at_pace_ms, self._step)
         self._is_new |= mean.num_steps == _ENOUGH
 
-    @property
-    def knows_drafted(self) -> bool:
-        """Whether steps with drafts have been measured."""
-        return any(drafts for _, _, drafts in self._means)
-
-    @property
-    def knows_any_plain(self) -> bool:
-        """Whether steps without drafts have been measured, of any size."""
-        return any(not drafts for _, _, drafts in self._means)
+    def knows_any(self, *, drafts: bool) -> bool:
+        """Whether steps with drafts, or without any, have been measured, of any size."""
+        return any(each is drafts for _, _, each in self._means)
 
     def knows_plain(self, num_requests: int) -> bool:
         """Whether such a step without drafts, or one near it, has been measured lately."""
@@ -198,14 +219,14 @@ class StepCosts:
         clipped = np.minimum(rows, max(fit.most_rows, num_requests))
         ms = np.interp(clipped, fit.knots, fit.curve) * (0.5 + 0.5 * rows / clipped)
         ms += (longest > 0) * fit.drafting + fit.length / self._most * longest
-        return np.asarray(ms)
+        return np.asarray(ms * self._pace)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Means by number of rows, the newest of each."""
         found: dict[str, dict[int, float]] = {"plain": {}, "drafted": {}}
         means = sorted(self._means.items(), key=lambda item: item[1].last_step)
         for (_, _, drafts), mean in means:
-            found["drafted" if drafts else "plain"][round(mean.num_rows)] = mean.ms
+            found["drafted" if drafts else "plain"][round(mean.num_rows)] = mean.ms * self._pace
         return {
             kind: {str(rows): ms for rows, ms in sorted(each.items())}
             for kind, each in found.items()
@@ -300,9 +321,11 @@ _STEPS_PER_LESSON = 16  # after which what was measured is taken in
 _STEPS_PER_TRIAL = 4  # of steps without drafts
 _STEPS_BETWEEN_TRIALS = 64  # without drafts: they tell nothing while prompts are in every step
 _MAX_GROUPS = 16
+_TREE_GROUPS = 4
 _TRIAL_NODES = 2  # of a request that nothing would be granted
-_TRIAL_SHARE = 0.02  # of the time, for such trials
+_TRIAL_SHARE = 0.01  # of the time, for such trials
 _LEAST_DRAFTED = 1e-3  # of the nodes that are granted
+_MARGIN = 1.015  # times as fast, at least, where a choice is neither all nor nothing
 _LEAST_COST = 0.5  # of a row, in those of a request: what is measured may say less by mistake
 
 
@@ -331,8 +354,8 @@ class DraftLengths:
     of them as give the most expected tokens per second, which may be none (goodput: TurboSpec,
     arXiv:2406.14066). The output does not depend on it.
 
-    A chain's nodes are weighed one by one (long ones in groups); a tree is drafted whole or not
-    at all, since its nodes are no levels and its shape may be fixed.
+    A chain's nodes are weighed one by one (long ones in groups). The first nodes of a tree are a
+    tree as well: it is cut to a quarter, a half or three quarters of its nodes.
 
     Args:
         most: nodes of a full draft.
@@ -341,10 +364,11 @@ class DraftLengths:
 
     def __init__(self, most: int, *, tree_drafts: bool) -> None:
         self._most = most
-        num_groups = 1 if tree_drafts else min(most, _MAX_GROUPS)
+        num_groups = min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
         self._ends, self._sizes = edges[1:], np.diff(edges)
-        self._trial_nodes = most if tree_drafts else min(most, _TRIAL_NODES)
+        self._tree_drafts = tree_drafts
+        self._trial_nodes = int(self._ends[0]) if tree_drafts else min(most, _TRIAL_NODES)
         self._steps_per_plan = _STEPS_PER_TREE_PLAN if tree_drafts else 1
         self._acceptance = Acceptance(self._sizes)
         self._costs = StepCosts(most)
@@ -377,7 +401,7 @@ class DraftLengths:
         if self._plain_steps_left > 0:
             self._plain_steps_left -= self._steps_per_plan
             self._grant_all(0)
-        elif not self._costs.knows_any_plain:  # every step has had prompts in it so far
+        elif not self._costs.knows_any(drafts=False):  # every step has had prompts in it so far
             self._grant_all(self._most)
         else:
             self._choose()
@@ -404,7 +428,8 @@ class DraftLengths:
                 lately.idle()
                 continue
             num_accepted = ends[row + 1] - ends[row]
-            counted(lately.state, granted[row], nodes, num_accepted)
+            path = verdict.nodes(row) if self._tree_drafts else None
+            counted(lately.state, granted[row], nodes, num_accepted, path)
             if nodes:
                 lately.drafted(nodes, num_accepted)
         if batch.num_tokens == batch.num_seqs == sum(samples):
@@ -432,7 +457,8 @@ class DraftLengths:
         self._sort()
         num_requests, costs = len(self._requests), self._costs
         tried_lately = self._step - self._tried_at < _STEPS_BETWEEN_TRIALS
-        if costs.knows_drafted and not tried_lately and not costs.knows_plain(num_requests):
+        needs_plain = costs.knows_any(drafts=True) and not costs.knows_plain(num_requests)
+        if needs_plain and not tried_lately:
             self._tried_at = self._step
             self._plain_steps_left = _STEPS_PER_TRIAL
 
@@ -481,7 +507,11 @@ class DraftLengths:
         np.maximum.accumulate(np.where(per_state, ends, 0), out=longest[1:])
         num_requests = sum(counts)
         step_ms = self._costs.step_ms(num_requests, num_nodes, longest)
-        best = int(((num_requests + num_gained) / step_ms).argmax())
+        speeds = (num_requests + num_gained) / step_ms
+        best = int(speeds.argmax())
+        for known in (0, len(states)):  # nothing, or all: what is measured is not exact
+            if speeds[known] * _MARGIN >= speeds[best]:
+                best = known
         nodes = np.bincount(states[:best], sizes[:best], NUM_STATES).astype(np.int64).tolist()
         trial_cost = 0.0
         if any(count and not granted for count, granted in zip(counts, nodes)):
@@ -519,13 +549,14 @@ class DraftBudget:
         lengths = self._lengths
         if lengths is not None:
             sequences = list(sequences)
-            lengths.plan([each.request.id for each in sequences])
+            unpredicted = [each.request for each in sequences if not each.request.prediction.size]
+            lengths.plan([request.id for request in unpredicted])
         most = self._nodes_at(num_running) if self.enabled else 0
         if most <= 0:
             return wishes
         for sequence in sequences:
             wish, num_tokens = sequence.request.speculation, sequence.tokens.size
-            depth = sequence.limit - num_tokens - 1  # `max_depth`
+            depth = sequence.limit - num_tokens - 1  # the bonus token is on top
             if depth <= 0 or not wish.enabled:  # nothing that is drafted could be emitted
                 continue
             room = self._max_model_len - num_tokens if self._tree_drafts else depth
@@ -538,11 +569,41 @@ class DraftBudget:
                 wishes[sequence] = nodes
         return wishes
 
+    def forced_wishes(self, sequences: abc.Iterable[Sequence]) -> dict[Sequence, int]:
+        """Nodes for what grammars force, of requests that speculate; no drafter is needed."""
+        wishes: dict[Sequence, int] = {}
+        for sequence in sequences:
+            request = sequence.request
+            if request.sampling.structured_outputs is None or not request.speculation.enabled:
+                continue
+            most = request.speculation.max_draft_len
+            depth = sequence.limit - sequence.tokens.size - 1  # the bonus token is on top
+            nodes = min(depth, _FORCED_NODES if most is None else most)
+            if nodes > 0:
+                wishes[sequence] = nodes
+        return wishes
+
+    def predicted_wishes(
+        self, sequences: abc.Iterable[Sequence], wishes: dict[Sequence, int]
+    ) -> dict[Sequence, int]:
+        """`wishes` of drafters with the nodes for what clients predict, which need no drafter."""
+        wishes = dict(wishes)
+        for sequence in sequences if self.enabled else ():
+            request = sequence.request
+            if not request.prediction.size or not request.speculation.enabled:
+                continue
+            most = request.speculation.max_draft_len
+            depth = sequence.limit - sequence.tokens.size - 1  # the bonus token is on top
+            nodes = min(depth, _PREDICTED_NODES if most is None else min(most, _PREDICTED_NODES))
+            if nodes > wishes.get(sequence, 0):
+                wishes[sequence] = nodes
+        return wishes
+
     def end_step(
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
     ) -> None:
         """A step was committed, and took so long with all that the engine did for it."""
-        if self._lengths is not None:
+        if self._lengths is not None and batch.drafter_nodes is None:
             self._lengths.count(batch, drafts, verdict, elapsed_ms)
 
     def stats(self) -> dict[str, Any] | None:
@@ -557,6 +618,8 @@ class DraftBudget:
         return self._last[1]
 
 
+_FORCED_NODES = 16  # of a request without a drafter: tokens that its grammar forces
+_PREDICTED_NODES = 32  # of a request whose client predicts its text
 _STEPS_PER_TURN = 16  # a head drafts a step ahead, so that a share should last longer than one
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .sequence import Sequence
-from .types import Batch
+from .types import Batch, Request
 
 
 class TenantService:
@@ -24,12 +24,27 @@ class TenantService:
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._num_requests: Counter[str] = Counter()
+        # Requests that are gone while a step of theirs is in flight, whose failure would give back
+        # what it was charged: until then they count for their tenants.
+        self.leaving: dict[str, str] = {}
 
     def join(self, tenant: str) -> None:
         """Another request of `tenant` is there."""
         if tenant not in self._served:
             self._served[tenant] = min(self._served.values(), default=0)
         self._num_requests[tenant] += 1
+
+    def leave_after(self, request: Request, in_flight: Iterable[Batch]) -> None:
+        """A request is gone; it leaves when the steps `in_flight` that it is in have ended."""
+        if request.id not in self.leaving and _is_in(request.id, in_flight):
+            self.leaving[request.id] = request.tenant
+        else:
+            self.leave(request.tenant)
+
+    def settle(self, in_flight: Iterable[Batch]) -> None:
+        """A step has ended; only those of `in_flight` have not."""
+        for request_id in [each for each in self.leaving if not _is_in(each, in_flight)]:
+            self.leave(self.leaving.pop(request_id))
 
     def leave(self, tenant: str) -> None:
         """One of its requests is gone."""
@@ -85,12 +100,9 @@ class WaitingQueue:
     def __init__(self, shares: TenantService) -> None:
         self._shares = shares
         self._queues: dict[str, list[tuple[tuple[int, int], Sequence]]] = {}  # heaps, by tenant
-        # A heap over the tenants' heads: priority, service when it was pushed, arrival, tenant. The
-        # last entry of a tenant is the valid one. Service grows, so an entry that is out of date
-        # comes up too early. Where it shrinks, the tenant's head is pushed again: for a request
-        # that is preempted in the step that planned it, by `push`, and by `_give_back`.
-        self._heads: list[tuple[int, int, int, str]] = []
-        self._last: dict[str, tuple[int, int, int, str]] = {}  # by tenant
+        # The head's tenant, and its service when it was found. As service grows, no other tenant
+        # comes before it until its own has grown; what lets service shrink clears this.
+        self._first: tuple[str, int] | None = None
         self.size = 0
 
     def push(self, sequence: Sequence) -> None:
@@ -98,7 +110,7 @@ class WaitingQueue:
         queue = self._queues.setdefault(sequence.request.tenant, [])
         heapq.heappush(queue, (sequence.rank, sequence))
         self.size += 1
-        self._push_head(sequence.request.tenant)
+        self._first = None
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence, wherever it is."""
@@ -106,38 +118,38 @@ class WaitingQueue:
         queue = self._queues[tenant]
         if queue[0][1] is sequence:
             heapq.heappop(queue)
-            if queue:
-                self._push_head(tenant)
-            else:
-                del self._queues[tenant], self._last[tenant]
         else:
             queue.remove((sequence.rank, sequence))
             heapq.heapify(queue)
+        if not queue:
+            del self._queues[tenant]
         self.size -= 1
+        self._first = None
 
     def head(self) -> Sequence | None:
         """The first of the least served tenant, among those of the best priority."""
-        while self._heads:
-            entry = self._heads[0]
-            _, served, _, tenant = entry
-            if entry == self._last.get(tenant) and served == self._shares.served(tenant):
-                return self._queues[tenant][0][1]
-            heapq.heappop(self._heads)
-            if entry == self._last.get(tenant):
-                self._push_head(tenant)
-        return None
+        if not self._queues:
+            return None
+        if self._first is None or self._shares.served(self._first[0]) != self._first[1]:
+            tenant = min(self._queues, key=self._turn)
+            self._first = tenant, self._shares.served(tenant)
+        return self._queues[self._first[0]][0][1]
 
     def give_back(self, failed: deque[Batch], sequences: dict[str, Sequence]) -> None:
-        """Takes steps out of `failed`: their known tokens are computed, and charged, once more.
+        """Takes steps out of `failed`: their known tokens were not computed.
 
-        A request that was ended keeps the charge: the ranks have done its work.
+        Those of requests that go on are charged once more, those of requests that ended never.
         """
+        leaving = self._shares.leaving
         for batch in failed:
             for request_id, chunk in zip(batch.request_ids, batch.plan.chunk_lens.tolist()):
                 sequence = sequences.get(request_id)
-                if sequence is not None:
+                if request_id in leaving:
+                    self._give_back(leaving[request_id], chunk)
+                elif sequence is not None:
                     self._give_back(sequence.request.tenant, chunk)
         failed.clear()
+        self._shares.settle(failed)
 
     def give_back_computed(self, sequence: Sequence) -> None:
         """The KV of a running sequence was lost, and all of it is computed and charged again."""
@@ -146,15 +158,11 @@ class WaitingQueue:
 
     def _give_back(self, tenant: str, num_tokens: int) -> None:
         self._shares.charge(tenant, -num_tokens)
-        if tenant in self._queues:
-            self._push_head(tenant)
+        self._first = None
 
-    def _push_head(self, tenant: str) -> None:
+    def _turn(self, tenant: str) -> tuple[int, int, int]:
         priority, arrival = self._queues[tenant][0][0]
-        entry = (priority, self._shares.served(tenant), arrival, tenant)
-        if entry != self._last.get(tenant):
-            self._last[tenant] = entry
-            heapq.heappush(self._heads, entry)
+        return (priority, self._shares.served(tenant), arrival)
 
 
 def last_of(running: Iterable[Sequence]) -> Sequence:
@@ -184,6 +192,10 @@ def beyond_share(sequence: Sequence, running: Iterable[Sequence]) -> list[Sequen
             seats[each.request.tenant] -= 1
             victims.append(each)
     return victims[::-1]
+
+
+def _is_in(request_id: str, batches: Iterable[Batch]) -> bool:
+    return any(request_id in batch.request_ids for batch in batches)
 
 
 def _num_seats(running: Iterable[Sequence]) -> Counter[str]:

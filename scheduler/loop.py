@@ -106,7 +106,7 @@ class Loop:
         """One round for every request that can run."""
         timed = self.timer
         batch = timed("schedule_ms", self.scheduler.schedule)
-        if batch.num_seqs == 0:
+        if not batch.request_ids:
             return []
         drafts = timed("propose_ms", self.drafting.propose, batch)
         verdict = timed("verify_ms", self.target.verify, batch, drafts)

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, in_words
 
 MAX_GRAMMAR_CHARS = 2**16  # of a schema, a pattern, a grammar, or all choices together
 MAX_CHOICES = 4096
@@ -29,27 +29,45 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputs(BaseModel):
     """Exactly one of a JSON schema, a regular expression, a list of texts, a grammar, any object.
 
-    Args:
-        json: a JSON schema, as a dict or as text.
-        regex: a regular expression that the whole text matches (Rust's syntax, no look-around).
-        choice: the texts to choose from.
-        grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) notation.
-        json_object: True: any JSON object.
-        whitespace_pattern: a regular expression for the white space between JSON's tokens.
-        disable_any_whitespace: True: no white space between JSON's tokens.
-        frame: a Lark grammar around it that refers to it as `@answer`; None: it is all there is.
+    The schema is a text inside; a dict is given as well.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    json_schema: str | None = Field(None, alias="json", max_length=MAX_GRAMMAR_CHARS)
-    regex: str | None = Field(None, max_length=MAX_GRAMMAR_CHARS)
-    choice: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    grammar: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR_CHARS)
-    json_object: bool | None = None
-    whitespace_pattern: str | None = Field(None, max_length=256)
-    disable_any_whitespace: bool = False
-    frame: str | None = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    json_schema: str | None = Field(
+        None,
+        alias="json",
+        max_length=MAX_GRAMMAR_CHARS,
+        description="A JSON schema, as a text or a mapping.",
+    )
+    regex: str | None = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="A regular expression that the whole text matches (Rust's syntax, no "
+        "look-around).",
+    )
+    choice: tuple[str, ...] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="The texts to choose from."
+    )
+    grammar: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="A context-free grammar, in Lark's or llama.cpp's (GBNF) notation.",
+    )
+    json_object: bool | None = Field(None, description="`true`: any JSON object.")
+    whitespace_pattern: str | None = Field(
+        None,
+        max_length=256,
+        description="A regular expression for the white space between JSON's tokens.",
+    )
+    disable_any_whitespace: bool = Field(False, description="No white space between JSON's tokens.")
+    frame: str | None = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="A Lark grammar of the whole text that refers to the constrained part as "
+        "`@answer`; default: that part is the whole text.",
+    )
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -147,31 +165,46 @@ class SamplingParams(BaseModel):
         0.0, ge=-2.0, le=2.0, description="The same, for each time that they were emitted."
     )
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict
+        default_factory=dict,
+        description="By token id, -100 to 100: added to the token's logit, before all else.",
     )
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="Same seed, same text, any drafter."
     )
-    # None: to the end of the context; 0: nothing, for the prompt's log-probabilities alone
     max_tokens: int | None = Field(16, ge=0, description="Most tokens of an answer.")
-    min_tokens: int = Field(0, ge=0, lt=2**31)
+    min_tokens: int = Field(
+        0, ge=0, lt=2**31, description="No end token and no stop ends the answer before."
+    )
     stop: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         (), max_length=MAX_STOPS, description="Text that ends the answer; may be repeated."
     )
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end the answer.")
     ignore_eos: bool = Field(False, description="Continue after an end token.")
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    n: int = Field(1, ge=1, le=128)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)  # likewise for the prompt's tokens
-    structured_outputs: StructuredOutputs | None = None
-    # The only tokens that may be emitted, end tokens too; None: all.
+    include_stop_str_in_output: bool = Field(
+        False, description="The text keeps the stop string that ended it."
+    )
+    skip_special_tokens: bool = Field(True, description="The text has no special tokens.")
+    n: int = Field(1, ge=1, le=128, description="Completions of the prompt.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of each emitted token and of so many likeliest ones.",
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="The same for the prompt's tokens."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the text has to match."
+    )
     allowed_token_ids: tuple[int, ...] | None = Field(
-        None, min_length=1, max_length=MAX_ALLOWED_IDS
+        None,
+        min_length=1,
+        max_length=MAX_ALLOWED_IDS,
+        description="The only tokens that may be emitted, end tokens too; default: all.",
     )
     bad_words: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
-        (), max_length=MAX_BAD_WORDS
+        (), max_length=MAX_BAD_WORDS, description="Texts that may not be emitted."
     )
 
     def __init__(self, **fields: Any) -> None:
@@ -191,15 +224,18 @@ class SamplingParams(BaseModel):
         return words
 
 
+# pydantic's marks of a mapping's key and of a union's member, no part of what the user wrote.
+_MARKS = ("[key]", "dict[str,any]", "str", "int")
+
+
 def invalid_request(error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint as an `InvalidRequestError` that names the field."""
     first = error.errors()[0]
-    # "[key]" is pydantic's mark for a mapping's key, no part of what the user wrote.
-    parts = [shortened(str(part)) for part in first["loc"] if part != "[key]"]
+    parts = [shortened(str(part)) for part in first["loc"] if part not in _MARKS]
     name = ".".join(parts) or "body"
     value = first.get("input")
     shown = "" if first["type"] == "missing" else f" (got {shown_value(value)})"
-    return InvalidRequestError.at(name, f"{first['msg']}{shown}")
+    return InvalidRequestError.at(name, f"{in_words(first)}{shown}")
 
 
 def shown_value(value: Any) -> str:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import abc, deque
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -23,52 +24,18 @@ from .budget import DraftBudget, share_nodes
 from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
 from .seating import Row, Seating
 from .sequence import Sequence, prompt_parts, until_end
-from .timer import SchedulerCounts
-from .types import Batch, Delta, Draft, Request, SpeculationUsage, Verdict, ints
-
-# -- planning before the outcome of the step in flight is back
-
-
-def may_be_seated(waiting: Sequence, running: abc.Sequence[Sequence], max_num_seqs: int) -> bool:
-    """Whether the first of the waiting may have a free seat, or take one from another request."""
-    return (
-        len(running) < max_num_seqs
-        or waiting.request.priority < max(each.request.priority for each in running)
-        or bool(beyond_share(waiting, running))
-    )
-
-
-def nodes_ahead(
-    last: Batch,
-    running: abc.Sequence[Sequence],
-    pool: BlockPool,
-    budget: DraftBudget | None,  # None: nothing is drafted
-    max_tokens: int,  # of a step
-    step: int,
-) -> dict[Sequence, int]:
-    """Those of `running` that may emit more than the outcome of `last`, and their draft nodes.
-
-    Each has blocks for whatever `last` emits and for the nodes after it; what is not needed is
-    given back when `last` is committed. Empty if that is not the whole next step: a request is not
-    in `last` or has prompt left, or blocks are short.
-    """
-    in_step = set(last.request_ids) if last.samples.all() else set()
-    if not all(each.request.id in in_step for each in running):
-        return {}
-    nodes = {each: 0 for each in running if each.num_tokens + 1 < each.limit}
-    if budget is not None:
-        wishes = budget.wishes(nodes, len(running))
-        nodes |= share_nodes(wishes, max_tokens - len(nodes), step)
-    flying = nodes_of(last)
-    for each, count in nodes.items():
-        if not each.allocate(pool, each.num_tokens + flying[each.request.id] + 1 + count):
-            return {}
-    return nodes
+from .timer import RequestTimer, SchedulerCounts
+from .types import Batch, Delta, Draft, IntArray, Request, SpeculationUsage, Verdict, ints
 
 
 def nodes_of(batch: Batch) -> dict[str, int]:
     """Draft nodes that a step has room for, by request."""
     return dict(zip(batch.request_ids, batch.max_nodes.tolist(), strict=True))
+
+
+def _limited(rows: abc.Iterable[Row], of_drafters: abc.Mapping[Any, int]) -> IntArray:  # [num_seqs]
+    """Of each row's nodes, those that drafters may use."""
+    return ints([min(row.max_nodes, of_drafters.get(row.sequence, 0)) for row in rows])
 
 
 # -- after a failure
@@ -206,6 +173,7 @@ class Scheduler:
         self.budget = DraftBudget(config.speculative_config, max_model_len, tree_drafts=tree_drafts)
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()
+        self.timer = RequestTimer()
         self.step_limit = StepLimit(config.max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.in_flight: deque[Batch] = deque()  # planned and not committed: running, or failed
@@ -221,6 +189,8 @@ class Scheduler:
         self._poison = PoisonGuard()
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
+        self._num_constrained = 0  # requests with a grammar
+        self._num_predicted = 0  # requests with a prediction
         self._step = 0
 
     @property
@@ -266,6 +236,8 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._shares.join(request.tenant)
+        self._num_constrained += request.sampling.structured_outputs is not None
+        self._num_predicted += request.prediction.size > 0
         self._waiting.push(sequence)
         self.counts.num_prompt_tokens += num_prompt
 
@@ -280,7 +252,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self._waiting.remove(sequence)
-        self._forget(sequence)
+        self._end(sequence, reason)
         return [Delta(request_id, (), finish_reason=reason, usage=sequence.usage, error=error)]
 
     def expired(self) -> list[str]:
@@ -300,9 +272,9 @@ class Scheduler:
         if self.in_flight:
             self._waiting.give_back(self.in_flight, self._sequences)
         plan = self._plan_known()
-        nodes = self._plan_nodes(plan)
+        nodes, of_drafters = self._plan_nodes(plan)
         rows = [Row(each, chunk, nodes.get(each, 0)) for each, chunk in plan.chunks.items()]
-        return self._batch(rows, list(plan.chunks))
+        return self._batch(rows, list(plan.chunks), of_drafters=of_drafters)
 
     def schedule_ahead(self, *, drafts: bool = False) -> Batch | None:
         """The next token of every request of the step in flight, whose outcome is not back.
@@ -314,11 +286,9 @@ class Scheduler:
         if self._poison.marks or len(self.running) > self.step_limit.num_tokens:
             return None
         head = self._waiting.head()
-        if head and may_be_seated(head, self.running, self._config.max_num_seqs):
+        if head and self._may_be_seated(head):
             return None
-        last, budget = self.in_flight[-1], self.budget if drafts else None
-        limit = self.step_limit.num_tokens
-        nodes = nodes_ahead(last, self.running, self.pool, budget, limit, self._step)
+        nodes = self._nodes_ahead(self.in_flight[-1], drafts)
         for each in nodes:
             self._shares.charge(each.request.tenant, 1)
         rows = [Row(each, 1, count, is_ahead=True) for each, count in nodes.items()]
@@ -327,6 +297,8 @@ class Scheduler:
     def commit(self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict) -> list[Delta]:
         """Appends what was emitted, rewinds what was rejected, finishes what is done."""
         self.in_flight.popleft()
+        if self._shares.leaving:
+            self._shares.settle(self.in_flight)
         flying = nodes_of(self.in_flight[0]) if self.in_flight else {}
         if self.step_limit.is_reduced:
             self.step_limit.count_step()
@@ -335,7 +307,7 @@ class Scheduler:
         chunks, samples = batch.plan.chunk_lens.tolist(), batch.samples.tolist()
         all_emitted, ends = verdict.emitted.tolist(), verdict.emitted_start.tolist()
         all_paths, path_ends = verdict.path.tolist(), verdict.path_start.tolist()
-        scored = {} if verdict.prompt_logprobs is None else prompt_parts(batch, verdict)
+        scored = {} if batch.num_scored is None else prompt_parts(batch, verdict)
         for row, request_id in enumerate(batch.request_ids):
             sequence = self._sequences.get(request_id)
             if sequence is None:  # it ended while the step was in flight
@@ -350,7 +322,10 @@ class Scheduler:
             if path and not verdict.compacted:
                 self._queue_moves(sequence, path)
             emitted, reason = until_end(sequence, all_emitted[ends[row] : ends[row + 1]])
-            deltas.append(sequence.emit(drafts[row], verdict, row, emitted, path, reason))
+            delta = sequence.emit(drafts[row], verdict, row, emitted, path, reason)
+            deltas.append(delta)
+            if delta.times is not None and not sequence.request.emitted.size:
+                self.timer.first(delta.times)
             if self.ranks_append:
                 sequence.num_sent_tokens = sequence.tokens.size
             sequence.cache_blocks(self.pool)
@@ -358,11 +333,17 @@ class Scheduler:
             self.counts.num_output_tokens += len(emitted)
             if reason:
                 self.running.remove(sequence)
-                self._forget(sequence)
+                self._end(sequence, reason)
                 self.counts.num_finished += 1
         return deltas
 
-    def _batch(self, rows: list[Row], sequences: list[Sequence], own: bool = False) -> Batch:
+    def _batch(
+        self,
+        rows: list[Row],
+        sequences: list[Sequence],
+        own: bool = False,
+        of_drafters: dict[Sequence, int] | None = None,
+    ) -> Batch:
         self._step += 1
         thinking = None
         if self._thinking_tokens is not None:
@@ -381,6 +362,7 @@ class Scheduler:
             samples=np.array(samples, dtype=np.bool_),
             max_depth=ints(depths),
             num_scored=ints(scored) if any(scored) else None,
+            drafter_nodes=None if of_drafters is None else _limited(rows, of_drafters),
         )
         if rows:  # an empty step is never run: moves wait for the next
             self._moves = []
@@ -410,6 +392,34 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every block is either free or held by a known sequence."""
         self.pool.check(sequence.blocks for sequence in self._sequences.values())
+
+    def _may_be_seated(self, waiting: Sequence) -> bool:
+        """Whether the first of the waiting may have a free seat, or take one from another."""
+        return (
+            len(self.running) < self._config.max_num_seqs
+            or waiting.request.priority < max(each.request.priority for each in self.running)
+            or bool(beyond_share(waiting, self.running))
+        )
+
+    def _nodes_ahead(self, last: Batch, drafts: bool) -> dict[Sequence, int]:
+        """Who may emit more than the outcome of `last`, and their draft nodes.
+
+        Each has blocks for whatever `last` emits and for the nodes after it; what is not needed is
+        given back when `last` is committed. Empty if that is not the whole next step: a request is
+        not in `last` or has prompt left, or blocks are short.
+        """
+        in_step = set(last.request_ids) if last.samples.all() else set()
+        if not all(each.request.id in in_step for each in self.running):
+            return {}
+        nodes = {each: 0 for each in self.running if each.num_tokens + 1 < each.limit}
+        if drafts:
+            wishes = self.budget.wishes(nodes, len(self.running))
+            nodes |= share_nodes(wishes, self.step_limit.num_tokens - len(nodes), self._step)
+        flying = nodes_of(last)
+        for each, count in nodes.items():
+            if not each.allocate(self.pool, each.num_tokens + flying[each.request.id] + 1 + count):
+                return {}
+        return nodes
 
     def _plan_known(self) -> KnownPlan:
         """Divides the token budget among running and waiting requests, by `TenantService.turn`."""
@@ -498,12 +508,23 @@ class Scheduler:
             self._preempt(worse.pop(), plan)
         return True
 
-    def _plan_nodes(self, plan: KnownPlan) -> dict[Sequence, int]:
-        """Draft nodes for rows that reach their root, from tokens and blocks that are left."""
-        if not self.budget.max_draft_len:
-            return {}
+    def _plan_nodes(
+        self, plan: KnownPlan
+    ) -> tuple[dict[Sequence, int], dict[Sequence, int] | None]:
+        """Draft nodes for rows that reach their root, from tokens and blocks that are left.
+
+        Returns:
+            The nodes, and how many of them drafters may use; None: all.
+        """
+        if not (self.budget.max_draft_len or self._num_constrained or self._num_predicted):
+            return {}, None
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))
+        if not wishes and self._num_constrained:
+            wishes = self.budget.forced_wishes(at_root)
+        of_drafters = None
+        if self._num_predicted:
+            of_drafters, wishes = wishes, self.budget.predicted_wishes(at_root, wishes)
         granted = share_nodes(wishes, plan.left, self._step) if wishes else {}
         for sequence, share in granted.items():
             if not sequence.allocate(self.pool, sequence.num_tokens + share):
@@ -511,7 +532,7 @@ class Scheduler:
                 granted[sequence] = slots - sequence.num_tokens
                 held = sequence.allocate(self.pool, slots)
                 assert held, (share, slots, "no more than there is room for")
-        return granted
+        return granted, of_drafters
 
     def _preempt(self, sequence: Sequence, plan: KnownPlan | None = None) -> None:
         """Back to the queue, at its old place; its KV is recomputed later."""
@@ -534,9 +555,18 @@ class Scheduler:
                     (sequence.slot(first + node, size), sequence.slot(first + step, size))
                 )
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        self.timer.end(
+            reason,
+            sequence.arrived_s,
+            sequence.first_s,
+            sequence.num_prompt,
+            sequence.num_output,
+        )
         sequence.free(self.pool)
         self._seating.leave(sequence)
         self._poison.forget(sequence.request.id)
-        self._shares.leave(sequence.request.tenant)
+        self._shares.leave_after(sequence.request, self.in_flight)
+        self._num_constrained -= sequence.request.sampling.structured_outputs is not None
+        self._num_predicted -= sequence.request.prediction.size > 0
         del self._sequences[sequence.request.id]

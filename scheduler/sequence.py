@@ -13,6 +13,7 @@ import numpy as np
 
 from .blocks import BlockPool, chain_hash, root_hash
 from .types import (
+    NO_INTS,
     Batch,
     Delta,
     Draft,
@@ -45,31 +46,26 @@ class PromptScores:
         if num_before == 0:
             self._parts.clear()
         top_ids, values = part.top_ids[:, : self.top], part.top[:, : self.top]
-        self._parts.append(Logprobs(part.chosen, top_ids, values))
+        self._parts.append(Logprobs(part.chosen, top_ids, values, part.ranks))
 
     def whole(self) -> Logprobs:
         """All parts as one; empty for a prompt of a single token."""
         ids = np.zeros((0, self.top), dtype=np.int32)
         values = np.zeros((0, self.top), dtype=np.float32)
-        return Logprobs(
-            np.concatenate([np.zeros(0, np.float32), *(part.chosen for part in self._parts)]),
-            np.concatenate([ids, *(part.top_ids for part in self._parts)]),
-            np.concatenate([values, *(part.top for part in self._parts)]),
-        )
+        none = Logprobs(np.zeros(0, np.float32), ids, values, NO_INTS)
+        columns = zip(none.columns, *(part.columns for part in self._parts), strict=True)
+        return Logprobs(*map(np.concatenate, columns))
 
 
 def prompt_parts(batch: Batch, verdict: Verdict) -> dict[int, Logprobs]:
     """By row of the batch: what the step gave to its prompt's log-probabilities."""
     table, counts = verdict.prompt_logprobs, batch.num_scored
-    assert table is not None, "asked for where there are some"
-    if counts is None:
+    if table is None or counts is None:
         return {}
     starts = starts_of(counts).tolist()
     assert starts[-1] == len(table.chosen), (starts, len(table.chosen))
-    parts = {}
-    for row in np.flatnonzero(counts).tolist():
-        parts[row] = table.part(starts[row], starts[row + 1])
-    return parts
+    rows = np.flatnonzero(counts).tolist()
+    return {row: table.part(starts[row], starts[row + 1]) for row in rows}
 
 
 _MANY = 8  # a slice costs as much as this many tokens one by one
@@ -158,7 +154,7 @@ class PagedTokens:
 
     def cache_blocks(self, pool: BlockPool) -> None:
         """Makes newly full and computed blocks findable."""
-        num_full = min(self.num_computed, self.num_tokens - self._reach) // pool.block_size
+        num_full = min(self.num_computed, self.tokens.size - self._reach) // pool.block_size
         if num_full > self._num_cached_blocks:
             hashes = self._block_hashes(pool.block_size, num_full)
             for index in range(self._num_cached_blocks, num_full):
@@ -212,7 +208,7 @@ class Sequence(PagedTokens):
         self.num_preemptions = 0
         self.usage = SpeculationUsage()
         self.admitted_s = self.arrived_s = time.monotonic()
-        self._is_timed = False  # whether a delta has given the times before the first token
+        self.first_s: float | None = None  # when the first token was emitted
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else self.arrived_s + timeout_s
         self.ends = request.ends
@@ -257,27 +253,34 @@ class Sequence(PagedTokens):
             synthetic=usage.synthetic,
         )
         times = None
-        if not self._is_timed:
-            self._is_timed, now = True, time.monotonic()
+        if self.first_s is None:
+            self.first_s = now = time.monotonic()
             times = RequestTimes(self.admitted_s - self.arrived_s, now - self.admitted_s)
         scores, self.scores = self.scores, None
+        table = verdict.logprobs
         return Delta(
             request_id=self.request.id,
             token_ids=tuple(emitted),
             num_accepted=num_accepted,
             finish_reason=reason,
             stop_token_id=emitted[-1] if reason == "stop" else None,
-            logprobs=(
-                ()
-                if verdict.logprobs is None
-                else emitted_logprobs(self, verdict, row, len(emitted))
-            ),
+            logprobs=() if table is None else self._logprobs(table, verdict, row, len(emitted)),
             num_cached_tokens=self.num_cached_tokens,
             usage=self.usage,
             prompt_logprobs=scores.whole() if scores else None,
             trace=step_trace(draft, path) if self.request.speculation.trace else None,
             times=times,
         )
+
+    def _logprobs(
+        self, table: Logprobs, verdict: Verdict, row: int, count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """This row's part of the table, with as many alternatives as the request specifies."""
+        wanted = self.request.sampling.logprobs
+        if wanted is None:
+            return ()
+        begin = int(verdict.emitted_start[row])
+        return table.part(begin, begin + count).by_token(wanted)
 
     def _follow(self, emitted: IntArray | list[int]) -> None:
         """The phase after `emitted`, which have just become known."""
@@ -294,11 +297,6 @@ class Sequence(PagedTokens):
         return self.num_tokens - self.num_prompt
 
     @property
-    def max_depth(self) -> int:
-        """Draft tokens that may yet be emitted: the bonus token comes on top of them."""
-        return self.limit - self.tokens.size - 1
-
-    @property
     def rank(self) -> tuple[int, int]:
         """Order of service: priority, then arrival."""
         return (self.request.priority, self.arrival)
@@ -309,7 +307,7 @@ def until_end(sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | 
     room = sequence.limit - sequence.tokens.size
     ends = sequence.ends
     if ends and not ends.isdisjoint(emitted):
-        owed = sequence.request.sampling.min_tokens - sequence.num_output
+        owed = sequence.request.min_tokens - sequence.num_output
         for index, token in enumerate(emitted[:room]):
             if token in ends and index + 1 > owed:
                 return emitted[: index + 1], "stop"
@@ -327,14 +325,3 @@ def step_trace(draft: Draft, path: list[int]) -> StepTrace:
         origins=draft.origins or (draft.source,) * count,
         path=tuple(path),
     )
-
-
-def emitted_logprobs(
-    sequence: Sequence, verdict: Verdict, row: int, count: int
-) -> tuple[TokenLogprobs, ...]:
-    """This row's log-probabilities, with as many alternatives as the request specifies."""
-    wanted = sequence.request.sampling.logprobs
-    if wanted is None or verdict.logprobs is None:
-        return ()
-    begin = int(verdict.emitted_start[row])
-    return verdict.logprobs.part(begin, begin + count).by_token(wanted)

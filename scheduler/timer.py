@@ -1,4 +1,4 @@
-"""What the engine counts: `SchedulerCounts` of requests, and `StepTimes` of steps.
+"""What the engine counts: `SchedulerCounts` and `RequestTimer` of requests, `StepTimes` of steps.
 
 `StepTimer` calls the loop's verbs and adds up their times.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from .types import Batch, Draft, ThreadChoice, Verdict
+from .types import Batch, Draft, RequestTimes, ThreadChoice, Verdict
 
 
 class Histogram:
@@ -27,9 +27,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Another value, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; the counts are not cumulative."""
@@ -56,6 +57,63 @@ class SchedulerCounts:
     num_output_tokens: int = 0
     num_looked_up_tokens: int = 0  # asked of the prefix cache
     num_hit_tokens: int = 0  # found there
+
+
+_LATENCIES_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class RequestTimer:
+    """Counts requests by how they end, and observes their times and sizes.
+
+    A request that continues one of a lost engine has no first token here.
+    """
+
+    def __init__(self) -> None:
+        self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}  # by finish reason
+        self._times = {
+            name: Histogram(_LATENCIES_S)
+            for name in ("first_token", "queue", "prefill", "decode", "output_token", "whole")
+        }
+        self._sizes = {name: Histogram(_NUM_TOKENS) for name in ("prompt", "output")}
+
+    def first(self, times: RequestTimes) -> None:
+        """A request has emitted its first tokens."""
+        self._times["queue"].observe(times.queue_s)
+        self._times["prefill"].observe(times.prefill_s)
+        self._times["first_token"].observe(times.queue_s + times.prefill_s)
+
+    def end(
+        self,
+        reason: str,
+        arrived_s: float,
+        first_s: float | None,
+        num_prompt: int,
+        num_output: int,
+    ) -> None:
+        """A request has ended, for `reason`.
+
+        Args:
+            arrived_s, first_s: when it came, and when its first token; None: it had none. On the
+                monotonic clock.
+        """
+        now = time.monotonic()
+        self.num_ended[reason] = self.num_ended.get(reason, 0) + 1
+        self._times["whole"].observe(now - arrived_s)
+        self._sizes["prompt"].observe(num_prompt)
+        self._sizes["output"].observe(num_output)
+        if first_s is not None:
+            self._times["decode"].observe(now - first_s)
+            if num_output > 1:
+                self._times["output_token"].observe((now - first_s) / (num_output - 1))
+
+    def histograms(self) -> dict[str, dict[str, Any]]:
+        """Seconds (`*_s`) and tokens (`*_tokens`) per request."""
+        times = {f"{name}_s": each.as_dict() for name, each in self._times.items()}
+        return times | {f"{name}_tokens": each.as_dict() for name, each in self._sizes.items()}
 
 
 @dataclass(slots=True)

@@ -50,8 +50,6 @@ def problem(draft: Draft, vocab_size: int) -> str | None:
         return f"a parent must be -1 or come before its node: {draft.parents.tolist()}"
     if bool(np.any((draft.tokens < 0) | (draft.tokens >= vocab_size))):
         return f"a token is outside the vocabulary of {vocab_size}: {draft.tokens.tolist()}"
-    if draft.probs is not None and len(draft.probs.ids) != num_nodes:
-        return f"{num_nodes} nodes but {len(draft.probs.ids)} rows of probabilities"
     if not 0 <= draft.num_window <= num_nodes:
         return f"{draft.num_window} window nodes of {num_nodes}"
     guesses = draft.num_guesses
@@ -93,6 +91,13 @@ def children(parents: IntArray) -> dict[int, list[int]]:
     for node, parent in enumerate(parents.tolist()):
         table.setdefault(parent, []).append(node)
     return table
+
+
+def num_expected(draft: Draft) -> float:
+    """Accepted tokens that the drafter's own estimates promise of a chain; 0 without estimates."""
+    if draft.chances is None or not is_chain(draft.parents):
+        return 0.0
+    return float(draft.chances[: draft.num_guesses].cumprod().sum())
 
 
 def follow(draft: Draft, tokens: Sequence[int]) -> list[int]:
@@ -154,6 +159,7 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
         draft.source,
         max(0, max_nodes - draft.num_guesses),
         origins=draft.origins[:max_nodes],
+        chances=None if draft.chances is None else draft.chances[:max_nodes],
     )
 
 
@@ -187,8 +193,15 @@ def select(
     probs = draft.probs and DraftProbs(draft.probs.ids[kept], draft.probs.probs[kept])
     num_window = int(kept[guesses:].sum())
     origins = tuple(compress(draft.origins, kept.tolist()))
+    chances = None if draft.chances is None else draft.chances[kept]
     left = Draft(
-        draft.tokens[kept], ints(parents), probs, draft.source, num_window, origins=origins
+        draft.tokens[kept],
+        ints(parents),
+        probs,
+        draft.source,
+        num_window,
+        origins=origins,
+        chances=chances,
     )
     return left, ints(np.flatnonzero(kept))
 

@@ -75,6 +75,9 @@ class SpeculationOptions:
     enabled: bool = True
     max_draft_len: int | None = None
     trace: bool = False  # whether every delta carries a `StepTrace`
+    drafters: tuple[str, ...] | None = None  # the only members of a composition to be asked
+    # Drafts come from the request's own text, and none of it is kept for other requests.
+    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,23 @@ class Request:
     timeout_s: float | None = None  # what is left of its time as it is sent; None: any
     resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
     was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
+    prediction: IntArray = field(default_factory=lambda: ints([]))  # what the client expects
 
     @property
     def ends(self) -> frozenset[int]:
         """Tokens that end it once `min_tokens` are emitted."""
         stops = frozenset(self.sampling.stop_token_ids)
-        return stops if self.sampling.ignore_eos else stops | frozenset(self.eos_token_ids)
+        return stops if self.ignores_eos else stops | frozenset(self.eos_token_ids)
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether an end token does not end it; where a grammar leaves nothing else, it does."""
+        return self.sampling.ignore_eos and self.sampling.structured_outputs is None
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which no end is sampled; a grammar's masks see to that themselves."""
+        return 0 if self.sampling.structured_outputs is not None else self.sampling.min_tokens
 
 
 # What is guessed: a tree of tokens, with what it was drawn from and what is allowed in it.
@@ -148,6 +162,9 @@ class Draft:
     num_window: int = 0
     masks: Masks | None = None  # by row of the sequence; None: every token is allowed
     origins: tuple[str, ...] = ()  # [num_guesses], name of each guess's source; (): all `source`
+    # [num_nodes], the drafter's estimates that a node is accepted if its parent is; of a node that
+    # was drawn they depend on its ancestors alone. None: it has none.
+    chances: FloatArray | None = None
 
     @property
     def num_guesses(self) -> int:
@@ -263,17 +280,25 @@ class Logprobs:
     chosen: FloatArray  # [num_emitted]
     top_ids: IntArray  # [num_emitted, top]
     top: FloatArray  # [num_emitted, top]
+    ranks: IntArray  # [num_emitted], of the chosen among the vocabulary; the most likely has 1
+
+    @property
+    def columns(self) -> tuple[FloatArray, IntArray, FloatArray, IntArray]:
+        return self.chosen, self.top_ids, self.top, self.ranks
 
     def part(self, begin: int, end: int) -> Logprobs:
         """Those of the tokens [begin, end)."""
-        return Logprobs(self.chosen[begin:end], self.top_ids[begin:end], self.top[begin:end])
+        some = slice(begin, end)
+        return Logprobs(self.chosen[some], self.top_ids[some], self.top[some], self.ranks[some])
 
     def by_token(self, num_top: int | None = None) -> tuple[TokenLogprobs, ...]:
         """One by one, with `num_top` rivals each; None: all."""
         tops = zip(self.top_ids[:, :num_top].tolist(), self.top[:, :num_top].tolist(), strict=True)
         return tuple(
-            TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)))
-            for chosen, (ids, values) in zip(self.chosen.tolist(), tops, strict=True)
+            TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)), rank)
+            for chosen, (ids, values), rank in zip(
+                self.chosen.tolist(), tops, self.ranks.tolist(), strict=True
+            )
         )
 
 
@@ -290,6 +315,13 @@ class NextDrafts:
     start: IntArray  # [num_seqs + 1]
     lens: IntArray  # [num_seqs]
     error: str = ""  # why there are none, if the head failed
+    chances: FloatArray | None = None  # [num_nodes], as `Draft.chances`
+
+    @classmethod
+    def empty(cls, num_seqs: int, error: str = "") -> NextDrafts:
+        """No guess for any sequence."""
+        none, starts = ints([]), np.zeros(num_seqs + 1, dtype=np.int32)
+        return cls(none, none, starts, starts[1:], error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +396,7 @@ class TokenLogprobs:
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+    rank: int | None = None  # among the vocabulary; the most likely token has 1
 
 
 @record
@@ -466,8 +499,8 @@ class SeatSettings:
             num_prompt_logprobs=(
                 -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
             ),
-            min_tokens=sampling.min_tokens,
-            ends=ints(sorted(request.ends) if sampling.min_tokens else []),
+            min_tokens=request.min_tokens,
+            ends=ints(sorted(request.ends) if request.min_tokens else []),
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
@@ -545,6 +578,8 @@ class Batch:
     max_depth: IntArray  # [num_seqs], deeper guesses could not be emitted
     # [num_seqs], prompt tokens that the step gives log-probabilities of; None: of none
     num_scored: IntArray | None = None
+    # [num_seqs], of `max_nodes`, those that drafters may use; None: all. Predictions may use more.
+    drafter_nodes: IntArray | None = None
 
     @property
     def step(self) -> int:

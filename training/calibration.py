@@ -22,14 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import HeadConfig
+from ..config import HeadConfig, PARDConfig
 from ..config.heads import Choice
 from ..drafters.heads.protocol import Head
+from ..drafters.pard import mask_token
+from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import (
     Draft,
     FloatArray,
     IntArray,
+    JoinedDrafts,
     NextDrafts,
     SamplingRows,
     StepInput,
@@ -89,8 +92,12 @@ class TeacherForcedHead(HeadService):
         if ids is None:
             ids = torch.arange(logits.shape[1], device=logits.device)
         columns = ids == truth[:, None]  # none for a token outside the head's vocabulary
-        self._chances.append((logits.float().softmax(1) * columns).sum(1))
-        self._hits.append(ids[logits.argmax(1)] == truth)
+        chances = (logits.float().softmax(1) * columns).sum(1)
+        hits = ids[logits.argmax(1)] == truth
+        for level in range(len(seqs) // len(self._texts)):  # of each sequence, one after the other
+            of_level = slice(level, None, len(seqs) // len(self._texts))
+            self._chances.append(chances[of_level])
+            self._hits.append(hits[of_level])
         return truth
 
 
@@ -161,14 +168,15 @@ class Calibrator:
         allow_pickle: bool = False,
     ) -> None:
         self.path = path
-        self.model = load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            collective=Collective.single(),
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-        )
+        self._loading: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "collective": Collective.single(),
+            "trust_remote_code": trust_remote_code,
+            "allow_pickle": allow_pickle,
+        }
+        self.model = load_model(path, **self._loading)
+        self._draft_model: tuple[Path, PagedModel] | None = None  # the last draft model
         self._prompt_lens = [len(prompt) for prompt in prompts]
         longest = max(self._prompt_lens) + num_new_tokens
         self._width = -(-longest // BLOCK_SIZE)
@@ -181,13 +189,15 @@ class Calibrator:
         theta = parameters.get("rope_theta")
         return None if theta is None else float(theta)
 
-    def measure(self, section: HeadConfig, num_points: int) -> Measured:
-        """The head of `section`, at about `num_points` points spread over the text.
+    def measure(self, section: HeadConfig | PARDConfig, num_points: int) -> Measured:
+        """The head or draft model of `section`, at about `num_points` points spread over the text.
 
         Raises:
             CheckpointError, ConfigError: as loading it does.
             RuntimeError: the head failed while it drafted.
         """
+        if isinstance(section, PARDConfig):
+            return self._measure_masks(section, num_points)
         service = TeacherForcedHead(section, self.model, self.path, _STEP_POINTS)
         cache = self._new_cache(service)
         # Texts without their last token, which none of the points has computed.
@@ -201,6 +211,43 @@ class Calibrator:
             walks += self._walks(service, cache, points[start : start + _STEP_POINTS], section)
         head: Head = service.head
         return Measured(tuple(walks), head.capture)
+
+    def _measure_masks(self, section: PARDConfig, num_points: int) -> Measured:
+        """A draft model with masks: every point is a sequence of its own, computed anew."""
+        folder, depth = Path(section.speculative_model), section.draft_len
+        if self._draft_model is None or self._draft_model[0] != folder:
+            self._draft_model = folder, load_model(folder, **self._loading)
+        model = self._draft_model[1]
+        size, wanted = model.info.vocab_size, self.model.info.vocab_size
+        if size != wanted:
+            raise ConfigError.at(
+                "speculative_config.speculative_model",
+                f"{str(folder)!r} has a vocabulary of {size} tokens, the target one of {wanted}",
+            )
+        mask, points = mask_token(section, size), self._points(num_points, depth)
+        num_seqs = max(1, _STEP_TOKENS // (self._width * BLOCK_SIZE))
+        cache = model.new_cache(num_seqs * self._width, BLOCK_SIZE, ())
+        walks: list[Walk] = []
+        for begin in range(0, len(points), num_seqs):
+            part = points[begin : begin + num_seqs]
+            num_masks = np.full(len(part), depth - 1, dtype=np.int32)
+            masks = np.full(num_masks.sum(), mask, dtype=np.int32)
+            step = self._step(
+                list(range(len(part))),
+                [self.texts[text][:known] for text, known in part],
+                np.zeros(len(part), dtype=np.int32),
+                samples=True,
+                num_nodes=depth - 1,
+                drafts=JoinedDrafts(masks, num_masks) if len(masks) else None,
+            )
+            with torch.inference_mode():
+                logits = model.forward(step, cache).float()
+            truth = np.stack([self.texts[text][known : known + depth] for text, known in part])
+            rows = torch.from_numpy(truth.reshape(-1, 1)).to(logits.device, torch.int64)
+            chances = logits.softmax(1).gather(1, rows).view(len(part), depth).cpu().numpy()
+            hits = (logits.argmax(1)[:, None] == rows).view(len(part), depth).cpu().numpy()
+            walks += [_forced_walk(*each) for each in zip(chances, hits, strict=True)]
+        return Measured(tuple(walks), ())
 
     def _walks(
         self,
@@ -281,6 +328,7 @@ class Calibrator:
         *,
         samples: bool = False,
         num_nodes: int = 0,
+        drafts: JoinedDrafts | None = None,
     ) -> StepInput:
         count = len(rows)
         samples = samples or num_nodes > 0
@@ -296,7 +344,7 @@ class Calibrator:
             max_nodes=np.full(count, num_nodes, dtype=np.int32),
             sampling=_greedy(count),
             next_tokens=ints(following),
-            drafts=None,
+            drafts=drafts,
             block_size=BLOCK_SIZE,
         )
 

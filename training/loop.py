@@ -38,7 +38,7 @@ from .options import TrainingOptions
 from .parallel import Ranks, Stop, run
 from .protocol import FrozenTarget, Losses, Method
 from .registry import METHODS
-from .report import Reporter, Score, Scores, Steps, as_row, from_row, plot_log
+from .report import Bar, Score, Scores, as_row, from_row, plot_log
 
 _OWN_HELDOUT = 16  # one held-out generated text per so many training ones,
 _OWN_HELDOUT_RANGE = (8, 32)  # at least and at most
@@ -95,7 +95,6 @@ class _TrainingRun:
     on_gpu: bool
     ranks: Ranks = field(init=False)
     stop: Stop = field(init=False)
-    reporter: Reporter = field(init=False)
     target: FrozenTarget = field(init=False)
     method: Method = field(init=False)
     optimization: Optimization = field(init=False)
@@ -103,7 +102,7 @@ class _TrainingRun:
 
     def __call__(self, ranks: Ranks, stop: Stop) -> Outcome:
         options, entry = self.options, METHODS[self.name]
-        self.ranks, self.stop, self.reporter = ranks, stop, Reporter(shown=ranks.first)
+        self.ranks, self.stop = ranks, stop
         disable_progress_bar()  # transformers' own
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         torch.set_num_threads(options.threads or max(1, cores // ranks.num_ranks))
@@ -148,7 +147,7 @@ class _TrainingRun:
         least, most = _OWN_HELDOUT_RANGE
         num_heldout = min(max(options.generate // _OWN_HELDOUT, least), most)
         found: list[Documents | None] = []
-        with self.reporter.counting("own text", options.generate + num_heldout) as advance:
+        with Bar("own text", options.generate + num_heldout, shown=self.ranks.first) as bar:
             for name, documents, count in (
                 ("own.jsonl", self.corpus, options.generate),
                 ("own-heldout.jsonl", self.heldout, num_heldout),
@@ -156,7 +155,7 @@ class _TrainingRun:
                 seed = options.seed + len(found)
                 prompts = prompts_of(documents, count, options.window, seed)
                 path = folder / name
-                found.append(write_all(writer, prompts, path, self.ranks, self.stop, advance))
+                found.append(write_all(writer, prompts, path, self.ranks, self.stop, bar.update))
         return found[0], found[1]
 
     def _token_counts(self, parts: Iterable[Documents]) -> Tensor:  # [vocab]
@@ -173,7 +172,7 @@ class _TrainingRun:
         first = self._resumed(folder)
         module.train()
         scores: Scores = {}
-        with self.reporter.training(self.name, first, options.steps) as bar:
+        with Bar(self.name, options.steps, first, shown=self.ranks.first) as bar:
             if first == 0:
                 scores = self._evaluate(0, folder, bar)
             for step in range(first, options.steps):
@@ -227,15 +226,14 @@ class _TrainingRun:
         return loss, self.optimization.step(step), asked > 0
 
     @torch.no_grad()
-    def _evaluate(self, step: int, folder: state.Folder, bar: Steps) -> Scores:
+    def _evaluate(self, step: int, folder: state.Folder, bar: Bar) -> Scores:
         """Computes, logs and shows the scores of all held-out windows."""
         self.method.module.eval()
         scores = {kind: self._score(rows) for kind, rows in self.tests.items()}
         self.method.module.train()
         if self.ranks.first:
             state.append(folder.log, as_row(step, scores))
-        self.reporter.scores(f"step {step}", scores)
-        bar.evaluated(scores)
+        bar.evaluated(step, scores)
         return scores
 
     def _score(self, rows: list[tuple[Tensor, Tensor]]) -> Score:

@@ -69,12 +69,10 @@ class Optimization:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad.flatten() for p in self._parameters if p.grad is not None]
-        flat = torch.cat([*grads, extra])
+        parts = [*(p.grad for p in self._parameters if p.grad is not None), extra]
+        flat = nn.utils.parameters_to_vector(parts)
         ranks.add(flat)
-        *parts, extra = flat.split([*(len(grad) for grad in grads), len(extra)])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        nn.utils.vector_to_parameters(flat, parts)
         return extra
 
     def step(self, step: int) -> float:

@@ -179,6 +179,15 @@ class Eagle3TrainOptions(UnrollOptions):
     """The residual carries the normalized state."""
 
 
+class PEagleOptions(Eagle3TrainOptions):
+    """EAGLE-3's layer, which drafts all tokens in one forward, behind masks (P-EAGLE)."""
+
+    num_passes: int = Field(8, ge=1, le=16, description="Draft positions that are trained.")
+    max_draft_len: Annotated[MaxDraftLen, Field(le=16)] = 7
+    mask_token_id: int | None = Field(None, ge=0)
+    """Token whose embedding is the mask's; default the rarest of the text."""
+
+
 class MTPOptions(PassOptions):
     """A multi-token-prediction module (MTP).
 
@@ -229,3 +238,16 @@ class DraftOptions(Strict):
         if self.init is not None and given:
             raise ValueError(f"{given[0]}: the model of 'init' has a size of its own")
         return self
+
+
+class PARDOptions(DraftOptions):
+    """A small model that drafts all tokens in one forward, behind masks (PARD)."""
+
+    num_depths: int = Field(8, ge=1, le=64, description="Draft positions that are trained.")
+    retention: float = Field(0.7, gt=0, le=1)
+    """Share of the rows that are trained at each position, of those at the one before."""
+    least_retention: float = Field(0.2, ge=0, le=1)
+    """Least share of the rows that are trained at any position."""
+    mask_token_id: int | None = Field(None, ge=0)
+    """Token that is the mask; default the rarest of the text, or that of 'init'."""
+    max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 8

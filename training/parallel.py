@@ -10,11 +10,11 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -83,10 +83,8 @@ class Stop:
         self.asked = True
 
 
-class RankFunction(Protocol):
-    """A picklable function that every process runs."""
-
-    def __call__(self, ranks: Ranks, stop: Stop) -> Any: ...
+# A picklable function that every process runs.
+RankFunction = Callable[[Ranks, Stop], Any]
 
 
 def run(function: RankFunction, num_processes: int, *, on_gpu: bool) -> Any:

@@ -83,6 +83,7 @@ class FrozenTarget:
             self.config.num_hidden_layers,
             self.model.dtype,
             device,
+            allow_pickle,
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., hidden_size]

@@ -19,6 +19,8 @@ from .options import (
     EagleOptions,
     MedusaOptions,
     MTPOptions,
+    PARDOptions,
+    PEagleOptions,
     ReDrafterOptions,
 )
 
@@ -51,8 +53,10 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
     {
         "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
         "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
+        "pard": Entry("pard.PARDMethod", PARDOptions, adam_lr=3e-3, muon_lr=2e-2),
         "eagle": Entry("eagle.EagleMethod", EagleOptions),
         "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
+        "peagle": Entry("eagle.PEagleMethod", PEagleOptions),
         "mtp": Entry("mtp.MTPMethod", MTPOptions),
         "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
     }

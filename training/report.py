@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
+from tqdm import tqdm
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,73 +37,29 @@ def as_row(step: int, scores: Scores) -> dict[str, Any]:
 
 def from_row(row: Mapping[str, Any]) -> Scores:
     """The inverse of `as_row`."""
-    return {
-        kind: Score(found["loss"], tuple(found["acceptance"]))
-        for kind, found in row["heldout"].items()
-    }
+    scores = row["heldout"].items()
+    return {kind: Score(one["loss"], tuple(one["acceptance"])) for kind, one in scores}
 
 
 def acceptance_table(title: str, scores: Scores) -> Table:
     """Held-out acceptance by position, one row per kind of text."""
     most = max((len(score.acceptance) for score in scores.values()), default=0)
-    columns = [
-        "held out",
-        "loss",
-        *(f"{position + 1}" for position in range(most)),
-        "tokens per step",
-    ]
-    table = Table(title=title or None, title_justify="left")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
+    table = Table("held out", title=title or None, title_justify="left")
+    for name in ("loss", *map(str, range(1, most + 1)), "tokens per step"):
+        table.add_column(name, justify="right")
     for kind, score in scores.items():
         shares = [f"{share:.1%}" for share in score.acceptance]
         table.add_row(kind, f"{score.loss:.3f}", *shares, f"{score.tokens_per_step:.2f}")
     return table
 
 
-class Reporter:
-    """Shows a run on the console; only in the first process."""
+class Bar(tqdm):
+    """A progress bar on the terminal, and the tables above it; only in the first process."""
 
-    def __init__(self, *, shown: bool) -> None:
+    def __init__(self, what: str, total: int, first: int = 0, *, shown: bool) -> None:
+        disable = None if shown else True  # None: unless there is no terminal
+        super().__init__(desc=what, total=total, initial=first, disable=disable, dynamic_ncols=True)
         self._console = Console(stderr=True, highlight=False, quiet=not shown)
-        self._shown = shown
-
-    @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar for counted items."""
-        with self._bar() as bar:
-            task = bar.add_task(what, total=total, status="")
-            yield lambda count: bar.advance(task, count)
-
-    @contextmanager
-    def training(self, what: str, first: int, total: int) -> Iterator[Steps]:
-        """A progress bar for steps."""
-        with self._bar() as bar:
-            yield Steps(bar, bar.add_task(what, total=total, completed=first, status=""))
-
-    def scores(self, title: str, scores: Scores) -> None:
-        """Prints a table above the bar."""
-        self._console.print(acceptance_table(title, scores))
-
-    def _bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=self._console,
-            disable=not self._shown,
-        )
-
-
-class Steps:
-    """The progress bar of a run's steps."""
-
-    def __init__(self, bar: Progress, task: Any) -> None:
-        self._bar = bar
-        self._task = task
         self._accepted = ""
         self._num_tokens = 0
         self._spent_s = 0.0
@@ -127,12 +76,15 @@ class Steps:
         self._spent_s += time.perf_counter() - self._since
         self._since = time.perf_counter()
         status = f"loss {loss:.3f}, {self.tokens_per_s:,.0f} tokens/s{self._accepted}"
-        self._bar.update(self._task, advance=1, status=status)
+        self.set_postfix_str(status, refresh=False)
+        self.update(1)
 
-    def evaluated(self, scores: Scores) -> None:
+    def evaluated(self, step: int, scores: Scores) -> None:
         """Reports a finished evaluation, whose time does not count as training."""
         best = list(scores.values())[-1]
         self._accepted = f", {best.tokens_per_step:.2f} tokens per step"
+        with self.external_write_mode(file=sys.stderr):
+            self._console.print(acceptance_table(f"step {step}", scores))
         self._since = time.perf_counter()
 
 

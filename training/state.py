@@ -2,7 +2,7 @@
 
 `training/checkpoint.pt` (module, optimizers, step), `training/run.json` (the run's identity),
 `log.jsonl` (losses and evaluations), and what a method exports. Files are replaced atomically and
-get the permissions of any new file; safetensors alone would restrict them to the owner.
+get the permissions of any new file; safetensors' own files would be restricted to the owner.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..drafters.files import write_whole
@@ -189,22 +189,10 @@ def write_tensors(
         for key, each in tensors.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{stem}.safetensors.partial"
-    save_file(stored, partial, metadata={"format": "pt"})
-    place(partial, folder / f"{stem}.safetensors")
+    write_whole(folder / f"{stem}.safetensors", [safetensors.torch.save(stored, {"format": "pt"})])
     named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
     write_whole(folder / "config.json", [_as_json(named)])
 
 
 def _as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def place(made: Path, path: Path) -> None:
-    """Moves a file to `path` with the permissions of a new file there."""
-    ordinary = path.with_name(path.name + ".mode")
-    ordinary.unlink(missing_ok=True)
-    ordinary.touch()
-    made.chmod(ordinary.stat().st_mode & 0o777)
-    ordinary.unlink()
-    os.replace(made, path)

@@ -13,11 +13,11 @@ entries.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -37,7 +37,12 @@ from .load import fail
 from .protocol import Attend
 
 ATTENTION = "outrider_head"
-REFUSED = {"llama4_text": "its attention takes positions and temperatures from the mask"}
+_SPARSE = "its attention chooses tokens by an indexer (DSA), which heads do not have"
+REFUSED = {
+    "llama4_text": "its attention takes positions and temperatures from the mask",
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+}
 """Model types whose layer would run but give wrong results."""
 _PLAIN = "full_attention"
 _BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -54,6 +59,7 @@ _UNBUILT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that transformers raises for inconsistent configurations."""
 
 Reader = Callable[[], Tensor]
+Piece = TypeVar("Piece")
 
 
 def read_block_config(folder: Path) -> Any:
@@ -154,7 +160,7 @@ class DecoderBlock(nn.Module):
             for name, tensor in self.whole.state_dict().items()
             if name.startswith(self.prefix)
         }
-        found = self._converted(stored, wanted, where)
+        found = self._converted(stored, where)
         for name, empty in wanted.items():
             public = where + name.removeprefix(self.prefix)
             if name not in found:
@@ -176,32 +182,21 @@ class DecoderBlock(nn.Module):
         stored: dict[str, Tensor] = revert_weight_conversion(self.whole, own)
         return {name.removeprefix(self.prefix): tensor for name, tensor in stored.items()}
 
-    def _converted(
-        self, stored: Mapping[str, Reader], wanted: Mapping[str, Tensor], where: str
-    ) -> dict[str, Tensor]:
+    def _converted(self, stored: Mapping[str, Reader], where: str) -> dict[str, Tensor]:
         """Applies transformers' checkpoint conversion of this architecture to `stored`."""
-        renamings, converters, by_pattern = conversions(self.whole)
-        found: dict[str, Tensor] = {}
-        merging: dict[str, Any] = {}
-        for name in sorted(stored, key=dot_natural_key):
-            target, pattern = rename_source_key(self.prefix + name, renamings, converters)
-            if target not in wanted:
-                target, pattern = self.prefix + name, None
-            if target not in wanted:
-                raise fail(f"tensor {where + name!r} has no place in a layer of this architecture")
-            if pattern is None:
-                found[target] = stored[name]()
-                continue
-            merge = merging.setdefault(target, deepcopy(by_pattern[pattern]))
-            merge.add_tensor(target, target, pattern, stored[name])
-        for target, merge in merging.items():
+        full = {self.prefix + name: read for name, read in stored.items()}
+        whole, merges, surplus = by_target(self.whole, full)
+        if surplus:
+            public = where + surplus[0].removeprefix(self.prefix)
+            why = f": {_SPARSE}" if ".indexer." in public else ""
+            raise fail(f"tensor {public!r} has no place in a layer of this architecture{why}")
+        found = {target: read() for target, read in whole.items()}
+        for target, (converter, parts) in merges.items():
             try:
-                parts = merge.convert(target, model=self.whole, config=self.whole.config)
+                found |= merged(self.whole, target, converter, parts)
             except (RuntimeError, ValueError) as error:
                 public = where + target.removeprefix(self.prefix)
                 raise fail(f"the parts of tensor {public!r} do not fit together: {error}") from None
-            for name, tensor in parts.items():
-                found[name] = tensor[0] if isinstance(tensor, list) else tensor
         return found
 
 
@@ -216,15 +211,50 @@ def materialise_constants(model: Any, device: torch.device) -> None:
             model._init_weights(module)
 
 
-def conversions(
-    model: Any,
-) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str, WeightConverter]]:
-    """How transformers converts checkpoints of a model; converters also by source pattern."""
+def by_target(
+    model: Any, stored: Mapping[str, Piece]
+) -> tuple[dict[str, Piece], dict[str, tuple[WeightConverter, dict[str, list[Piece]]]], list[str]]:
+    """What a checkpoint holds by the model's own names, as transformers' conversion mapping has it.
+
+    Returns what is taken as it is; what is merged, by source pattern; and names of no module.
+    """
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    return renamings, converters, by_pattern
+    wanted = model.state_dict()
+    rename = partial(
+        rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=wanted
+    )
+    whole: dict[str, Piece] = {}
+    merges: dict[str, tuple[WeightConverter, dict[str, list[Piece]]]] = {}
+    surplus = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename(name, renamings, converters)
+        if target not in wanted:
+            target, pattern = rename(name, [], [])
+        if target not in wanted:
+            surplus.append(name)
+        elif pattern is None:
+            whole[target] = stored[name]
+        else:
+            _, parts = merges.setdefault(target, (by_pattern[pattern], {}))
+            parts.setdefault(pattern, []).append(stored[name])
+    return whole, merges, surplus
+
+
+def merged(
+    model: Any, target: str, converter: WeightConverter, parts: Mapping[str, Sequence[Reader]]
+) -> dict[str, Tensor]:
+    """Runs one of transformers' conversions on whole tensors."""
+    running = deepcopy(converter)
+    for pattern, readers in parts.items():
+        for read in readers:
+            running.add_tensor(target, target, pattern, read)  # type: ignore[arg-type]
+    tensors = running.convert(target, model=model, config=model.config)
+    return {
+        name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()
+    }
 
 
 def head_attention(

@@ -9,6 +9,8 @@ the feature.
   differs only in the tree. Llama-4's heads have both norms, and layers without rotary positions.
 - EAGLE-3 (arXiv:2503.01840): f is fc over the inputs of three layers, low to high; the attention
   reads the concatenation of both normed halves; the output layer may cover a reduced vocabulary.
+- P-EAGLE (arXiv:2602.01469): EAGLE-3 whose later rows of a draft read the embedding of a mask token
+  and a learnt state in place of features, so that all of them are computed at once.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Eagle3Options:
     # (TensorRT-LLM's `eh_proj_before_attn`); 0: layer 0 reads both directly.
     eh_proj: int = 0
     eh_bias: bool = False
+    mask_shape: tuple[int, ...] = ()  # of P-EAGLE's `mask_hidden`; (): there is none
 
 
 class Eagle3Module(LlamaModule):
@@ -115,6 +118,8 @@ class Eagle3Module(LlamaModule):
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count))
         if options.norm_before_fc:
             self.input_norm = RMSNorm(count * width, eps)
+        if options.mask_shape:
+            self.mask_hidden = nn.Parameter(torch.zeros(options.mask_shape))
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.options.fc_norm:
@@ -126,6 +131,10 @@ class Eagle3Module(LlamaModule):
         if not self.options.num_features:
             return features
         return self.fc(features)
+
+    def mask_feature(self) -> Tensor:  # [1, hidden_size]
+        """The feature of P-EAGLE's masks, which stand for tokens without states of the target."""
+        return self.fuse(self.mask_hidden.reshape(1, -1))
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.options.eh_proj:

@@ -4,26 +4,30 @@ Every computed token, drafted nodes included, gets a row (`eagle.py`) in the tar
 rejected node's row is freed with its slot, an accepted one's moves with it, and a cached prefix
 includes its rows. A row depends on the following token, so blocks are shared only if the token
 after them is equal too (`reach` in `config/section.py`). `tree_drafting.py` builds the draft.
+
+P-EAGLE's drafts are one forward of rows of masks, and no row depends on a drafted token. Those rows
+lie behind the blocks, so that no mask stays in the cache.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ...config import Eagle3Config, EagleConfig
+from ...config import Eagle3Config, EagleConfig, PEagleConfig
 from ...errors import ConfigError
+from ..pard import MASK_KEYS
+from .best_first import best_first_tree, ranked
 from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
-from .llama import SCALING, LayerSizes, LlamaModule, Rope, Temperature, halves
-from .load import ConfigReader, Tensors, fail, read_config
-from .protocol import Attend, HeadHost, HeadLayer, HeadRows, TargetFacts
-from .tree_drafting import TreeDraftingHead
+from .llama import LlamaModule, Temperature
+from .llama_files import LlamaReader
+from .load import fail
+from .protocol import Attend, DraftStart, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .tree_drafting import Level, TreeDraftingHead
 
-_FILES = ("model", "pytorch_model")
 _RENAMED = {
     "fusion_fc.": "fc.",
     "pre_lm_head_layernorm.": "hidden_states_layernorm.",
@@ -31,27 +35,23 @@ _RENAMED = {
     "draft_id_to_target_id": "d2t",  # offsets too
 }
 _FIRST = ("midlayer", "layers.0", "midlayer.0")
-_THETA, _LLAMA4_THETA = 10_000.0, 500_000.0
+_LLAMA4_THETA = 500_000.0
 _REFUSED = {
     r".*\.mlp\.(experts|router|shared_expert)\..*": "a mixture of experts, which heads do not "
     "support; expected gate_proj, up_proj, down_proj",
-    r"mask_hidden|mask_embedding": "a head that drafts all tokens at once (P-EAGLE), which is not "
-    "implemented; use an EAGLE-3 head",
+    r"mask_embedding": "a head that drafts all tokens at once in another way than P-EAGLE's; use "
+    "decoding_type DFlash or DSpark, or an EAGLE-3 head",
     r".*\.self_attn\.kv_a_proj_with_mqa\..*": "latent attention (MLA), which EAGLE heads do not "
     "support; expected q_proj, k_proj, v_proj",
 }
 """What tensors of some names belong to."""
-_TURNED = re.compile(r".*\.([qk]_proj\.(weight|bias)|[qk]_norm\.weight)")
-_IGNORED = r".*rotary_emb\.inv_freq"
 
 
-class EagleReader:
+class EagleReader(LlamaReader):
     """Tensors and configuration of a folder.
 
-    Sizes come from tensor shapes, since configurations are often wrong. What no shape shows (head
-    counts, rotary positions, order of norms) comes from `config.json`, in the flat form or in that
-    of the speculators library, or from the user. Defaults that differ between engines are the
-    reference's; the user can override the first three (`config/heads.py`):
+    Defaults that differ between engines are the reference's; the user can override the first three
+    (`config/heads.py`):
 
     - a missing `rope_theta` means 10000 (the published trainers ignore the target's), but 500000
       in a Llama-4 head, as in its configuration class;
@@ -61,22 +61,21 @@ class EagleReader:
     """
 
     def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
-        self.user, self.target, self.folder = config, target, config.folder
-        raw = read_config(config.folder)
-        if not raw:
-            raise fail(f"{str(config.folder)!r} has no config.json with 'num_attention_heads'")
-        self.raw = ConfigReader(config.folder, raw)
-        layer = self.raw.section("transformer_layer_config")
-        self.config = ConfigReader(config.folder, {**raw, **layer.values})
+        super().__init__(config, target, _own_name)
+        self.user = config
         self.inner = self.raw.section("eagle_config")
-        self.tensors = Tensors(config.folder, _FILES, _own_name, target.device)
         kind = str(self.config.values.get("model_type", ""))
-        names = str(raw.get("architectures", ""))
+        names = str(self.raw.values.get("architectures", ""))
         self.is_llama4 = kind.startswith("llama4") or "Llama4" in names
-        self.interleaved = config.rope_layout == "interleaved"
-        for pattern, owner in _REFUSED.items():
-            if found := self.tensors.matches(pattern):
-                raise self.tensors.bad(found[0][0], f"belongs to {owner}")
+        if self.is_llama4:
+            self.default_theta = _LLAMA4_THETA
+        self.refuse(_REFUSED)
+        if "mask_hidden" in self.tensors and not isinstance(config, PEagleConfig):
+            raise self.tensors.bad(
+                "mask_hidden",
+                "belongs to a head that drafts all tokens at once (P-EAGLE); use decoding_type "
+                "PEagle",
+            )
 
     def flag(self, key: str) -> bool:
         """A boolean of the top level or of `eagle_config`."""
@@ -86,14 +85,6 @@ class EagleReader:
         """Whether the next feature is the output after the final norm."""
         recycle = self.user.recycle
         return default if recycle is None else recycle == "post_norm"
-
-    def without(self, key: str, why: str) -> None:
-        """Raises `ConfigError` if the user set `key`, which this head does not have."""
-        if (value := getattr(self.user, key)) is not None:
-            raise ConfigError.at(
-                f"speculative_config.{key}",
-                f"{value!r} has no meaning for {str(self.folder)!r}: {why}",
-            )
 
     def fill(self, module: LlamaModule, stems: Sequence[str]) -> None:
         """Loads the weights of `module`, whose layers are stored under `stems`."""
@@ -109,14 +100,7 @@ class EagleReader:
                 return f"{stems[int(index)]}.hidden_norm.weight"  # an engine's name for it
             return stored
 
-        state = self.tensors.state_of(module, stored_name)
-        self.tensors.finish(_IGNORED)
-        if self.interleaved:
-            dim = module.layer_sizes[0].head_dim
-            for name in filter(_TURNED.fullmatch, state):
-                state[name] = halves(state[name], dim)
-        module.load_state_dict(state, assign=True)
-        module.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
+        self.load(module, module.layer_sizes[0].head_dim, stored_name)
 
     def first_layer(self) -> str:
         for name in _FIRST:
@@ -137,57 +121,6 @@ class EagleReader:
             if not stem:
                 return found
             found.append(stem[0])
-
-    def sizes(self, layer: str) -> LayerSizes:
-        """A layer's dimensions, from tensor shapes and the number of heads."""
-        shape, has = self.tensors.shape, self.tensors.__contains__
-        names = [f"{layer}.self_attn.{part}_proj.weight" for part in "qko"]
-        names.append(f"{layer}.mlp.gate_proj.weight")
-        for name in names:
-            if name not in self.tensors:
-                raise self.tensors.fault(f"lacks tensor {name!r} (two dimensions)")
-            if len(shape(name)) != 2 or 0 in shape(name):
-                raise self.tensors.bad(
-                    name, f"has shape {list(shape(name))}, expected two dimensions"
-                )
-        query, key, output, gate = (shape(name) for name in names)
-        heads = self.config.number("num_attention_heads")
-        head_dim = self.config.number("head_dim", max(1, query[0] // heads))
-        if head_dim * heads != query[0] or key[0] % head_dim:
-            raise fail(
-                f"tensors {names[0]!r} {list(query)} and {names[1]!r} {list(key)} of "
-                f"{str(self.folder)!r} do not fit {heads} heads of {head_dim} "
-                "(num_attention_heads, head_dim)"
-            )
-        self.config.only("hidden_act", "silu", "swish", why="heads are run with silu")
-        return LayerSizes(
-            hidden_size=output[0],
-            input_size=query[1],
-            intermediate_size=gate[0],
-            num_heads=heads,
-            num_kv_heads=key[0] // head_dim,
-            head_dim=head_dim,
-            eps=self.config.real("rms_norm_eps", 1e-6),
-            qkv_bias=has(f"{layer}.self_attn.q_proj.bias"),
-            output_bias=has(f"{layer}.self_attn.o_proj.bias"),
-            qk_norm=has(f"{layer}.self_attn.q_norm.weight"),
-        )
-
-    def rope(self, head_dim: int) -> Rope:
-        """Rotary frequencies; the default base is 10000, for Llama-4 500000."""
-        scaling = self.config.section("rope_parameters")
-        scaling = scaling if scaling.values else self.config.section("rope_scaling")
-        theta = scaling.real("rope_theta", _LLAMA4_THETA if self.is_llama4 else _THETA)
-        theta = self.config.real("rope_theta", theta)
-        kind = str(scaling.values.get("rope_type") or scaling.values.get("type") or "default")
-        if kind not in SCALING:
-            raise fail(
-                f"rope_scaling of {str(self.folder)!r} is of type {kind!r}; allowed: "
-                f"{', '.join(SCALING)}"
-            )
-        for key in SCALING[kind]:
-            scaling.real(key)
-        return Rope(head_dim, self.user.rope_theta or theta, {**scaling.values, "rope_type": kind})
 
     def no_rope_layers(self, num_layers: int) -> tuple[int, ...]:
         """Llama-4's layers without rotary positions: zeros in `no_rope_layers`."""
@@ -210,65 +143,19 @@ class EagleReader:
             self.config.real("attn_scale", 0.1), self.config.real("floor_scale", 8192)
         )
 
-    def embedding(self, width: int) -> int | None:
-        """Rows of the head's own embedding; None if it uses the target's."""
-        if "embed_tokens.weight" not in self.tensors:
-            if width != self.target.hidden_size:
-                raise self.tensors.fault(
-                    f"lacks tensor 'embed_tokens.weight' of shape "
-                    f"{[self.target.vocab_size, width]}, needed since the target's is "
-                    f"{self.target.hidden_size} wide"
-                )
-            return None
-        return self.target.vocab_size
-
-    def vocabulary(self, hidden: int) -> tuple[int | None, Tensor | None]:
-        """Rows of the output layer (None: the target's) and their target ids (None: the same)."""
-        tensors, vocab = self.tensors, self.target.vocab_size
-        size, ids = None, None
-        if "lm_head.weight" in tensors:
-            size = next(iter(tensors.shape("lm_head.weight")), 0)
-            tensors.expect("lm_head.weight", size, hidden)
-        elif hidden != self.target.hidden_size:
+    def mask(self, width: int) -> tuple[int, tuple[int, ...]]:
+        """P-EAGLE's mask token, and the shape of `mask_hidden`, which is `width` wide."""
+        name, vocab = "mask_hidden", self.target.vocab_size
+        shape: tuple[int, ...] = (1, width)
+        if name not in self.tensors:
             raise self.tensors.fault(
-                f"lacks tensor 'lm_head.weight' of width {hidden}, "
-                f"needed since the target's output layer reads {self.target.hidden_size}"
+                f"lacks tensor {name!r} of shape [1, 1, {width}]: it is no P-EAGLE head; use "
+                "decoding_type Eagle3"
             )
-        elif "draft_vocab_size" in self.config and self.config.number("draft_vocab_size") != vocab:
-            raise self.tensors.fault(
-                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
-                f"{self.config.number('draft_vocab_size')} and the target's vocabulary {vocab}"
-            )
-        if "d2t" in tensors:
-            if size is None:
-                raise self.tensors.fault("has 'd2t' but lacks tensor 'lm_head.weight'")
-            ids = tensors.take_ids("d2t", size) + torch.arange(size)
-            self._check_ids(ids, vocab)
-        elif size is not None and size != vocab:
-            raise self.tensors.bad(
-                "lm_head.weight",
-                f"has {size} rows, the target "
-                f"{vocab} tokens, and there is no 'd2t' of shape [{size}] between them",
-            )
-        if "t2d" in tensors:
-            known = tensors.take_ids("t2d", vocab).to(torch.bool)
-            if ids is not None and not torch.equal(known.nonzero()[:, 0], ids):
-                raise fail(f"tensors 't2d' and 'd2t' of {str(self.folder)!r} disagree")
-        if not any(n in tensors for n in ("lm_head.weight", "embed_tokens.weight", "t2d")):
-            self.config.check_vocabulary(vocab)
-        return size, None if ids is None else ids.to(self.target.device)
-
-    def _check_ids(self, ids: Tensor, vocab: int) -> None:  # [draft_vocab]
-        """Checks that they are ids of the target, strictly ascending."""
-        wrong = (ids < 0) | (ids >= vocab)
-        wrong[1:] |= ids.diff() <= 0
-        if bool(wrong.any()):
-            index = int(wrong.nonzero()[0, 0])
-            raise self.tensors.bad(
-                "d2t",
-                f"makes draft token {index} token {int(ids[index])}: outside the target's {vocab} "
-                "tokens, or not above the one before; id = i + d2t[i] must rise within them",
-            )
+        if len(self.tensors.shape(name)) != len(shape):
+            shape = (1, *shape)  # speculators'
+        self.tensors.expect(name, *shape)
+        return self.mask_token(MASK_KEYS, self.config, limit=vocab), shape
 
 
 def _own_name(stored: str) -> str:
@@ -290,7 +177,7 @@ def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:
     reader = EagleReader(config, target)
     first = reader.first_layer()
     is_eagle3 = _is_eagle3(reader, first)
-    if isinstance(config, Eagle3Config) and not is_eagle3:
+    if isinstance(config, Eagle3Config | PEagleConfig) and not is_eagle3:
         raise reader.tensors.fault(
             f"lacks tensor '{first}.hidden_norm.weight': it is EAGLE-1; use decoding_type Eagle"
         )
@@ -351,6 +238,12 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     hidden = sizes.hidden_size
     capture, options = _features(reader, hidden)
     embedding = options.eh_proj or sizes.input_size - hidden
+    is_parallel, mask_token = isinstance(reader.user, PEagleConfig), 0
+    if is_parallel:
+        reader.without("recycle", "P-EAGLE reads no output of its own")
+        width = max(1, options.num_features) * target.hidden_size
+        mask_token, shape = reader.mask(width)
+        options = replace(options, mask_shape=shape)
     stems = [first, *reader.later_layers()]
     draft_vocab, target_ids = reader.vocabulary(hidden)
     with torch.device("meta"):
@@ -364,6 +257,8 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
             vocab_size=reader.embedding(embedding),
         )
     reader.fill(module, stems)
+    if isinstance(reader.user, PEagleConfig):
+        return PEagleHead(reader.user, module, capture, target_ids, mask_token)
     return EagleHead(reader.user, module, capture, target_ids)
 
 
@@ -478,3 +373,75 @@ class EagleHead(TreeDraftingHead):
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
         own = self.module.embed_tokens
         return host.embed(token_ids) if own is None else own(token_ids)
+
+
+class PEagleHead(EagleHead):
+    """Drafts from one forward of masks; positions are independent given the text.
+
+    Level 0 is the last committed row's output, as everywhere; level d is that of mask d behind it.
+    All nodes of a level share its distribution, whatever the shape of the tree, so that the best
+    tree needs no further forward.
+    """
+
+    module: Eagle3Module
+
+    def __init__(
+        self,
+        config: PEagleConfig,
+        module: Eagle3Module,
+        capture: tuple[int, ...],
+        target_ids: Tensor | None,
+        mask_token: int,
+    ) -> None:
+        super().__init__(config, module, capture, target_ids)
+        self.branches, self.room = False, config.draft_len - 1  # rows of masks are a chain
+        self.layers = tuple(replace(each, num_draft_rows=self.room) for each in self.layers)
+        self._num_best = config.max_nodes if config.shape == "tree" else 0
+        self._mask_token = mask_token
+        self._mask_feature = module.mask_feature()
+
+    def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
+        num_levels = self._config.draft_len
+        num_masks = (num_levels if self.is_tree else min(depth, num_levels)) - 1
+        ahead = self._masks(start, num_masks, host) if num_masks else start.read[:, None]
+        if self._num_best:
+            levels = torch.cat([start.read[:, None], ahead], dim=1)  # the last is not used alone
+            return best_first_tree(
+                lambda level, _: self._likeliest(levels[:, level : level + 1], host),
+                start.emitted,
+                num_levels,
+                self._num_best,
+            )
+        return super().expand(replace(start, feature=ahead.flatten(1)), depth, host)
+
+    def _likeliest(
+        self,
+        read: Tensor,  # [num_drafts, 1, hidden_size]
+        host: HeadHost,
+    ) -> tuple[Tensor, Tensor]:  # [num_drafts, 1, num_ranks] each
+        best, columns = ranked(self._logits(read, host), self._num_best)
+        return best, self._ids(columns)
+
+    def _masks(
+        self, start: DraftStart, num_masks: int, host: HeadHost
+    ) -> Tensor:  # [num_drafts, num_masks, hidden_size]
+        """What the output layer reads of masks behind every last row."""
+        assert start.levels is not None, "there is room for masks"
+        num_drafts = len(start.base)
+        count = num_drafts * num_masks
+        positions = start.base[:, None] + torch.arange(1, num_masks + 1, device=start.base.device)
+        embedded = self._embed(start.base.new_full((1,), self._mask_token), host)
+        _, read = self.module(
+            embedded.expand(count, -1).contiguous(),
+            start.feature.new_empty(count, start.feature.shape[1]).copy_(self._mask_feature),
+            positions.flatten(),
+            start.levels.chain(num_masks),
+        )
+        return read.unflatten(0, (num_drafts, num_masks))
+
+    def _advance(
+        self, start: DraftStart, state: Level, tokens: Tensor, above: Tensor, host: HeadHost
+    ) -> Level:
+        size = start.read.shape[1]
+        begin = state.depth * size
+        return Level(state.feature, state.feature[:, :, begin : begin + size], state.depth + 1)

@@ -42,28 +42,12 @@ class LayerSizes:
     unit_qk: bool = False  # Llama-4: RMSNorm without weights, in layers with rotary positions
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """RMSNorm, with its weight in the dtype of the states."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:  # [..., size], same shape
         # In training, weights are float32 and states bfloat16.
-        return rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
-
-
-class UnitNorm(nn.Module):
-    """RMSNorm without weights."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:  # [..., size], same shape
-        return rms_norm(states, states.shape[-1:], None, self.eps)
+        return rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -80,7 +64,9 @@ class Attention(nn.Module):
         if sizes.qk_norm:
             self.q_norm = RMSNorm(sizes.head_dim, sizes.eps)
             self.k_norm = RMSNorm(sizes.head_dim, sizes.eps)
-        self.qk_norm = UnitNorm(sizes.eps) if sizes.unit_qk else None
+        self.qk_norm = None
+        if sizes.unit_qk:
+            self.qk_norm = nn.RMSNorm(sizes.head_dim, sizes.eps, elementwise_affine=False)
 
     def forward(
         self,
@@ -90,20 +76,34 @@ class Attention(nn.Module):
         attend: Attend,
         factors: Tensor | None = None,  # [num_tokens] float32, of the queries
     ) -> Tensor:  # [num_tokens, hidden_size]
-        query, key, value = (
-            project(states).unflatten(-1, (-1, self.sizes.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self._heads(self.q_proj, states)
         if self.sizes.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query = rotate(query, rotation)
         if self.qk_norm is not None:
-            query, key = self.qk_norm(query), self.qk_norm(key)
+            query = self.qk_norm(query)
+        key, value = self.keys_values(states, rotation)
         if factors is not None:
             query = (query * factors[:, None, None]).to(query.dtype)
         out = attend(layer, query, key, value, self.sizes.head_dim**-0.5)
         return self.o_proj(out.flatten(-2))
+
+    def keys_values(
+        self,
+        states: Tensor,  # [num_tokens, input_size]
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:  # [num_tokens, num_kv_heads, head_dim] each
+        """What the rows of `states` store."""
+        key, value = self._heads(self.k_proj, states), self._heads(self.v_proj, states)
+        if self.sizes.qk_norm:
+            key = self.k_norm(key)
+        if rotation is not None:
+            key = rotate(key, rotation)
+        return (key if self.qk_norm is None else self.qk_norm(key)), value
+
+    def _heads(self, project: nn.Linear, states: Tensor) -> Tensor:
+        return project(states).unflatten(-1, (-1, self.sizes.head_dim))
 
 
 class Mlp(nn.Module):

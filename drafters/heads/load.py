@@ -1,7 +1,7 @@
 """Reads a head's checkpoint: one folder with one or several files.
 
 `Tensors.take` checks a tensor's presence and shape; `Tensors.finish` rejects tensors that were not
-taken. Reads safetensors and torch's own format, the latter without unpickling code.
+taken. Reads safetensors and, where that is allowed, torch's own format, without unpickling code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ...config.hub import only_pickled
 from ...errors import CheckpointError
 
 FIELD = "speculative_config.speculative_model"
-_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
+_SAFE, _PICKLED = ".safetensors", (".pt", ".bin", ".pth")
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEAD_TENSORS = ("d2t", "t2d", "fc.", "model.fc.", "midlayer.", "lm_heads.", "0.linear.", "mtp.")
 
@@ -64,6 +65,7 @@ class Tensors:
             with all parts listed in its index, if it has one.
         rename: maps a stored name to the name used here; None ignores the tensor.
         device: "meta" reads names, shapes and dtypes but no weights.
+        allow_pickle: whether torch's own format is read where there are no safetensors.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class Tensors:
         names: Iterable[str],
         rename: Callable[[str], str | None] = lambda name: name,
         device: torch.device | None = None,
+        *,
+        allow_pickle: bool = False,
     ) -> None:
         self.folder = folder
         self._dry = device is not None and device.type == "meta"
         self._readers: dict[str, Callable[..., Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in _files(folder, tuple(names), rename):
+        for file in _files(folder, tuple(names), rename, allow_pickle):
             for stored, shape, reader in _entries(file):
                 name = rename(stored)
                 if name is None:
@@ -172,18 +176,22 @@ class Tensors:
             )
 
 
-def _files(folder: Path, names: tuple[str, ...], rename: Callable[[str], str | None]) -> list[Path]:
-    """The files that hold the head's tensors."""
+def _files(
+    folder: Path, names: tuple[str, ...], rename: Callable[[str], str | None], allow_pickle: bool
+) -> list[Path]:
+    """The files that hold the head's tensors: of all `names`, safetensors before pickled ones."""
     if not folder.is_dir():
         raise fail(f"{str(folder)!r} is not a folder")
-    for name in names:
-        for suffix in _SUFFIXES:
-            index = folder / f"{name}{suffix}.index.json"
-            if index.is_file():
-                return _parts(index, rename)
-            if (folder / f"{name}{suffix}").is_file():
-                return [folder / f"{name}{suffix}"]
-    raise fail(f"{str(folder)!r} has none of {', '.join(names)} as {', '.join(_SUFFIXES[:-1])}")
+    for suffix in (_SAFE, *_PICKLED):
+        for name in names:
+            index, file = folder / f"{name}{suffix}.index.json", folder / f"{name}{suffix}"
+            if not index.is_file() and not file.is_file():
+                continue
+            files = _parts(index, rename) if index.is_file() else [file]
+            if not allow_pickle and any(each.suffix != _SAFE for each in files):
+                raise fail(only_pickled(folder))
+            return files
+    raise fail(f"{str(folder)!r} has none of {', '.join(names)} as {_SAFE}, .pt, .bin")
 
 
 def _parts(index: Path, rename: Callable[[str], str | None]) -> list[Path]:
@@ -214,7 +222,7 @@ def _mapping(file: Path) -> dict[str, Any]:
 def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
     """Name, shape and reader of every tensor of a file."""
     try:
-        if file.suffix == ".safetensors":
+        if file.suffix == _SAFE:
             opened = safe_open(file, framework="pt", device="cpu")
             return [
                 (name, tuple(opened.get_slice(name).get_shape()), partial(_stored, opened, name))
@@ -277,17 +285,17 @@ class ConfigReader:
 
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number above 0; required if there is no default."""
-        value = self.values[key] if key in self else default
+        value: Any = self.values[key] if key in self else default
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a whole number above 0")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
         """A number above 0; required if there is no default."""
-        value = self.values[key] if key in self else default
-        if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        value: Any = self.values[key] if key in self else default
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, "a number above 0")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A boolean."""

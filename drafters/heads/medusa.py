@@ -2,7 +2,8 @@
 
 Head h (0-based) reads the target's last hidden state x (after the final norm) at position j and
 predicts the token at j + 2 + h: one or more blocks `x <- x + SiLU(W x + b)`, then an output layer.
-The draft is a static tree of ranks; head d's likeliest tokens fill level d.
+The draft is a static tree of ranks, which head d's likeliest tokens fill at level d, or the best
+tree under the heads' probabilities (`best_first.py`).
 
 Source: Cai et al. 2024, arXiv:2401.10774. File layouts: the reference's and vLLM's.
 """
@@ -18,9 +19,10 @@ from torch.nn.functional import silu
 
 from ...config import MedusaConfig
 from ...errors import ConfigError
+from .best_first import best_first_tree, ranked
 from .load import Tensors
 from .protocol import DraftStart, HeadHost, LastStateHead, TargetFacts, Trees
-from .tree_drafting import FixedTree
+from .tree_drafting import fixed_tree
 
 _FILES = ("medusa_lm_head", "model", "pytorch_model")
 _PREFIX = re.compile(r"^(medusa_head|medusa_heads)\.")
@@ -65,7 +67,7 @@ class MedusaModule(nn.Module):
 
 
 class MedusaHead(LastStateHead):
-    """The heads and the static tree that they fill."""
+    """The heads and the tree that they fill."""
 
     def __init__(
         self,
@@ -87,14 +89,23 @@ class MedusaHead(LastStateHead):
                     f"path {list(path)} is {len(path)} deep, "
                     f"but the checkpoint has {module.num_heads} heads",
                 )
-        self._tree = FixedTree(nodes)
+        self._nodes = nodes
+        self._num_levels = min(config.draft_len, module.num_heads)
+        self._num_best = config.max_nodes if config.shape == "tree" else 0
 
     @property
     def outputs(self) -> list[nn.Linear]:
         return list(self.module.lm_heads)  # type: ignore[arg-type]
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
-        tree = self._tree.on(start.read.device)
+        if self._num_best:
+            return best_first_tree(
+                lambda level, _: self._likeliest(level, start.read, host),
+                start.emitted,
+                self._num_levels,
+                self._num_best,
+            )
+        tree = fixed_tree(self._nodes, start.read.device)
         ranked = [
             self._best(head, level.width, start.read, host)[:, level.ranks]
             for head, level in enumerate(tree.levels)
@@ -102,15 +113,29 @@ class MedusaHead(LastStateHead):
         tokens = torch.cat(ranked, dim=1)[:, tree.order]
         return Trees(tokens, tree.parents.expand_as(tokens))
 
+    def _likeliest(
+        self, head: int, hidden: Tensor, host: HeadHost
+    ) -> tuple[Tensor, Tensor]:  # [num_drafts, 1, num_ranks] each
+        """Log-probabilities of the head's likeliest tokens, and these."""
+        best, columns = ranked(self._logits(head, hidden, host)[:, None], self._num_best)
+        return best, self._ids(columns)
+
     def _best(self, head: int, width: int, hidden: Tensor, host: HeadHost) -> Tensor:
         """The head's most likely tokens [num_drafts, width], best first."""
+        return self._ids(self._logits(head, hidden, host).topk(width, dim=1).indices)
+
+    def _logits(self, head: int, hidden: Tensor, host: HeadHost) -> Tensor:
+        """[num_drafts, vocab], or of the truncated vocabulary."""
         states = self.module.states(head, hidden)
         shared = len(self.module.lm_heads) == 0
         logits = host.draft_logits(states) if shared else self.module.lm_heads[head](states)
         if self._token_map is not None and shared:
             logits = logits[:, self._token_map]
-        ranked = logits.topk(width, dim=1).indices
-        return ranked if self._token_map is None else self._token_map[ranked]
+        return logits
+
+    def _ids(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns of the logits."""
+        return columns if self._token_map is None else self._token_map[columns]
 
 
 def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
@@ -120,7 +145,9 @@ def load_medusa(config: MedusaConfig, target: TargetFacts) -> MedusaHead:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
         ConfigError: the tree is deeper than there are heads.
     """
-    tensors = Tensors(config.folder, _FILES, _without_prefix, target.device)
+    tensors = Tensors(
+        config.folder, _FILES, _without_prefix, target.device, allow_pickle=target.allow_pickle
+    )
     names = _names(tensors)
     if not names.num_heads:
         raise tensors.fault("holds no Medusa heads")

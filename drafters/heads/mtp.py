@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
-from .load import ConfigReader, Tensors, fail
+from .load import ConfigReader, Tensors, fail, read_config
 from .protocol import Attend, EarlierRows, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts
 from .tree_drafting import TreeDraftingHead
 
@@ -119,9 +119,11 @@ def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
         CheckpointError: there are none or too few, or a tensor is missing, superfluous, or does
             not fit the target.
     """
+    if "speculators_model_type" in read_config(config.folder):  # its config has no layer to read
+        _refuse_foreign(config, target)
     block_config = read_block_config(config.folder)
     ConfigReader(config.folder, block_config.to_dict()).check_vocabulary(target.vocab_size)
-    tensors, places = _find(config, block_config.num_hidden_layers, target.device)
+    tensors, places = _find(config, block_config.num_hidden_layers, target)
     if config.use_mtp_vanilla and config.draft_len > len(places):
         raise fail(
             f"use_mtp_vanilla needs one module per token, {config.draft_len} "
@@ -150,7 +152,7 @@ def dequantised(
 
 
 def _find(
-    config: MTPConfig, num_layers: int, device: torch.device
+    config: MTPConfig, num_layers: int, target: TargetFacts
 ) -> tuple[Tensors, list[_ModuleNames]]:
     """Finds the folder's modules, in order.
 
@@ -159,7 +161,7 @@ def _find(
     `mtp.`, whose modules share all tensors except their layers.
     """
     for first in (num_layers, 0):
-        tensors = Tensors(config.folder, _FILES, _from(first), device)
+        tensors = _tensors(config, target, _from(first))
         if tensors.matches(r"mtp\..*"):
             found = tensors.matches(r"mtp\.layers\.(\d+)\..*")
             layers = sorted({0, *(int(match[1]) for match in found)})
@@ -169,16 +171,22 @@ def _find(
         if layers:
             stems = [f"model.layers.{layer}." for layer in layers]
             return tensors, [_ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
-    _refuse_foreign(config, device)
+    _refuse_foreign(config, target)
     raise tensors.fault(
         f"holds no MTP module: neither "
         f"'model.layers.{num_layers}.eh_proj.weight' nor 'mtp.fc.weight'"
     )
 
 
-def _refuse_foreign(config: MTPConfig, device: torch.device) -> None:
+def _tensors(
+    config: MTPConfig, target: TargetFacts, rename: Callable[[str], str | None]
+) -> Tensors:
+    return Tensors(config.folder, _FILES, rename, target.device, allow_pickle=target.allow_pickle)
+
+
+def _refuse_foreign(config: MTPConfig, target: TargetFacts) -> None:
     """Raises `CheckpointError` for a layout that is known and not read."""
-    tensors = Tensors(config.folder, _FILES, lambda stored: stored, device)
+    tensors = _tensors(config, target, lambda stored: stored)
     for pattern, whose in _FOREIGN.items():
         if found := tensors.matches(pattern):
             raise tensors.bad(

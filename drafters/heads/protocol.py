@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...scheduler.types import (
+    FloatArray,
     IntArray,
     NextDrafts,
     SamplingRows,
@@ -30,13 +31,14 @@ from ...scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Properties of the target that a head must match."""
+    """Properties of the target that a head must match, and what its checkpoint may be."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     dtype: torch.dtype
     device: torch.device
+    allow_pickle: bool = False  # read pickled weights where there are no safetensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ class Attend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """What the rows of a block see in one layer, beside the context."""
+
+    causal: bool = False  # of the block only the rows before; else all of them
+    window: int | None = None  # only positions above a row's own minus this
+
+
 class DraftLevels(Protocol):
     """Attention of drafts that grow level by level; their rows are dropped with them."""
 
@@ -75,6 +85,19 @@ class DraftLevels(Protocol):
         above: Tensor,  # [num_drafts, width], row of the last level
     ) -> Attend:
         """Attention of `width` new rows per sequence, each a child of a row of the last level."""
+
+    def chain(self, width: int) -> Attend:
+        """Attention of `width` new rows per sequence, each the only child of the one before.
+
+        For drafts without branches, whose positions go on from the last level's.
+        """
+
+    def block(self, width: int, views: Sequence[BlockView]) -> Attend:
+        """Attention of the `width` rows that are a whole draft, at the positions after the context.
+
+        Args:
+            views: what each layer's rows see.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,7 @@ class Trees:
     tokens: Tensor  # [num_drafts, num_nodes], the target's ids
     parents: Tensor  # [num_drafts, num_nodes], within a draft; -1 is the root
     sizes: Tensor | None = None  # [num_drafts], the first so many are nodes; None: all
+    chances: Tensor | None = None  # [num_drafts, num_nodes] float32, as of `Draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +190,10 @@ class DraftStart:
     feature: Tensor  # [num_drafts, feature]
     read: Tensor  # [num_drafts, hidden_size], for the output layer
     levels: DraftLevels | None  # None: the head has no layers with attention
-    # What the output layer reads [num_drafts, hidden_size] at a level (0 is the first) to the
-    # target's ids [num_drafts], drawn as the verification rule draws.
-    draw: Callable[[Tensor, int], Tensor]
+    # Draws the target's ids [num_drafts, width] of `width` levels, one after the other, as the
+    # verification rule draws; the second argument is the first level (0 is the draft's first).
+    draw: Callable[[Tensor, int], Tensor]  # by what the output layer reads [.., width, hidden_size]
+    draw_from: Callable[[Tensor, int], Tensor]  # by logits [.., width, draft_vocab]
 
 
 class HeadHost(Protocol):
@@ -227,8 +252,11 @@ class Head(Protocol):
     capture: tuple[int, ...]  # layers whose inputs it reads, in order; num_layers: the final state
     layers: tuple[HeadLayer, ...]  # its cached layers
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
-    branches: bool  # whether a node of a draft may have siblings
+    # Whether a row of a draft may see others than those before it: siblings, or a whole block.
+    branches: bool
     room: int  # rows that one draft computes, at most
+    reads_device_only: bool  # whether its torch modules, where they run, read no value on the host
+    has_chances: bool  # whether drafts have chances
 
     @property
     def module(self) -> nn.Module:
@@ -262,7 +290,7 @@ class LastStateHead:
 
     layers: tuple[HeadLayer, ...] = ()
     target_ids: Tensor | None = None
-    branches, room = True, 0
+    branches, room, reads_device_only, has_chances = True, 0, False, False
 
     def __init__(self, target: TargetFacts) -> None:
         self.capture: tuple[int, ...] = (target.num_layers,)
@@ -305,6 +333,7 @@ def drafts_of(
     tokens: IntArray,  # [num_drafts, num_nodes]
     parents: IntArray,  # [num_nodes], the same for all, or [num_drafts, num_nodes]
     sizes: IntArray | None = None,  # [num_drafts], nodes of each tree; None: all of them
+    chances: FloatArray | None = None,  # [num_drafts, num_nodes]
 ) -> NextDrafts:
     """The first nodes of each tree, truncated to its sequence's budget."""
     most = np.full(step.num_seqs, tokens.shape[1])
@@ -322,6 +351,7 @@ def drafts_of(
         parents=ints(np.broadcast_to(parents, tokens.shape)[kept]),
         start=starts_of(counts),
         lens=lens,
+        chances=None if chances is None else chances[kept],
     )
 
 

@@ -17,6 +17,7 @@ TensorRT-LLM reads.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,12 @@ class ReDrafterModule(nn.Module):
         return self.lm_head(states)
 
 
+BeamLevel = tuple[Tensor, Tensor, Tensor]
+"""Tokens, scores of the paths that end there (none above its parent's), and parent rows in the
+level before, [num_drafts, width] each. No two rows of a level are the same path, so a row is a node
+of the prefix tree."""
+
+
 class ReDrafterHead(LastStateHead):
     """The module and its beam search."""
 
@@ -104,7 +111,7 @@ class ReDrafterHead(LastStateHead):
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         room = min(depth, self._max_nodes)
         length = min(self._length, room)  # a path cannot have more nodes than the tree
-        return self._search(start.read, start.emitted, length, host).merged(room)
+        return merged(self._search(start.read, start.emitted, length, host), room)
 
     def _search(
         self,
@@ -112,9 +119,9 @@ class ReDrafterHead(LastStateHead):
         emitted: Tensor,  # [num_drafts], first token of all beams
         length: int,
         host: HeadHost,
-    ) -> Beams:
+    ) -> list[BeamLevel]:
         """Beam search for all sequences, one token per round."""
-        num_drafts, beams = len(context), Beams()
+        num_drafts, levels = len(context), list[BeamLevel]()
         tokens, score = emitted[:, None], context.new_zeros(num_drafts, 1, dtype=torch.float32)
         state = torch.zeros_like(context)[:, None]
         for _ in range(length):
@@ -130,59 +137,38 @@ class ReDrafterHead(LastStateHead):
             above = chosen // width
             tokens = ranked[..., :width].flatten(1).gather(1, chosen)
             state = state.gather(1, above[..., None].expand(-1, -1, state.shape[2]))
-            beams.add(tokens, score, above)
-        return beams
+            levels.append((tokens, score, above))
+        return levels
 
 
-class Beams:
-    """The levels of a beam search.
+def merged(levels: Sequence[BeamLevel], max_nodes: int) -> Trees:
+    """The last level's prefixes as trees.
 
-    Row i of a level is the path that ends there. Two rows of one level are never the same path, so
-    a row is a node of the prefix tree.
+    Nodes are sorted by descending score. A parent's score is never below its child's and its
+    level is earlier, so a stable sort puts parents first and every prefix is a tree.
     """
-
-    def __init__(self) -> None:
-        self._tokens: list[Tensor] = []  # per level, [num_drafts, width]
-        self._scores: list[Tensor] = []  # of the whole path, never above the parent's
-        self._above: list[Tensor] = []  # parent row in the previous level
-
-    def add(
-        self,
-        tokens: Tensor,  # [num_drafts, width]
-        scores: Tensor,  # [num_drafts, width]
-        above: Tensor,  # [num_drafts, width]
-    ) -> None:
-        self._tokens.append(tokens)
-        self._scores.append(scores)
-        self._above.append(above)
-
-    def merged(self, max_nodes: int) -> Trees:
-        """The last level's prefixes as trees.
-
-        Nodes are sorted by descending score. A parent's score is never below its child's and its
-        level is earlier, so a stable sort puts parents first and every prefix is a tree.
-        """
-        begins, size = [], 0
-        for level in self._tokens:
-            begins.append(size)
-            size += level.shape[1]
-        used = [torch.ones_like(self._above[-1])]  # rows that the last level descends from
-        for depth in range(len(self._above) - 1, 0, -1):
-            width = self._tokens[depth - 1].shape[1]
-            count = used[-1].new_zeros(len(used[-1]), width)
-            used.append(count.scatter_add_(1, self._above[depth], used[-1]).clamp_(max=1))
-        kept = torch.cat(used[::-1], dim=1)
-        parents = [torch.full_like(self._above[0], -1)]
-        parents += [above + begin for above, begin in zip(self._above[1:], begins)]
-        scores = torch.cat(self._scores, dim=1).masked_fill(kept == 0, -torch.inf)
-        order = scores.argsort(dim=1, descending=True, stable=True)
-        place = torch.empty_like(order)
-        place.scatter_(1, order, torch.arange(size, device=order.device).expand_as(order))
-        above = torch.cat(parents, dim=1)
-        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
-        first = order[:, :max_nodes]
-        tokens = torch.cat(self._tokens, dim=1).gather(1, first)
-        return Trees(tokens, above.gather(1, first), kept.sum(1).clamp(max=first.shape[1]))
+    tokens, path_scores, aboves = zip(*levels, strict=True)
+    begins, size = [], 0
+    for level in tokens:
+        begins.append(size)
+        size += level.shape[1]
+    used = [torch.ones_like(aboves[-1])]  # rows that the last level descends from
+    for depth in range(len(aboves) - 1, 0, -1):
+        width = tokens[depth - 1].shape[1]
+        count = used[-1].new_zeros(len(used[-1]), width)
+        used.append(count.scatter_add_(1, aboves[depth], used[-1]).clamp_(max=1))
+    kept = torch.cat(used[::-1], dim=1)
+    parents = [torch.full_like(aboves[0], -1)]
+    parents += [above + begin for above, begin in zip(aboves[1:], begins)]
+    scores = torch.cat(path_scores, dim=1).masked_fill(kept == 0, -torch.inf)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    place = torch.empty_like(order)
+    place.scatter_(1, order, torch.arange(size, device=order.device).expand_as(order))
+    above = torch.cat(parents, dim=1)
+    above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+    first = order[:, :max_nodes]
+    ids = torch.cat(tokens, dim=1).gather(1, first)
+    return Trees(ids, above.gather(1, first), kept.sum(1).clamp(max=first.shape[1]))
 
 
 def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHead:
@@ -191,7 +177,9 @@ def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHea
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape.
     """
-    tensors = Tensors(config.folder, _FILES, _published, target.device)
+    tensors = Tensors(
+        config.folder, _FILES, _published, target.device, allow_pickle=target.allow_pickle
+    )
     outputs = tensors.matches(r"lm_head\.(\d+)\.weight")
     if not outputs:
         raise tensors.fault(

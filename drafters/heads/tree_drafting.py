@@ -11,7 +11,8 @@ head's loop reads, and copies its result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ...config.heads import Choice, TreeDraftingConfig
 from ...scheduler.types import IntArray, NextDrafts, StepInput, Verdict, ints
+from .best_first import best_nodes
 from .protocol import (
     Attend,
     DraftStart,
@@ -50,54 +52,45 @@ class TreeLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedTree:
-    """The tree on a device; int64."""
+class FixedTree:
+    """A tree of rank paths as the index tensors that fill it; int64."""
 
     levels: tuple[TreeLevel, ...]
     order: Tensor  # [num_nodes], the draft's nodes among those of all levels
     parents: Tensor  # [num_nodes], of the draft's nodes
 
 
-class FixedTree:
-    """The tree of rank paths `nodes`, parents first, as the index tensors that fill it."""
+@cache  # made by the first call: a captured step copies nothing to the device
+def fixed_tree(nodes: tuple[Choice, ...], device: torch.device) -> FixedTree:
+    """The tree of `nodes`, parents first, on a device."""
 
-    def __init__(self, nodes: tuple[Choice, ...]) -> None:
-        place = {path: index for index, path in enumerate(nodes)}
-        inner = {path[:-1] for path in nodes}
-        rows: dict[Choice, int] = {(): 0}
-        self._parents = ints([place.get(path[:-1], -1) for path in nodes])
-        self._levels: list[tuple[IntArray, IntArray, IntArray]] = []  # rows, ranks, inner
-        columns: list[int] = []
-        for depth in range(1, max(map(len, nodes)) + 1):
-            paths = [path for path in nodes if len(path) == depth]
-            with_children = [index for index, path in enumerate(paths) if path in inner]
-            parents = ints([rows[path[:-1]] for path in paths])
-            self._levels.append((parents, ints([path[-1] for path in paths]), ints(with_children)))
-            columns += [place[path] for path in paths]
-            rows = {paths[index]: row for row, index in enumerate(with_children)}
-        self._order = np.argsort(columns)
-        self._placed: dict[torch.device, PlacedTree] = {}
+    def put(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
-    def on(self, device: torch.device) -> PlacedTree:
-        """The tree's tensors, made by the first call: a captured step copies nothing to it."""
-        if device not in self._placed:
-            levels = tuple(
-                TreeLevel(
-                    on(rows, device), on(ranks, device), on(inner, device), int(ranks.max()) + 1
-                )
-                for rows, ranks, inner in self._levels
-            )
-            order, parents = on(self._order, device), on(self._parents, device)
-            self._placed[device] = PlacedTree(levels, order, parents)
-        return self._placed[device]
+    place = {path: index for index, path in enumerate(nodes)}
+    inner = {path[:-1] for path in nodes}
+    rows: dict[Choice, int] = {(): 0}
+    levels: list[TreeLevel] = []
+    columns: list[int] = []
+    for depth in range(1, max(map(len, nodes)) + 1):
+        paths = [path for path in nodes if len(path) == depth]
+        ranks = [path[-1] for path in paths]
+        with_children = [index for index, path in enumerate(paths) if path in inner]
+        parents = put([rows[path[:-1]] for path in paths])
+        levels.append(TreeLevel(parents, put(ranks), put(with_children), max(ranks) + 1))
+        columns += [place[path] for path in paths]
+        rows = {paths[index]: row for row, index in enumerate(with_children)}
+    above = put([place.get(path[:-1], -1) for path in nodes])
+    return FixedTree(tuple(levels), put(columns).argsort(), above)
 
 
 @dataclass(slots=True)
-class _Level:
+class Level:
     """The last level of the drafts under construction."""
 
     feature: Tensor  # [num_drafts, width, feature]
-    read: Tensor  # [num_drafts, width, hidden_size], for the output layer
+    # [num_drafts, width, hidden_size], for the output layer; of width 1: the same for all nodes
+    read: Tensor
     depth: int = 0
 
 
@@ -105,11 +98,12 @@ class TreeDraftingHead:
     """A head that computes its drafts level by level, from its own output."""
 
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
+    reads_device_only = has_chances = False
 
     def __init__(self, config: TreeDraftingConfig) -> None:
         self._config = config
-        self._tree = None if config.nodes is None else FixedTree(config.nodes)
-        self.branches = config.use_dynamic_tree or self._tree is not None
+        self._nodes = config.nodes  # of a fixed tree
+        self.branches = self.is_tree
         self.room = config.draft_len if config.nodes is None else len(config.nodes)
         if config.use_dynamic_tree:
             self.room = config.draft_len * config.dynamic_tree_max_topK
@@ -126,51 +120,57 @@ class TreeDraftingHead:
         """Computes the rows of a level."""
         raise NotImplementedError
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether a draft is a tree of a given or a growing shape, with all of its levels."""
+        return self._nodes is not None or self._config.is_grown
+
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
-        if self._tree is not None:
-            return Trees(*self._fixed(self._tree, start, host))
-        if self.branches:
-            return Trees(*self._dynamic(start, host))
+        if self._nodes is not None:
+            return Trees(*self._fixed(fixed_tree(self._nodes, start.base.device), start, host))
+        if self._config.use_dynamic_tree:
+            return self._dynamic(start, host)
         return Trees(*self._chain(start, min(depth, self._config.draft_len), host))
 
     def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> tuple[Tensor, Tensor]:
-        state, device = _Level(start.feature[:, None], start.read[:, None]), start.base.device
+        state, device = Level(start.feature[:, None], start.read[:, None]), start.base.device
         drawn: list[Tensor] = []
         only = start.base.new_zeros(len(start.base), 1)
         for level in range(depth):
             if level:
                 state = self._advance(start, state, drawn[-1][:, None], only, host)
-            drawn.append(start.draw(state.read[:, 0], level))
+            drawn.append(start.draw(state.read, level)[:, 0])
         tokens = torch.stack(drawn, dim=1)
         return tokens, torch.arange(-1, depth - 1, device=device).expand_as(tokens)
 
     def _fixed(self, tree: FixedTree, start: DraftStart, host: HeadHost) -> tuple[Tensor, Tensor]:
         """A static tree: each node is a rank among its parent's likeliest tokens."""
-        placed, parts = tree.on(start.base.device), []
-        state = _Level(start.feature[:, None], start.read[:, None])
-        for level in placed.levels:
+        state, parts = Level(start.feature[:, None], start.read[:, None]), []
+        for level in tree.levels:
             ranked = self._logits(state.read, host).topk(level.width, dim=2).indices
-            tokens = self._ids(ranked[:, level.rows, level.ranks])
+            one = ranked.shape[1] == 1
+            tokens = self._ids(ranked[:, 0 if one else level.rows, level.ranks])
             parts.append(tokens)
             if len(level.inner):
                 above = level.rows[level.inner].expand(len(tokens), -1)
                 state = self._advance(start, state, tokens[:, level.inner], above, host)
-        tokens = torch.cat(parts, dim=1)[:, placed.order]
-        return tokens, placed.parents.expand_as(tokens)
+        tokens = torch.cat(parts, dim=1)[:, tree.order]
+        return tokens, tree.parents.expand_as(tokens)
 
-    def _dynamic(self, start: DraftStart, host: HeadHost) -> tuple[Tensor, Tensor]:
+    def _dynamic(self, start: DraftStart, host: HeadHost) -> Trees:
         """Expands the best nodes of each level; the draft is the best nodes of all levels."""
         top, num_drafts = self._config.dynamic_tree_max_topK, len(start.base)
         place = start.base.new_full((num_drafts, 1), -1)  # index in the pool of the rows read
         score = start.read.new_zeros(num_drafts, 1, dtype=torch.float32)
-        state = _Level(start.feature[:, None], start.read[:, None])
+        state = Level(start.feature[:, None], start.read[:, None])
         ids, scores, above = [], [], []
         size = 0
         for level in range(self._config.draft_len):
             logs = self._logits(state.read, host).log_softmax(2)
             best, ranked = logs.topk(min(top, logs.shape[2]), dim=2)
             width = ranked.shape[2]
-            tokens, best = self._ids(ranked).flatten(1), (best + score[..., None]).flatten(1)
+            best = best + score[..., None]
+            tokens, best = self._ids(ranked).expand_as(best).flatten(1), best.flatten(1)
             ids.append(tokens)
             scores.append(best)
             above.append(place.repeat_interleave(width, dim=1))
@@ -180,17 +180,17 @@ class TreeDraftingHead:
             place, size = size + chosen, size + best.shape[1]
             state = self._advance(start, state, tokens.gather(1, chosen), chosen // width, host)
         pool = torch.cat(ids, 1), torch.cat(scores, 1), torch.cat(above, 1)
-        return _best(*pool, self._config.max_nodes)
+        return best_nodes(*pool, self._config.max_nodes)
 
     def _advance(
         self,
         start: DraftStart,
-        state: _Level,
+        state: Level,
         tokens: Tensor,  # [num_drafts, width], the target's ids
         above: Tensor,  # [num_drafts, width], parent row in the last level
         host: HeadHost,
-    ) -> _Level:
-        """One more level of rows."""
+    ) -> Level:
+        """One more level, of which `tokens` are the nodes."""
         assert start.levels is not None, "a head with a recurrence attends"
         depth, width = state.depth + 1, tokens.shape[1]
         size = state.feature.shape[2]
@@ -202,7 +202,7 @@ class TreeDraftingHead:
             start.levels.level(above),
             host,
         )
-        return _Level(feature.unflatten(0, tokens.shape), read.unflatten(0, tokens.shape), depth)
+        return Level(feature.unflatten(0, tokens.shape), read.unflatten(0, tokens.shape), depth)
 
     def _logits(self, read: Tensor, host: HeadHost) -> Tensor:  # [..., draft vocab], float32
         logits = host.draft_logits(read.reshape(-1, read.shape[-1]))
@@ -211,23 +211,6 @@ class TreeDraftingHead:
     def _ids(self, ranked: Tensor) -> Tensor:
         """The target's ids of draft tokens."""
         return ranked if self.target_ids is None else self.target_ids[ranked]
-
-
-def _best(
-    ids: Tensor,  # [num_drafts, pool]
-    scores: Tensor,  # [num_drafts, pool], never above the parent's
-    above: Tensor,  # [num_drafts, pool], index of the parent in the pool; -1 is the root
-    max_nodes: int,
-) -> tuple[Tensor, Tensor]:  # [num_drafts, num_nodes] each
-    """The best nodes of the pool, in its order; ties go to the earlier, so parents are kept."""
-    count = min(max_nodes, ids.shape[1])
-    ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    kept = ranked.sort(dim=1).values
-    place = torch.full_like(ids, -1)
-    place.scatter_(1, kept, torch.arange(count, device=ids.device).expand(len(ids), -1))
-    parents = above.gather(1, kept)
-    found = place.gather(1, parents.clamp(min=0))
-    return ids.gather(1, kept), torch.where(parents < 0, -1, found)
 
 
 def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
@@ -242,10 +225,16 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         depth = int(step.max_nodes[ends.seqs].max())
 
     def draw(read: Tensor, level: int) -> Tensor:
-        positions = ints(ends.lens + level)
-        return host.draw(
-            host.draft_logits(read), step.sampling, ends.seqs, positions, head.target_ids
-        )
+        logits = host.draft_logits(read.flatten(0, 1))
+        return draw_from(logits.unflatten(0, read.shape[:2]), level)
+
+    def draw_from(logits: Tensor, level: int) -> Tensor:
+        width = logits.shape[1]
+        positions = ints(ends.lens[:, None] + np.arange(level, level + width)).reshape(-1)
+        seqs = np.repeat(ends.seqs, width)
+        rows = logits.flatten(0, 1)
+        drawn = host.draw(rows, step.sampling, seqs, positions, head.target_ids)
+        return drawn.unflatten(0, logits.shape[:2])
 
     rows = on(ends.rows, device)
     start = DraftStart(
@@ -255,6 +244,7 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         read[rows],
         host.draft_attention(step, done.verdict, ends) if head.room else None,
         draw,
+        draw_from,
     )
     trees = head.expand(start, depth, host)
     parts = [trees.tokens, trees.parents]
@@ -263,7 +253,54 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
     num_nodes, values = trees.tokens.shape[1], ints(torch.cat(parts, dim=1).cpu().numpy())
     tokens, parents = values[:, :num_nodes], values[:, num_nodes : 2 * num_nodes]
     sizes = None if trees.sizes is None else values[:, -1]
-    return drafts_of(step, ends, tokens, parents, sizes)
+    chances = None if trees.chances is None else trees.chances.float().cpu().numpy()
+    return drafts_of(step, ends, tokens, parents, sizes, chances)
+
+
+def is_plain(step: StepInput) -> bool:
+    """Whether every sequence had one token, which was sampled from."""
+    return len(step.token_ids) == step.num_seqs and bool(step.samples.all())
+
+
+def follows(before: Verified, step: StepInput) -> bool:
+    """Whether a step computes the tokens that a plain one emitted, and nothing else."""
+    return (
+        is_plain(step)
+        and np.array_equal(step.token_ids, before.verdict.emitted)
+        and np.array_equal(step.positions, before.step.positions + 1)
+    )
+
+
+def extends(before: StepInput, step: StepInput) -> bool:
+    """Whether the rows before both are the same."""
+    return np.array_equal(step.context_lens, before.context_lens + 1) and np.array_equal(
+        step.block_tables[:, 0], before.block_tables[:, 0]
+    )
+
+
+def joined(steps: Sequence[Verified]) -> Verified:
+    """Plain steps that follow one another as the last of them, with all rows as its chunks."""
+    if len(steps) == 1:
+        return steps[0]
+    parts, last = [each.step for each in steps], steps[-1]
+    num_steps, num_seqs = len(steps), last.step.num_seqs
+
+    def by_sequence(name: str) -> IntArray:  # [num_seqs * num_steps]
+        return np.stack([getattr(part, name) for part in parts], axis=1).reshape(-1)
+
+    step = replace(
+        last.step,
+        token_ids=by_sequence("token_ids"),
+        positions=by_sequence("positions"),
+        slot_mapping=by_sequence("slot_mapping"),
+        query_start=ints(np.arange(num_seqs + 1) * num_steps),
+        context_lens=parts[0].context_lens,
+    )
+    hidden = {
+        layer: torch.stack([each.hidden[layer] for each in steps], dim=1).flatten(0, 1)
+        for layer in last.hidden
+    }
+    return Verified(step, last.verdict, hidden)
 
 
 def rows_of(done: Verified, host: HeadHost, *, attends: bool = True) -> HeadRows:

@@ -97,15 +97,20 @@ def num_agreeing(drafted: Sequence[int], emitted: Sequence[int]) -> int:
 class Memory:
     """One request's tokens, and an index of them."""
 
-    __slots__ = ("num_indexed", "tokens")
+    __slots__ = ("is_isolated", "num_indexed", "tokens")
 
     def __init__(self, request: Request) -> None:
+        self.is_isolated = request.speculation.isolated  # nothing of it outlives the request
         self.tokens = array(INT32, request.prompt.tobytes() + request.emitted.tobytes())
         self.num_indexed = 0  # tokens
 
-    def find(self, budget: int) -> array[int] | None:
+    def find(self, budget: int) -> array[int] | IntArray | None:
         """The tokens that may follow; None or empty if there is no guess. May be too long."""
         raise NotImplementedError
+
+    def ids(self, begin: int, end: int | None = None) -> IntArray:
+        """Some of the tokens; to be let go of before there are more."""
+        return np.frombuffer(self.tokens, np.int32)[begin:end]
 
     def take(self, begin: int, end: int) -> None:
         """Indexes the tokens of [begin, end), which are the next ones."""
@@ -132,7 +137,16 @@ class Memory:
     def draft(self, budget: int, least: int, source: str) -> Draft:
         """At most `budget` tokens; `EMPTY` if fewer than `least` are found."""
         found = self.find(budget) if budget > 0 else None
-        if not found or min(len(found), budget) < least:
+        if found is None or min(len(found), budget) < max(1, least):
+            return tree.EMPTY
+        return chain_of(np.frombuffer(found, np.int32)[:budget], source)
+
+    def draft_after(self, chain: Sequence[int], budget: int, source: str) -> Draft:
+        """At most `budget` tokens that may follow the text and `chain`, which stays out of it."""
+        self.tokens.extend(chain)
+        found = self.find(budget)
+        del self.tokens[-len(chain) :]
+        if found is None or not len(found):
             return tree.EMPTY
         return chain_of(np.frombuffer(found, np.int32)[:budget], source)
 
@@ -184,6 +198,16 @@ class LookupDrafter(Drafter, Generic[Kept]):
             if memory is not None:
                 drafts[row] = memory.draft(budget, least, name)
         self._allowance.forward_begins()
+        return drafts
+
+    def extend(
+        self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
+    ) -> list[Draft]:
+        drafts = [tree.EMPTY] * batch.num_seqs
+        for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
+            memory = self._memories.get(request_id)
+            if budget > 0 and memory is not None:
+                drafts[row] = memory.draft_after(chains[row], budget, self.name)
         return drafts
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import NGramConfig, PromptLookupConfig
-from ...scheduler.types import IntArray, Request
+from ...scheduler.types import Draft, IntArray, Request
 from .base import Memory
 
 MASK = (1 << 61) - 1
@@ -96,6 +96,12 @@ class FirstSeen(Memory):
         if not self._ends.isdisjoint(found):
             return found[: next(index for index, token in enumerate(found) if token in self._ends)]
         return found
+
+    def draft_after(self, chain: Sequence[int], budget: int, source: str) -> Draft:
+        walked = self._walked
+        draft = super().draft_after(chain, budget, source)
+        self._walked = walked
+        return draft
 
     def match(self) -> tuple[int, int]:
         """Size of the text's longest known tail, and where what followed it begins."""

@@ -195,9 +195,10 @@ class SharedNGram(LookupDrafter[PoolMemory]):
             DraftFault: the link failed; the pools are as they were.
         """
         super().observe(batch, verdict)
-        sharers = {memory.sharer for memory in self._memories.values()}
+        sharing = [memory for memory in self._memories.values() if not memory.is_isolated]
+        sharers = {memory.sharer for memory in sharing}
         if self._link is not None:
-            for memory in self._memories.values():
+            for memory in sharing:
                 self._publish(self._link, memory, _PUBLISH_EVERY)
             for sharer in sharers if not self._backlog else ():
                 for window in self._link.poll(sharer):
@@ -225,12 +226,16 @@ class SharedNGram(LookupDrafter[PoolMemory]):
             self._link.shutdown()
 
     def _closed(self, memory: PoolMemory) -> None:
+        if memory.is_isolated:
+            return
         if self._link is not None:
             self._publish(self._link, memory, 1)
         self._postpone(memory.sharer, memory.tokens, memory.num_indexed)
 
     def _pool_memory(self, request: Request) -> PoolMemory:
-        sharer = "" if self._config.scope == "replica" else request.tenant
+        sharer = "" if self._config.pool_scope == "replica" else request.tenant
+        if request.speculation.isolated:
+            return PoolMemory(request, self._config, NGramPool(self._config), sharer)
         pool = self._pool(sharer)
         self._pools.move_to_end(sharer)
         return PoolMemory(request, self._config, pool, sharer)
@@ -275,7 +280,7 @@ def ngram(
     config: NGramConfig, link: PoolLink | None = None
 ) -> LookupDrafter[FirstSeen] | SharedNGram:
     """The drafter of TensorRT-LLM's semantics; `link` connects its shared pool to others'."""
-    if config.scope != "request":
+    if config.pool_scope != "request":
         return SharedNGram(config, link)
     size, least = config.max_matching_ngram_size, config.min_matching_ngram_size
     kind = FirstSeen if config.is_use_oldest else NewestSeen

@@ -12,24 +12,19 @@ share one; the static table is everybody's.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 
 from ...config import NGramCacheConfig
-from ...errors import TableFileError
-from ...scheduler import tree
-from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
-from ..files import check_writable
-from ..vocabulary import fingerprint
-from .base import LookupDrafter, Memory, chain_of
+from ...scheduler.types import Batch, IntArray, Request, Verdict
+from .base import LookupDrafter, Memory
 from .kernels import hashing
 from .kernels import ngrams as loops
 from .kernels.hashing import grown, new_table
 from .kernels.ngrams import ORDERS, STATIC_ORDER, draft
-from .ngram_file import Arrays, load, save
+from .ngram_file import Arrays, load_tables, save
 
 log = logging.getLogger(__name__)
 
@@ -165,26 +160,17 @@ class CacheMemory(Memory):
         self._past, self._static, self._room = past, static, room
         self.context = CountTable(len(self.tokens) + _MARGIN)
 
-    def draft(self, budget: int, least: int, source: str) -> Draft:
-        if len(self.tokens) < STATIC_ORDER:
-            return tree.EMPTY
+    def find(self, budget: int) -> IntArray:
         past, room = self._past, self._room
         size = draft(
             self.context.hashed, past.newer.hashed, past.older.hashed, self._static.hashed,
-            _NOTHING.hashed, _ids(self.tokens, -ORDERS), min(budget, len(room)), room,
+            _NOTHING.hashed, self.ids(-ORDERS), min(budget, len(room)), room,
         )  # fmt: skip
-        if size < max(1, least):
-            return tree.EMPTY
-        return chain_of(room[:size].copy(), source)
+        return room[:size].copy()
 
     def take(self, begin: int, end: int) -> None:
         first = max(0, begin - ORDERS)
-        self.context.extend(_ids(self.tokens, first, end), begin - first)
-
-
-def _ids(tokens: array[int], begin: int, end: int | None = None) -> IntArray:
-    """Some of the tokens; to be let go of before the array grows."""
-    return np.frombuffer(tokens, dtype=np.int32)[begin:end]
+        self.context.extend(self.ids(first, end), begin - first)
 
 
 class DynamicTables:
@@ -259,29 +245,15 @@ class NGramCache(LookupDrafter[CacheMemory]):
 
     def __init__(self, config: NGramCacheConfig, tokenizer: Path, vocab_size: int) -> None:
         super().__init__("ngram_cache", self._cache_memory, config.draft_min, max_indexed=1024)
+        static, dynamic, self._fingerprint = load_tables(config, tokenizer, vocab_size)
         self._static = CountTable()
-        self._room: IntArray = np.empty(config.draft_len, dtype=np.int32)
-        self._fingerprint = ""
-        self._file: Path | None = None
+        for arrays in static:
+            if arrays.keys.shape[1] == STATIC_ORDER:
+                self._static.fill(arrays)
         self.dynamic = DynamicTables(config.max_dynamic_entries)
-        if config.lookup_cache_static is not None or config.lookup_cache_dynamic is not None:
-            self._fingerprint = fingerprint(tokenizer)
-        if config.lookup_cache_static is not None:
-            field = "speculative_config.lookup_cache_static"
-            path = Path(config.lookup_cache_static)
-            for arrays in load(path, field, self._fingerprint, vocab_size):
-                if arrays.tenant:
-                    text = "holds what tenants' requests counted, which is not for everybody"
-                    reason = f"{field}: {path} {text}; give it as lookup_cache_dynamic"
-                    raise TableFileError(reason, field=field)
-                if arrays.keys.shape[1] == STATIC_ORDER:
-                    self._static.fill(arrays)
-        if config.lookup_cache_dynamic is not None:
-            field = "speculative_config.lookup_cache_dynamic"
-            self._file = Path(config.lookup_cache_dynamic)
-            check_writable(self._file, field)
-            if self._file.exists():
-                self.dynamic.fill(load(self._file, field, self._fingerprint, vocab_size))
+        self.dynamic.fill(dynamic)
+        self._file = config.lookup_cache_dynamic and Path(config.lookup_cache_dynamic)
+        self._room: IntArray = np.empty(config.draft_len, dtype=np.int32)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
@@ -289,13 +261,16 @@ class NGramCache(LookupDrafter[CacheMemory]):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._file is not None:
+        if self._file:
             self.dynamic.work()
             save(self._file, self.dynamic.arrays(), self._fingerprint, {"kind": "dynamic"})
             log.info("n-gram cache saved to %s", self._file)
 
     def _cache_memory(self, request: Request) -> CacheMemory:
-        return CacheMemory(request, self.dynamic.of(request.tenant), self._static, self._room)
+        isolated = request.speculation.isolated
+        past = PastCounts() if isolated else self.dynamic.of(request.tenant)
+        return CacheMemory(request, past, self._static, self._room)
 
     def _closed(self, memory: CacheMemory) -> None:
-        self.dynamic.join(memory.tenant, memory.context)
+        if not memory.is_isolated:
+            self.dynamic.join(memory.tenant, memory.context)

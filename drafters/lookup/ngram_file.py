@@ -18,9 +18,11 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ...errors import TableFileError
+from ...config import NGramCacheConfig
+from ...errors import TableFileError, in_words
 from ...scheduler.types import IntArray
-from ..files import write_whole
+from ..files import check_writable, write_whole
+from ..vocabulary import fingerprint
 
 _MAGIC = b"OUTRNGRM"
 _VERSION = 2  # 1 had its header outside the checksum
@@ -111,7 +113,7 @@ def read(path: Path, field: str) -> tuple[Header, memoryview]:
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{part}." for part in first["loc"])[:-1] or "the header"
-        raise _bad(path, field, f"has a damaged header: {place}: {first['msg']}") from None
+        raise _bad(path, field, f"has a damaged header: {place}: {in_words(first)}") from None
     if sum(info.num_bytes for info in header.tables) != payload_bytes:
         raise _bad(path, field, "has a damaged header: tables: sizes do not add up")
     return header, data[middle:]
@@ -145,6 +147,36 @@ def load(path: Path, field: str, tokenizer: str, vocab_size: int) -> list[Arrays
             raise _bad(path, field, f"holds what cannot be: tables.{index}: {reason}")
         tables.append(arrays)
     return tables
+
+
+def load_tables(
+    config: NGramCacheConfig, tokenizer: Path, vocab_size: int
+) -> tuple[list[Arrays], list[Arrays], str]:
+    """A section's static and dynamic tables, and the tokenizer's fingerprint if it has files.
+
+    A dynamic file that does not exist yet is a new one.
+
+    Raises:
+        TableFileError: as `load`; a static table is a tenant's.
+        ConfigError: the dynamic file cannot be written.
+    """
+    static: list[Arrays] = []
+    dynamic: list[Arrays] = []
+    if config.lookup_cache_static is None and config.lookup_cache_dynamic is None:
+        return static, dynamic, ""
+    mark = fingerprint(tokenizer)
+    if config.lookup_cache_static is not None:
+        path, field = Path(config.lookup_cache_static), "speculative_config.lookup_cache_static"
+        static = load(path, field, mark, vocab_size)
+        if any(arrays.tenant for arrays in static):
+            text = "holds what tenants' requests counted, which is not for everybody"
+            raise _bad(path, field, f"{text}; give it as lookup_cache_dynamic")
+    if config.lookup_cache_dynamic is not None:
+        path, field = Path(config.lookup_cache_dynamic), "speculative_config.lookup_cache_dynamic"
+        check_writable(path, field)
+        if path.exists():
+            dynamic = load(path, field, mark, vocab_size)
+    return static, dynamic, mark
 
 
 def _problem(arrays: Arrays, vocab_size: int) -> str | None:

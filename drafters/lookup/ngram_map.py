@@ -139,7 +139,7 @@ class MapKMemory(SimpleMemory):
 
     def index(self, max_tokens: int) -> int:
         num_indexed = super().index(max_tokens)
-        self._enter(self._end(self.num_indexed))
+        self._enter(self._end(self.num_indexed + 1))  # a token will follow: the newest
         return num_indexed
 
     def take(self, begin: int, end: int) -> None:

@@ -12,6 +12,7 @@ probable nodes are taken one by one instead. What occurred is counted by suffix 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,11 +20,11 @@ from ...config import SuffixConfig
 from ...scheduler import tree
 from ...scheduler.types import Batch, Draft, IntArray, Request, Verdict
 from ..protocol import Needs
-from .base import LookupDrafter, Memory
+from .base import LookupDrafter, Memory, chain_of
 from .kernels import hashing
 from .kernels import suffix as loops
 from .kernels.hashing import MIN_ROWS, grown, larger, new_table
-from .kernels.suffix import ROOT, guess
+from .kernels.suffix import AT_END, AT_MATCH, NOWHERE, ROOT, guess
 
 _MAX_TENANTS = 1024  # whose past is kept
 _MAX_LOOKS = 48 * 1024  # at suffixes, to index what waits in a step
@@ -56,10 +57,6 @@ class SuffixIndex:
         self.walk[loops.NUM_STATES] = 1
         self.begin_text()
 
-    @property
-    def num_states(self) -> int:
-        return int(self.walk[loops.NUM_STATES])
-
     def begin_text(self) -> None:
         """What comes next does not follow what came before."""
         self.walk[loops.NUM_SUFFIXES] = 1
@@ -74,6 +71,13 @@ class SuffixIndex:
                 return
             tokens = tokens[done:]
             self._grow()
+
+    def end(self) -> tuple[int, int]:
+        """The match (state, length) of the text's longest suffix that occurred before."""
+        state = self.walk[loops.SUFFIXES]
+        if state != ROOT and self.nodes[state, loops.COUNT] == 1:
+            state = self.walk[loops.SUFFIXES + 1]
+        return int(state), min(int(self.nodes[state, loops.LENGTH]), self.max_depth - 1)
 
     def follow(self, matches: IntArray, row: int, tokens: IntArray) -> None:
         """Goes on from the match (state, length) in that row: the longest suffix of what the
@@ -151,40 +155,64 @@ class SuffixMemory(Memory):
         self._past, self._limits = past, limits
         self._index = SuffixIndex(depth)
         self._version = -1  # of the past that `_matches` belongs to
-        self._matches: IntArray = np.zeros((2, 2), dtype=np.int32)
+        self._matches: IntArray = np.zeros((3, 2), dtype=np.int32)
 
-    def guess(self, budget: int, drafts: IntArray, row: int) -> int:
-        """Writes tokens and parents to `drafts[row]`; how many they are."""
-        own, limits, past = self._index, self._limits, self._past
-        if self._version != past.version:
+    def draft(self, budget: int, least: int, source: str) -> Draft:
+        if budget <= 0:
+            return tree.EMPTY
+        if self._version != self._past.version:
             self._match()
-        newer, older = past.generations
-        return guess(
+        own_place = AT_END if self.num_indexed == len(self.tokens) else NOWHERE
+        return self._guess(own_place, self._matches, budget, source)
+
+    def draft_after(self, chain: Sequence[int], budget: int, source: str) -> Draft:
+        if self._version != self._past.version:
+            self._match()
+        matches, tokens = self._matches.copy(), np.array(chain, dtype=np.int32)
+        self._follow(matches, tokens)
+        if self.num_indexed < len(self.tokens):
+            return self._guess(NOWHERE, matches, budget, source)
+        matches[loops.OWN] = self._index.end()
+        self._index.follow(matches, loops.OWN, tokens)
+        return self._guess(AT_MATCH, matches, budget, source)
+
+    def _guess(self, own_place: int, matches: IntArray, budget: int, source: str) -> Draft:
+        """The best draft of the request's text and its tenant's past, where each matches."""
+        own, limits = self._index, self._limits
+        newer, older = self._past.generations
+        size = guess(
             own.nodes, own.edges[0], own.walk, newer.nodes, newer.edges[0],
             older.nodes, older.edges[0],
-            self._matches, self.num_indexed == len(self.tokens), budget, limits.table,
-            limits.min_prob, limits.is_tree, limits.room, drafts, row,
+            matches, own_place, budget, limits.table,
+            limits.min_prob, limits.is_tree, limits.room,
         )  # fmt: skip
+        if not size:
+            return tree.EMPTY
+        if not limits.is_tree:
+            return chain_of(limits.room[0, 0, :size].copy(), source)
+        tokens, parents = limits.room[0, :, :size].copy()
+        return Draft(tokens, parents, None, source)
 
     def take(self, begin: int, end: int) -> None:
-        self._index.extend(np.frombuffer(self.tokens, dtype=np.int32)[begin:end])
+        self._index.extend(self.ids(begin, end))
 
     def learn(self, emitted: list[int]) -> int:
         num_indexed = super().learn(emitted)
         if self._version == self._past.version:
-            self._follow(np.array(emitted, dtype=np.int32))
+            self._follow(self._matches, np.array(emitted, dtype=np.int32))
         return num_indexed
 
     def _match(self) -> None:
         """Finds its place in a past that is another one."""
         self._version = self._past.version
         self._matches[:] = 0
-        self._follow(np.array(self.tokens[-self._index.max_depth :], dtype=np.int32))
+        self._follow(self._matches, self.ids(-self._index.max_depth))
 
-    def _follow(self, tokens: IntArray) -> None:
+    def _follow(self, matches: IntArray, tokens: IntArray) -> None:
+        """Goes on from the matches in the past."""
         for row, index in enumerate(self._past.generations):
             if index.size:
-                index.follow(self._matches, row, tokens)
+                index.follow(matches, row, tokens)
 
 
 class Suffix(LookupDrafter[SuffixMemory]):
@@ -200,18 +228,6 @@ class Suffix(LookupDrafter[SuffixMemory]):
         # By tenant, least recently used first.
         self._pasts: OrderedDict[str, PastTexts] = OrderedDict()
         self._waiting: deque[tuple[str, IntArray]] = deque()  # outputs to be indexed
-
-    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        widths = np.minimum(budgets, self._config.max_tree_depth).tolist()
-        room: IntArray = np.empty((len(widths), 2, max(widths, default=0)), dtype=np.int32)
-        drafts, memories, name = [tree.EMPTY] * len(widths), self._memories, self.name
-        for row, (request_id, budget) in enumerate(zip(batch.request_ids, widths)):
-            if budget > 0 and (memory := memories.get(request_id)) is not None:
-                size = memory.guess(budget, room, row)
-                if size:
-                    drafts[row] = Draft(room[row, 0, :size], room[row, 1, :size], None, name)
-        self._allowance.forward_begins()
-        return drafts
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         super().observe(batch, verdict)
@@ -239,12 +255,15 @@ class Suffix(LookupDrafter[SuffixMemory]):
 
     def _suffix_memory(self, request: Request) -> SuffixMemory:
         depth = self._config.max_tree_depth
-        past = self._past(request.tenant) if self._config.max_cached_requests else PastTexts(depth)
+        has_past = self._config.max_cached_requests and not request.speculation.isolated
+        past = self._past(request.tenant) if has_past else PastTexts(depth)
         return SuffixMemory(request, past, self._limits, depth)
 
     def _closed(self, memory: SuffixMemory) -> None:
+        if memory.is_isolated or not self._config.max_cached_requests:
+            return
         output = np.array(memory.tokens[memory.num_prompt :], dtype=np.int32)
-        if len(output) and self._config.max_cached_requests:
+        if len(output):
             self._waiting.append((memory.tenant, output))
 
     def _past(self, tenant: str) -> PastTexts:

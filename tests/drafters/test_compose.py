@@ -9,18 +9,27 @@ import random
 import pytest
 
 from outrider.config import ComposeConfig, DraftTargetConfig, EngineConfig
-from outrider.drafters.compose import Compose, Member, own_verdict
+from outrider.drafters.compose import Compose, Member
 from outrider.drafters.draft_target import DraftTarget
-from outrider.drafters.drafting import Drafting
+from outrider.drafters.drafting import Drafting, own_verdict
 from outrider.drafters.lookahead import Lookahead
 from outrider.drafters.lookup.ngram import ngram
 from outrider.drafters.protocol import Needs, NoDrafter
 from outrider.errors import ConfigError
 from outrider.scheduler import tree
-from outrider.scheduler.types import Draft, DraftProbs, Verdict, ints
+from outrider.scheduler.sampling import SamplingParams
+from outrider.scheduler.types import Draft, DraftProbs, Request, SpeculationOptions, Verdict, ints
 
 from ..helpers.draft_model import TokenCacheDraftModel, text_despite_failures
 from ..helpers.toy import VOCAB, continuation, next_token
+from ..helpers.verification import (
+    coupled_outcomes,
+    distance_from_target,
+    emission_law,
+    random_target,
+    rejection_outcomes,
+    sampled_drafter,
+)
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 MODEL = {"decoding_type": "DraftTarget", "speculative_model": "m", "max_draft_len": 5}
@@ -61,10 +70,28 @@ def section(*members: dict, **options) -> ComposeConfig:
     return config
 
 
+class Continuing(Scripted):
+    """Proposes nothing of its own, and continues chains by what a function makes of them."""
+
+    def __init__(self, name: str, continuation) -> None:
+        super().__init__(name, tree.EMPTY)
+        self.continuation = continuation
+
+    def extend(self, batch, chains, budgets):
+        return [
+            tree.truncate(self.continuation(list(chain)), budget) if budget else tree.EMPTY
+            for chain, budget in zip(chains, budgets.tolist(), strict=True)
+        ]
+
+
 def scripted(*drafters: NoDrafter, mode: str = "merge", **options) -> Compose:
     """A composition of what is given; those called `model...` have a model."""
-    members = [Member(each, 64, each.name.startswith("model")) for each in drafters]
-    return Compose(section(mode=mode, **options), members, VOCAB)
+    members = [
+        Member(each, 64, each.name.startswith("model"), isinstance(each, Continuing))
+        for each in drafters
+    ]
+    given = (NGRAM, MODEL) if mode == "extend" else ()
+    return Compose(section(*given, mode=mode, **options), members, VOCAB)
 
 
 class FakeBatch:
@@ -85,7 +112,7 @@ def chain(*tokens: int) -> Draft:
     return tree.chain(tokens, "x")
 
 
-@pytest.mark.parametrize("mode", ["precedence", "merge"])
+@pytest.mark.parametrize("mode", ["precedence", "extend", "merge"])
 @pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "evicting"])
 def test_a_draft_models_cache_stays_right(make_loop, request_of, drive, mode, num_blocks):
     model = TokenCacheDraftModel(num_blocks)
@@ -96,7 +123,7 @@ def test_a_draft_models_cache_stays_right(make_loop, request_of, drive, mode, nu
         DraftTarget(config.members[2], model),
     ]
     members = [
-        Member(drafter, each.max_draft_len, drafter is drafters[2])
+        Member(drafter, each.max_draft_len, each.has_model, each.continues)
         for drafter, each in zip(drafters, config.members, strict=True)
     ]
     drafting = Drafting(Compose(config, members, VOCAB), VOCAB)
@@ -135,6 +162,27 @@ def test_failed_target_steps_leave_members_sound(make_loop, request_of):
     assert [each.faults for each in drafting.all_stats().values()] == [0, 0]
 
 
+@pytest.mark.parametrize("mode", ["precedence", "merge"])
+def test_a_request_chooses_its_drafters(mode):
+    one, other = Scripted("one", chain(5, 6)), Scripted("other", chain(7))
+    compose = scripted(one, other, mode=mode)
+    chosen = {"0": ("other",), "1": None, "2": ("one", "other"), "3": ("one",)}
+    requests = [
+        Request(name, ints([1]), SamplingParams(), 0, speculation=SpeculationOptions(drafters=wish))
+        for name, wish in chosen.items()
+    ]
+    compose.open(requests)
+    batch = FakeBatch(1, count=4)
+    drafts = compose.propose(batch, batch.max_nodes)
+    both = [5, 6] if mode == "precedence" else [5, 6, 7]
+    assert [draft.tokens.tolist() for draft in drafts] == [[7], both, both, [5, 6]]
+    compose.close(["0", "3"])
+    drafts = compose.propose(batch, batch.max_nodes)
+    assert [draft.tokens.tolist() for draft in drafts] == [both] * 4, (
+        "a choice ends with its request"
+    )
+
+
 def test_precedence_asks_members_without_a_model_first():
     model, empty = Scripted("model", chain(7, 8)), Scripted("empty", tree.EMPTY)
     free = Scripted("free", chain(5))
@@ -168,6 +216,66 @@ def test_acceptance_belongs_to_every_member_that_proposed_the_node():
     stats = {each.name: each.stats for each in compose.members}
     assert (stats["first"].num_acc_tokens, stats["second"].num_acc_tokens) == (2, 3)
     assert (stats["first"].num_gen_tokens, stats["second"].num_gen_tokens) == (3, 4)
+
+
+def test_a_look_up_continues_what_a_model_drafted():
+    forked = Draft(ints([1, 2, 3, 4]), ints([-1, -1, 0, 2]))
+    silent = Continuing("silent", lambda path: tree.EMPTY)
+    after = Continuing("after", lambda path: chain(sum(path), 9))
+    last = Continuing("last", lambda path: chain(11))
+    model = Scripted("model", forked)
+    compose = scripted(model, silent, after, last, mode="extend")
+    (draft,) = compose.propose(FakeBatch(1), ints([9]))
+    assert draft.tokens.tolist() == [1, 2, 3, 4, 8, 9]  # after 1, 3, 4
+    assert draft.parents.tolist() == [-1, -1, 0, 2, 3, 4]
+    assert draft.origins == ("model",) * 4 + ("after",) * 2
+    assert draft.source == "model+after"
+    compose.observe(FakeBatch(1), emitted([1, 3, 4, 8, 7], [0, 2, 3, 4]))
+    assert model.verdicts[0].nodes(0).tolist() == [0, 2, 3]
+    assert after.verdicts[0].nodes(0).tolist() == [0]
+    assert silent.verdicts[0].nodes(0).tolist() == last.verdicts[0].nodes(0).tolist() == []
+    stats = {each.name: each.stats for each in compose.members}
+    assert (stats["after"].num_gen_tokens, stats["after"].num_acc_tokens) == (2, 1)
+    (draft,) = compose.propose(FakeBatch(2), ints([5]))
+    assert draft.tokens.tolist() == [1, 2, 3, 4, 8]
+    compose.observe(FakeBatch(2), emitted([2, 8], [1]))  # the other branch: it was not continued
+    assert after.verdicts[1].nodes(0).tolist() == []
+    assert model.verdicts[1].nodes(0).tolist() == [1]
+    assert compose.propose(FakeBatch(3), ints([4]))[0] is model.draft
+
+
+def test_look_ups_and_windows_are_not_continued():
+    after = Continuing("after", lambda path: chain(9))
+    free, window = Scripted("free", chain(5)), Draft(ints([5, 8]), ints([-1, -1]), num_window=1)
+    (draft,) = scripted(free, after, mode="extend").propose(FakeBatch(1), ints([6]))
+    assert draft is free.draft
+    looking = Scripted("model", window)
+    (draft,) = scripted(looking, after, mode="extend").propose(FakeBatch(1), ints([6]))
+    assert draft is window
+    model = Scripted("model", chain(5))
+    compose = scripted(model, after, mode="extend")
+    wish = SpeculationOptions(drafters=("model",))
+    compose.open([Request("0", ints([1]), SamplingParams(), 0, speculation=wish)])
+    assert compose.propose(FakeBatch(1), ints([6]))[0] is model.draft
+
+
+@pytest.mark.parametrize("outcomes", [coupled_outcomes, rejection_outcomes])
+@pytest.mark.parametrize("parents", [[-1, 0], [-1, -1, 0]], ids=str)
+def test_a_continuation_leaves_the_law_alone(outcomes, parents):
+    """Enumerated: what is looked up, and whether, depends on the tokens that were drawn."""
+    target, drawn = random_target(3, seed=3), sampled_drafter(3, parents, random_target(3, seed=4))
+
+    def looked_up(path: list[int]) -> Draft:
+        return chain((path[0] + path[-1]) % 3, path[0]) if path[0] != path[-1] else tree.EMPTY
+
+    def drafter(prefix):
+        for chance, draft in drawn(prefix):
+            model = Scripted("model", draft, Needs("tree", probabilities=True))
+            compose = scripted(model, Continuing("after", looked_up), mode="extend")
+            yield chance, compose.propose(FakeBatch(1), ints([9]))[0]
+
+    law = emission_law(outcomes, target, lambda prefix: list(drafter(prefix)), 3)
+    assert distance_from_target(law, target, 3) < 1e-7
 
 
 def test_a_verdict_of_another_step_is_nobodys():
@@ -295,6 +403,10 @@ def test_mistakes_in_the_section_are_named():
             section_of(members)
     with pytest.raises(ConfigError, match="keep_order"):
         section_of([NGRAM], mode="merge", keep_order=True)
+    with pytest.raises(ConfigError, match=r"mode.*a model or a head"):
+        section_of([NGRAM], mode="extend")
+    with pytest.raises(ConfigError, match=r"mode.*continues drafts: NGram, PromptLookup"):
+        section_of([MODEL, {"decoding_type": "NGramMapK"}], mode="extend")
 
 
 def section_of(members: list, **options) -> None:
@@ -305,6 +417,9 @@ def section_of(members: list, **options) -> None:
 def test_lengths_and_rule_are_handed_down():
     config = section(NGRAM, MODEL, mode="merge", verification="rejection")
     assert config.draft_len == 9
+    assert section(NGRAM, MODEL, mode="precedence").draft_len == 5
+    assert section(NGRAM, MODEL, {**MODEL, "max_draft_len": 2}, mode="extend").draft_len == 9
+    assert section(NGRAM, MODEL, mode="extend", max_draft_len=7).draft_len == 7
     assert {member.verification for member in config.members} == {"rejection"}
     assert section(NGRAM, MODEL).draft_len == 5
     dialect = section({"method": "ngram", "num_speculative_tokens": 3})

@@ -6,25 +6,34 @@ import random
 
 import pytest
 
-from outrider.config import DraftTargetConfig
+from outrider.config import DraftTargetConfig, PARDConfig
 from outrider.drafters.draft_target import DraftTarget
 from outrider.drafters.drafting import Drafting
+from outrider.drafters.pard import PARD
+from outrider.errors import WorkerDiedError
 
-from ..helpers.draft_model import TokenCacheDraftModel, text_despite_failures
+from ..helpers.draft_model import (
+    FaultyDraftModel,
+    TokenCacheDraftModel,
+    text_despite_failures,
+)
 from ..helpers.toy import VOCAB, continuation
 
 PROMPTS = {"a": (4, 2), "b": (7, 3, 1)}
 
 
-def make_drafting(num_blocks: int) -> tuple[Drafting, TokenCacheDraftModel]:
+def make_drafting(num_blocks: int, *, masks: bool = False) -> tuple[Drafting, TokenCacheDraftModel]:
     model = TokenCacheDraftModel(num_blocks)
-    config = DraftTargetConfig(speculative_model="m", max_draft_len=5)
-    return Drafting(DraftTarget(config, model), VOCAB), model
+    section = {"speculative_model": "m", "max_draft_len": 5}
+    if masks:
+        return Drafting(PARD(PARDConfig(**section, mask_token_id=9), model), VOCAB), model
+    return Drafting(DraftTarget(DraftTargetConfig(**section), model), VOCAB), model
 
 
+@pytest.mark.parametrize("masks", [False, True], ids=["in turn", "masks"])
 @pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "evicting"])
-def test_cache_and_tokens_stay_right(make_loop, request_of, drive, num_blocks):
-    drafting, model = make_drafting(num_blocks)
+def test_cache_and_tokens_stay_right(make_loop, request_of, drive, num_blocks, masks):
+    drafting, model = make_drafting(num_blocks, masks=masks)
     loop = make_loop(200, max_model_len=150, drafting=drafting)
     rng, wanted = random.Random(5), {}
     for index in range(16):
@@ -119,8 +128,11 @@ def test_what_a_late_answer_computed_is_not_computed_again(make_loop, request_of
     assert model.num_tokens < 2 * len(prompt)
 
 
-def test_a_prompt_longer_than_a_draft_step_is_caught_up_in_pieces(make_loop, request_of, drive):
-    drafting, model = make_drafting(100)
+@pytest.mark.parametrize("masks", [False, True], ids=["in turn", "masks"])
+def test_a_prompt_longer_than_a_draft_step_is_caught_up_in_pieces(
+    make_loop, request_of, drive, masks
+):
+    drafting, model = make_drafting(100, masks=masks)
     loop = make_loop(200, drafting=drafting, max_num_batched_tokens=200)
     prompt = tuple(index % VOCAB for index in range(130))
     wanted = continuation(prompt, 30)
@@ -152,3 +164,75 @@ def test_the_rule_says_what_is_shipped_and_whose_noise_is_used(
     loop.add(request_of("a", (1, 2), max_tokens=6))
     drive(loop)
     assert set(steps) == {asked}
+
+
+def prepared_loop(make_loop, model, on_miss: str, adaptive: bool):
+    cache = {"outcomes": 6, "on_miss": on_miss, "adaptive": adaptive}
+    section = {"speculative_model": "m", "max_draft_len": 4, "speculation_cache": cache}
+    drafting = Drafting(DraftTarget(DraftTargetConfig(**section), model), VOCAB)
+    return make_loop(200, max_model_len=150, drafting=drafting), drafting
+
+
+@pytest.mark.parametrize("on_miss", ["auto", "draft", "none"])
+def test_prepared_drafts_are_found_on_the_verdict(make_loop, request_of, drive, on_miss):
+    model = TokenCacheDraftModel(200)
+    loop, drafting = prepared_loop(make_loop, model, on_miss, adaptive=False)
+    rng, wanted = random.Random(3), {}
+    for index in range(10):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 70)))
+        wanted[str(index)] = continuation(prompt, 40)
+        model.prefixes.add(prompt + wanted[str(index)])
+        loop.add(request_of(str(index), prompt, 40))
+    assert drive(loop) == wanted
+    drafting.drafter.check()
+    counts = drafting.stats.speculation_cache
+    assert drafting.stats.faults == 0
+    assert counts.num_hits > 0.5 * counts.num_lookups
+    assert counts.num_lookups == (
+        counts.num_hits + counts.num_unprepared + counts.num_stale + counts.num_absent
+    )
+    assert drafting.drafter._cache.is_empty  # entries end with their requests
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_of_messages_changes_a_token(make_loop, request_of, seed):
+    """Late, duplicated, stale and reordered answers, deaths, failed steps, aborts, reused ids."""
+    rng = random.Random(seed)
+    model = FaultyDraftModel(rng.choice([40, 200]), seed)
+    loop, drafting = prepared_loop(
+        make_loop, model, rng.choice(["auto", "draft", "none"]), adaptive=bool(seed % 2)
+    )
+    verify, emitted, wanted, num_done = loop.target.verify, {}, {}, 0
+    for _ in range(3000):
+        if num_done >= 12 and not loop.has_work:
+            break
+        name = str(rng.randrange(6))
+        if num_done < 12 and name not in wanted and rng.random() < 0.3:
+            prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50)))
+            wanted[name], emitted[name] = continuation(prompt, 30), ()
+            model.prefixes.add(prompt + wanted[name])
+            loop.add(request_of(name, prompt, 30))
+        if name in wanted and rng.random() < 0.02:
+            loop.abort(name)
+            assert wanted.pop(name)[: len(emitted[name])] == emitted[name]
+            num_done += 1
+        if not loop.has_work:
+            continue
+        if rng.random() < 0.05:
+            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            with pytest.raises(WorkerDiedError):
+                loop.step()
+            loop.scheduler.requeue_all()
+            loop.target.verify = verify
+            continue
+        for delta in loop.step():
+            emitted[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                assert emitted[delta.request_id] == wanted.pop(delta.request_id)
+                num_done += 1
+        drafting.drafter.check()
+    assert num_done >= 12
+    assert not wanted
+    counts = drafting.stats.speculation_cache
+    assert counts.num_hits > 0
+    assert counts.num_dropped > 0

@@ -77,6 +77,17 @@ def test_shares_by_state_and_group():
     assert (accepted <= drafted).all()
 
 
+def test_nodes_of_a_path_through_a_tree():
+    found = Acceptance(np.array([2, 2, 4]))
+    before = found._counts[:, 3].copy()
+    found.count(3, 8, 6, 3, np.array([0, 3, 5]))
+    found.count(3, 4, 4, 0, np.array([], dtype=int))
+    found.learn()
+    decays = DECAY ** np.array([2, 2, 1])
+    new = found._counts[:, 3] - before * decays
+    np.testing.assert_allclose(new, [[4, 4, 4], [4, 4, 2], [1, 1, 1]])
+
+
 def test_what_is_never_granted_keeps_its_first_guess():
     found = Acceptance(np.ones(4, dtype=np.int64))
     for _ in range(3000):

@@ -133,22 +133,41 @@ def test_work_that_failures_void_is_charged_once(make_loop, request_of):
     scheduler.requeue_all()  # the caches are lost, and all of it is computed again
     assert served() == 0
     loop.add(request_of("other", prompt_of(rng, 10), 5, tenant="a"))
+    scheduler.schedule()
+    assert served() == 64
+    scheduler.abort("a")
+    scheduler.requeue_all()
+    assert served() == 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_request_that_ends_in_flight_is_charged_for_what_was_computed(
+    make_loop, request_of, fails
+):
+    """The step's failure gives back its tokens, also those of requests that end with it; a tenant
+    whose only request is gone is kept for that."""
+    rng = random.Random(4)
+    loop = make_loop(4000, max_draft_len=0)
+    scheduler, shares = loop.scheduler, loop.scheduler._shares
+    for name in ("a", "a-2", "b"):
+        loop.add(request_of(name, prompt_of(rng, 20), 5, tenant=name[0]))
     batch = scheduler.schedule()
     chunks = dict(zip(batch.request_ids, batch.plan.chunk_lens.tolist(), strict=True))
-    scheduler.abort("a")  # its tokens were computed for the tenant
-    scheduler.requeue_all()
-    assert served() == chunks["a"] > 0
-
-
-def test_many_waiting_requests_of_a_tenant_are_one_entry(request_of):
-    shares = TenantService()
-    queue = WaitingQueue(shares)
-    for arrival in range(100):
-        shares.join("one")
-        queue.push(Sequence(request_of(str(arrival), (1, 2), tenant="one"), arrival, 9))
-    shares.charge("one", 5)
-    assert queue.head().arrival == 0
-    assert len(queue._heads) == 1
+    assert chunks == {"a": 20, "a-2": 20, "b": 20}
+    scheduler.abort("a", "error")
+    scheduler.abort("b", "error")
+    assert (shares.served("a"), shares.served("b")) == (40, 20)
+    if fails:
+        batch = scheduler.schedule()  # what is left is planned, and charged, anew
+        assert batch.request_ids == ("a-2",)
+        assert shares.served("a") == 20
+    else:
+        drafts = loop.drafting.propose(batch)
+        scheduler.commit(batch, drafts, loop.target.verify(batch, drafts))
+        assert shares.served("a") == 40
+    loop.add(request_of("b", prompt_of(rng, 20), 5, tenant="b"))
+    assert shares.served("b") == shares.served("a")  # it was gone, and begins anew
+    assert not shares.leaving
 
 
 def test_a_tenant_without_a_seat_takes_one_and_nothing_is_lost(make_loop, request_of, drive):

@@ -41,6 +41,25 @@ def test_every_tree_gives_the_plain_tokens(make_loop, request_of, drive, seed, n
         assert loop.scheduler.counts.num_preemptions > 0
 
 
+def test_how_requests_end_and_when_they_began(make_loop, request_of, drive):
+    loop = make_loop()
+    loop.add(request_of("whole", (1, 2, 3), 6))
+    loop.add(request_of("never ran", (1, 2), 6))
+    loop.abort("never ran")
+    loop.add(request_of("failed", (4, 5), 50))
+    loop.add(replace(request_of("continued", (7, 8), 6), emitted=ints(continuation((7, 8), 2))))
+    loop.step()
+    loop.abort("failed", "error", "a reason")
+    drive(loop)
+    timer = loop.scheduler.timer
+    assert timer.num_ended == {"stop": 0, "length": 2, "abort": 1, "error": 1}
+    counts = {name: sum(each["counts"]) for name, each in timer.histograms().items()}
+    # A request that came from a lost engine has had its first token there.
+    assert (counts["first_token_s"], counts["queue_s"], counts["prefill_s"]) == (2, 2, 2)
+    assert (counts["decode_s"], counts["whole_s"], counts["prompt_tokens"]) == (3, 4, 4)
+    assert timer.histograms()["output_tokens"]["sum"] >= 12
+
+
 def test_a_shared_prefix_is_computed_once(make_loop, request_of, drive):
     loop = make_loop()
     prompt = prompts(1, 9, 2)[0] * 41

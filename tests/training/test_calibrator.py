@@ -6,18 +6,31 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.bench.prompts import load_prompts
 from outrider.cli.calibrate import Sweep, _head
-from outrider.config import Eagle3Config, EngineConfig, MedusaConfig
+from outrider.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EngineConfig,
+    MedusaConfig,
+    PARDConfig,
+    PEagleConfig,
+)
 from outrider.drafters.registry import method_of
 from outrider.errors import ConfigError
 from outrider.scheduler.types import ints
 from outrider.training.calibration import Calibrator
+from outrider.training.options import PARDOptions, PEagleOptions
+from outrider.training.protocol import FrozenTarget, Windows
+from outrider.training.registry import METHODS
 
+from ..helpers.dflash_training import teach_block
 from ..helpers.engines import complete, engine_of
 
 MODELS = Path(__file__).resolve().parents[2] / "demo" / "models"
@@ -113,3 +126,114 @@ def test_a_key_without_variants_is_refused(calibrator):
     sweep.measure({})
     with pytest.raises(ConfigError, match="sweep: 'medusa_choices' has no variants.*rope_theta"):
         sweep.best(("medusa_choices",))
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory) -> tuple[Calibrator, dict[str, str]]:
+    """A target that repeats what is two tokens back, and drafters that were taught to."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("masked")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        bos_token_id=0, eos_token_id=1, pad_token_id=7, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    prompts = [ints([2 + (index + at) % 9 for at in range(6)]) for index in range(6)]
+    options = {"device": torch.device("cpu"), "dtype": torch.float32}
+    calibrator = Calibrator(folder / "target", prompts, 40, **options)
+    target = FrozenTarget(folder / "target", torch.device("cpu"))
+    tokens = torch.tensor(np.stack(calibrator.texts), dtype=torch.int64)
+    windows = Windows(tokens, torch.ones(tokens.shape))
+    folders = {}
+    for name, options in (
+        ("pard", PARDOptions(num_depths=4, mask_token_id=11, hidden_size=32, num_layers=1)),
+        ("peagle", PEagleOptions(num_passes=4, mask_token_id=11, layers=(1, 2, 3))),
+    ):
+        method = METHODS[name].build(options, target)
+        method.prepare(torch.ones(12, dtype=torch.int64))
+        optimizer = torch.optim.AdamW(method.module.parameters(), lr=5e-3)
+        states = target.states(tokens, method.capture)
+        for _ in range(120):
+            optimizer.zero_grad()
+            method.loss(windows, states, target).loss.backward()
+            optimizer.step()
+        folders[name] = str(folder / name)
+        Path(folders[name]).mkdir()
+        method.export(Path(folders[name]))
+    return calibrator, folders
+
+
+@pytest.mark.parametrize("kind", [PARDConfig, PEagleConfig])
+def test_it_finds_the_mask_of_another_token(masked, kind):
+    """A wrong mask shows behind the first token alone."""
+    calibrator, folders = masked
+    section = kind(speculative_model=folders[kind.__name__[:-6].lower()], max_draft_len=3)
+    right = calibrator.measure(section, 10**6)
+    wrong = section.model_copy(update={"mask_token_id": 7})
+    sweep = Sweep(calibrator, wrong, 10**6, lambda text: None)
+    base = sweep.measure({})
+    first, second = (found.acceptance(3) for found in (right, base.measured))
+    assert first[0] == second[0]
+    assert first[2] > second[2] + 0.1
+    assert sweep.best(("mask_token_id",)) == {"mask_token_id": 11}
+
+
+@pytest.fixture(scope="module")
+def block(masked, tmp_path_factory) -> tuple[Calibrator, str]:
+    calibrator, _ = masked
+    texts = [text.tolist() for text in calibrator.texts]
+    folder = tmp_path_factory.mktemp("block") / "head"
+    return calibrator, teach_block(folder, str(calibrator.path), texts, (0, 1), 11)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "right"),
+    [
+        ({"target_layer_ids": [1, 2]}, "target_layer_ids", (0, 1)),
+        ({"mask_token_id": 7}, "mask_token_id", 11),
+        ({"rope_theta": 1e6}, "rope_theta", 10000.0),
+        ({"rope_layout": "interleaved"}, "rope_layout", "half"),
+    ],
+)
+def test_it_finds_how_a_block_drafter_is_read(block, wrong, key, right):
+    calibrator, folder = block
+    section = DFlashConfig.model_validate(
+        {"speculative_model": folder, "max_draft_len": 3, **wrong}
+    )
+    sweep = Sweep(calibrator, section, 10**6, lambda text: None)
+    sweep.measure({})
+    assert sweep.best((key,)) == {key: right}
+
+
+def test_it_finds_an_output_layer_that_is_not_meant(block, tmp_path):
+    """A file with a map of tokens, whose head drafts from the target's output layer."""
+    calibrator, folder = block
+    shutil.copytree(folder, tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    tensors["d2t"] = torch.tensor([2] * 8)
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    section = DFlashConfig(speculative_model=str(tmp_path / "head"), max_draft_len=3)
+    sweep = Sweep(calibrator, section, 10**6, lambda text: None)
+    sweep.measure({})
+    assert sweep.best(("output_layer",)) == {"output_layer": "target"}
+
+
+def test_a_draft_model_with_masks_is_measured_as_it_serves(masked):
+    calibrator, folders = masked
+    section = PARDConfig(speculative_model=folders["pard"], max_draft_len=3, draft_timeout_s=30)
+    given = {"model": str(calibrator.path), "speculative_config": section.model_dump(mode="json")}
+    assert _head(EngineConfig.load(given)).speculative_model == folders["pard"]
+    walks = iter(calibrator.measure(section, 10**6).walks)
+    model = AutoModelForCausalLM.from_pretrained(folders["pard"], dtype=torch.float32)
+    for text in calibrator.texts:
+        for known in range(7, len(text) - 3 + 1):
+            row = torch.tensor([[*text[:known].tolist(), 11, 11]])
+            with torch.inference_mode():
+                drafted = model(row).logits[0, -3:].argmax(1).tolist()
+            hits = [guess == said for guess, said in zip(drafted, text[known : known + 3])]
+            assert len(next(walks).ranks) == [*hits, False].index(False)
+    assert next(walks, None) is None

@@ -128,6 +128,7 @@ def test_bad_files_are_named(tokenizer, tmp_path):
     reader = Reader(tokenizer, VOCAB_SIZE)
     for name, content, named in [
         ("a.csv", b"", "ends in '.csv'"),
+        ("corpus", b"", "has no ending; allowed: .txt"),
         ("b.txt", None, "No such file"),
         ("c.txt", b"\xff\xfe\xff", "not UTF-8"),
         ("d.txt", b"", "hold no text"),

@@ -120,6 +120,11 @@ CASES = {
         EAGLE3 | {"lm_head.weight": (DRAFT, HIDDEN), "d2t": (DRAFT,), "t2d": (VOCAB_SIZE,)},
         {"draft_vocab_size": DRAFT, "vocab_size": VOCAB_SIZE},
     ),
+    "peagle": (
+        "peagle", {"layers": (0, 1, 1)}, "model",
+        EAGLE3 | {"lm_head.weight": (VOCAB_SIZE, HIDDEN), "mask_hidden": (1, 1, 3 * HIDDEN)},
+        {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 35},
+    ),
     "mtp": ("mtp", {}, "model", MTP, {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}),
     "mtp, copies": (
         "mtp", {"copies": True}, "model",
@@ -131,6 +136,10 @@ CASES = {
         "draft", {"hidden_size": 16, "num_layers": 1}, "model", None,
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
          "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE, "dtype": "float32"},
+    ),
+    "pard": (
+        "pard", {"hidden_size": 16, "num_layers": 1}, "model", None,
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "pard_token": 35},
     ),
 }  # fmt: skip
 

@@ -82,6 +82,12 @@ def likeliest(logits: Tensor) -> Tensor:  # [..., vocab] -> [...]
     return logits.detach().max(-1).indices
 
 
+def rarest(token_counts: Tensor) -> int:  # [vocab]
+    """A token to stand for a mask: among the rarest the last, since padding is behind."""
+    ranked = token_counts.flip(0).sort(stable=True).indices
+    return len(token_counts) - 1 - int(ranked[0])
+
+
 class Agreement:
     """Counts of `Losses`: how far greedy drafts from every row would have been accepted."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...config.hub import reason
+from ...drafters.files import write_whole
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions
 from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows
-from ..state import place, stored_dtype
+from ..state import stored_dtype
 from .distil import Agreement, soft_cross_entropy, teacher_of
 
 # Beside the weights: what a text needs to become the same tokens as the target's.
 _CARRIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
+    "*token*.json",
+    "*.model",
+    "vocab.*",
     "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    "chat_template.*",
     "generation_config.json",
 )
 
@@ -65,16 +61,16 @@ class DraftMethod(Method):
 
     def export(self, folder: Path) -> None:
         """A folder as transformers writes it, with the target's tokenizer."""
-        made = folder / "model.partial"  # beside what it replaces: moved file by file
+        made = folder / "model.partial"
         shutil.rmtree(made, ignore_errors=True)
         model = copy.deepcopy(self.module).to("cpu", stored_dtype(self._target))
         model.save_pretrained(made)
-        for name in _CARRIED:
-            if (self._target.path / name).is_file():
-                shutil.copyfile(self._target.path / name, made / name)
+        for path in (path for names in _CARRIED for path in self._target.path.glob(names)):
+            shutil.copyfile(path, made / path.name)
         for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
-            place(path, folder / path.name)
-        made.rmdir()
+            with path.open("rb") as file:
+                write_whole(folder / path.name, iter(partial(file.read, 1 << 24), b""))
+        shutil.rmtree(made)
 
 
 def _opened(folder: Path, target: FrozenTarget) -> Any:

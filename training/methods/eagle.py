@@ -1,9 +1,9 @@
-"""Methods `eagle` and `eagle3`: EAGLE's heads, whose files have the published keys and names.
+"""Methods `eagle`, `eagle3`, `peagle`: EAGLE's heads, whose files have published keys and names.
 
 EAGLE-1 and EAGLE-2 (arXiv:2401.15077, 2406.16858) guess the target's next feature: the loss is
 the distance of that feature, and the target's own distribution through its own output layer, over
 several passes as in HASS (2408.15766). EAGLE-3 (2503.01840) reads features of several layers and is
-trained by training-time test.
+trained by training-time test. P-EAGLE (2602.01469) reads masks in place of its own features.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...drafters.heads.eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Op
 from ...drafters.heads.llama import LayerSizes, LlamaModule, Rope
 from ...drafters.heads.load import Tensors
 from ...errors import ConfigError
-from ..options import Eagle3TrainOptions, EagleOptions, UnrollOptions
+from ..options import Eagle3TrainOptions, EagleOptions, PEagleOptions, UnrollOptions
 from ..protocol import FrozenTarget
 from ..state import target_config, write_tensors
-from .distil import output_rows
+from .distil import output_rows, rarest
 from .unroll import UnrolledMethod
 
 
@@ -49,9 +49,7 @@ class EagleMethod(UnrolledMethod):
     def export(self, folder: Path) -> None:
         tensors = self.module.state_dict()
         architecture = "LlamaForCausalLM"
-        if (
-            self._options.layout == "sglang"
-        ):  # it adds a bias, and leaves it random if there is none
+        if self._options.layout == "sglang":  # which leaves a bias that is missing random
             architecture = "LlamaForCausalLMEagle"
             tensors["fc.bias"] = torch.zeros(self._target.facts.hidden_size)
         keys = {"architectures": [architecture], "bias": False}
@@ -75,6 +73,7 @@ class Eagle3Method(UnrolledMethod):
     """EAGLE-3: trains `fc`, one layer and an output layer."""
 
     module: Eagle3Module
+    has_masks = False
 
     def __init__(self, options: Eagle3TrainOptions, target: FrozenTarget) -> None:
         facts = target.facts
@@ -88,7 +87,9 @@ class Eagle3Method(UnrolledMethod):
             1,
             Rope(sizes.head_dim, options.rope_theta),
             Eagle3Options(
-                num_features=len(self.capture), norm_before_residual=options.norm_before_residual
+                num_features=len(self.capture),
+                norm_before_residual=options.norm_before_residual,
+                mask_shape=(1, 1, len(self.capture) * facts.hidden_size) if self.has_masks else (),
             ),
             target_hidden_size=facts.hidden_size,
             draft_vocab_size=self.draft_vocab_size,
@@ -127,8 +128,42 @@ class Eagle3Method(UnrolledMethod):
             # `eagle_config` those whose outputs are. Engines read the one or the other.
             key: inputs,
             "eagle_config": {key: [layer - 1 for layer in inputs], "use_aux_hidden_state": True},
+            **self._own_keys(),
         }
         write_head(folder, self.module, self._options, self._target, tensors, keys)
+
+    def _own_keys(self) -> dict[str, Any]:
+        """Keys of `config.json` that EAGLE-3 does not have."""
+        return {}
+
+
+class PEagleMethod(Eagle3Method):
+    """P-EAGLE: trains what masks read beside what EAGLE-3 has."""
+
+    has_masks = True
+
+    def __init__(self, options: PEagleOptions, target: FrozenTarget) -> None:
+        super().__init__(options, target)
+        torch.nn.init.normal_(self.module.mask_hidden)
+        self._mask_token, size = options.mask_token_id, target.facts.vocab_size
+        if self._mask_token is not None and self._mask_token >= size:
+            raise ConfigError.at(
+                "mask_token_id", f"{self._mask_token} exceeds the target's {size} tokens"
+            )
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
+        """The mask is the rarest token, unless one was given."""
+        super().prepare(token_counts)
+        if self._mask_token is None:
+            self._mask_token = rarest(token_counts)
+
+    def _mask(self) -> tuple[Tensor, Tensor]:
+        assert self._mask_token is not None, "prepare() comes first"
+        token = torch.tensor([self._mask_token], device=self.module.mask_hidden.device)
+        return self._target.embed(token).float(), self.module.mask_feature()
+
+    def _own_keys(self) -> dict[str, Any]:
+        return {"ptd_token_id": self._mask_token}
 
 
 def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
@@ -183,7 +218,9 @@ def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -
 
 def last_layer(target: FrozenTarget) -> dict[str, Tensor]:
     """Weights of the target's last layer under a Llama layer's names; what it lacks is left out."""
-    stored = Tensors(target.path, ("model", "pytorch_model"))
+    stored = Tensors(
+        target.path, ("model", "pytorch_model"), allow_pickle=target.facts.allow_pickle
+    )
     last = target.facts.num_layers - 1
     found = stored.matches(_LAYER.format(last=last))
     return {f"{m[1]}.weight": stored.take(m[0], *stored.shape(m[0])).float() for m in found}

@@ -104,7 +104,8 @@ def _fresh(options: MTPOptions, target: FrozenTarget) -> MTPModule:
     """The target's last layer, and a projection that lets the state through."""
     facts, config = target.facts, read_block_config(target.path)
     module = MTPModule(config, pre_norm=options.recycle == "pre_norm")
-    stored, last = Tensors(target.path, ("model", "pytorch_model")), module.block.source_layer
+    stored = Tensors(target.path, ("model", "pytorch_model"), allow_pickle=facts.allow_pickle)
+    last = module.block.source_layer
     module.to_empty(device=facts.device)
     materialise_constants(module.block.whole, facts.device)
     module.block.begin(module)

@@ -88,8 +88,12 @@ def passes(
     features: Tensor,  # [num_windows, window_len, all features], the target's
     embedded: Tensor,  # [num_windows, window_len, embedding size]
     num_passes: int,
+    mask: tuple[Tensor, Tensor] | None = None,  # [1, embedding size], [1, hidden_size]
 ) -> Iterator[tuple[Tensor, Tensor]]:  # [num_windows, window_len - 2 - k, hidden_size] each
-    """By pass k, the next feature and what the output layer reads, of rows inside the window."""
+    """By pass k, the next feature and what the output layer reads, of rows inside the window.
+
+    With a `mask`, its embedding and feature are what every pass but the first reads.
+    """
     num_windows, num_rows = embedded.shape[0], embedded.shape[1] - 2
     attend = Unrolled(num_rows)
     row = torch.arange(num_rows, device=embedded.device)
@@ -100,7 +104,10 @@ def passes(
         # Rows whose token lies beyond the window read its last one; their results are unused.
         token = (row + 1 + index).clamp(max=num_rows + 1)
         positions = (row + index).repeat(num_windows)
-        feature, read = module(embedded[:, token].flatten(0, 1), feature, positions, attend)
+        entered = embedded[:, token].flatten(0, 1)
+        if index and mask is not None:
+            entered, feature = (part.expand(len(positions), -1) for part in mask)
+        feature, read = module(entered, feature, positions, attend)
         inside = num_rows - index
         shape = (num_windows, num_rows)
         yield feature.unflatten(0, shape)[:, :inside], read.unflatten(0, shape)[:, :inside]
@@ -133,7 +140,7 @@ class UnrolledMethod(ChainMethod):
     ) -> Iterator[tuple[Tensor, Tensor | float]]:
         features = torch.cat([states.hidden[layer] for layer in self.capture], dim=-1).float()
         embedded, own = target.embed(windows.tokens).float(), self.module.lm_head
-        made = passes(self.module, self._input_features(features), embedded, count)
+        made = passes(self.module, self._input_features(features), embedded, count, self._mask())
         for index, (feature, read) in enumerate(made):
             wanted = features[:, 1 + index : 1 + index + read.shape[1]]
             further = self._feature_loss(feature, wanted, windows.weights[:, 2 + index :])
@@ -142,6 +149,10 @@ class UnrolledMethod(ChainMethod):
     def _input_features(self, features: Tensor) -> Tensor:  # [num_windows, window_len, ...], alike
         """The target's features as the head is given them."""
         return features
+
+    def _mask(self) -> tuple[Tensor, Tensor] | None:  # [1, embedding size], [1, hidden_size]
+        """What later passes read in place of tokens and of the head's own features."""
+        return None
 
     def _feature_loss(
         self,

@@ -174,6 +174,8 @@ TOKENS, PARENTS = 0, 1  # rows of a draft
 MOST, WIDEST = 0, 1  # rows of `Limits.table`
 # Columns of an offer: whose child, token, ..., seen last.
 PARENT, ID, OFFER_STATE, TIME, OFFER = range(5)
+OWN = 2  # row of `matches`
+NOWHERE, AT_END, AT_MATCH = range(3)
 _ROUNDING = 1e-9  # of a probability
 _GUESS: Any = types.Tuple((FLOAT, INT))
 
@@ -192,15 +194,6 @@ class Limits(NamedTuple):
     least: float  # probability
     is_tree: int
     budget: int  # nodes
-
-
-class Node(NamedTuple):
-    """A node of a draft, the root included."""
-
-    number: int  # -1: the root
-    state: int
-    total: int  # occurrences
-    prob: float
 
 
 class Offer(NamedTuple):
@@ -222,15 +215,8 @@ class Offers(NamedTuple):
 
 AUTOMATON: Any = types.NamedUniTuple(TABLE, 2, Automaton)
 LIMITS: Any = types.NamedTuple((TABLE, FLOAT, INT, INT), Limits)
-GUESS_NODE: Any = types.NamedTuple((INT, INT, INT, FLOAT), Node)
 AN_OFFER: Any = types.NamedTuple((FLOAT, INT, INT, INT, INT), Offer)
 OFFERS: Any = types.NamedTuple((TABLE, FLOATS), Offers)
-
-
-@compiled(GUESS_NODE, INT, INT, INT, FLOAT)
-def node_of(number: int, state: int, total: int, prob: float) -> Node:
-    """A node of numbers of any width."""
-    return Node(number, state, total, prob)
 
 
 @compiled(AN_OFFER, FLOAT, INT, INT, INT, INT)
@@ -298,10 +284,12 @@ def keep(offers: Offers, num: int, one: Offer) -> int:
     return num + 1
 
 
-@compiled(INT, AUTOMATON, GUESS_NODE, INT, FLOAT, OFFERS, INT)
+@compiled(INT, AUTOMATON, INT, INT, FLOAT, INT, FLOAT, OFFERS, INT)
 def offer_children(
     automaton: Automaton,
-    node: Node,
+    node: int,  # of the draft; -1: the root
+    state: int,
+    prob: float,
     most: int,  # offers that can still be taken
     least: float,
     offers: Offers,
@@ -313,14 +301,14 @@ def offer_children(
     all that are left cannot be likely enough together, they are not looked at.
     """
     nodes, edges = automaton
-    state, total, prob = node.state, node.total, node.prob
+    total = nodes[state, COUNT]
     token, target = nodes[state, BEST], nodes[state, AFTER]
     if token < 0:
         return num
     share, unseen = prob * (nodes[target, COUNT] / total), total - nodes[target, COUNT]
     if share < least:
         return num
-    num = keep(offers, num, offer_of(share, node.number, token, target, nodes[target, SEEN]))
+    num = keep(offers, num, offer_of(share, node, token, target, nodes[target, SEEN]))
     edge = last = nodes[state, LAST]
     while edge >= 0:
         floor = least if num < most else max(least, offers.shares[num - most])
@@ -332,7 +320,7 @@ def offer_children(
             unseen -= nodes[target, COUNT]
             share = prob * (nodes[target, COUNT] / total)
             if share >= floor:
-                one = offer_of(share, node.number, token, target, nodes[target, SEEN])
+                one = offer_of(share, node, token, target, nodes[target, SEEN])
                 num = keep(offers, num, one)
         if edge == last:
             return num
@@ -345,15 +333,14 @@ def tree(
 ) -> tuple[float, int]:
     """The most probable nodes one by one."""
     offers, num = Offers(np.empty((limit, OFFER), np.int32), np.empty(limit)), 0
-    node, score = node_of(-1, state, automaton.nodes[state, COUNT], 1.0), 0.0
+    prob, score = 1.0, 0.0
     for number in range(limit):
-        num = offer_children(automaton, node, limit - number, least, offers, num)
+        num = offer_children(automaton, number - 1, state, prob, limit - number, least, offers, num)
         if num == 0:
             return score, number
         num -= 1
-        state = offers.rows[num, OFFER_STATE]
-        node = node_of(number, state, automaton.nodes[state, COUNT], offers.shares[num])
-        score += node.prob
+        state, prob = offers.rows[num, OFFER_STATE], offers.shares[num]
+        score += prob
         draft[TOKENS, number] = offers.rows[num, ID]
         draft[PARENTS, number] = offers.rows[num, PARENT]
     return score, limit
@@ -402,8 +389,7 @@ def limits_of(table: IntArray, least: float, is_tree: int, budget: int) -> Limit
 
 
 @compiled(
-    INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE, FLOAT, INT,
-    TABLES, TABLES, INT,
+    INT, TABLE, TABLE, INTS, TABLE, TABLE, TABLE, TABLE, TABLE, INT, INT, TABLE, FLOAT, INT, TABLES
 )  # fmt: skip
 def guess(
     own_nodes: IntArray,
@@ -413,20 +399,21 @@ def guess(
     newer_edges: IntArray,
     older_nodes: IntArray,
     older_edges: IntArray,
-    matches: IntArray,  # [2, 2], state and length in the newer and the older past
-    is_indexed: int,  # whether the request's own text is, to its end
+    matches: IntArray,  # [3, 2], state and length in the newer and the older past, and in the text
+    own_place: int,  # where the request's own text is asked: AT_END, AT_MATCH, or NOWHERE
     budget: int,
     table: IntArray,  # of `Limits`
     least: float,
     is_tree: int,
-    room: IntArray,  # [2, 2, depth] to work in
-    drafts: IntArray,
-    row: int,
+    room: IntArray,  # [2, 2, depth], to write to
 ) -> int:
-    """Writes the best draft of the request and of both pasts to `drafts[row]`; its nodes."""
+    """Writes the best draft of the request and of both pasts to `room[0]`; its nodes."""
     best, longest = (0.0, 0), table.shape[1] - 1
     limits = limits_of(table, least, is_tree, budget)
-    if is_indexed:
+    if own_place == AT_MATCH and matches[OWN, 1] > 0:
+        state, matched = matches[OWN, 0], matches[OWN, 1]
+        best = best_guess(Automaton(own_nodes, own_edges), state, matched, limits, best, room)
+    elif own_place == AT_END:
         state = own_walk[SUFFIXES]
         if state != ROOT and own_nodes[state, COUNT] == 1:
             state = own_walk[SUFFIXES + 1]  # the longest that occurred before
@@ -437,6 +424,4 @@ def guess(
         state, matched = matches[past, 0], matches[past, 1]
         if matched > 0:
             best = best_guess(Automaton(nodes, edges), state, matched, limits, best, room)
-    copy(drafts[row], TOKENS, room[0], TOKENS, best[1])
-    copy(drafts[row], PARENTS, room[0], PARENTS, best[1])
     return best[1]

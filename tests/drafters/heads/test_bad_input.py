@@ -24,7 +24,7 @@ from outrider.tests.helpers.mtp import Made
 from outrider.tests.helpers.redrafter import redrafter_tensors, write_target
 
 FIELD = "speculative_config.speculative_model"
-KINDS = ("medusa", "redrafter", "eagle", "eagle3", "mtp")
+KINDS = ("medusa", "redrafter", "eagle", "eagle3", "peagle", "mtp")
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,22 @@ class Source:
 def sources(tmp_path_factory) -> dict[str, Source]:
     folder = tmp_path_factory.mktemp("sources")
     target = write_target(folder / "target", num_layers=6)
-    facts = TargetFacts(64, 96, 6, torch.float32, torch.device("cpu"))
+    facts = TargetFacts(64, 96, 6, torch.float32, torch.device("cpu"), allow_pickle=True)
     made = Made(folder / "mtp", "llama", 1)
     theirs = json.loads((Path(made.alone) / "config.json").read_text())
     few = replace(facts, hidden_size=32, num_layers=2)
     one, three = eagle_tensors(target, 1), eagle_tensors(target, 3, draft_vocab=40)
+    masked = three[1] | {"mask_hidden": torch.ones(1, 1, 3 * 64)}
     recurrent = redrafter_tensors(target, 1, 48, rnn=True)
     kinds = {
         "medusa": ({}, {}, medusa_tensors(target, 2), "medusa_lm_head", facts),
         "redrafter": ({}, {}, recurrent, "model", facts),
         "eagle": ({}, *one, "model", facts),
         "eagle3": ({}, *three, "model", facts),
+        "peagle": ({}, {**three[0], "pard_token": 9}, masked, "model", facts),
         "mtp": ({}, theirs, made.extra, "model", few),
     }
-    types = ("Medusa", "ReDrafter", "Eagle", "Eagle3", "MTP")
+    types = ("Medusa", "ReDrafter", "Eagle", "Eagle3", "PEagle", "MTP")
     return {
         kind: Source({"decoding_type": name}, *kinds[kind][1:])
         for kind, name in zip(KINDS, types, strict=True)
@@ -180,6 +182,21 @@ def test_a_damaged_file_is_named(sources, kind, fault, tmp_path):
     section = source.write(tmp_path / "head")
     change(tmp_path / "head" / f"{source.stem}.safetensors")
     refused(section, source.facts, says)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickled_weights_are_read_where_they_are_allowed(sources, kind, tmp_path):
+    """Under the target's setting and with its message; safetensors of any name come first."""
+    source = sources[kind]
+    section = source.write(tmp_path / "head")
+    stored = tmp_path / "head" / f"{source.stem}.safetensors"
+    kept = stored.read_bytes()
+    _pickled(source.tensors)(stored)
+    build_head(section, source.facts)
+    safe = replace(source.facts, allow_pickle=False)
+    refused(section, safe, "holds only pickled weights; set allow_pickle: true")
+    (tmp_path / "head" / "model.safetensors").write_bytes(kept)
+    build_head(section, safe)
 
 
 @pytest.mark.parametrize("kind", KINDS)

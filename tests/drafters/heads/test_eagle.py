@@ -78,9 +78,7 @@ def heads(six, tmp_path_factory):
             capture = (1, 3, 5)
         if name == "three-joined":
             tensors = joined_first(tensors)
-        folder = write_eagle(
-            tmp_path_factory.mktemp("eagle") / name, config, tensors, pickled=name == "one"
-        )
+        folder = write_eagle(tmp_path_factory.mktemp("eagle") / name, config, tensors)
         told = as_told(name, config)
         made[name] = folder, Reference(six, told, tensors, version, capture)
     return made

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -9,9 +13,10 @@ from safetensors.torch import save_file
 from outrider.config import MedusaConfig, MTPConfig
 from outrider.drafters.heads.eagle_head import _own_name
 from outrider.drafters.heads.medusa import load_medusa
-from outrider.drafters.heads.mtp import _find
+from outrider.drafters.heads.mtp import _find, read_mtp
 from outrider.drafters.heads.protocol import TargetFacts
 from outrider.errors import CheckpointError
+from outrider.tests.helpers.mtp import Made
 
 HIDDEN, VOCAB = 4, 9
 FACTS = TargetFacts(
@@ -71,11 +76,38 @@ def test_other_layouts_of_mtp_modules_are_named(tmp_path, name):
     save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")
     config = MTPConfig(speculative_model=str(tmp_path))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        _find(config, 2, torch.device("cpu"))
+        _find(config, 2, FACTS)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> tuple[dict, dict]:
+    """Configuration and tensors of a small module of DeepSeek-V3."""
+    made = Made(tmp_path_factory.mktemp("deepseek"), "deepseek", 1)
+    return json.loads((Path(made.alone) / "config.json").read_text()), made.extra
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_modules_with_an_indexer_are_refused_by_it(deepseek, tmp_path, model_type):
+    config, tensors = deepseek
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    indexer = {"model.layers.2.self_attn.indexer.k_norm.weight": torch.ones(4)}
+    save_file(tensors | indexer, tmp_path / "model.safetensors")
+    facts = replace(FACTS, hidden_size=32, vocab_size=96, num_layers=2)
+    with pytest.raises(CheckpointError, match=r"chooses tokens by an indexer \(DSA\)") as caught:
+        read_mtp(MTPConfig(speculative_model=str(tmp_path)), facts)
+    assert (model_type if model_type != "deepseek_v3" else ".indexer.") in caught.value.message
+
+
+def test_a_module_of_speculators_is_named_before_its_configuration(tmp_path):
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"mtp_layers.0.input_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mtp_layers\.0\.input_proj.*speculators library's"):
+        read_mtp(MTPConfig(speculative_model=str(tmp_path)), FACTS)
 
 
 def test_modules_of_qwen3_next_have_a_layer_each(tmp_path):
     names = ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.1.mlp.up_proj.weight")
     save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
-    _, places = _find(MTPConfig(speculative_model=str(tmp_path)), 2, torch.device("cpu"))
+    _, places = _find(MTPConfig(speculative_model=str(tmp_path)), 2, FACTS)
     assert [place.layer for place in places] == ["mtp.layers.0.", "mtp.layers.1."]

@@ -110,7 +110,8 @@ def test_drafts_follow_the_equations(tiny, heads, layout, monkeypatch):
         observe(self, batch, verdict)
 
     monkeypatch.setattr(head_drafters.Colocated, "observe", spy)
-    with engine_of(tiny.target, section(folders[layout])) as engine:
+    pickles = {"allow_pickle": layout == "pt"}
+    with engine_of(tiny.target, section(folders[layout]), **pickles) as engine:
         complete(engine, [prompt], max_tokens=24)
     assert len(checked) > 4
 
@@ -136,7 +137,7 @@ def test_who_opts_out_is_not_drafted_for(tiny, heads, monkeypatch):
         return verdict
 
     monkeypatch.setattr(HeadService, "draft", spy)
-    with engine_of(tiny.target, section(heads[0]["pt"])) as engine:
+    with engine_of(tiny.target, section(heads[0]["safetensors"])) as engine:
         engine.reconfigure({"enabled": False})
         complete(engine, [[3, 4, 5]], max_tokens=8)
     assert counts
@@ -170,7 +171,7 @@ def test_what_is_wrong_with_a_file_is_named(tiny, heads, tmp_path):
     with pytest.raises(CheckpointError, match="has none of medusa_lm_head"):
         HeadOf(tiny.target, section(str(tmp_path / "empty")))
     with pytest.raises(ConfigError, match=r"path \[0, 0, 0, 0, 0\] is 5 deep"):
-        HeadOf(tiny.target, section(heads[0]["pt"], medusa_choices=[[0] * 5]))
+        HeadOf(tiny.target, section(heads[0]["safetensors"], medusa_choices=[[0] * 5]))
 
 
 def HeadOf(target: str, fields: dict) -> None:
@@ -180,7 +181,7 @@ def HeadOf(target: str, fields: dict) -> None:
 
 
 def test_typical_is_greedy_at_temperature_0_and_longer_above(tiny, heads):
-    lossy = section(heads[0]["pt"], verification="typical", lossy=True)
+    lossy = section(heads[0]["safetensors"], verification="typical", lossy=True)
     prompts = random_prompts(6, 96)
     (greedy,) = plain_outputs(tiny.target, prompts, {})
     with engine_of(tiny.target, lossy) as engine:
@@ -194,14 +195,14 @@ def test_as_a_member_of_a_composition(tiny, heads):
     prompts = random_prompts(6, 96)
     (wanted,) = plain_outputs(tiny.target, prompts, {"temperature": 0.7})
     for mode in ("precedence", "merge"):
-        members = [{"decoding_type": "NGram", "max_draft_len": 3}, section(heads[0]["pt"])]
+        members = [{"decoding_type": "NGram", "max_draft_len": 3}, section(heads[0]["safetensors"])]
         composed = {"decoding_type": "Compose", "members": members, "mode": mode}
         with engine_of(tiny.target, composed) as engine:
             assert complete(engine, prompts, temperature=0.7)[0] == wanted
             stats = engine.stats()["drafters"]
         assert all(each["faults"] == 0 for each in stats.values())
         assert any("medusa" in name and each["num_gen_drafts"] for name, each in stats.items())
-    members = [section(heads[0]["pt"])] * 2
+    members = [section(heads[0]["safetensors"])] * 2
     with (
         pytest.raises(ConfigError, match="one head at most"),
         engine_of(tiny.target, {"decoding_type": "Compose", "members": members}),
@@ -222,7 +223,7 @@ def test_a_head_that_raises_costs_speed_and_nothing_else(tiny, heads, monkeypatc
     monkeypatch.setattr(MedusaHead, "rows", fail_often)
     prompts = random_prompts(4, 96)
     (wanted,) = plain_outputs(tiny.target, prompts, {})
-    with engine_of(tiny.target, section(heads[0]["pt"])) as engine:
+    with engine_of(tiny.target, section(heads[0]["safetensors"])) as engine:
         assert complete(engine, prompts)[0] == wanted
         stats = engine.stats()
     assert stats["num_failed_steps"] == 0

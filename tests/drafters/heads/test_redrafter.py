@@ -90,6 +90,7 @@ def test_drafts_follow_the_equations(target, heads, case, monkeypatch):
     if total is not None:
         fields["max_total_draft_tokens"] = total
     options = {"max_num_batched_tokens": 400 if case == "broad" else 90, "block_size": 4}
+    options["allow_pickle"] = "-pt-" in case
     with engine_of(target, section(folder, **fields), **options) as engine:
         complete(engine, PROMPTS, max_tokens=16)
         drafter = engine.stats()["drafters"]["redrafter"]
@@ -144,9 +145,9 @@ def test_spellings():
     assert (ours.redrafter_num_beams, ours.draft_len) == (5, 5)
     assert ours.max_nodes == 25
     assert parse(ReDrafterConfig, ours.model_dump()) == ours
-    apple = parse(ReDrafterConfig, section("m", beam_width=3, beam_length=5))
+    apple = {"model": "m", "speculative_config": section("m", beam_width=3, beam_length=5)}
     wanted = section("m", redrafter_num_beams=3, redrafter_draft_len_per_beam=4)
-    assert apple == parse(ReDrafterConfig, wanted)
+    assert EngineConfig.load(apple).speculative_config == parse(ReDrafterConfig, wanted)
     assert parse(ReDrafterConfig, section("m", max_total_draft_tokens=12)).max_nodes == 12
     vllm = {"method": "redrafter", "model": "head", "num_speculative_tokens": 3}
     config = EngineConfig.load({"model": "m", "speculative_config": vllm}).speculative_config
@@ -161,8 +162,11 @@ def test_spellings():
         ({"redrafter_draft_len_per_beam": -1}, "redrafter_draft_len_per_beam"),
         ({"redrafter_draft_len_per_beam": 3, "max_draft_len": 4}, "max_draft_len .4. say the same"),
         ({"max_total_draft_tokens": 4}, r"max_total_draft_tokens \(4\) is below the 5 tokens"),
-        ({"beam_width": 3, "redrafter_num_beams": 3}, "beam_width and redrafter_num_beams"),
-        ({"beam_length": 1}, "beam_length counts the target's own token"),
+        (
+            {"beam_width": 3, "redrafter_num_beams": 3},
+            "redrafter_num_beams: given twice; beam_width means the same",
+        ),
+        ({"beam_length": 1}, "beam_length: it counts the last known token too"),
         ({"redrafter_num_beam": 3}, "did you mean 'redrafter_num_beams'"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from outrider.config import EngineConfig
 from outrider.drafters.drafting import Drafting
 from outrider.errors import ConfigError
-from outrider.scheduler.types import Request
-from outrider.tests.helpers.lookups import drafter_of, propose, request_of
+from outrider.scheduler.types import Request, SpeculationOptions, ints
+from outrider.tests.helpers.lookups import batch_of, drafter_of, observe, propose, request_of
 
 from ...helpers import toy
 from ...helpers.engines import complete, engine_of
@@ -73,6 +73,41 @@ def test_hash_language_emits_the_same(make_loop, request_of, drive, name):
     assert drafting.stats.faults == 0
 
 
+SHARING = {
+    "Suffix": {"max_draft_len": 12},
+    "NGram": {"max_draft_len": 4, "pool_scope": "tenant"},
+    "NGramMod": {"n_match": 3, "n_min": 2, "max_draft_len": 12},
+    "NGramCache": {},
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["shared", "isolated"])
+@pytest.mark.parametrize("second", [False, True], ids=["shared", "isolated"])
+@pytest.mark.parametrize("name", SHARING)
+def test_an_isolated_request_neither_leaves_text_nor_finds_any(name, first, second):
+    """No token of prompt and output occurs twice, so only another request's text gives drafts."""
+    drafter = drafter_of({"decoding_type": name, **SHARING[name]}, 200)
+    output = list(range(10, 130))
+
+    def serve(request_id: str, isolated: bool) -> int:
+        options = SpeculationOptions(isolated=isolated)
+        drafter.open([request_of(request_id, list(range(10)), "", speculation=options)])
+        num_drafted = 0
+        for begin in range(0, len(output), 4):
+            (draft,) = propose(drafter, [request_id], [4])
+            num_drafted += draft.num_nodes
+            observe(drafter, [request_id], [output[begin : begin + 4]])
+        drafter.close([request_id])
+        observe(drafter, [], [])
+        return num_drafted
+
+    assert serve("first", first) == 0
+    for index in range(4):  # NGramCache goes by what occurred several times
+        assert first <= (serve(f"again {index}", first) == 0)
+    assert (serve("second", second) > 0) == (not first and not second)
+    assert serve("third", True) == 0
+
+
 PROMPTS = [[5, 6, 7, 8, 9, 10] * 6, [11, 12] * 15, list(range(2, 40)) * 2, [3]]
 
 
@@ -118,6 +153,45 @@ def test_a_replayed_request_starts_from_what_was_emitted(name):
     parts.open([request])
     (one,), (two,) = propose(whole, ["a"], [6]), propose(parts, ["a"], [6])
     assert one.tokens.tolist() == two.tokens.tolist()
+
+
+CONTINUING = {
+    **{name: part for name, part in SECTIONS.items() if "Map" not in name and "Simple" not in name},
+    "NGram": {"max_draft_len": 4},
+    "NGram, newest": {"is_use_oldest": False},
+    "NGram, shared": {"pool_scope": "tenant"},
+}
+
+
+@pytest.mark.parametrize("name", CONTINUING)
+def test_what_follows_a_chain_is_looked_up_and_leaves_no_trace(name):
+    """As if the chain were the text's end; the next drafts are those of one that was not asked."""
+    config = {"decoding_type": name.partition(",")[0], **CONTINUING[name]}
+    rng = random.Random(8)
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3
+    asked, other = drafter_of(config), drafter_of(config)
+    for each in (asked, other):
+        each.open([request_of("a", [*text, 11, 12])])
+        observe(each, ["a"], [[13]])
+    chain, room = [1, 2, 3, 4, 5], ints([3])
+    (draft,) = asked.extend(batch_of(["a"], [3]), [chain], room)
+    assert draft.tokens.tolist()[:3] == [6, 7, 8]
+    assert asked.extend(batch_of(["b"], [3]), [chain], room)[0].num_nodes == 0
+    num_found = 0
+    for _ in range(300):
+        size = rng.randrange(1, 4)
+        asked.extend(batch_of(["a"], [3]), [rng.choices(range(1, 12), k=size)], room)
+        emitted = rng.choices(range(1, 12), k=rng.randrange(1, 4))
+        if rng.random() < 0.5:
+            begin = rng.randrange(len(text) - 4)
+            emitted = text[begin : begin + 4]
+        drafts = []
+        for each in (asked, other):
+            observe(each, ["a"], [emitted])
+            drafts += propose(each, ["a"], [4])
+        assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+        num_found += drafts[0].num_nodes
+    assert num_found > 100
 
 
 BAD = [

@@ -173,7 +173,7 @@ def test_a_long_prompt_is_learnt_in_pieces(make_loop, request_of, drive):
 
 
 def test_tenants_do_not_share(make_loop, request_of, drive):
-    drafting = Drafting(ngram(NGramConfig(is_public_pool=True, max_draft_len=6)), VOCAB)
+    drafting = Drafting(ngram(NGramConfig(pool_scope="tenant", max_draft_len=6)), VOCAB)
     loop = make_loop(200, drafting=drafting)
     gained = []
     for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):

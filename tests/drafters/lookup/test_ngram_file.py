@@ -103,12 +103,12 @@ def test_a_sealed_file_is_a_file(file):
 
 
 HEADERS = {
-    "a list": ([], "the header: Input should be an object"),
+    "a list": ([], "the header: expected a mapping"),
     "another key": ({"x": 1}, "x: Unexpected keyword argument"),
-    "a key less": ({"facts": None}, "facts: Field required"),
-    "a mark of another kind": ({"tokenizer": 3}, "tokenizer: Input should be a valid string"),
-    "tables of another kind": ({"tables": {}}, "tables: Input should be a valid array"),
-    "a table that is a number": ({"tables": [3]}, "tables.0: Input should be an object"),
+    "a key less": ({"facts": None}, "facts: it is required"),
+    "a mark of another kind": ({"tokenizer": 3}, "tokenizer: expected a string"),
+    "tables of another kind": ({"tables": {}}, "tables: expected a list"),
+    "a table that is a number": ({"tables": [3]}, "tables.0: expected a mapping"),
     "order 0": ({"order": 0}, "tables.0.order"),
     "order 9": ({"order": 9}, "tables.0.order"),
     "a float": ({"num_keys": 2.0}, "tables.0.num_keys"),

@@ -36,7 +36,7 @@ class SlowMap(TextOracle):
         super().open(name, tokens)
         self.tables[name], self.indexed[name], self.checked[name] = {}, 1, 0
         self.prompts[name] = len(tokens)
-        self.index(name, tokens)
+        self.index(name, [*tokens, -1])  # the newest token is still to come
 
     def slot(self, gram):
         value = 0
@@ -151,3 +151,7 @@ def test_the_last_occurrence_in_the_prompt_drafts():
     drafter.open([request_of("b", [9, 1, 2, 3, 4, 1, 2, 5, 6, 7, 8])])
     observe(drafter, ["b"], [[1, 2]])
     assert propose(drafter, ["b"], [8])[0].tokens.tolist() == [5, 6]
+    # The last n-gram of the prompt whose continuation is all there, at the first look-up.
+    drafter.open([request_of("c", [9, 10, 20, 30, 40, 1, 2, 10, 20, 50, 60, 10])])
+    observe(drafter, ["c"], [[20]])
+    assert propose(drafter, ["c"], [8])[0].tokens.tolist() == [50, 60]

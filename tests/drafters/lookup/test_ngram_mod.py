@@ -102,9 +102,9 @@ def test_five_bad_drafts_in_a_row_wipe_the_pool():
     drafter = drafter_of({"decoding_type": "NGramMod", "n_match": 3, "n_min": 1})
     phrase = [1, 2, 3, 4, 5, 6, 7, 8]
     drafter.open([request_of("other", [11, 12, 13, 14, 15]), request_of("a", [*phrase, 1, 2, 3])])
-    before = drafter._pools[""].used
+    before = drafter._pools["", ""].used
     rejected(drafter, "a", 5)
-    used = drafter._pools[""].used
+    used = drafter._pools["", ""].used
     assert before == 8 + 2
     assert used == 0
     observe(drafter, ["a"], [list(range(20, 40))])
@@ -140,10 +140,10 @@ def test_a_pool_is_shared_within_a_tenant_only():
 def test_pools_are_bounded():
     drafter = drafter_of({"decoding_type": "NGramMod", "n_match": 2, "n_min": 1, "max_pools": 1})
     drafter.open([request_of("a", [1, 2, 3, 4], "x"), request_of("b", [1, 2, 3, 4, 1, 2], "y")])
-    assert set(drafter._pools) == {"x"}
+    assert set(drafter._pools) == {("x", "")}
     assert not propose(drafter, ["b"], [3])[0].num_nodes
     observe(drafter, ["b"], [[1]])
     drafter.close(["a", "b"])
     drafter.open([request_of("c", [1, 2, 3, 4, 5, 1, 2], "y")])
-    assert set(drafter._pools) == {"y"}
+    assert set(drafter._pools) == {("y", "")}
     assert propose(drafter, ["c"], [2])[0].tokens.tolist() == [3, 4]

@@ -344,4 +344,7 @@ def test_scopes_that_contradict_are_refused():
             EngineConfig.load(
                 {"model": "m", "speculative_config": {"decoding_type": "NGram", **section}}
             )
-    assert NGramConfig(is_public_pool=True).scope == "tenant"
+    section = {"decoding_type": "NGram", "is_public_pool": True}
+    for more in ({}, {"pool_scope": "tenant"}):
+        config = EngineConfig.load({"model": "m", "speculative_config": {**section, **more}})
+        assert config.speculative_config == NGramConfig(pool_scope="tenant")
