@@ -16,10 +16,11 @@ from ray import serve
 from ray.serve import Application
 
 from ..config import EngineConfig
+from ..errors import ConfigError
 from .serve.args import ServeConfig, check_acceptance, read_args
-from .serve.ingress import INGRESS, Ingress
+from .serve.ingress import INGRESS, Ingress, LLMServer
 from .serve.models import ENGINE, SETTLE_S, ServedModel
-from .serve.ray_llm import read_llm_args
+from .serve.ray_llm import one_model, read_llm_args
 from .serve.replica import EngineReplica
 
 _MAX_HTTP_REQUESTS = 16384  # per ingress; what is too much is refused behind it, with a 429
@@ -43,6 +44,34 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     return assemble(*read_llm_args(args))
 
 
+def build_llm_deployment(
+    llm_config: Any,
+    *,
+    name_prefix: str | None = None,
+    bind_kwargs: dict[str, Any] | None = None,
+    override_serve_options: dict[str, Any] | None = None,
+    deployment_cls: type | None = None,
+) -> Application:
+    """One model of Ray Serve LLM's fields, to bind into an application of one's own: its handle
+    has the methods of `HandleMethods`, and no port is opened.
+
+    Args:
+        llm_config: an entry of `llm_configs`, as a mapping, a model of pydantic, or a file's path.
+        name_prefix: of the deployment's name, before the model's; default: `LLMServer:`.
+        override_serve_options: keys of `deployment_config`, which they override.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for name, given in (("bind_kwargs", bind_kwargs), ("deployment_cls", deployment_cls)):
+        if given:
+            raise ConfigError.at(name, "not supported: the deployment is Outrider's")
+    models, section = read_llm_args(one_model(llm_config, override_serve_options or {}))
+    prefix = f"{LLMServer.__name__}:" if name_prefix is None else name_prefix
+    name = prefix + models[0].name.replace("/", "--").replace(".", "_")
+    return assemble(models, section, name)
+
+
 def application(config: EngineConfig, section: ServeConfig) -> Application:
     """The application of one model.
 
@@ -52,8 +81,13 @@ def application(config: EngineConfig, section: ServeConfig) -> Application:
     return assemble([ServedModel(config, section.deployment)], section)
 
 
-def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application:
+def assemble(
+    models: Sequence[ServedModel], section: ServeConfig, name: str | None = None
+) -> Application:
     """The deployments, bound: engines for each model, and the ingress in front of them.
+
+    Args:
+        name: of the ingress, where it is a part of another application; it has no port then.
 
     Raises:
         ConfigError: as `check_acceptance`.
@@ -62,24 +96,19 @@ def assemble(models: Sequence[ServedModel], section: ServeConfig) -> Application
     for model in models:
         check_acceptance(model.config)
         deployment = serve.deployment(
-            name=ENGINE if len(models) == 1 else model.deployment_name, **model.serve_options()
+            name=ENGINE if len(models) == 1 and name is None else model.deployment_name,
+            **model.serve_options(),
         )(EngineReplica)
         engines[model.name] = deployment.bind(
-            model.config.model_dump(mode="json"),
-            section.resume_window_s,
-            section.resume_max_values,
-            model.deployment.health_hold_s,
-            model.deployment.hung_after_s,
-            model.deployment.graceful_shutdown_timeout_s,
+            model, section.resume_window_s, section.resume_max_values
         )
     ingress = serve.deployment(
-        name=INGRESS,
+        name=INGRESS if name is None else name,
         num_replicas=section.num_ingresses,
         max_ongoing_requests=_MAX_HTTP_REQUESTS,
         graceful_shutdown_timeout_s=section.graceful_shutdown_timeout_s + SETTLE_S,
         health_check_period_s=section.health_check_period_s,
         health_check_timeout_s=section.health_check_timeout_s,
         ray_actor_options={"num_cpus": 0},
-    )(serve.ingress()(Ingress))
-    dumped = [model.dump() for model in models]
-    return ingress.bind(engines, dumped, section.model_dump(mode="json"))
+    )(serve.ingress()(Ingress) if name is None else LLMServer)
+    return ingress.bind(engines, list(models), section)

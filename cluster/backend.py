@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..config import EngineConfig, ResourcesConfig
 from ..drafters.lookup.pool import PoolLink
-from ..engine import llm
+from ..engine import async_llm, llm
 from ..engine.host import Backend
 from ..workers.group import WorkerGroup
 from ..workers.spec import WorkerSpec
@@ -144,4 +144,10 @@ class LLM(llm.LLM):
     _backend_of = staticmethod(backend_of)
 
 
-LLM.__module__ = "outrider"
+class AsyncLLM(async_llm.AsyncLLM):
+    # The same for an event loop.
+    __doc__ = async_llm.AsyncLLM.__doc__
+    _sync = LLM
+
+
+LLM.__module__ = AsyncLLM.__module__ = "outrider"

@@ -15,7 +15,9 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any, cast
 
@@ -95,27 +97,19 @@ class Keeper:
     def recall(self) -> int | None:
         return self._noted
 
-    def form(
-        self, key: str, spec: WorkerSpec, resources: ResourcesConfig, node: str, reuse: bool
-    ) -> Formed:
+    def perform(
+        self,
+        key: str,
+        spec: WorkerSpec,
+        resources: ResourcesConfig,
+        verb: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        """A verb of `RankActors` on the group `key`, which begins empty at every keeper."""
         with self._lock:
             made = RankActors(spec, resources, keeper=self._itself)
             group = self._groups.setdefault(key, made)
-        return group.form(node, reuse=reuse)
-
-    def adopt(self, key: str, spec: WorkerSpec, resources: ResourcesConfig, formed: Formed) -> None:
-        """Takes over ranks whose keeper has died; they go on meanwhile."""
-        group = RankActors(spec, resources, keeper=self._itself)
-        with self._lock:
-            self._groups[key] = group
-        group.adopt(formed)
-
-    def drop(self, key: str) -> None:
-        if key in self._groups:  # a keeper that was started for another group does not have it yet
-            self._groups[key].drop()
-
-    def spares(self, key: str) -> list[RankLocation]:
-        return self._groups[key].spares() if key in self._groups else []
+        return verb(group, *arguments)
 
     def close(self, key: str) -> int:
         """Ends a group; how many are left."""
@@ -235,10 +229,10 @@ class KeeperLink:
                 # Ranks that run have to stay the keeper's only ones of their key.
                 self._keeper = (None if self._formed else self._find()) or self._start()
                 self._keeper.note.remote(self._noted)
-                adopt = self._keeper.adopt.remote
+                perform, adopt = self._keeper.perform.remote, RankActors.adopt
                 ray.get(
                     [
-                        adopt(ranks.key, ranks.spec, ranks.resources, formed)
+                        perform(ranks.key, ranks.spec, ranks.resources, adopt, formed)
                         for ranks, formed in self._formed.values()
                     ]
                 )
@@ -339,32 +333,34 @@ class KeeperLink:
 
 @dataclass(frozen=True)
 class OwnedRanks:
-    """A `RankSource` whose actors the keeper owns."""
+    """The verbs of `RankActors`, for actors that the keeper owns."""
 
     link: KeeperLink
     key: str
     spec: WorkerSpec
     resources: ResourcesConfig
 
-    def form(self, node: str, *, reuse: bool) -> Formed:
-        call = ("form", self.key, self.spec, self.resources, node, reuse)
+    def form(self, node: str, reuse: bool) -> Formed:
+        perform = partial(
+            self._perform, RankActors.form, node, reuse, timeout_s=LOAD_TIMEOUT_S, may_start=True
+        )
         try:
-            formed: Formed = self.link.call(*call, timeout_s=LOAD_TIMEOUT_S, may_start=True)
+            formed: Formed = perform()
         except WorkerDiedError:
             if self.link.is_up:  # it is the workers that died
                 raise
             # A keeper that died is replaced once; more of it counts as a failed restart.
-            formed = self.link.call(*call, timeout_s=LOAD_TIMEOUT_S, may_start=True)
+            formed = perform()
         self.link.holds(self, formed)
         return formed
 
     def drop(self) -> None:
         with contextlib.suppress(WorkerDiedError):
-            self.link.call("drop", self.key, timeout_s=_SHUTDOWN_TIMEOUT_S)
+            self._perform(RankActors.drop, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def spares(self) -> list[RankLocation]:
         try:
-            return list(self.link.call("spares", self.key, timeout_s=_STATS_TIMEOUT_S))
+            return list(self._perform(RankActors.spares, timeout_s=_STATS_TIMEOUT_S))
         except WorkerDiedError:
             return []
 
@@ -376,3 +372,7 @@ class OwnedRanks:
             num_left = 0
         if num_left == 0:
             self.link.end()
+
+    def _perform(self, verb: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+        group = (self.key, self.spec, self.resources)
+        return self.link.call("perform", *group, verb, *arguments, **limits)

@@ -117,10 +117,10 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
         ray.init(
             address=found or "local", log_to_driver=False, logging_level=logging.WARNING, **own
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError.at(
-            "address", f"cannot join Ray at {found or 'this machine'}: {error}"
-        ) from None
+    except Exception as error:  # noqa: BLE001 -- Ray raises plain ones, too
+        what = f"join Ray at {found}" if found else "start Ray on this machine"
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError.at("address", f"cannot {what}: {why}") from None
     return True
 
 
@@ -148,3 +148,19 @@ def num_cpus_of(config: EngineConfig) -> float:
             num_workers += 1
     each = config.resources.cpus_per_worker
     return num_workers * (1.0 if each is None else each)
+
+
+# How soon deaths are noticed by the Ray that `outrider serve` starts. One that runs already has
+# what `ray start` was given; `docs/operations.md` lists the variables.
+DETECTION = {
+    # A process's answers to all callers wait behind those to one that died, one after the other,
+    # each for this time (whole seconds) and for the check behind it.
+    "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
+    "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
+}
+
+
+def set_detection() -> None:
+    """Sets what the environment does not set already, for processes that Ray starts."""
+    for name, value in DETECTION.items():
+        os.environ.setdefault(name, value)

@@ -53,7 +53,7 @@ _PROGRAM = Path(__file__).with_name("watch_parent.py")
 _started = threading.Lock()
 
 
-def start_watchdog(silence_s: float) -> None:
+def start_watchdog(silence_s: float, *, only_stopped: bool = False) -> None:
     """From now on this process is killed where it does not run for `silence_s`; 0: never.
 
     Ray notices at once that a process has died. One that is stopped, or in which a library holds
@@ -62,14 +62,18 @@ def start_watchdog(silence_s: float) -> None:
     to a child process, which kills its parent when none arrives.
 
     Only the first call of a process has an effect.
+
+    Args:
+        only_stopped: not one that a signal has not stopped, however long it is silent: it computes
+            in a library that holds the interpreter, or gets no processor time.
     """
     if silence_s and _started.acquire(blocking=False):
-        start_thread("watchdog", _beat, silence_s)
+        start_thread("watchdog", _beat, silence_s, ["stopped"] if only_stopped else [])
 
 
-def _beat(silence_s: float) -> None:
+def _beat(silence_s: float, more: list[str]) -> None:
     """Sends for as long as the process lives; a child that died is replaced."""
-    command = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), str(silence_s)]
+    command = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), str(silence_s), *more]
     while True:
         try:
             with subprocess.Popen(

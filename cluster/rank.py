@@ -26,7 +26,7 @@ from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing, heartbeat
 from ..workers.transport.socket_channel import serve
-from .process import keep_trimmed, start_thread
+from .process import keep_trimmed, start_thread, start_watchdog
 
 if TYPE_CHECKING:
     from ..workers.worker import Worker
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _ACCEPT_TIMEOUT_S = 60.0
 _PARENT_POLL_S = 1.0
 _KEEPER_POLL_S, _KEEPER_TIMEOUT_S = 2.0, 10.0
+_STOPPED = 0.4  # of `heartbeat_timeout_s`: a network that is down for a moment ends no rank
 _LAST_STEP_S = 5.0  # that a rank may still compute when its engine is gone
 
 
@@ -154,7 +155,12 @@ class Rank:
         return self._worker.allocate(num_target_blocks, num_draft_blocks)
 
     def listen(self, secret: bytes, same_node: bool) -> framing.Address:
-        """Opens this rank's end of the step channel and serves it from a thread."""
+        """Opens this rank's end of the step channel and serves it from a thread.
+
+        From now on the rank ends soon where it is stopped, with its connections: to the engine it
+        is a death then, which is noticed at once and on any node.
+        """
+        start_watchdog(_STOPPED * self._spec.heartbeat_timeout_s, only_stopped=True)
         host = None if same_node else ray.util.get_node_ip_address()
         server, address = framing.listen(host)
         self._serving = start_thread("steps", self._serve, server, address, secret)

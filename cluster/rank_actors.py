@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -109,34 +109,6 @@ class Formed:
     generation: int = 0
 
 
-class RankSource(Protocol):
-    """Where a group gets its ranks from."""
-
-    def form(self, node: str, *, reuse: bool) -> Formed:
-        """New ranks, with models loaded and caches empty; earlier ones are ended.
-
-        Args:
-            node: of the engine, whose node rank 0 shares if any rank is there.
-            reuse: ranks that an engine left behind do too.
-
-        Raises:
-            ResourcesError, ConfigError, CheckpointError, WorkerError.
-        """
-        ...
-
-    def drop(self) -> None:
-        """Ends the ranks; their places and their spares remain."""
-        ...
-
-    def spares(self) -> list[RankLocation]:
-        """Spare processes that could take over now."""
-        ...
-
-    def shutdown(self) -> None:
-        """Ends everything."""
-        ...
-
-
 class RankActors:
     """The owner's side.
 
@@ -155,7 +127,16 @@ class RankActors:
         self._warm: list[RankLocation] = []
         self._spare_epoch = 0  # changes where spares that are being started are not needed
 
-    def form(self, node: str, *, reuse: bool) -> Formed:
+    def form(self, node: str, reuse: bool) -> Formed:
+        """New ranks, with models loaded and caches empty; earlier ones are ended.
+
+        Args:
+            node: of the engine, whose node rank 0 shares if any rank is there.
+            reuse: ranks that an engine left behind do too.
+
+        Raises:
+            ResourcesError, ConfigError, CheckpointError, WorkerError.
+        """
         if reuse and self._formed.ranks and self._renew():
             return replace(self._formed)
         self.drop()
@@ -172,21 +153,24 @@ class RankActors:
         return replace(self._formed)
 
     def adopt(self, formed: Formed) -> None:
-        """Owns what another keeper has formed."""
+        """Takes over what a keeper that died has formed; the ranks go on meanwhile."""
         self._formed = formed
         for rank in formed.ranks:  # one that is dead is its engine's business
             rank.adopt.remote(self._keeper)
         self._start_spares()
 
     def drop(self) -> None:
+        """Ends the ranks; their places and their spares remain."""
         for rank in self._formed.ranks:
             ray.kill(rank)
         self._formed.ranks = []
 
     def spares(self) -> list[RankLocation]:
+        """Spare processes that could take over now."""
         return list(self._warm)
 
     def shutdown(self) -> None:
+        """Ends everything."""
         self.drop()
         for spare in self._take_spares():
             ray.kill(spare)

@@ -2,15 +2,16 @@
 
 Ray is the control plane: it places the ranks, starts them (`rank_actors.py`), and reports when one
 died (a sentinel call that never returns, which fails within milliseconds of the process's death).
-Ranks that are alive and do not run are noticed by their missing heartbeats. Steps go over the
-sockets of `workers/transport`. A group with a dead rank is thrown away whole; a fresh one gets a
+Ranks that are alive and do not run, or cannot be reached, are noticed by their missing heartbeats;
+those that a signal has stopped are killed before (`process.py`). Steps go over the sockets of
+`workers/transport`. A group with a dead rank is thrown away whole; a fresh one gets a
 new generation, a new store and new sockets.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,7 +23,10 @@ from ..workers.transport import framing
 from ..workers.transport.heartbeat import Monitor
 from ..workers.transport.socket_channel import SocketChannel, routes
 from .process import start_thread
-from .rank_actors import Formed, RankSource, answers_of
+from .rank_actors import Formed, RankActors, answers_of
+
+if TYPE_CHECKING:
+    from .keeper import OwnedRanks
 
 _CONNECT_TIMEOUT_S = 30.0
 
@@ -37,7 +41,7 @@ class RayGroup(WorkerGroup):
 
     is_concurrent = True
 
-    def __init__(self, spec: WorkerSpec, source: RankSource) -> None:
+    def __init__(self, spec: WorkerSpec, source: RankActors | OwnedRanks) -> None:
         super().__init__(spec)
         self._source = source
         self._ranks: list[Any] = []
@@ -63,16 +67,20 @@ class RayGroup(WorkerGroup):
             channel.close()
         self._ranks = []
 
+    def _drop_ranks(self) -> None:
+        """As a step does that meets a death: places, spares and keeper remain for what follows."""
+        self._hang_up()
+        self._source.drop()
+
     def _form(self, *, reuse: bool) -> None:
         """Gets ranks and opens their channel."""
         self._hang_up()
         node = ray.get_runtime_context().get_node_id()
-        formed = self._source.form(node, reuse=reuse)
+        formed = self._source.form(node, reuse)
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:
-            self._hang_up()
-            self._source.drop()
+            self._drop_ranks()
             what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
             raise WorkerDiedError(f"a worker {what}: {error}") from None
 

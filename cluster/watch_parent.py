@@ -1,4 +1,4 @@
-"""The program of a `Watchdog`'s child: `watch_parent.py PID SILENCE_S`.
+"""The program of a watchdog's child: `watch_parent.py PID SILENCE_S [stopped]`.
 
 It imports nothing of the package, so that it starts in milliseconds and takes a few megabytes.
 """
@@ -14,11 +14,27 @@ import time
 _LOOKS = 8  # in the time of a silence
 
 
-def watch(parent: int, silence_s: float, source: int) -> bool:
+def is_stopped(process: int) -> bool:
+    """Whether all its threads are stopped, as by SIGSTOP; one that waits or computes is not."""
+    folder = f"/proc/{process}/task"
+    try:
+        for thread in os.listdir(folder):
+            with open(f"{folder}/{thread}/stat") as file:
+                if not file.read().rpartition(")")[2].startswith(" T"):
+                    return False
+    except OSError:  # a thread that ended just now ran, and so did a process
+        return False
+    return True
+
+
+def watch(parent: int, silence_s: float, source: int, *, only_stopped: bool = False) -> bool:
     """Returns at the end of `source`, or when it was silent: whether it has killed the parent.
 
     A time in which this process did not run itself is no silence: the machine was suspended, or
     has no processor time left.
+
+    Args:
+        only_stopped: a silent parent that is not stopped is left alone.
     """
     last = looked = time.monotonic()
     while True:
@@ -34,11 +50,13 @@ def watch(parent: int, silence_s: float, source: int) -> bool:
         elif now - last > silence_s:
             if os.getppid() != parent:  # the number may be another process's by now
                 return False
+            if only_stopped and not is_stopped(parent):
+                continue
             os.kill(parent, signal.SIGKILL)
             return True
 
 
 if __name__ == "__main__":
     pid, silence = int(sys.argv[1]), float(sys.argv[2])
-    if watch(pid, silence, sys.stdin.fileno()):
+    if watch(pid, silence, sys.stdin.fileno(), only_stopped=sys.argv[3:] == ["stopped"]):
         sys.stderr.write(f"process {pid} did not run for {silence:g} s and was killed\n")

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..drafters.drafting import Drafting
+from ..drafters.drafting import Drafting, WithPredictions
+from ..drafters.protocol import NoDrafter
 from ..drafters.registry import build
 from ..errors import (
     ConfigError,
@@ -36,7 +37,7 @@ from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .host import Backend, EngineHost, local_backend
-from .preflight import check_chains, check_room
+from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
@@ -62,7 +63,7 @@ class Engine:
         config: EngineConfig,
         host: EngineHost,
         loop: Loop,
-        drafting: Drafting,
+        drafting: WithPredictions,
         structured: ConstrainedDrafting,
         report: ModelReport,
     ) -> None:
@@ -85,6 +86,7 @@ class Engine:
             vocab_size=report.vocab_size,
             eos_token_ids=report.eos_token_ids,
             drafter=drafting.drafter.name,
+            drafters=tuple(name for name in drafting.all_stats() if name != NoDrafter.name),
             forward=report.forward,
             forward_reason=report.forward_reason,
             all_reduce=host.target_group.reports[0].all_reduce,
@@ -117,7 +119,8 @@ class Engine:
             report, section = target.report, host.speculative_config
             drafter, in_ranks = build(section, host), target.ranks_draft
             drafting = Drafting(drafter, report.vocab_size, section=section, ranks_draft=in_ranks)
-            check_chains(config, proposes_trees=drafting.proposes_trees)
+            if drafting.proposes_trees:
+                check_trees(config, report.operations)
             overlaps = config.overlap_scheduling and host.target_group.is_concurrent
             scheduler = Scheduler(
                 config,
@@ -127,9 +130,10 @@ class Engine:
                 ranks_append=overlaps and (drafting.is_idle or drafting.ranks_draft),
             )
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
-            structured = ConstrainedDrafting(drafting, compiler)
+            predicted = WithPredictions(drafting, report.vocab_size)
+            structured = ConstrainedDrafting(predicted, compiler)
             loop = (OverlapLoop if overlaps else Loop)(scheduler, target, structured)
-            return cls(config, host, loop, drafting, structured, report)
+            return cls(config, host, loop, predicted, structured, report)
         except BaseException:
             host.shutdown()
             raise
@@ -175,18 +179,17 @@ class Engine:
         """Ends a request, if it still runs; its sink gets a last delta."""
         self._inbox.put(lambda: self._deliver(self._end(request_id)))
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the stored prefixes before the next step; running requests keep their blocks."""
+        self.check()
+        self._inbox.put(self._loop.scheduler.pool.clear_cache)
+
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
         if self._failure is not None:
             raise EngineDeadError(f"the engine is down: {self._failure.message}")
         if not self._thread.is_alive():
             raise EngineDeadError("the engine has been shut down")
-
-    def check_ready(self) -> None:
-        """Raises `EngineDeadError` if no step can run now: it is down, or it recovers."""
-        self.check()
-        if self._recoveries.reason is not None:
-            raise EngineDeadError(f"the workers are being replaced: {self._recoveries.reason}")
 
     def stats(self) -> dict[str, Any]:
         """Counts and times as plain values."""
@@ -403,7 +406,12 @@ class Engine:
                 message = self._inbox.get(block=block, timeout=_IDLE_S)
                 if message is None:
                     return
-                message()
+                try:
+                    message()
+                except OutriderError:  # the engine cannot go on
+                    raise
+                except Exception:
+                    log.exception("a message failed; what it asked for was not done")
                 block = False
         except queue.Empty:
             if block:

@@ -7,43 +7,29 @@ the field, the value and the limit.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral
 from random import Random, SystemRandom
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, PromptTooLongError
-from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Request, SpeculationOptions, ints
+from ..scheduler.sampling import SamplingParams, shown_value
+from ..scheduler.types import IntArray, Request, SpeculationOptions, ints
 from .chat.chat_text import ChatText
-from .chat.template import Message, read_template, render, template_of
+from .chat.template import Message, read_template, render, render_with_calls, template_of
 from .checkpoints import load_tokenizer, resolved, sampling_defaults
 from .outputs import Vocabulary
 
+if TYPE_CHECKING:
+    from ..workers.model.info import ModelOutline
+    from .statistics import EngineInfo
+
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
 MAX_KEPT_TOKENS = 2**16  # a list of more tokens than this above the context is not even made
-# Normalizers: characters of a text that may become one. Unicode's composed characters stand for
-# at most four; the others here never make a text shorter, apart from white space.
-_SHRINKING = {"NFC": 4, "NFKC": 4}
-_KEEPING = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Strip"})
-_SPLITTING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"})
-_WHITE = "".join(map(chr, [*range(9, 14), *range(28, 33), 0x85, 0xA0, 0x1680, 0x3000])) + "".join(
-    map(chr, [*range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F])
-)
-
-
-class Limits(Protocol):
-    """What the frontend needs of an engine; `EngineInfo` has it."""
-
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+_PREFIX_CHARS = 8  # for each token of the context, of a long text that is encoded first
+_CUT = 1024  # tokens that the cut at the end of a prefix may have added
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +49,7 @@ class RequestOptions:
     tenant: str = ""
     structured_field: str = ""  # the user's name for `structured_outputs`, for messages
     shown_ids: frozenset[int] = frozenset()  # special tokens that `LLM` keeps in the text
+    prediction: str | Sequence[int] = ()  # text or token ids that the completion is expected to be
 
 
 class Frontend:
@@ -76,12 +63,16 @@ class Frontend:
         ConfigError: the chat template does not compile.
     """
 
-    def __init__(self, config: EngineConfig, limits: Limits, tokenizer: Any = None) -> None:
+    def __init__(
+        self, config: EngineConfig, limits: EngineInfo | ModelOutline, tokenizer: Any = None
+    ) -> None:
         self.model_name = config.model_name
         config = resolved(config)
         self._sampling_defaults = sampling_defaults(config)
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
+        # A checkpoint alone has none.
+        self.drafters: tuple[str, ...] = getattr(limits, "drafters", ())
         self._eos_token_ids = tuple(limits.eos_token_ids)
         self.tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
@@ -96,7 +87,6 @@ class Frontend:
             self.tokenizer,
         )
         self._trusts_templates = config.trust_request_chat_template
-        self._bound = text_bound(self.tokenizer)
         self._backend = _plain_backend(self.tokenizer)
         # Of requests without a seed of their own.
         self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
@@ -112,22 +102,17 @@ class Frontend:
         """A prompt given as text.
 
         Raises:
-            PromptTooLongError: it cannot fit, which is found before it is encoded.
+            PromptTooLongError: it cannot fit; of a long text, a prefix shows it.
             InvalidRequestError: it is not text.
         """
-        if self._bound is not None:
-            at_least = self._bound.min_tokens(text)
-            if at_least >= self.max_model_len:
-                raise too_long(f"at least {at_least}", self.max_model_len, field)
         check_text(field, text)
-        if self._backend is None:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return Prompt(tuple(ids), text)
-        # Of the tokenizers' calls this one lets other threads run meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        at_least = self._least_tokens(text, add_special_tokens)
+        if at_least is not None:
+            raise too_long(f"at least {at_least}", self.max_model_len, field)
+        encoding = self._encode(text, add_special_tokens)
         if len(encoding) > MAX_KEPT_TOKENS + self.max_model_len:
             raise too_long(str(len(encoding)), self.max_model_len, field)
-        return Prompt(tuple(encoding.ids), text)
+        return Prompt(tuple(encoding if self._backend is None else encoding.ids), text)
 
     def token_prompt(self, token_ids: Sequence[int], field: str = "prompt") -> Prompt:
         """A prompt given as token ids.
@@ -155,9 +140,14 @@ class Frontend:
         add_special_tokens: bool = False,
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        required: Sequence[dict[str, Any]] = (),
     ) -> Prompt:
         """Messages, and the tools that may be called, rendered by the chat template, or by
         `chat_template` if requests may bring one.
+
+        Args:
+            required: those of `tools` of which one has to be called; if the model has no format of
+                calls and its template ignores tools, a message tells it how.
 
         Raises:
             InvalidRequestError: the template rejects them, there is none, or it is not allowed.
@@ -178,16 +168,22 @@ class Frontend:
                 f"the tokenizer of {self.model_name} has no chat template; set "
                 "chat_template in the configuration, or use /v1/completions",
             )
-        text = render(
-            self.tokenizer,
-            messages,
-            chat_template=chat_template or self._template,
-            field="messages" if chat_template is None else "chat_template",
-            tools=list(tools) or None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(template_kwargs or {}),
-        )
+
+        def rendered(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+            return render(
+                self.tokenizer,
+                messages,
+                chat_template=chat_template or self._template,
+                field="messages" if chat_template is None else "chat_template",
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+
+        text = rendered(messages, tools)
+        if required and not self.chat.has_calls and text == rendered(messages):
+            text = render_with_calls(rendered, messages, required)
         # The template writes the special tokens itself.
         return self.text_prompt(text, add_special_tokens=add_special_tokens, field="messages")
 
@@ -216,6 +212,7 @@ class Frontend:
         """
         options = options or RequestOptions()
         check_text("cache_salt", options.tenant)
+        self._check_drafters(options.speculation.drafters)
         if sampling.structured_outputs is not None:
             from .structured.grammar import check
 
@@ -240,20 +237,30 @@ class Frontend:
             )
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         one = sampling.model_copy(update={"max_tokens": max_tokens, "n": 1})
-        token_ids = ints(prompt.token_ids)
+        token_ids, prediction = ints(prompt.token_ids), self._predicted(options.prediction)
+        ends = not sampling.ignore_eos or sampling.structured_outputs is not None
         return [
             Request(
                 id=request_id if sampling.n == 1 else f"{request_id}-{index}",
                 prompt=token_ids,
                 sampling=one,
                 seed=derive_seed(seed, index),
-                eos_token_ids=() if sampling.ignore_eos else self._eos_token_ids,
+                eos_token_ids=self._eos_token_ids if ends else (),
                 speculation=options.speculation,
                 priority=options.priority,
                 tenant=options.tenant,
+                prediction=prediction,
             )
             for index in range(sampling.n)
         ]
+
+    def _check_drafters(self, names: Sequence[str] | None) -> None:
+        for name in names or ():
+            if name not in self.drafters:
+                known = ", ".join(map(repr, self.drafters)) or "none: it decodes plainly"
+                raise InvalidRequestError.at(
+                    "speculation.drafters", f"{shown_value(name)} is not served; there is {known}"
+                )
 
     def end_of_text(self, sampling: SamplingParams) -> int | None:
         """The token that ends a text without being a `stop_reason`, as in vLLM: the tokenizer's
@@ -265,6 +272,40 @@ class Frontend:
         given = sampling.model_fields_set
         missing = {key: value for key, value in self._sampling_defaults.items() if key not in given}
         return sampling.model_copy(update=missing) if missing else sampling
+
+    def _least_tokens(self, text: str, add_special_tokens: bool) -> int | None:
+        """How many tokens a text has at least, if a prefix shows that they exceed the context."""
+        size = _PREFIX_CHARS * self.max_model_len
+        while size < len(text):
+            prefix = text[:size].rstrip()  # some tokens take the white space before them along
+            at_least = len(self._encode(prefix, add_special_tokens)) - _CUT
+            if at_least >= self.max_model_len:
+                return at_least
+            size *= 4
+        return None
+
+    def _predicted(self, prediction: str | Sequence[int]) -> IntArray:
+        """The tokens of a prediction; more than the context holds are refused."""
+        limit = self.max_model_len
+        if isinstance(prediction, str):
+            check_text("prediction", prediction)
+            at_least = self._least_tokens(prediction, add_special_tokens=False)
+            if at_least is not None:
+                raise _prediction_too_long(f"at least {at_least}", limit)
+            encoding = self._encode(prediction, add_special_tokens=False)
+            token_ids = encoding if self._backend is None else encoding.ids
+        else:
+            token_ids = self.token_prompt(prediction, "prediction").token_ids
+        if len(token_ids) > limit:
+            raise _prediction_too_long(str(len(token_ids)), limit)
+        return ints(token_ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        """The token ids of a text, or the backend's `Encoding`, which makes its list on demand."""
+        if self._backend is None:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Of the tokenizers' calls this one lets other threads run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _room(self, num_prompt: int, max_tokens: int | None, field: str) -> int:
         """Tokens to produce at most."""
@@ -310,6 +351,12 @@ def too_long(how_many: str, max_model_len: int, field: str) -> PromptTooLongErro
     )
 
 
+def _prediction_too_long(how_many: str, max_model_len: int) -> InvalidRequestError:
+    return InvalidRequestError.at(
+        "prediction", f"{how_many} tokens; at most the model's context of {max_model_len}"
+    )
+
+
 def check_text(field: str, text: str) -> None:
     """Refuses a lone surrogate (JSON allows "\ud800"), which no tokenizer and no codec takes."""
     try:
@@ -333,88 +380,3 @@ def _plain_backend(tokenizer: Any) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-@dataclass(frozen=True, slots=True)
-class TextBound:
-    """How few tokens a text can have: a prompt that cannot fit is refused before it is encoded.
-
-    At most `max_chars` characters are one token; white space counts only if it is all kept. The
-    bound is never above the true number: where a tokenizer may drop or join characters, their
-    share is left out, and where that is not known there is no bound.
-    """
-
-    max_chars: int
-    counts_white: bool
-
-    def min_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least, without those that are added to it."""
-        num_chars = len(text)
-        if not self.counts_white:
-            num_chars -= sum(map(text.count, _WHITE))
-        return -(-num_chars // self.max_chars)
-
-
-def text_bound(tokenizer: Any) -> TextBound | None:
-    """The bound of a tokenizer's texts; None where any text may become a few tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not _spells_all(backend):
-        return None
-    parts = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
-    factor = _shrinkage(parts[0])
-    if factor is None or not _keeps_all(parts[1]):
-        return None
-    added = backend.get_added_tokens_decoder().values()
-    # Some tokens take the white space around them along.
-    swallows = any(token.lstrip or token.rstrip for token in added) or "Strip" in str(parts[0])
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-    return TextBound(longest * factor, counts_white=not swallows)
-
-
-def _spells_all(backend: Any) -> bool:
-    """Whether no run of characters becomes one unknown token: BPE over all bytes."""
-    if type(backend.model).__name__ != "BPE":
-        return False
-    if backend.model.byte_fallback:
-        return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
-    if backend.model.unk_token is not None and backend.model.fuse_unk:
-        return False
-    return "ByteLevel" in f"{_state(backend.pre_tokenizer)} {_state(backend.normalizer)}"
-
-
-def _state(component: Any) -> dict[str, Any]:
-    """A component's settings; empty for none."""
-    if component is None:
-        return {}
-    state: dict[str, Any] = json.loads(component.__getstate__())
-    return state
-
-
-def _shrinkage(normalizer: dict[str, Any]) -> int | None:
-    """Characters that may become one; None where it is not known."""
-    kind = normalizer.get("type")
-    if kind is None or kind in _KEEPING:
-        return 1
-    if kind == "Sequence":
-        factor = 1
-        for part in normalizer["normalizers"]:
-            shrinkage = _shrinkage(part)
-            if shrinkage is None:
-                return None
-            factor *= shrinkage
-        return factor
-    if kind == "Replace":
-        pattern = normalizer["pattern"].get("String")
-        kept = pattern is not None and len(normalizer["content"]) >= len(pattern)
-        return 1 if kept else None
-    return _SHRINKING.get(kind)
-
-
-def _keeps_all(pre_tokenizer: dict[str, Any]) -> bool:
-    """Whether splitting a text drops nothing of it."""
-    kind = pre_tokenizer.get("type")
-    if kind == "Sequence":
-        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
-    if kind in ("Split", "Punctuation"):
-        return bool(pre_tokenizer.get("behavior") != "Removed")
-    return kind is None or kind in _SPLITTING

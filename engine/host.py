@@ -17,6 +17,7 @@ from typing import Any
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, ResourcesConfig
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
+from ..drafters.protocol import blocks_per_outcome
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
@@ -144,16 +145,16 @@ class EngineHost:
     def pool_link(self, config: Any) -> PoolLink:
         """The link to a shared pool: the backend's if other engines share it, else a local one."""
         snapshot = config.pool_snapshot and str(Path(config.pool_snapshot).resolve())
-        size, is_shared = config.pool_max_patterns, config.scope == "cluster"
+        size, is_shared = config.pool_max_patterns, config.pool_scope == "cluster"
         is_shared = is_shared and self._backend.shares_pools
         if not is_shared and snapshot is None:  # nobody else's tokens ever come in
             return LocalLink(PoolStore("", size, self.vocab_size))
-        key = f"pool_scope: {config.scope}" if is_shared else "pool_snapshot"
+        key = f"pool_scope: {config.pool_scope}" if is_shared else "pool_snapshot"
         needed_by = f"speculative_config.{key}"
         mark = vocabulary.fingerprint(self.tokenizer, self.vocab_size, needed_by=needed_by)
         if is_shared:
             return self._backend.shared_pool(mark, size, self.vocab_size, snapshot)
-        is_common = config.scope == "replica"
+        is_common = config.pool_scope == "replica"
         store = PoolStore(mark, size, self.vocab_size, is_common=is_common)
         return LocalLink(store, snapshot)
 
@@ -231,10 +232,14 @@ class EngineHost:
         )
 
     def _draft_worker(self, section: DraftModelConfig) -> WorkerSpec:
+        model = self._model_spec(section.speculative_model, section.num_kv_blocks)
+        if (cache := section.speculation_cache) is not None:
+            size = blocks_per_outcome(section.prepared_len, model.block_size)
+            model = replace(model, num_scratch_blocks=cache.budget * size)
         return self._worker(
             draft_size(self._config, section),
             symmetric_memory=self._config.symmetric_memory,
-            draft=self._model_spec(section.speculative_model, section.num_kv_blocks),
+            draft=model,
         )
 
     def _worker(self, size: int, **parts: Any) -> WorkerSpec:

@@ -7,26 +7,34 @@ come back in the order of the prompts.
 from __future__ import annotations
 
 import queue
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..config import EngineConfig
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import (
+    GenerationError,
+    InvalidRequestError,
+    OutriderError,
+    OverloadedError,
+    WorkerError,
+)
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, Request
 from .chat.template import Message
 from .checkpoints import resolved
 from .frontend import Frontend, Prompt, RequestOptions
 from .host import Backend, local_backend
+from .metrics import Metric, engine_metrics
 from .outputs import Assembler, RequestOutput, prompt_table
 from .preflight import preflight
 
@@ -34,122 +42,176 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _POLL_S = 1.0  # interval at which a silent engine is checked
+_BUSY_S = 0.02  # until a queue that others have filled is tried again
+
+OnError = Literal["raise", "return"]
+Kind = TypeVar("Kind")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptRun:
     """One prompt of a run, with an assembler per completion."""
 
+    index: int  # of the prompt in its run
     id: str
     prompt: Prompt
     assemblers: list[Assembler]
+    error: OutriderError | None = None  # the first of its completions
+    _num_sent: int = 0
+    _is_done: bool = False
 
     @property
     def finished(self) -> bool:
         return all(assembler.finished for assembler in self.assemblers)
 
     def output(self) -> RequestOutput:
+        known = self.assemblers[:1]  # none of a prompt that was refused
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[assembler.output() for assembler in self.assemblers],
             finished=self.finished,
-            num_cached_tokens=max(each.num_cached_tokens for each in self.assemblers),
-            prompt_logprobs=prompt_table(self.assemblers[0]),
+            num_cached_tokens=max((each.num_cached_tokens for each in self.assemblers), default=0),
+            prompt_logprobs=prompt_table(known[0]) if known else None,
+            error=None if self.error is None else self.error.message,
         )
+
+    def news(self) -> RequestOutput | None:
+        """The output so far; None: as it was at the last call. Raises the job's error."""
+        if self.error is not None:
+            raise self.error
+        num_tokens = sum(len(assembler.token_ids) for assembler in self.assemblers)
+        if num_tokens == self._num_sent and self._is_done == self.finished:
+            return None
+        self._num_sent, self._is_done = num_tokens, self.finished
+        return self.output()
 
 
 class Run:
-    """The requests of one call, and the sink that their deltas come to.
+    """The requests of one or more calls, and the sink that their deltas come to.
 
     It never queues more requests than the engine takes, and whatever ends it early aborts what
-    still runs. Every prompt is checked before anything is queued.
+    still runs. A request that fails ends its prompt alone (`PromptRun.error`).
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        frontend: Frontend,
-        prompts: list[Prompt],
-        sampling: Sequence[SamplingParams],
-        options: RequestOptions | None,
-        room: int,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, frontend: Frontend, room: int) -> None:
+        self._engine, self._frontend = engine, frontend
         self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
+        self._running: set[str] = set()
         self._live: dict[str, tuple[PromptRun, Assembler]] = {}
         self._room = room
         self.jobs: list[PromptRun] = []
-        shown_ids = frozenset() if options is None else options.shown_ids
-        for prompt, settings in zip(prompts, sampling, strict=True):
-            requests = frontend.requests(uuid.uuid4().hex, prompt, settings, options)
-            job = PromptRun(requests[0].id, prompt, [])
-            self.jobs.append(job)
-            self._waiting.extend(requests)
-            for index, request in enumerate(requests):
-                assembler = Assembler(
-                    frontend.vocabulary,
-                    settings,
-                    frontend.end_of_text(settings),
-                    index,
-                    prompt.token_ids,
-                    shown_ids=shown_ids,
-                )
-                job.assemblers.append(assembler)
-                self._live[request.id] = (job, assembler)
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: RequestOptions | None,
+        request_id: str | None = None,
+    ) -> PromptRun:
+        """Takes a prompt in; raises `InvalidRequestError` where it or a setting is wrong."""
+        request_id = request_id or uuid.uuid4().hex
+        requests = self._frontend.requests(request_id, prompt, sampling, options)
+        job = PromptRun(len(self.jobs), requests[0].id, prompt, [])
+        self.jobs.append(job)
+        self._waiting.extend(requests)
+        for index, request in enumerate(requests):
+            assembler = Assembler(
+                self._frontend.vocabulary,
+                sampling,
+                self._frontend.end_of_text(sampling),
+                index,
+                prompt.token_ids,
+                shown_ids=frozenset() if options is None else options.shown_ids,
+            )
+            job.assemblers.append(assembler)
+            self._live[request.id] = (job, assembler)
+        return job
+
+    def refuse(self, prompt: Prompt, error: OutriderError) -> None:
+        """Takes a prompt in that cannot run."""
+        self.jobs.append(PromptRun(len(self.jobs), uuid.uuid4().hex, prompt, [], error))
 
     def deliver(self, deltas: list[Delta]) -> None:
         """Called in the engine's thread."""
         self._inbox.put(deltas)
 
+    def submit(self) -> None:
+        """Queues as many requests as the engine has room for."""
+        count = min(len(self._waiting), self._room - len(self._running))
+        if count <= 0:
+            return
+        requests = [self._waiting.popleft() for _ in range(count)]
+        try:
+            self._engine.submit_all(requests, self)
+        except OverloadedError:  # others fill the queue
+            self._waiting.extendleft(reversed(requests))
+            if not self._running:
+                time.sleep(_BUSY_S)
+        except InvalidRequestError:  # one of them, and none is queued
+            for request in requests:
+                try:
+                    self._engine.submit(request, self)
+                except InvalidRequestError as error:
+                    self._fail(request.id, error)
+                else:
+                    self._running.add(request.id)
+        else:
+            self._running.update([request.id for request in requests])
+
     def deltas(self) -> Iterator[tuple[PromptRun, Delta]]:
         """Runs everything; gives each delta once it has been taken into its job."""
-        running: set[str] = set()
         try:
-            while self._waiting or running:
-                count = min(len(self._waiting), self._room - len(running))
-                if count > 0:
-                    requests = [self._waiting.popleft() for _ in range(count)]
-                    self._engine.submit_all(requests, self)
-                    running.update([request.id for request in requests])
+            while self._waiting or self._running:
+                if self._waiting:
+                    self.submit()
+                    if not (self._running or self._waiting):
+                        break
                 try:
                     deltas = self._inbox.get(timeout=_POLL_S)
                 except queue.Empty:
                     self._engine.check()
                     continue
                 for delta in deltas:
-                    job, assembler = self._live[delta.request_id]
-                    was_finished = assembler.finished
-                    assembler.push(delta)
-                    if delta.finish_reason is not None:
-                        running.discard(delta.request_id)
-                    elif assembler.finished and not was_finished:
-                        self._engine.abort(delta.request_id)  # a stop string; one delta follows
-                    if delta.finish_reason == "error":
-                        raise WorkerError(delta.error or "the step of this request failed")
-                    yield job, delta
+                    yield self.take(delta), delta
         finally:
-            for request_id in running:
-                self._engine.abort(request_id)
+            self.abort()
+
+    def take(self, delta: Delta) -> PromptRun:
+        """Takes a delta into its job."""
+        job, assembler = self._live[delta.request_id]
+        was_finished = assembler.finished
+        assembler.push(delta)
+        if delta.finish_reason is not None:
+            self._running.discard(delta.request_id)
+        elif assembler.finished and not was_finished:
+            self._engine.abort(delta.request_id)  # a stop string; one delta follows
+        if delta.finish_reason == "error":
+            reason = delta.error or "the step of this request failed"
+            job.error = job.error or WorkerError(reason)
+        return job
+
+    def abort(self) -> None:
+        """Ends what runs, and what waits does not begin."""
+        self._waiting.clear()
+        for request_id in self._running:
+            self._engine.abort(request_id)
 
     def outputs(self) -> Iterator[RequestOutput]:
-        """The first job's output after every delta that changed it."""
-        num_sent, done = 0, False
+        """The first job's output after every delta that changed it; raises its error."""
         for job, _ in self.deltas():
-            output = job.output()
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-            if num_tokens > num_sent or (output.finished and not done):
-                num_sent, done = num_tokens, output.finished
+            if (output := job.news()) is not None:
                 yield output
 
-    def finish(self, *, use_tqdm: bool) -> list[RequestOutput]:
+    def finish(self, *, use_tqdm: bool, on_error: OnError) -> list[RequestOutput]:
         """All jobs' outputs; a bar shows prompts, tokens per second and accepted tokens."""
         num_tokens = num_accepted = num_steps = 0
         with tqdm(
             total=len(self.jobs), desc="Prompts", dynamic_ncols=True, disable=not use_tqdm
         ) as bar:
+            bar.update(sum(not job.assemblers for job in self.jobs))
             for job, delta in self.deltas():
                 num_tokens += len(delta.token_ids)
                 num_accepted += delta.num_accepted
@@ -162,7 +224,16 @@ class Run:
                         refresh=False,
                     )
                     bar.update(1)
-        return [job.output() for job in self.jobs]
+        outputs = [job.output() for job in self.jobs]
+        failed = [job for job in self.jobs if job.error is not None]
+        if failed and on_error == "raise":
+            raise GenerationError.of(failed[0].index, str(failed[0].error), len(failed), outputs)
+        return outputs
+
+    def _fail(self, request_id: str, error: OutriderError) -> None:
+        job, assembler = self._live[request_id]
+        job.error = job.error or error
+        assembler.finish_reason = "error"
 
 
 PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any]
@@ -217,6 +288,7 @@ class LLM:
 
         self._engine: Engine | None = None
         self._backend: Backend | None = None
+        self._enqueued: deque[tuple[Run, OnError]] = deque()
         config = resolved(config)
         preflight(config)
         backend = self._backend_of(config)
@@ -236,7 +308,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        options: RequestOptions | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Completes every prompt; one output per prompt, in order.
 
@@ -245,12 +318,40 @@ class LLM:
                 list of those. An array of integers is a list of token ids, its rows are if it has
                 two dimensions.
             sampling_params: one for all, or one per prompt.
+            options: alike, for example a `prediction` for each prompt.
+            on_error: "return": a prompt that is refused or fails has its message in
+                `RequestOutput.error`, and the others run.
 
         Raises:
-            InvalidRequestError: a prompt or a setting is wrong; nothing has run then.
-            WorkerError: a step failed. EngineDeadError: the engine is gone.
+            InvalidRequestError: a prompt or a setting is wrong; nothing has run then. Among
+                several, the message begins with the prompt's index.
+            GenerationError: a prompt failed while it ran; `outputs` has those of all prompts.
+            EngineDeadError: the engine is gone.
         """
-        return self._run(_as_list(prompts), sampling_params, options).finish(use_tqdm=use_tqdm)
+        run = self._run(_as_list(prompts), sampling_params, options, on_error)
+        return run.finish(use_tqdm=use_tqdm, on_error=on_error)
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[str]:
+        """Begins as `generate` does and returns the requests' ids; `wait_for_completion` waits."""
+        run = self._run(_as_list(prompts), sampling_params, options, on_error)
+        run.submit()
+        self._enqueued.append((run, on_error))
+        return [job.id for job in run.jobs]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """The outputs of everything that was enqueued, in that order; raises as `generate`."""
+        outputs: list[RequestOutput] = []
+        while self._enqueued:
+            run, on_error = self._enqueued.popleft()
+            outputs += run.finish(use_tqdm=use_tqdm, on_error=on_error)
+        return outputs
 
     def stream(
         self,
@@ -260,7 +361,7 @@ class LLM:
         options: RequestOptions | None = None,
     ) -> Iterator[RequestOutput]:
         """The output so far, after every step; closing the iterator aborts the request."""
-        return self._run([prompt], sampling_params, options).outputs()
+        return self._run([prompt], sampling_params, options, "raise").outputs()
 
     def chat(
         self,
@@ -272,6 +373,8 @@ class LLM:
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several; `tools` are rendered by the template."""
         if isinstance(messages, (str, dict)):
@@ -280,21 +383,41 @@ class LLM:
             )
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
-        prompts: list[PromptLike] = []
-        for conversation in conversations:
-            prompt = self.frontend.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=template_kwargs,
-                tools=tools,
-            )
-            prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts: list[PromptLike | InvalidRequestError] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompt = self.frontend.chat_prompt(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    template_kwargs=template_kwargs,
+                    tools=tools,
+                )
+            except InvalidRequestError as error:
+                if on_error == "raise":
+                    raise _of_prompt(error, index, len(conversations)) from None
+                prompts.append(error)
+            else:
+                prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
+        run = self._run(prompts, sampling_params, options, on_error)
+        return run.finish(use_tqdm=use_tqdm, on_error=on_error)
+
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, of transformers."""
+        return self.frontend.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the stored prefixes; running requests keep theirs. True: it is done."""
+        self.engine.reset_prefix_cache()
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Counts and times of the engine and its drafters."""
-        return self._alive().stats()
+        return self.engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """As in vLLM: `Counter`, `Gauge`, `Vector` and `Histogram` of `outrider.engine.metrics`."""
+        return engine_metrics(self.stats(), self.frontend.model_name)
 
     def close(self) -> None:
         """Ends the engine, and Ray where this object started it."""
@@ -316,30 +439,46 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _alive(self) -> Engine:
+    @property
+    def engine(self) -> Engine:
+        """The running engine; raises `RuntimeError` after `close`."""
         if self._engine is None:
             raise RuntimeError("this LLM has been closed")
         return self._engine
 
     def _run(
         self,
-        prompts: list[PromptLike],
+        prompts: Sequence[PromptLike | InvalidRequestError],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions | None,
+        options: RequestOptions | Sequence[RequestOptions] | None,
+        on_error: OnError,
     ) -> Run:
         """Everything checked, nothing queued yet."""
+        if on_error not in get_args(OnError):
+            raise InvalidRequestError.at("on_error", f"'raise' or 'return', got {on_error!r}")
         if sampling is None:
             sampling = self.frontend.with_defaults(SamplingParams())
-        return Run(
-            self._alive(),
-            self.frontend,
-            [self._prompt(prompt) for prompt in prompts],
-            _per_prompt(sampling, len(prompts)),
-            options,
-            self.config.max_queued_requests,
-        )
+        run = Run(self.engine, self.frontend, self.config.max_queued_requests)
+        settings = _per_prompt("sampling_params", SamplingParams, sampling, len(prompts))
+        if options is None:
+            options = RequestOptions()
+        wishes = _per_prompt("options", RequestOptions, options, len(prompts))
+        for index, given in enumerate(prompts):
+            prompt = Prompt(())
+            try:
+                if isinstance(given, InvalidRequestError):
+                    raise given
+                prompt = self.prompt(given)
+                run.add(prompt, settings[index], wishes[index])
+            except InvalidRequestError as error:
+                named = _of_prompt(error, index, len(prompts))
+                if on_error == "raise":
+                    raise named from None
+                run.refuse(prompt, named)
+        return run
 
-    def _prompt(self, prompt: PromptLike) -> Prompt:
+    def prompt(self, prompt: PromptLike) -> Prompt:
+        """The tokens of a prompt in any form; raises `InvalidRequestError`."""
         if isinstance(prompt, str):
             return self.frontend.text_prompt(prompt)
         if isinstance(prompt, dict):
@@ -351,7 +490,7 @@ class LLM:
             if "prompt_token_ids" in prompt:
                 parsed = self.frontend.token_prompt(prompt["prompt_token_ids"], "prompt_token_ids")
                 return Prompt(parsed.token_ids, prompt.get("prompt"))
-            return self._prompt(prompt["prompt"])
+            return self.prompt(prompt["prompt"])
         if isinstance(prompt, np.ndarray):
             if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
                 raise InvalidRequestError.at(
@@ -361,6 +500,13 @@ class LLM:
                 )
             return self.frontend.token_prompt(prompt.tolist())
         return self.frontend.token_prompt(prompt)
+
+
+def _of_prompt(error: InvalidRequestError, index: int, num_prompts: int) -> InvalidRequestError:
+    """An error that names which of several prompts it is about."""
+    if num_prompts == 1:
+        return error
+    return type(error)(f"prompts[{index}]: {error.message}", field=error.field)
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
@@ -388,18 +534,14 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 
 
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams], num_prompts: int
-) -> list[SamplingParams]:
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * num_prompts
-    if not isinstance(sampling, (list, tuple)) or not all(
-        isinstance(one, SamplingParams) for one in sampling
-    ):
-        raise InvalidRequestError.at(
-            "sampling_params", f"one SamplingParams, or one per prompt, got {sampling!r}"
-        )
-    if len(sampling) != num_prompts:
-        raise InvalidRequestError.at(
-            "sampling_params", f"{len(sampling)} for {num_prompts} prompts"
-        )
-    return list(sampling)
+    field: str, kind: type[Kind], given: Kind | Sequence[Kind], num_prompts: int
+) -> list[Kind]:
+    """One of `kind` per prompt, of one for all or of as many as there are."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, kind) for one in given):
+        name = kind.__name__
+        raise InvalidRequestError.at(field, f"one {name}, or one per prompt, got {given!r}")
+    if len(given) != num_prompts:
+        raise InvalidRequestError.at(field, f"{len(given)} for {num_prompts} prompts")
+    return list(given)

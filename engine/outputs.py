@@ -13,70 +13,16 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
 from .chat.reader import overlap
 
-_CONTEXT = 24  # tokens of the prompt that the first tokens of a completion are decoded behind
+_CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
-_MAX_HELD = 3  # an unfinished UTF-8 character has at most three bytes
-_MAX_PENDING = 8  # tokens after which a held character cannot be unfinished any more
-_MIN_WINDOW, _MAX_WINDOW = 6, 24  # tokens kept as context; tokens that make us cut back to it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class ByteTokens:
-    """The byte tokens (`<0xC3>`) of a vocabulary with byte fallback, all 256: Llama-2, Gemma."""
-
-    def __init__(self, ids: list[int]) -> None:
-        assert len(ids) == 256, len(ids)
-        self._ids = ids
-        self.bytes = {id: byte for byte, id in enumerate(ids)}
-
-    @classmethod
-    def find(cls, backend: Any) -> ByteTokens | None:
-        """Those of a `tokenizers.Tokenizer`; None where its decoder has no byte fallback."""
-        if "ByteFallback" not in repr(backend.decoder):
-            return None
-        ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-        return None if None in ids else cls(ids)
-
-    def ids(self, text: str) -> list[int]:
-        """`text` in byte tokens."""
-        return [self._ids[byte] for byte in text.encode("utf-8")]
-
-
-class WholeCharacters:
-    """Rewrites a growing sequence of tokens so that its byte tokens always form characters.
-
-    Bytes of an unfinished character are held back; bytes that cannot become one are replaced by
-    the byte tokens of U+FFFD. Decoding the result is then free of context. The tokenizers' own
-    decoder gives up on a whole run of byte tokens where one byte of it is wrong, so that what a
-    byte becomes would depend on bytes that have not been generated yet.
-    """
-
-    def __init__(self, tokens: ByteTokens) -> None:
-        self._tokens = tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_ids: Iterable[int]) -> list[int]:
-        """The tokens that are settled after these."""
-        settled: list[int] = []
-        for token_id in token_ids:
-            byte = self._tokens.bytes.get(token_id)
-            if byte is None:
-                settled += self.finish()
-                settled.append(token_id)
-            else:
-                settled += self._tokens.ids(self._decoder.decode(bytes([byte])))
-        return settled
-
-    def finish(self) -> list[int]:
-        """What stands for the bytes that were held back: the run of byte tokens ends here."""
-        return self._tokens.ids(self._decoder.decode(b"", final=True))
 
 
 class Vocabulary:
@@ -87,50 +33,47 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.decode: Callable[[Sequence[int]], str]  # ids that are known, bytes that are sound
-        self.byte_tokens: ByteTokens | None = None
+        self.decode: Callable[[Sequence[int]], str]  # ids that are known
         if backend is not None:
             added = backend.get_added_tokens_decoder()
             self.special_ids = frozenset(id for id, token in added.items() if token.special)
-            ids = set(backend.get_vocab(with_added_tokens=True).values())
+            ids = backend.get_vocab(with_added_tokens=True)
             self.decode = partial(backend.decode, skip_special_tokens=False)
-            self._byte_level = "ByteLevel" in repr(backend.decoder)
-            self.byte_tokens = ByteTokens.find(backend)
-            anchor = backend.token_to_id("a")
         else:
             self.special_ids = frozenset(tokenizer.all_special_ids)
-            ids = set(tokenizer.get_vocab().values())
+            ids = tokenizer.get_vocab()
             self.decode = partial(
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            self._byte_level = False
-            anchor = tokenizer.get_vocab().get("a")
-        self.size = max(ids, default=-1) + 1  # there may be holes: a count would be too small
-        self.holes = frozenset(set(range(self.size)) - ids)
-        self._anchor: list[int] = [] if anchor is None else [anchor]
-        self._anchor_text = self.decode(self._anchor) if self._anchor else ""
+        self._ids = frozenset(ids.values())
+        self._anchor = [ids.get("a", min(ids.values()))]
+        self._before = self.decode(self._anchor)
+        self._behind = self.decode(self._anchor * 2).removeprefix(self._before)
         self._tokenizer = tokenizer
-        self.token_bytes: Callable[[int], bytes] = cache(self._find_bytes)
+        self.token_bytes: Callable[..., bytes] = cache(self._find_bytes)
 
     def knows(self, token_id: int) -> bool:
         """Whether the tokenizer has this id: models are often padded beyond, ids have holes."""
-        return 0 <= token_id < self.size and token_id not in self.holes
+        return token_id in self._ids
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The whole text of a sequence, as a `Detokenizer` gives it piece by piece."""
         detokenizer = Detokenizer(self, skip_special_tokens=False)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
-    def token_text(self, token_id: int) -> str:
-        """One token within a text, as in OpenAI's `logprobs.tokens`.
+    def token_text(self, token_id: int, first: bool = False) -> str:
+        """One token within a text, as in OpenAI's `logprobs.tokens`; `first`: at its beginning.
 
-        It is decoded behind another one, since some decoders drop the space that begins a text.
+        It is decoded between two others, since some decoders drop the space that begins or ends a
+        text.
         """
         if not self.knows(token_id):
             return ""
-        text = self.decode([*self._anchor, token_id])
-        if text.startswith(self._anchor_text):
-            return text[len(self._anchor_text) :]
+        start = 0 if first else len(self._before)
+        text = self.decode([*self._anchor[: 0 if first else 1], token_id, *self._anchor])
+        end = len(text) - len(self._behind)
+        if start <= end and text.startswith(self._before[:start]) and text[end:] == self._behind:
+            return text[start:end]
         return self.decode([token_id])
 
     def token_name(self, token_id: int) -> str:
@@ -143,9 +86,9 @@ class Vocabulary:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
-    def _find_bytes(self, token_id: int) -> bytes:
+    def _find_bytes(self, token_id: int, first: bool = False) -> bytes:
         """The bytes of a token, also where they are a part of a character."""
-        text = self.token_text(token_id)
+        text = self.token_text(token_id, first)
         if REPLACEMENT not in text:
             return text.encode("utf-8")
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -153,29 +96,24 @@ class Vocabulary:
         if byte:
             return bytes([int(byte[1], 16)])
         table = _byte_level_table()
-        if self._byte_level and all(char in table for char in piece):
+        if all(char in table for char in piece):
             return bytes(table[char] for char in piece)
         return text.encode("utf-8")
 
 
-@lru_cache(maxsize=1)
+@cache
 def _byte_level_table() -> dict[str, int]:
-    """Byte-level BPE's printable characters: visible Latin-1 is itself, the rest follows U+0100."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in visible}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    table.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
-    return table
+    """The bytes that byte-level BPE's printable characters stand for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class Detokenizer:
     """Text of a growing token sequence; what was given out once never changes.
 
-    A window of the last tokens is decoded again at every push and the part that was not yet
-    given out is new. The window's head gives decoders their context (a leading space is dropped
-    only at the start of a text); its length is bounded, so a token costs O(1). A trailing
-    U+FFFD is held back: it may be the first half of a character. With byte fallback the halves
-    are held back as tokens (`WholeCharacters`).
+    It is the UTF-8 text of the tokens' bytes: those of an unfinished character are held back, and
+    those that cannot become one are U+FFFD.
 
     Args:
         context: tokens that come before; their text is not given out.
@@ -190,74 +128,26 @@ class Detokenizer:
         context: Sequence[int] = (),
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._decode = vocabulary.decode
-        self._size, self._skipped = vocabulary.size, vocabulary.holes
-        if skip_special_tokens:
-            self._skipped |= vocabulary.special_ids - shown_ids
-        tokens = vocabulary.byte_tokens
-        self._whole = None if tokens is None else WholeCharacters(tokens)
-        self._limit = _MAX_WINDOW
-        self._num_pending = 0  # tokens since everything was given out
-        self._window = self._shown(context[-_MAX_WINDOW:])
-        if self._whole is not None:
-            self._window = self._whole.push(self._window) + self._whole.finish()
-        self._text = self._decode(self._window) if self._window else ""  # of the window
-        if self._whole is None and self._text.endswith(REPLACEMENT):
-            self._window, self._text = [], ""  # what follows would complete its last character
-        self._given = len(self._text)  # characters of `_text` given out
+        self._vocabulary = vocabulary
+        self._skipped = vocabulary.special_ids - shown_ids if skip_special_tokens else frozenset()
+        self._begins = self._skipped.issuperset(context)  # nothing comes before
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_chars = 0  # given out in all
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
-        new = self._shown(token_ids)
-        if self._whole is not None:
-            new = self._whole.push(new)
-        return self._advance(new) if new else ""
+    def push(self, token_ids: Iterable[int], *, final: bool = False) -> str:
+        """The text that these tokens complete; `final`: also what was held back."""
+        data = b""
+        for token_id in token_ids:
+            if token_id not in self._skipped:
+                data += self._vocabulary.token_bytes(token_id, self._begins)
+                self._begins = False
+        text = self._decoder.decode(data, final)
+        self.num_chars += len(text)
+        return text
 
     def finish(self) -> str:
         """What was still held back; the sequence ends here."""
-        rest = self._whole.finish() if self._whole is not None else []
-        piece = self._advance(rest) if rest else ""
-        held = self._text[self._given :]
-        self._given = len(self._text)
-        self.num_chars += len(held)
-        return piece + held
-
-    def _shown(self, token_ids: Iterable[int]) -> list[int]:
-        return [id for id in token_ids if 0 <= id < self._size and id not in self._skipped]
-
-    def _advance(self, new: list[int]) -> str:
-        self._window += new
-        self._num_pending += len(new)
-        self._text = text = self._decode(self._window)
-        stable = len(text) if self._whole is not None else len(text.rstrip(REPLACEMENT))
-        if stable == len(text):
-            self._num_pending = 0
-        elif self._num_pending > _MAX_PENDING:
-            stable = max(stable, len(text) - _MAX_HELD)
-        piece = text[self._given : stable]
-        self._given = max(self._given, stable)
-        self.num_chars += len(piece)
-        settled = self._num_pending == 0 or self._num_pending > _MAX_PENDING
-        if settled and len(self._window) > self._limit:
-            self._cut()
-        return piece
-
-    def _cut(self) -> None:
-        """Shortens the window where its tail decodes alone to the same text.
-
-        It does not where the cut falls into a character and the decoder gives up on the whole
-        run of bytes (byte fallback); the next cuts are then tried.
-        """
-        held = len(self._text) - self._given
-        for size in range(_MIN_WINDOW, _MIN_WINDOW + 4):
-            tail = self._window[-size:]
-            text = self._decode(tail)
-            if len(text) > held and self._text.endswith(text):
-                self._window, self._text, self._given = tail, text, len(text) - held
-                self._limit = _MAX_WINDOW
-                return
-        self._limit = 2 * len(self._window)
+        return self.push((), final=True)
 
 
 class StopMatcher:
@@ -304,7 +194,7 @@ class StopMatcher:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token; `rank` is 1 for the likeliest, None outside the top."""
+    """Log-probability of a token, and its rank in the vocabulary; the likeliest has 1."""
 
     logprob: float
     rank: int | None = None
@@ -318,7 +208,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
     stop_reason: int | str | None = None  # the stop string or token; None: the end of the text
     logprobs: list[dict[int, Logprob]] | None = None
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
@@ -336,6 +226,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     # Per token of the prompt; None for the first, which nothing precedes.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None  # why the prompt was refused or failed
 
     @property
     def speculation(self) -> SpeculationUsage:
@@ -364,8 +255,8 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    offsets: tuple[int, ...] = ()  # with `logprobs`: characters of the text before each token
-    pieces: tuple[str, ...] = ()  # with `trace`: what each token adds, stop strings included
+    offsets: tuple[int, ...] = ()  # characters of the text before each token
+    pieces: tuple[str, ...] = ()  # what each token adds, stop strings included
     trace: StepTrace | None = None
     step: int = -1  # of the request's steps that emitted, the first is 0
 
@@ -374,14 +265,13 @@ class Chunk:
 class Assembler:
     """The text and tokens of one completion, from its deltas.
 
-    With stop strings, tokens are taken one at a time: those behind the one that completed a stop
-    string do not count, however many a draft brought along.
+    Tokens are taken one at a time: those behind the one that completed a stop string do not count,
+    however many a draft brought along.
 
     Args:
         eos_token_id: the token that ends a text; any other end token is a `stop_reason`.
         prompt: the text that the completion continues; some decoders need it for the first space.
         shown_ids: special tokens whose text is not skipped.
-        with_offsets: whether `offsets` are kept without `logprobs` too.
     """
 
     vocabulary: Vocabulary
@@ -390,7 +280,6 @@ class Assembler:
     index: int = 0
     prompt: Sequence[int] = ()
     shown_ids: frozenset[int] = frozenset()
-    with_offsets: bool = False
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -431,20 +320,17 @@ class Assembler:
         ids, stop, sampling = delta.token_ids, delta.stop_token_id, self.sampling
         hidden = stop is not None and ids[-1:] == (stop,)
         shown = ids[:-1] if hidden and not sampling.include_stop_str_in_output else ids
-        by_token = sampling.stop or sampling.logprobs is not None or self.with_offsets
+        text = ""
         offsets: list[int] = []
         pieces: list[str] = []
-        if not by_token and delta.trace is None:
-            text = self._detokenizer.push(shown)
-        else:
-            text = ""
-            for count, token_id in enumerate(ids, start=1):
-                offsets.append(self._detokenizer.num_chars)
-                pieces.append(self._detokenizer.push((token_id,)) if count <= len(shown) else "")
-                text += self._until_stop(pieces[-1], len(self.token_ids) + count)
-                if self._stops.matched is not None:
-                    ids = ids[:count]
-                    break
+        for count, token_id in enumerate(ids, start=1):
+            offsets.append(self._detokenizer.num_chars)
+            piece = self._detokenizer.push((token_id,)) if count <= len(shown) else ""
+            pieces.append(piece)
+            text += self._until_stop(piece, len(self.token_ids) + count) if sampling.stop else piece
+            if self._stops.matched is not None:
+                ids = ids[:count]
+                break
         logprobs = delta.logprobs[: len(ids)]
         self.token_ids.extend(ids)
         if self.finish_reason is None and delta.finish_reason is not None:
@@ -457,11 +343,10 @@ class Assembler:
         self.logprobs.extend(logprobs)
         self.offsets.extend(offsets)
         self._pieces.append(text)
-        if delta.trace is None:
-            return Chunk(text, ids, logprobs, tuple(offsets))
         step = self.speculation.num_steps - 1
         chunk = Chunk(text, ids, logprobs, tuple(offsets), tuple(pieces), delta.trace, step)
-        self.traced.append(chunk)
+        if delta.trace is not None:
+            self.traced.append(chunk)
         return chunk
 
     def _until_stop(self, piece: str, num_tokens: int) -> str:
@@ -511,5 +396,5 @@ def _table_row(
     row = {
         id: Logprob(value, rank, text(id)) for rank, (id, value) in enumerate(logprobs.top, start=1)
     }
-    row.setdefault(token_id, Logprob(logprobs.chosen, None, text(token_id)))
+    row.setdefault(token_id, Logprob(logprobs.chosen, logprobs.rank, text(token_id)))
     return row

@@ -8,52 +8,110 @@ files show. No weight is read.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, OutriderError
+from .chat.template import read_template
 from .checkpoints import resolved, trust
 
 if TYPE_CHECKING:
     import torch
 
     from ..workers.model.info import ModelInfo, ModelOutline
-    from .frontend import Frontend
 
 log = logging.getLogger(__name__)
+_KEYS_PER_TILE = 256  # of attention on a CPU
 
 
 def require_checkpoints(config: EngineConfig) -> None:
     """Looks for the folders of `config`, and fetches those that are on the Hub.
 
     Raises:
-        ConfigError, CheckpointError: one is missing, or the target's is no checkpoint; by field.
+        ConfigError, CheckpointError: one is missing or cut short, the target's is no checkpoint,
+            or too many ranks or too long a context are asked of it; by field.
     """
-    from ..workers.model.checkpoint.hub import require_checkpoint
+    from ..workers.model.checkpoint.hub import check_whole, require_checkpoint
+    from ..workers.model.info import check_numbers
 
     config = resolved(config)
-    require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle)
+    check_whole(require_checkpoint(Path(config.model), allow_pickle=config.allow_pickle))
     for field, section in draft_sections(config):
         if not Path(section.speculative_model).exists():
             raise CheckpointError.at(
                 field, f"model path {section.speculative_model!r} does not exist"
             )
-    head_sections(config)
+        check_whole(Path(section.speculative_model), field)
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+        raise ConfigError.at("tokenizer", f"{config.tokenizer!r} does not exist")
+    check_numbers(Path(config.model), config.tensor_parallel_size, config.max_model_len)
+    for head in head_sections(config):
+        check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
+
+
+def check_files(
+    config: EngineConfig,
+    *,
+    is_local: bool,
+    in_full: bool = False,
+    errors: list[ConfigError] | None = None,
+) -> None:
+    """What `preflight` checks first: whatever takes no time.
+
+    Raises:
+        ConfigError, CheckpointError: as `preflight`.
+    """
+    with _noting(errors):
+        if config.num_kv_blocks is not None:
+            check_room(config.num_kv_blocks, config.block_size, config.max_model_len or 0)
+    with _noting(errors):
+        read_template(config.chat_template)
+    with _noting(errors):
+        _check_tokenizer_file(Path(config.tokenizer or config.model))
+    with _noting(errors):
+        if is_local and not in_full:  # which builds them as well
+            _import_drafters(config)
+    with _noting(errors):
+        if is_local and config.device == "cuda":
+            import torch  # alone: a worker's modules take seconds more
+
+            if not torch.cuda.is_available():
+                raise ConfigError.at("device", "'cuda' was requested but no CUDA device is visible")
+
+
+def _check_tokenizer_file(folder: Path) -> None:
+    """Raises `CheckpointError` where a folder's tokenizer.json is damaged."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not file.is_file():
+        return  # one of another kind, which transformers reads
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001, it raises nothing narrower
+        raise CheckpointError.at("tokenizer", f"{file} cannot be read: {error}") from None
 
 
 def preflight(
-    config: EngineConfig, *, is_local: bool | None = None, in_full: bool = False
+    config: EngineConfig,
+    *,
+    is_local: bool | None = None,
+    in_full: bool = False,
+    errors: list[ConfigError] | None = None,
 ) -> dict[str, Any]:
     """Checks the checkpoints; returns what their configurations contain.
 
     Args:
-        is_local: whether the workers will run on this machine, so that its devices and its memory
-            decide; None: only if the executor is `local`.
+        is_local: whether the workers will run on this machine, so that its devices, its memory and
+            its Python modules decide; None: only if the executor is `local`.
         in_full: renders the checkpoint's own chat template too, and builds drafters without a model
             as the engine will: a large table takes time, and a user's code may occupy a resource
             that the engine's process needs. They are shut down again.
+        errors: takes every error, so that the checks go on; None: the first is raised.
 
     Raises:
         ConfigError, CheckpointError: model or draft model missing, vocabularies that differ, a
@@ -62,49 +120,99 @@ def preflight(
             drafter's table or snapshot that is damaged or another vocabulary's, a drafter that
             cannot be imported or built or lacks a method; names the field.
     """
-    from ..workers.model.fit import CPU, Serving, check_weights
-    from ..workers.ops.cpu import KERNEL_DTYPES
-    from ..workers.ops.table import describe
-    from ..workers.worker import DTYPES, pick_device
-    from .frontend import Frontend
+    from ..workers.model.info import outline
 
     config = resolved(config)
-    size = config.tensor_parallel_size
+    size, path = config.tensor_parallel_size, Path(config.model)
     is_local = config.executor == "local" if is_local is None else is_local
-    device = pick_device(config.device) if is_local else None  # None: other machines'
+    check_files(config, is_local=is_local, in_full=in_full, errors=errors)
+    target = None
+    with _noting(errors):
+        target = outline(path, size, **trust(config))
+    if target is None:  # go on with what does not depend on the number of ranks
+        with suppress(ConfigError):
+            target = outline(path, **trust(config))
+    if target is None:
+        return {}
+    with _noting(errors):
+        _check_limits(config, target)
+    with _noting(errors):
+        _check_frontend(config, target, renders=in_full)
+    for field, section in draft_sections(config):
+        with _noting(errors):
+            _check_vocabulary(config, section, field, target.vocab_size)
+    found: dict[str, Any] = {}
+    with _noting(errors):
+        found = _check_drafters(config, target.vocab_size, builds=in_full)
+    return _check_models(config, errors, is_local=is_local) | found
+
+
+def _check_models(
+    config: EngineConfig, errors: list[ConfigError] | None, *, is_local: bool
+) -> dict[str, Any]:
+    """Compares all weights' names and shapes with the models; what these contain."""
+    from ..workers.model.fit import CPU, Serving, check_weights
+    from ..workers.worker import DTYPES, pick_device
+
+    device, target, kv_bytes = None, None, None  # no device: other machines'
+    with _noting(errors):
+        device = pick_device(config.device) if is_local else None
     serving = Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
-    target, kv_bytes = check_weights(Path(config.model), size, serving, **trust(config))
-    _check_limits(config, target)
-    _check_cache(config, kv_bytes, device)
-    frontend = Frontend(config, target)  # tokenizer and chat template
-    if in_full or config.chat_template is not None:
-        _check_template(frontend)
+    with _noting(errors):
+        path, size = Path(config.model), config.tensor_parallel_size
+        target, kv_bytes = check_weights(path, size, serving, **trust(config))
+    facts: dict[str, Any] = {}
+    if target is not None:
+        facts = _facts(config, target, device, kv_bytes)
+        with _noting(errors):
+            _check_cache(config, kv_bytes, device)
+    for field, section in draft_sections(config):
+        with _noting(errors):
+            draft = _check_draft(config, section, field)
+            label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
+            facts[f"{label}draft model"] = section.speculative_model
+            facts[f"{label}draft architecture"] = draft.architecture
+            facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
+    if target is not None:
+        with _noting(errors):
+            facts |= _check_heads(config, target)
+    return facts
+
+
+@contextmanager
+def _noting(errors: list[ConfigError] | None) -> Iterator[None]:
+    """Keeps the error of a check in `errors`; None: it is raised."""
+    try:
+        yield
+    except ConfigError as error:
+        if errors is None:
+            raise
+        if error.message not in [each.message for each in errors]:
+            errors.append(error)
+
+
+def _facts(
+    config: EngineConfig, target: ModelInfo, device: torch.device | None, kv_bytes: int | None
+) -> dict[str, Any]:
+    """What the target's configuration contains, for people."""
+    from ..workers.ops.cpu import KERNEL_DTYPES
+    from ..workers.ops.table import describe
+
     facts: dict[str, Any] = {
         "model": config.model,
         "architecture": target.architecture,
         "layers": target.num_layers,
         "vocabulary": target.vocab_size,
         "context": config.max_model_len or target.max_model_len,
-        "ranks": size,
+        "ranks": config.tensor_parallel_size,
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
-    if device == CPU and target.dtype in KERNEL_DTYPES:
+    if device is not None and device.type == "cpu" and target.dtype in KERNEL_DTYPES:
         facts["kernels"] = describe(target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
-    for field, section in draft_sections(config):
-        _check_vocabulary(config, section, field, target.vocab_size)
-        draft = _check_draft(config, section, field)
-        label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
-        facts[f"{label}draft model"] = section.speculative_model
-        facts[f"{label}draft architecture"] = draft.architecture
-        facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
-    return (
-        facts
-        | _check_heads(config, target)
-        | _check_drafters(config, target.vocab_size, builds=in_full)
-    )
+    return facts
 
 
 def check_models(config: EngineConfig) -> int:
@@ -159,9 +267,10 @@ def check_quantization(config: EngineConfig) -> None:
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
     """Raises `ConfigError` for a length or a token that is beyond the target's."""
-    length, limit = config.max_model_len, target.max_model_len
-    if length is not None and length > limit:
-        raise ConfigError.at("max_model_len", f"{length} exceeds the checkpoint's {limit}")
+    from ..workers.model.info import check_length
+
+    if config.max_model_len is not None:
+        check_length(config.max_model_len, target.max_model_len)
     check_thinking_tokens(config, target.vocab_size)
 
 
@@ -178,13 +287,21 @@ def check_thinking_tokens(config: EngineConfig, vocab_size: int) -> None:
             )
 
 
-def check_chains(config: EngineConfig, *, proposes_trees: bool) -> None:
-    """Raises `ConfigError` where a deterministic engine's drafter proposes trees."""
-    if config.deterministic and proposes_trees:
+def check_trees(config: EngineConfig, operations: str) -> None:
+    """Raises `ConfigError` where a deterministic engine cannot verify trees."""
+    if not config.deterministic:
+        return
+    if not operations.startswith("cpu"):
         raise ConfigError.at(
             "deterministic",
-            f"drafts must be chains, and {config.speculative_config.decoding_type} "
+            f"drafts must be chains on GPUs, and {config.speculative_config.decoding_type} "
             "proposes trees here; siblings change the order in which attention adds keys up",
+        )
+    if _KEYS_PER_TILE % config.block_size:
+        raise ConfigError.at(
+            "block_size",
+            f"{config.block_size} does not divide {_KEYS_PER_TILE}, as `deterministic` with a "
+            "drafter of trees needs; allowed: 1, 2, 4, ... 256",
         )
 
 
@@ -199,14 +316,12 @@ def check_room(num_blocks: int, block_size: int, max_model_len: int) -> None:
 
 
 def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.device | None) -> None:
-    """Raises `ConfigError` where the KV cache is too small, or too large for `device`."""
+    """Raises `ConfigError` where the KV cache is too large for `device`."""
     import torch
 
     from ..workers.model.fit import check_blocks
 
     blocks, block_size = config.num_kv_blocks, config.block_size
-    if blocks is not None:
-        check_room(blocks, block_size, config.max_model_len or 0)
     if device is None or blocks is None or kv_bytes is None:
         return
     ranks = config.tensor_parallel_size
@@ -214,9 +329,16 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
     check_blocks(blocks, block_size, kv_bytes, device, share)
 
 
-def _check_template(frontend: Frontend) -> None:
-    """Raises `ConfigError` where the chat template does not take one user message."""
-    if not frontend.has_chat_template:
+def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool) -> None:
+    """Loads tokenizer and chat template.
+
+    Raises `ConfigError` where they cannot be, or where a template that was given, or `renders`,
+    does not take one user message.
+    """
+    from .frontend import Frontend
+
+    frontend = Frontend(config, target)
+    if not frontend.has_chat_template or not (renders or config.chat_template is not None):
         return
     try:
         frontend.chat_prompt([{"role": "user", "content": "Hello"}])
@@ -299,13 +421,22 @@ def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
 
     head_section(config)  # one at most in the target's workers
     sizes = (target.hidden_size, target.vocab_size, target.num_layers)
-    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"))
+    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
     facts: dict[str, str] = {}
     for index, head in enumerate(head_sections(config)):
         folder = str(head.folder_beside(config.model))
         check_head(head.model_copy(update={"speculative_model": folder}), fits)
         facts[f"head {index + 1}" if index else "head"] = f"{folder} ({head.placement})"
     return facts
+
+
+def _import_drafters(config: EngineConfig) -> None:
+    """Imports users' drafters, without building them."""
+    from ..drafters.registry import method_of
+
+    for section in config.speculative_config.sections:
+        if (check := method_of(section).check_code) is not None:
+            check(section)
 
 
 def _check_drafters(config: EngineConfig, vocab_size: int, *, builds: bool) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..drafters.drafting import Drafting
+from ..drafters.drafting import WithPredictions
 from ..errors import EngineDeadError, WorkerError
 from ..scheduler.loop import Loop
 from ..scheduler.sequence import Sequence
@@ -90,6 +90,7 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     drafter: str
+    drafters: tuple[str, ...]  # by the names of their statistics; empty: plain decoding
     forward: str  # "family" or "bridge": which decoder computes the target
     forward_reason: str  # why it is not the family's; empty if it is
     # Of the coins that accept drafts; None: the target does.
@@ -106,7 +107,7 @@ SYNTHETIC_WARNING = (
 )
 
 
-def statistics(info: EngineInfo, loop: Loop, drafting: Drafting) -> dict[str, Any]:
+def statistics(info: EngineInfo, loop: Loop, drafting: WithPredictions) -> dict[str, Any]:
     """Everything that the engine counts but its own failures."""
     scheduler, pool, budget = loop.scheduler, loop.scheduler.pool, loop.scheduler.budget
     health = drafting.all_health()
@@ -126,6 +127,8 @@ def statistics(info: EngineInfo, loop: Loop, drafting: Drafting) -> dict[str, An
             "block_size": pool.block_size,
         },
         "requests": asdict(scheduler.counts),
+        "requests_ended": dict(scheduler.timer.num_ended),
+        "request_histograms": scheduler.timer.histograms(),
         "steps": asdict(loop.timer.times),
         "threads": [asdict(choice) for choice in loop.timer.thread_choices],
         "step_limit": {
@@ -161,7 +164,7 @@ def _request(sequence: Sequence, now: float) -> dict[str, Any]:
     }
 
 
-def statistics_lines(info: EngineInfo, drafting: Drafting) -> list[str]:
+def statistics_lines(info: EngineInfo, drafting: WithPredictions) -> list[str]:
     """One block of statistics per drafter, as llama-server prints it."""
     rate = info.synthetic_acceptance_rate
     lines = [] if rate is None else [SYNTHETIC_WARNING % rate]

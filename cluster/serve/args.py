@@ -6,29 +6,18 @@ Serve's own schema swallows unknown keys; here every one is an error that names 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
-from ...errors import ConfigError
+from ...errors import ConfigError, in_words
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
 _LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
 _AUTO_MAX_REPLICAS = 100  # as Serve's own `num_replicas: auto`
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What one connection may take."""
-
-    header_timeout_s: float = 10.0  # for all headers of a request to arrive
-    max_header_bytes: int = 64 * 2**10
-    write_timeout_s: float = 30.0  # without room for more of an answer: the client does not read
-    send_buffer_bytes: int = 256 * 2**10  # of the kernel; as much again is kept by the process
 
 
 def check_autoscaling(given: dict[str, Any]) -> None:
@@ -46,7 +35,7 @@ def check_autoscaling(given: dict[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([where, *map(str, first["loc"])])
-        raise at_key(key, first["msg"].removeprefix("Value error, ")) from None
+        raise at_key(key, in_words(first)) from None
 
 
 def autoscaling(section: DeploymentConfig, max_num_seqs: int) -> dict[str, Any] | None:
@@ -83,40 +72,26 @@ def by_load(context: Any) -> tuple[float, dict[str, Any]]:
 class DeploymentConfig(Strict):
     """How Serve deploys the engines of one model."""
 
-    num_replicas: int | Literal["auto"] = Field(
-        1, description="Engines behind one endpoint; auto scales between 1 and 100."
-    )
-    autoscaling_config: dict[str, Any] | None = Field(
-        None, description="Serve's autoscaler, by the length of the queue; not with num_replicas."
-    )
-    max_ongoing_requests: int | None = Field(
-        None,
-        ge=1,
-        description="Requests that an engine gets at once, while others wait in the ingress; "
-        "default: any number, or two batches where Serve scales the engines.",
-    )
-    max_queued_requests: int | None = Field(
-        None, ge=-1, description="Requests queued by an ingress; default: the engine's; -1: any."
-    )
+    num_replicas: int | Literal["auto"] = 1
+    """Engines behind one endpoint; auto scales between 1 and 100."""
+    autoscaling_config: dict[str, Any] | None = None
+    """Serve's autoscaler, by the length of the queue; not with num_replicas."""
+    max_ongoing_requests: int | None = Field(None, ge=1)
+    """Requests that an engine gets at once, while others wait in the ingress; default: any
+    number, or two batches where Serve scales the engines."""
+    max_queued_requests: int | None = Field(None, ge=-1)
+    """Requests queued by an ingress; default: the engine's; -1: any."""
     health_check_period_s: float = Field(5.0, gt=0, description="Seconds between health checks.")
-    health_check_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds after which a health check has failed."
-    )
-    hung_after_s: float = Field(
-        10.0,
-        ge=0,
-        description="Seconds after which a process that does not run is killed and replaced; "
-        "0: never.",
-    )
-    graceful_shutdown_timeout_s: float = Field(
-        30.0, ge=0, description="Seconds that running requests have left at the end."
-    )
-    ray_actor_options: dict[str, Any] = Field(
-        default_factory=dict, description="Ray options of engine replicas, as runtime_env."
-    )
-    user_config: dict[str, Any] | None = Field(
-        None, description="Speculation at run time: {enabled: bool, max_draft_len: int or null}."
-    )
+    health_check_timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which a health check has failed."""
+    hung_after_s: float = Field(10.0, ge=0)
+    """Seconds after which a process that does not run is killed and replaced; 0: never."""
+    graceful_shutdown_timeout_s: float = Field(30.0, ge=0)
+    """Seconds that running requests have left at the end."""
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    """Ray options of engine replicas, as runtime_env."""
+    user_config: dict[str, Any] | None = None
+    """Speculation at run time: {enabled: bool, max_draft_len: int or null}."""
 
     @property
     def scales(self) -> bool:
@@ -128,11 +103,15 @@ class DeploymentConfig(Strict):
         """How long a check is held: up to the next one, and well within the time it may take."""
         return min(_LATER_THAN_NEXT * self.health_check_period_s, self.health_check_timeout_s / 3)
 
+    @field_validator("num_replicas", "num_ingress_replicas", check_fields=False)
+    @classmethod
+    def _some(cls, count: int | str) -> int | str:
+        if isinstance(count, int) and count < 1:
+            raise ValueError("must be at least 1")
+        return count
+
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> DeploymentConfig:
-        if isinstance(self.num_replicas, int) and self.num_replicas < 1:
-            message = f"num_replicas ({self.num_replicas}) must be at least 1"
-            raise at_key("num_replicas", message)
         if self.autoscaling_config is not None:
             if self.num_replicas not in (1, "auto"):
                 raise ValueError("give either num_replicas or autoscaling_config, not both")
@@ -144,50 +123,35 @@ class ServeConfig(DeploymentConfig):
     """The `serve:` section: the endpoint, and the engines of the model where there is one."""
 
     name: str = Field("outrider", description="Name of the Serve application.")
-    route_prefix: str = Field("/", pattern=r"^/", description="Path before /v1.")
+    route_prefix: str = Field("/", pattern=r"^/", examples=["/llm"], description="Path before /v1.")
     host: str = Field("127.0.0.1", description="Address that ingresses listen on.")
-    port: int | None = Field(
-        8001,
-        ge=1,
-        le=65535,
-        description="Port that all ingresses of a node share; null: only Serve's proxy listens.",
-    )
+    port: int | None = Field(8001, ge=1, le=65535)
+    """Port that all ingresses of a node share; null: only Serve's proxy listens."""
     ssl_certfile: str | None = Field(None, description="Certificate chain in PEM: serve HTTPS.")
     ssl_keyfile: str | None = Field(None, description="The certificate's private key in PEM.")
-    num_ingress_replicas: int | Literal["auto"] = Field(
-        "auto", description="Processes that speak HTTP; auto: 2, or 1 if keys can have limits."
-    )
-    request_timeout_s: float | None = Field(
-        None, gt=0, description="Seconds after which a request gets 504; default: none."
-    )
+    num_ingress_replicas: int | Literal["auto"] = "auto"
+    """Processes that speak HTTP; auto: 2, or 1 if keys can have limits."""
+    request_timeout_s: float | None = Field(None, gt=0)
+    """Seconds after which a request gets 504; default: none."""
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest body of a request.")
-    body_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds in which the body of a request has to arrive."
-    )
-    header_timeout_s: float = Field(
-        10.0, gt=0, description="Seconds in which the headers of a request have to arrive."
-    )
-    write_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds after which a client that does not read is cut off."
-    )
-    resume_window_s: float = Field(
-        30.0, ge=0, le=3600, description="Seconds that tokens of broken streams are kept; 0: none."
-    )
-    resume_max_values: int = Field(
-        2_000_000, ge=1, description="Kept tokens and log-probabilities, per engine."
-    )
+    body_timeout_s: float = Field(60.0, gt=0)
+    """Seconds in which the body of a request has to arrive."""
+    header_timeout_s: float = Field(10.0, gt=0)
+    """Seconds in which the headers of a request have to arrive."""
+    write_timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which a client that does not read, or is gone, is cut off."""
+    resume_window_s: float = Field(30.0, ge=0, le=3600)
+    """Seconds that tokens of broken streams are kept; 0: none."""
+    resume_max_values: int = Field(2_000_000, ge=1)
+    """Kept tokens and log-probabilities, per engine."""
     otlp_endpoint: str | None = Field(
-        None, pattern=r"^https?://", description="URL that OpenTelemetry spans are sent to."
+        None, pattern=r"^https?://", examples=["http://collector:4318"]
     )
+    """URL that OpenTelemetry spans are sent to."""
     access: AccessConfig = Field(AccessConfig(), description="API keys, their limits, and CORS.")
 
     @model_validator(mode="after")
-    def _some_ingress(self) -> ServeConfig:
-        count = self.num_ingress_replicas
-        if isinstance(count, int) and count < 1:
-            raise at_key(
-                "num_ingress_replicas", f"num_ingress_replicas ({count}) must be at least 1"
-            )
+    def _whole_certificate(self) -> ServeConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise at_key("ssl_certfile", "ssl_keyfile needs ssl_certfile as well")
         return self
@@ -200,11 +164,6 @@ class ServeConfig(DeploymentConfig):
         """
         count = self.num_ingress_replicas
         return count if isinstance(count, int) else 1 if self.access.may_limit else 2
-
-    @property
-    def connection_limits(self) -> ConnectionLimits:
-        """What a client's connection may take."""
-        return ConnectionLimits(self.header_timeout_s, write_timeout_s=self.write_timeout_s)
 
     @property
     def deployment(self) -> DeploymentConfig:

@@ -6,7 +6,6 @@ of them may touch another.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -168,19 +167,3 @@ def _own_error(messages: list[str]) -> OutriderError | None:
             if isinstance(kind, type) and issubclass(kind, OutriderError):
                 return kind(text.strip())
     return None
-
-
-# How soon deaths are noticed by the Ray that `outrider serve` starts. One that runs already has
-# what `ray start` was given; `docs/operations.md` lists the variables.
-DETECTION = {
-    # A process's answers to all callers wait behind those to one that died, one after the other,
-    # each for this time (whole seconds) and for the check behind it.
-    "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
-    "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
-}
-
-
-def set_detection() -> None:
-    """Sets what the environment does not set already, for processes that Ray starts."""
-    for name, value in DETECTION.items():
-        os.environ.setdefault(name, value)

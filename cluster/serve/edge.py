@@ -138,6 +138,7 @@ class EngineDoor:
             "report": report,
             "count_resumable": store.count,
             "take": self._take,
+            "reset_prefix_cache": engine.reset_prefix_cache,
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
@@ -345,7 +346,7 @@ class EdgeLink:
     def _read(self) -> None:
         verbs: dict[int, Callable[..., None]] = {
             RUN: self._run,
-            ABORT: self._abort,
+            ABORT: self._door.engine.abort,
             ASK: self._ask,
             WAITING: self._wait,
         }
@@ -394,9 +395,6 @@ class EdgeLink:
         elif self.lost:  # while it was on its way: nobody would end it
             self._door.engine.abort(request_id)
             self._release([request_id])
-
-    def _abort(self, request_id: str) -> None:
-        self._door.engine.abort(request_id)
 
     def _ask(self, number: int, verb: str, *arguments: Any) -> None:
         self._door.threads.submit(self._answer, number, verb, arguments)

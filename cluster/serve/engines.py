@@ -179,8 +179,6 @@ class EngineLink(asyncio.Protocol):
             self._transport.write(framing.frame(msgpack.packb(commands, use_bin_type=True)))
 
     def _take(self, frame: FromEngine) -> None:
-        before = self.load, self.is_open
-        self._told_load, self._num_sent = frame.load, 0
         for delta in frame.deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is not None:
@@ -197,8 +195,11 @@ class EngineLink(asyncio.Protocol):
                 answer.set_exception(WorkerError(reason))
             else:
                 answer.set_result(decode(body))
-        if before != (self.load, self.is_open):
-            self._on_change()
+        if self._num_sent or frame.load != self._told_load:
+            before = self.load, self.is_open
+            self._told_load, self._num_sent = frame.load, 0
+            if before != (self.load, self.is_open):
+                self._on_change()
 
 
 class Engines:
@@ -241,17 +242,21 @@ class Engines:
         """Serve's list of replicas, from any thread."""
         self._loop.call_soon_threadsafe(self._set, dict(addresses))
 
-    async def run(self, request: Request) -> tuple[EngineLink, Inbox]:
+    def run(self, request: Request) -> asyncio.Future[tuple[EngineLink, Inbox]]:
         """Sends a request to an engine, once one has room; where its deltas will come.
 
-        Raises:
+        The future is done already where one has. It may end with:
             OverloadedError: too many wait already.
             EngineDeadError: Serve starts no engine.
         """
-        if not self._queue:
-            link = self._best(request)
-            if link is not None:
-                return link, link.run(request)
+        link = None if self._queue else self._best(request)
+        if link is None:
+            return asyncio.ensure_future(self._run_later(request))
+        sent: asyncio.Future[tuple[EngineLink, Inbox]] = self._loop.create_future()
+        sent.set_result((link, link.run(request)))
+        return sent
+
+    async def _run_later(self, request: Request) -> tuple[EngineLink, Inbox]:
         if 0 <= self._max_waiting <= len(self._queue) and not request.was_accepted:
             raise OverloadedError(
                 f"every engine is full, and {len(self._queue)} requests wait "
@@ -280,19 +285,13 @@ class Engines:
             TimeoutError: not all answered in time.
         """
         links = self.links
-        asked = [asyncio.ensure_future(link.ask(verb, *arguments)) for link in links]
-        if not asked:
-            return {}
-        _, late = await asyncio.wait(asked, timeout=timeout_s)
-        for each in late:
-            each.cancel()
-        if late:
-            raise TimeoutError
-        failed = [each for each in asked if each.exception() is not None]
-        for each in failed:
-            log.warning("%s got no answer: %s", verb, each.exception())
-        pairs = zip(links, asked, strict=True)
-        return {link.name: each.result() for link, each in pairs if each not in failed}
+        asked = [link.ask(verb, *arguments) for link in links]
+        async with asyncio.timeout(timeout_s):
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = dict(zip([link.name for link in links], answers, strict=True))
+        for name in [name for name, each in found.items() if isinstance(each, BaseException)]:
+            log.warning("%s got no answer: %s", verb, found.pop(name))
+        return found
 
     def close(self) -> None:
         """Hangs up."""

@@ -3,8 +3,9 @@
 Every ingress of a node listens on the same port (SO_REUSEPORT): the kernel spreads connections over
 them, and the death of one breaks only its own. uvicorn serves them, with guards against headers
 that never end and clients that never read. A body that never ends is the ingress's business
-(`read_body`). A client that is cut off counts as one that has hung up: its request is aborted, and
-its KV blocks are free before the engine's next step.
+(`read_body`). A client whose machine or network is gone never hangs up; the kernel asks it, and
+ends the connection where nobody answers. A client that is cut off counts as one that has hung up:
+its request is aborted, and its KV blocks are free before the engine's next step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Any, cast
 
+from starlette.responses import PlainTextResponse
+
 from ...errors import ConfigError, EngineDeadError
-from .args import ConnectionLimits, ServeConfig
+from ...workers.transport import framing
+from .args import ServeConfig
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,10 +30,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _OWN = "/-/"  # paths that are answered here
 _HEALTH, _WHO = "/-/healthz", "/-/front-door"
+MAX_HEADER_BYTES = 64 * 2**10
+SEND_BUFFER_BYTES = 256 * 2**10  # of the kernel; as much again is kept by the process
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # without a request
 _CLAIM_S = 10.0  # for a sibling that has just opened the port to say who it is
 _CLAIM_POLL_S = 0.1
+_NOTHING = PlainTextResponse("there is nothing here", 404)
 _TIMEOUT_ANSWER = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LARGE_ANSWER = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -75,8 +82,15 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     except OSError as error:
         bound.close()
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError.at(
+                "host",
+                f"{reason}; it is no address of this machine (0.0.0.0: all of its addresses)",
+            ) from None
         if error.errno == errno.EADDRINUSE:
             reason += "; stop what uses it or choose another with --port"
+        if error.errno == errno.EACCES:
+            reason += "; ports below 1024 need a privilege"
         raise ConfigError.at("port", reason) from None
     return bound
 
@@ -96,7 +110,7 @@ class FrontDoor:
         self._prefix = section.route_prefix.rstrip("/")
         config = uvicorn.Config(
             self._answer,
-            http=guarded(AutoHTTPProtocol, section.connection_limits),
+            http=guarded(AutoHTTPProtocol, section),
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -174,35 +188,27 @@ class FrontDoor:
         path: str = scope["path"]
         if path.startswith(_OWN):
             known = {_HEALTH: "success", _WHO: self._owner}
-            await _text(send, known.get(path))
+            answer = PlainTextResponse(known[path]) if path in known else _NOTHING
+            await answer(scope, receive, send)
         elif not self._prefix:
             await self._app(scope, receive, send)
         elif path == self._prefix or path.startswith(f"{self._prefix}/"):
             await self._app({**scope, "root_path": self._prefix}, receive, send)
         else:
-            await _text(send, None)
+            await _NOTHING(scope, receive, send)
 
 
-async def _text(send: Send, body: str | None) -> None:
-    """Answers in plain text; None: there is nothing at this path."""
-    text = (body or "there is nothing here").encode()
-    headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(text))]
-    status = 404 if body is None else 200
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
-
-
-def guarded(base: type[asyncio.Protocol], limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol class `base`, with the limits."""
+def guarded(base: type[asyncio.Protocol], section: ServeConfig) -> type[asyncio.Protocol]:
+    """uvicorn's protocol class `base`, with the limits of a section."""
     return cast(
-        "type[asyncio.Protocol]", type("GuardedProtocol", (_Guarded, base), {"limits": limits})
+        "type[asyncio.Protocol]", type("GuardedProtocol", (_Guarded, base), {"section": section})
     )
 
 
 class _Guarded(asyncio.Protocol):
     """In front of one of uvicorn's protocols, whose `cycle` is the request that is answered."""
 
-    limits: ConnectionLimits
+    section: ServeConfig
     _transport: asyncio.Transport
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -213,8 +219,9 @@ class _Guarded(asyncio.Protocol):
         connection = transport.get_extra_info("socket")
         if connection is not None:
             with contextlib.suppress(OSError):
-                size = self.limits.send_buffer_bytes // 2  # the kernel doubles it
+                size = SEND_BUFFER_BYTES // 2  # the kernel doubles it
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+                framing.end_without_answers(connection, self.section.write_timeout_s)
         super().connection_made(transport)
         self._expect_headers(0)
 
@@ -229,7 +236,7 @@ class _Guarded(asyncio.Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = _later(self.limits.write_timeout_s, self._cut_off)
+            self._write_timer = _later(self.section.write_timeout_s, self._cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -242,11 +249,11 @@ class _Guarded(asyncio.Protocol):
 
     def _expect_headers(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
-        if self._num_header_bytes > self.limits.max_header_bytes:
+        if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(_TOO_LARGE_ANSWER)
         elif self._header_timer is None:
             self._header_timer = _later(
-                self.limits.header_timeout_s, lambda: self._refuse(_TIMEOUT_ANSWER)
+                self.section.header_timeout_s, lambda: self._refuse(_TIMEOUT_ANSWER)
             )
 
     def _refuse(self, answer: bytes) -> None:
@@ -257,9 +264,8 @@ class _Guarded(asyncio.Protocol):
 
     def _cut_off(self) -> None:
         self._write_timer = None
-        log.info(
-            "a client has not read for %g s; its connection is cut off", self.limits.write_timeout_s
-        )
+        limit_s = self.section.write_timeout_s
+        log.info("a client has not read for %g s; its connection is cut off", limit_s)
         self._transport.abort()
 
     def _cancel_header_timer(self) -> None:

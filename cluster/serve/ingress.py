@@ -17,14 +17,15 @@ from ...config.access import AccessConfig
 from ...engine.checkpoints import load_tokenizer, resolved
 from ...engine.frontend import Frontend
 from ...engine.statistics import EngineInfo
-from ...errors import InvalidRequestError
 from ..process import keep_trimmed, start_watchdog, without_torch
 from .access.access import Access
 from .args import ServeConfig
 from .engines import Engines, directory
 from .front_door import FrontDoor
+from .handle import HandleMethods, RefusedError
 from .metrics import EdgeMetrics
 from .models import HeldCheck, ServedModel
+from .openai.calls import Calls
 from .openai.resuming import ResumePolicy
 from .openai.routes import Edge, build_http
 from .serve_client import ServeClient
@@ -37,20 +38,19 @@ def _load_tokenizer(model: ServedModel) -> Any:
     return load_tokenizer(resolved(model.config))
 
 
-class Ingress:
+class Ingress(HandleMethods):
     """HTTP, tokenizers and detokenizers; several of them share the engines."""
 
     def __init__(
         self,
         engines: dict[str, DeploymentHandle[Any]],
-        models: list[dict[str, Any]],
-        section: dict[str, Any],
+        models: list[ServedModel],
+        section: ServeConfig,
     ) -> None:
-        """`engines` are the handles by model name, `models` the settings of each."""
+        """`engines` are the handles by model name."""
         keep_trimmed()
         self._engines = engines
-        self._models = [ServedModel.load(each) for each in models]
-        self._section = ServeConfig(**section)
+        self._models, self._section = models, section
         start_watchdog(self._section.hung_after_s)
         self._access = Access(self._section.access, self._section.num_ingresses)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -75,6 +75,7 @@ class Ingress:
             frontend = await asyncio.to_thread(Frontend, model.config, *found)
             edges.append(self._edge(model, client, frontend))
         self._app = app = build_http(*edges)
+        self._calls = Calls(*edges)
         if self._section.port is not None:
             cluster = ray.get_runtime_context().gcs_address
             owner = f"{cluster} {serve.get_replica_context().app_name}"
@@ -94,7 +95,8 @@ class Ingress:
         )
         directory.follow(str(handle.deployment_id), engines)
         self._clients.append(engines)
-        siblings = serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
+        context = serve.get_replica_context()
+        siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         return ServeClient(engines, siblings, self._metrics[model.name].replayed)
 
     async def _tokenizers(self) -> list[Any]:
@@ -146,7 +148,7 @@ class Ingress:
             InvalidRequestError: a stream was asked for.
         """
         if body.get("stream"):
-            raise InvalidRequestError.at("stream", "a call by a handle gets the whole answer")
+            raise RefusedError.at("stream", "`post` gets the whole answer; `chat` streams")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         assert self._app is not None
         transport = httpx.ASGITransport(self._app)
@@ -163,3 +165,16 @@ class Ingress:
             await door.close()
         for engines in getattr(self, "_clients", []):
             engines.close()
+
+
+class LLMServer(Ingress):
+    """An ingress without a port, which only handles call."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        engines: dict[str, DeploymentHandle[Any]],
+        models: list[ServedModel],
+        section: ServeConfig,
+    ) -> None:
+        super().__init__(engines, models, section)
+        await self.__serve_build_asgi_app__()

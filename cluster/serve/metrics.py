@@ -1,17 +1,18 @@
-"""Prometheus metrics: engines' own statistics, and times measured where the tokens leave.
+"""Metrics: engines' own statistics, and times measured where the tokens leave.
 
-Names follow vLLM's, so that its dashboards need one word changed. Engine figures carry the label
-`replica`, edge figures the label `ingress`; nothing is registered globally.
+`/metrics` has them as Prometheus text: ours under `outrider:`, engine figures with the label
+`replica` and edge figures with the label `ingress`; and the engines' under vLLM's own names.
+`RayMetrics` gives the latter to Ray. Nothing is registered globally.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,6 +20,8 @@ from prometheus_client.core import (
     Metric,
 )
 
+from ...engine import metrics as vllm
+from ...scheduler.timer import Histogram
 from ...scheduler.types import RequestTimes
 
 PREFIX = "outrider:"
@@ -56,6 +59,17 @@ _DRAFTS = {  # of each drafter
     "num_acc_drafts": ("spec_decode_num_accepted_drafts", "Drafts accepted at least in part"),
     "faults": ("spec_decode_faults", "Failures of the drafter; each cost one draft"),
 }
+_CACHES = {  # of each drafter with a speculation cache
+    "num_lookups": ("spec_cache_lookups", "Drafts looked up among the prepared ones"),
+    "num_hits": ("spec_cache_hits", "Drafts that were prepared"),
+    "num_outcomes": ("spec_cache_outcomes", "Outcomes prepared"),
+    "num_tokens": ("spec_cache_tokens", "Tokens prepared"),
+    "num_used_tokens": ("spec_cache_used_tokens", "Prepared tokens that became drafts"),
+    "num_dropped": ("spec_cache_dropped_answers", "Answers to none of the open requests"),
+}
+_CACHE_TIMES = {
+    "draft_ms": "draft", "waited_ms": "waited", "hidden_ms": "hidden", "saved_ms": "saved",
+}  # fmt: skip
 _VERBS = {"begin_ms": "begin", "gen_ms": "generate", "acc_ms": "accept"}
 # Then what is computed from them: help, and labels beside model and replica.
 _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
@@ -75,6 +89,11 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
             "position",
         ),
         "spec_decode_seconds": ("Time in the drafter's verbs", "drafter", "verb"),
+        "spec_cache_seconds": (
+            "Drafting with a speculation cache: all of it, and what steps waited for",
+            "drafter",
+            "part",
+        ),
     },
     HistogramMetricFamily: {
         "worker_recovery_seconds": (
@@ -99,7 +118,7 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
         declare(GaugeMetricFamily, *row)
     for row in (*_TOTALS.values(), *_REQUESTS.values(), *_STEPS.values()):
         declare(CounterMetricFamily, *row)
-    for row in _DRAFTS.values():
+    for row in (*_DRAFTS.values(), *_CACHES.values()):
         declare(CounterMetricFamily, *row, "drafter")
     for kind, table in _COMPUTED.items():
         for name, columns in table.items():
@@ -107,12 +126,16 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
     for replica, stats in engines.items():
         for name, value, *labels in chain(_of_engine(stats), _of_drafters(stats)):
             if isinstance(value, dict):  # a histogram's counts by bucket
-                bounds = [*(str(bound) for bound in value["bounds"]), "+Inf"]
-                buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
-                families[name].add_metric([model, replica, *labels], buckets, value["sum"])
+                families[name].add_metric([model, replica, *labels], *_cumulative(value))
             else:
                 families[name].add_metric([model, replica, *labels], value)
     yield from families.values()
+
+
+def _cumulative(histogram: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    """Buckets and sum of `Histogram.as_dict`, as Prometheus has them."""
+    bounds = [*(str(bound) for bound in histogram["bounds"]), "+Inf"]
+    return list(zip(bounds, accumulate(histogram["counts"]), strict=True)), histogram["sum"]
 
 
 def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -126,9 +149,7 @@ def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     ):
         for key, (name, _) in table.items():
             yield name, values.get(key, 0)
-    kv = stats.get("kv") or {}
-    total = kv.get("num_blocks", 0)
-    yield "kv_cache_usage_perc", 1 - kv.get("num_free_blocks", 0) / total if total else 0
+    yield "kv_cache_usage_perc", vllm.kv_usage(stats)
     if stats.get("recovery_seconds"):
         yield "worker_recovery_seconds", stats["recovery_seconds"]
     states = [each["state"] for each in stats.get("workers") or ()]
@@ -152,9 +173,112 @@ def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             yield "spec_decode_num_accepted_tokens_per_pos", count, drafter, str(position)
         for key, verb in _VERBS.items():
             yield "spec_decode_seconds", values.get(key, 0.0) / 1e3, drafter, verb
+        cache = values.get("speculation_cache")
+        if cache is not None:
+            for key, (name, _) in _CACHES.items():
+                yield name, cache[key], drafter
+            for key, part in _CACHE_TIMES.items():
+                yield "spec_cache_seconds", cache[key] / 1e3, drafter, part
         state = (values.get("health") or {}).get("state")
         if state is not None:
             yield "spec_decode_drafter_up", float(state == "active"), drafter
+
+
+def vllm_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:
+    """Engines' statistics under vLLM's names; the label `engine` is the replica."""
+    families: dict[str, Any] = {}
+    for replica, stats in engines.items():
+        for metric in vllm.engine_metrics(stats, model, replica):
+            name, values = metric.name, [*metric.labels.values()]
+            labels = [*metric.labels, *(["position"] if isinstance(metric, vllm.Vector) else [])]
+            if name not in families:
+                families[name] = _VLLM_KINDS[type(metric)](name, vllm.HELP[name], labels=labels)
+            family = families[name]
+            if isinstance(metric, vllm.Histogram):
+                family.add_metric(values, [*metric.buckets.items()], metric.sum)
+            elif isinstance(metric, vllm.Vector):
+                for position, count in enumerate(metric.values):
+                    family.add_metric([*values, str(position)], count)
+            elif isinstance(metric, vllm.Counter | vllm.Gauge):
+                family.add_metric(values, metric.value)
+    yield from families.values()
+
+
+_VLLM_KINDS: dict[type[vllm.Metric], Any] = {
+    vllm.Gauge: GaugeMetricFamily,
+    vllm.Counter: CounterMetricFamily,
+    vllm.Vector: CounterMetricFamily,
+    vllm.Histogram: HistogramMetricFamily,
+}
+
+
+class RayMetrics:
+    """An engine's figures for Ray: its exporter, its dashboard, and the panels that come with it.
+
+    Ray takes no colon, so names begin with `vllm_`; its exporter adds `ray_`. Made in a replica of
+    Serve, which adds the labels `deployment`, `replica` and `application`.
+    """
+
+    def __init__(self) -> None:
+        from ray.serve import metrics
+
+        self._ray = metrics
+        self._families: dict[str, Any] = {}
+        self._before: dict[tuple[str, ...], Any] = {}  # what Ray has, by name and labels
+
+    def report(self, metrics: Iterable[vllm.Metric]) -> None:
+        """Brings Ray to the state of `metrics`; counters and histograms by what is new in them."""
+        for metric in metrics:
+            if isinstance(metric, vllm.Gauge):
+                self._family("Gauge", metric).set(metric.value, metric.labels)
+            elif isinstance(metric, vllm.Counter):
+                self._count(metric)
+            elif isinstance(metric, vllm.Vector):
+                for position, count in enumerate(metric.values):
+                    labels = {**metric.labels, "position": str(position)}
+                    self._count(vllm.Counter(metric.name, labels, count))
+            elif isinstance(metric, vllm.Histogram):
+                bounds = [float(each) for each in metric.buckets][:-1]
+                family = self._family("Histogram", metric, boundaries=bounds)
+                for value in _new_values(self._swap(metric), metric):
+                    family.observe(value, metric.labels)
+
+    def _count(self, metric: vllm.Counter) -> None:
+        before = self._swap(metric)
+        new = metric.value - (0 if before is None else before.value)
+        if new > 0:
+            self._family("Counter", metric).inc(new, metric.labels)
+
+    def _swap(self, metric: Any) -> Any:
+        """The series as it was reported last, or None; `metric` is from now on."""
+        key = (metric.name, *metric.labels.values())
+        before, self._before[key] = self._before.get(key), metric
+        return before
+
+    def _family(self, kind: str, metric: vllm.Metric, **options: Any) -> Any:
+        if metric.name not in self._families:
+            name, labels = metric.name.replace(":", "_"), tuple(metric.labels)
+            made = getattr(self._ray, kind)(
+                name, vllm.HELP[metric.name], tag_keys=labels, **options
+            )
+            self._families[metric.name] = made
+        return self._families[metric.name]
+
+
+def _new_values(before: vllm.Histogram | None, after: vllm.Histogram) -> Iterator[float]:
+    """As many values as `after` has more than `before`, each in the middle of its bucket.
+
+    Ray's agent makes the same of what it gets: its sums are approximate anyway.
+    """
+    counts = [0] * len(after.buckets) if before is None else before.buckets.values()
+    new = [
+        now - then for now, then in zip(after.buckets.values(), counts, strict=True)
+    ]  # cumulative
+    lower = 0.0
+    for bound, count, below in zip(after.buckets, new, [0, *new], strict=False):
+        upper = 2 * lower if bound == "+Inf" else float(bound)
+        yield from repeat((lower + upper) / 2, count - below)
+        lower = upper
 
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0)
@@ -169,49 +293,32 @@ _TIMES = {  # histograms of an edge
     "request_decode_time_seconds": "From the first token to the last",
     "request_replay_seconds": "From the loss of a request's engine to its next token elsewhere",
 }
-_MAX_GAPS = 512  # of how many the histogram is kept waiting
 
 
 class EdgeMetrics:
     """What one HTTP edge measures."""
 
     def __init__(self, model: str, ingress: str = "local") -> None:
-        self.registry = CollectorRegistry()
         self._labels = {"model": model, "ingress": ingress}
-        names = tuple(self._labels)
-
-        def counter(name: str, text: str, *further: str) -> Counter:
-            family = Counter(PREFIX + name, text, (*names, *further), registry=self.registry)
-            return family if further else family.labels(**self._labels)
-
-        self._times: dict[str, Histogram] = {}
-        for name, text in _TIMES.items():
-            buckets = _GAP_SECONDS if name == _GAP else _SECONDS
-            family = Histogram(PREFIX + name, text, names, registry=self.registry, buckets=buckets)
-            self._times[name] = family.labels(**self._labels)
-        self._gaps_s: list[float] = []  # not yet in the histogram
-        self._num_output = 0  # not yet in the counter
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests at this edge")
-        self._output_tokens = counter("generation_tokens", "Tokens sent by this edge")
-        self._requests = counter(
-            "request_success", "Completions by how they ended", "finished_reason"
-        )
+        self._times = {
+            name: Histogram(_GAP_SECONDS if name == _GAP else _SECONDS) for name in _TIMES
+        }
+        self._num_prompt = self._num_output = 0  # tokens
+        self._num_ended: dict[str, int] = {}  # completions, by how they ended
 
     def started(self, num_prompt_tokens: int) -> None:
         """A request was accepted."""
-        self._prompt_tokens.inc(num_prompt_tokens)
+        self._num_prompt += num_prompt_tokens
 
     def tokens(self, count: int, gap_s: float | None) -> None:
         """`count` tokens came `gap_s` each after the one before; None: the first of a completion.
 
-        They are kept here until somebody looks, as it would cost as much as their JSON to count
-        each of them in the registry.
+        Nothing here goes through the registry of Prometheus' client, where to count a token would
+        cost as much as its JSON.
         """
         self._num_output += count
         if gap_s is not None:
-            self._gaps_s += [gap_s] * count
-            if len(self._gaps_s) > _MAX_GAPS:
-                self._count()
+            self._times[_GAP].observe(gap_s, count)
 
     def observe(self, name: str, seconds: float) -> None:
         """Another value of the histogram `name`."""
@@ -223,18 +330,31 @@ class EdgeMetrics:
 
     def ended(self, reason: str) -> None:
         """A completion has ended, for `reason`."""
-        self._requests.labels(**self._labels, finished_reason=reason).inc()
+        self._num_ended[reason] = self._num_ended.get(reason, 0) + 1
 
     def families(self) -> list[Metric]:
         """A snapshot that can be sent to another process."""
-        self._count()
-        return list(self.registry.collect())
-
-    def _count(self) -> None:
-        self._output_tokens.inc(self._num_output)
-        gaps_s, self._gaps_s, self._num_output = self._gaps_s, [], 0
-        for gap_s in gaps_s:
-            self.observe(_GAP, gap_s)
+        names, values = [*self._labels], [*self._labels.values()]
+        families: list[Metric] = []
+        for name, text in _TIMES.items():
+            times = HistogramMetricFamily(PREFIX + name, text, labels=names)
+            times.add_metric(values, *_cumulative(self._times[name].as_dict()))
+            families.append(times)
+        for name, count, text in (
+            ("prompt_tokens", self._num_prompt, "Prompt tokens of requests at this edge"),
+            ("generation_tokens", self._num_output, "Tokens sent by this edge"),
+        ):
+            tokens = CounterMetricFamily(PREFIX + name, text, labels=names)
+            tokens.add_metric(values, count)
+            families.append(tokens)
+        ended = CounterMetricFamily(
+            f"{PREFIX}request_success",
+            "Completions by how they ended",
+            labels=[*names, "finished_reason"],
+        )
+        for reason, count in self._num_ended.items():
+            ended.add_metric([*values, reason], count)
+        return [*families, ended]
 
 
 class Stopwatch:
@@ -283,7 +403,11 @@ def exposition(edges: Iterable[Metric], engines: Mapping[str, dict[str, dict[str
     `engines` are `Engine.stats()` by replica, by model.
     """
     joined: dict[str, Metric] = {}
-    found = [engine_families(replicas, model) for model, replicas in engines.items()]
+    found = [
+        made(replicas, model)
+        for made in (engine_families, vllm_families)
+        for model, replicas in engines.items()
+    ]
     for family in chain(edges, *found):
         known = joined.setdefault(family.name, family)
         if known is not family:

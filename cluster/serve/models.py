@@ -39,20 +39,6 @@ class ServedModel:
     config: EngineConfig
     deployment: DeploymentConfig
 
-    @classmethod
-    def load(cls, settings: dict[str, Any]) -> ServedModel:
-        """From `dump()`, in another process."""
-        return cls(
-            EngineConfig.load(settings["config"]), DeploymentConfig(**settings["deployment"])
-        )
-
-    def dump(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "config": self.config.model_dump(mode="json"),
-            "deployment": self.deployment.model_dump(mode="json"),
-        }
-
     @property
     def name(self) -> str:
         """The name by which clients choose the model."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ...config import EngineConfig, Strict, parse
-from ...config.strict import at_key, read_yaml
+from ...config.strict import at_key, read_mapping
 from ...errors import ConfigError
 from .args import DeploymentConfig, ServeConfig
 from .models import ServedModel
@@ -40,12 +40,10 @@ class ModelLoading(Strict):
     """`model_loading_config`."""
 
     model_id: str = Field(min_length=1, description="Name by which clients choose the model.")
-    model_source: str | None = Field(
-        None, description="Folder or Hugging Face id of the checkpoint; default: model_id."
-    )
-    tokenizer_source: str | None = Field(
-        None, description="Folder or id of another tokenizer; default: the model's."
-    )
+    model_source: str | None = None
+    """Folder or Hugging Face id of the checkpoint; default: model_id."""
+    tokenizer_source: str | None = None
+    """Folder or id of another tokenizer; default: the model's."""
 
     @model_validator(mode="after")
     def _no_adapter(self) -> ModelLoading:
@@ -68,27 +66,20 @@ class LLMArgs(Strict):
     """One entry of `llm_configs`."""
 
     model_loading_config: ModelLoading = Field(description="What is loaded, and its name.")
-    engine_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Keys of the engine, in our names or vLLM's."
-    )
-    deployment_config: DeploymentConfig = Field(
-        DeploymentConfig(), description="How Serve deploys the model's engines."
-    )
-    accelerator_type: str | None = Field(
-        None, min_length=1, description="Ray's name of the GPU that every rank needs."
-    )
-    placement_group_config: PlacementGroup | None = Field(
-        None, description="What each rank asks of the cluster."
-    )
-    runtime_env: dict[str, Any] | None = Field(
-        None, description="Ray's runtime environment of the engines and their workers."
-    )
-    log_engine_metrics: Literal[True] | None = Field(
-        True, description="Engine metrics are always at /metrics."
-    )
-    llm_engine: Literal["outrider", "Outrider"] | None = Field(
-        None, description="The engine; there is one."
-    )
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the engine, in our names or vLLM's."""
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    """How Serve deploys the model's engines."""
+    accelerator_type: str | None = Field(None, min_length=1)
+    """Ray's name of the GPU that every rank needs."""
+    placement_group_config: PlacementGroup | None = None
+    """What each rank asks of the cluster."""
+    runtime_env: dict[str, Any] | None = None
+    """Ray's runtime environment of the engines and their workers."""
+    log_engine_metrics: Literal[True] | None = True
+    """Engine metrics are always at /metrics."""
+    llm_engine: Literal["outrider", "Outrider"] | None = None
+    """The engine; there is one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,15 +101,12 @@ class IngressDeployment(Strict):
 class ServingArgs(Strict):
     """What `build_openai_app` takes."""
 
-    llm_configs: list[dict[str, Any] | str] = Field(
-        min_length=1, description="The models; each an entry or the path of a YAML file of one."
-    )
-    ingress_deployment_config: IngressDeployment = Field(
-        IngressDeployment(), description="The deployment that speaks HTTP."
-    )
-    serve: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the endpoint: access, timeouts, limits."
-    )
+    llm_configs: list[dict[str, Any] | str] = Field(min_length=1)
+    """The models; each an entry or the path of a YAML file of one."""
+    ingress_deployment_config: IngressDeployment = IngressDeployment()
+    """The deployment that speaks HTTP."""
+    serve: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the endpoint: access, timeouts, limits."""
 
 
 def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]:
@@ -132,7 +120,8 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
     models: list[ServedModel] = []
     for index, entry in enumerate(given.llm_configs):
         try:
-            model = _served_model(_read_entry(entry))
+            mapping = entry if isinstance(entry, dict) else read_mapping(Path(entry), entry)
+            model = _served_model(mapping)
             if model.name in [each.name for each in models]:
                 field = "model_loading_config.model_id"
                 raise ConfigError.at(field, f"a second model {model.name!r}")
@@ -144,16 +133,22 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
     return models, _endpoint(given)
 
 
-def _read_entry(entry: dict[str, Any] | str) -> dict[str, Any]:
-    if isinstance(entry, dict):
-        return entry
-    try:
-        data = read_yaml(Path(entry).read_text(encoding="utf-8"), _ENTRY, entry)
-    except OSError as error:
-        raise ConfigError.at(entry, f"{error.strerror}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{entry} must hold a mapping of keys", field=entry)
-    return data
+def one_model(entry: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one model from its entry, with `overrides` in its `deployment_config`.
+
+    Raises:
+        ConfigError: the entry is neither a mapping nor a pydantic model nor the path of a file.
+    """
+    if isinstance(entry, BaseModel):
+        entry = entry.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(entry, (str, Path)):
+        entry = read_mapping(Path(entry), str(entry))
+    if not isinstance(entry, dict):
+        raise ConfigError.at("llm_config", f"expected a mapping or a file, got {entry!r}")
+    if "model_loading_config" not in entry:
+        raise ConfigError.at("model_loading_config", "missing; it has the model's id and source")
+    deployment = entry.get("deployment_config") or {}
+    return {**entry, "deployment_config": {**deployment, **overrides}}
 
 
 def _served_model(entry: dict[str, Any]) -> ServedModel:

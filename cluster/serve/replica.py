@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import queue
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
@@ -15,21 +16,24 @@ from ray import serve
 
 from ...config import EngineConfig, UserConfig
 from ...engine.engine import Engine
+from ...engine.metrics import engine_metrics
 from ...engine.statistics import EngineInfo
 from ...errors import OutriderError, WorkerError
 from ...scheduler.sampling import SamplingParams
-from ...scheduler.types import Request, ints
+from ...scheduler.types import Delta, Request, ints
 from ..backend import backend_of
 from ..keeper import Successors
-from ..process import keep_trimmed, start_watchdog, without_torch
+from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
 from .edge import EngineDoor
-from .models import HeldCheck
-from .openai.engine_client import LocalClient
+from .metrics import RayMetrics
+from .models import HeldCheck, ServedModel
 from .resume_tokens import TokenStore
 from .telemetry import configure_logging
 
+log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.1
+_REPORT_S = 5.0  # to Ray, whose exporter takes what is new every 10 s
 _MAX_FOLDER_LEN = 75  # of 107 bytes that a Unix socket's path may have
 
 
@@ -40,28 +44,21 @@ class EngineReplica:
         ConfigError, CheckpointError, ResourcesError, WorkerError: it cannot start.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        resume_window_s: float = 0.0,
-        resume_max_values: int = 1,
-        health_hold_s: float = 0.0,
-        hung_after_s: float = 0.0,
-        drain_s: float = 0.0,
-    ) -> None:
-        start_watchdog(hung_after_s)
+    def __init__(self, model: ServedModel, resume_window_s: float, resume_max_values: int) -> None:
+        config, section = model.config, model.deployment
+        start_watchdog(section.hung_after_s)
         keep_trimmed()
         self._engine: Engine | None = None
         self._door: EngineDoor | None = None
         self._store = TokenStore(resume_window_s, resume_max_values)
-        self._drain_s = drain_s
-        self._health = HeldCheck(health_hold_s)
+        self._drain_s = section.graceful_shutdown_timeout_s
+        self._health = HeldCheck(section.health_hold_s)
         replica = serve.get_replica_context().replica_id
-        config = EngineConfig.load(settings)
         configure_logging(config.log_format)
         with without_torch(unless=_may_compute(config)):
             import transformers  # noqa: F401
-        digest = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        digest = sha256(settings.encode()).hexdigest()
         successors = Successors(str(replica.deployment_id), digest, config.resources.keep_workers_s)
         engine = Engine.start(config, backend_of(config, successors))
         self._engine = engine
@@ -69,6 +66,7 @@ class EngineReplica:
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
         self._door = EngineDoor(engine, self._store, self._report, host, node, sockets_folder())
+        start_thread("ray-metrics", self._report_to_ray, RayMetrics())
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Serve calls this once, and tells every ingress where the engine listens."""
@@ -93,6 +91,15 @@ class EngineReplica:
             return {**engine.stats(), "resumable": self._store.stats()}
         except OutriderError as error:
             return {"error": error.message}
+
+    def _report_to_ray(self, metrics: RayMetrics) -> None:
+        """Until the replica ends."""
+        while (engine := self._engine) is not None:
+            try:
+                metrics.report(engine_metrics(engine.stats(), engine.info.model_name))
+            except Exception:
+                log.exception("metrics were not given to Ray")
+            time.sleep(_REPORT_S)
 
     async def check_health(self) -> None:
         """Asks the loop's thread nothing, so that a long step is no illness."""
@@ -130,22 +137,27 @@ def sockets_folder() -> str | None:
     return folder if folder is not None and len(folder) <= _MAX_FOLDER_LEN else None
 
 
+class _Deltas(queue.SimpleQueue[list[Delta]]):
+    """A sink that is read by a thread which waits."""
+
+    deliver = queue.SimpleQueue.put
+
+
 def _decode_one_token(engine: Engine) -> None:
     """Ready means that a token came out."""
-
-    async def decode_it() -> None:
-        request = Request(
-            id=f"readiness-{uuid.uuid4().hex}",
-            prompt=ints([engine.info.eos_token_ids[0] if engine.info.eos_token_ids else 0]),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            seed=0,
-        )
-        async for _ in LocalClient(engine).generate(request):
-            pass
-
-    worker = ThreadPoolExecutor(1)  # a replica is constructed inside a running event loop
-    worker.submit(asyncio.run, decode_it()).result()
-    worker.shutdown()
+    request = Request(
+        id=f"readiness-{uuid.uuid4().hex}",
+        prompt=ints([engine.info.eos_token_ids[0] if engine.info.eos_token_ids else 0]),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        seed=0,
+    )
+    sink = _Deltas()
+    engine.submit(request, sink)
+    ends: list[Delta] = []
+    while not ends:
+        ends = [each for each in sink.get() if each.finish_reason is not None]
+    if ends[0].finish_reason == "error":
+        raise WorkerError(ends[0].error or "the step of this request failed")
 
 
 def _may_compute(config: EngineConfig) -> bool:

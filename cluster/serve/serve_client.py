@@ -57,13 +57,15 @@ class ServeClient:
         attempt = 0
         begun_s, lost_s = time.monotonic(), None
         while True:
-            wire = replace(
-                request,
-                id=f"{request.id}.{attempt}" if attempt else request.id,
-                emitted=ints(emitted),
-                timeout_s=_left(request.timeout_s, begun_s),
-                was_accepted=attempt > 0,
-            )
+            wire = request
+            if attempt:
+                wire = replace(
+                    request,
+                    id=f"{request.id}.{attempt}",
+                    emitted=ints(emitted),
+                    timeout_s=_left(request.timeout_s, begun_s),
+                    was_accepted=True,
+                )
             call = _Call(self._engines, wire)
             self._calls[request.id] = call
             try:
@@ -108,17 +110,28 @@ class ServeClient:
 
     async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
         counts: dict[int, int] = {}
-        for answer in await self._ask("count_resumable", stream_id, owner):
+        for answer in (await self._ask("count_resumable", stream_id, owner)).values():
             for index, count in answer.items():
                 counts[index] = max(count, counts.get(index, 0))
         return counts
 
     async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
         taken: dict[int, ResumeTokens] = {}
-        for answer in await self._ask("take", stream_id, owner):
+        for answer in (await self._ask("take", stream_id, owner)).values():
             for index, tokens in answer.items():
                 taken[index] = longer(taken.get(index), ResumeTokens(*tokens))
         return taken
+
+    async def reset_prefix_cache(self) -> int:
+        wanted = {link.name for link in self._engines.links}
+        answers = await self._ask("reset_prefix_cache")
+        # One that is lost meanwhile has no cache any more.
+        missing = wanted.intersection(link.name for link in self._engines.links) - answers.keys()
+        if missing:
+            raise EngineDeadError(
+                f"{len(missing)} of {len(wanted)} engines did not reset their prefix cache"
+            )
+        return len(answers)
 
     async def check(self) -> None:
         """Serve replaces engines that are ill; one that is busy need not answer in time."""
@@ -131,11 +144,7 @@ class ServeClient:
             raise EngineDeadError(str(reasons[0]) if reasons else "no engine is up")
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        try:
-            reports = await self._engines.ask("report", timeout_s=_STATS_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("statistics got no answer in time")
-            return {}
+        reports = await self._ask("report")
         return {name: stats for name, stats in reports.items() if "error" not in stats}
 
     async def edge_metrics(self) -> list[Any]:
@@ -151,14 +160,13 @@ class ServeClient:
         given = [each for each in answers if not isinstance(each, BaseException)]
         return [family for families in given for family in families]
 
-    async def _ask(self, verb: str, *arguments: Any) -> list[Any]:
-        """What the engines answer; none where not all came in time."""
+    async def _ask(self, verb: str, *arguments: Any) -> dict[str, Any]:
+        """What the engines answer, by name; nothing where not all came in time."""
         try:
-            answers = await self._engines.ask(verb, *arguments, timeout_s=_STATS_TIMEOUT_S)
-            return list(answers.values())
+            return await self._engines.ask(verb, *arguments, timeout_s=_STATS_TIMEOUT_S)
         except TimeoutError:
             log.warning("%s got no answer in time", verb)
-            return []
+            return {}
 
 
 def _left(timeout_s: float | None, begun_s: float) -> float | None:
@@ -178,7 +186,7 @@ class _Call:
 
     def __init__(self, engines: Engines, request: Request) -> None:
         self._id = request.id
-        self._sent = asyncio.ensure_future(engines.run(request))
+        self._sent = engines.run(request)
         self._is_aborted = self._is_finished = False
 
     async def next(self) -> Delta:

@@ -10,13 +10,11 @@ import json
 import logging
 import sys
 import time
-from contextvars import ContextVar
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.outputs import Assembler
 from ...errors import ConfigError
@@ -24,6 +22,7 @@ from ...scheduler.types import Request, RequestTimes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
 
 
 LogFormat = Literal["text", "json"]
@@ -91,15 +90,6 @@ def log_completion(request: Request, output: Assembler, reason: str, elapsed_s: 
 
 
 _ERRORS = ("error", "abort")
-_FIGURES = (  # of `SpeculationUsage`, as attributes of `decode`
-    "drafter",
-    "num_steps",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "mean_accepted_len",
-    "synthetic",
-)
 
 
 class Tracing:
@@ -138,9 +128,10 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         return cls(provider)
 
-    def context(self, headers: Headers) -> Any:
-        """The caller's trace, from `traceparent` and `tracestate`; empty if there is none."""
-        return self._propagator.extract(dict(headers))
+    def begin(self, headers: Headers, request: Request, model: str) -> CompletionSpans:
+        """For a completion by `model`; the caller's trace is `traceparent` and `tracestate`."""
+        context = self._propagator.extract(dict(headers))
+        return CompletionSpans(self.tracer, context, request, model)
 
     def shutdown(self) -> None:
         """Sends what is left."""
@@ -155,8 +146,8 @@ class CompletionSpans:
     need to agree.
     """
 
-    def __init__(self, tracing: Tracing, context: Any, request: Request, model: str) -> None:
-        self._tracer = tracing.tracer
+    def __init__(self, tracer: Tracer, context: Any, request: Request, model: str) -> None:
+        self._tracer = tracer
         self._context = context
         self._request = request
         self._model = model
@@ -211,34 +202,6 @@ class CompletionSpans:
             child("queue", queued_ns, seated_ns)
             child("prefill", seated_ns, self._first_ns)
             usage = output.speculation
-            figures = {name: getattr(usage, name) for name in _FIGURES}
+            figures = {**asdict(usage), "mean_accepted_len": usage.mean_accepted_len}
             child("decode", self._first_ns, time.time_ns(), **figures)
         root.end()
-
-
-_CURRENT: ContextVar[tuple[Tracing, Any] | None] = ContextVar("outrider_tracing", default=None)
-
-
-def begin_spans(request: Request, model: str) -> CompletionSpans | None:
-    """For a completion by `model` of the HTTP request that is answered; None: tracing is off."""
-    current = _CURRENT.get()
-    return None if current is None else CompletionSpans(*current, request, model)
-
-
-class TracingMiddleware:
-    """Keeps the caller's trace for the completions of an HTTP request."""
-
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
-        self._app = app
-        self._tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        context = self._tracing.context(Headers(scope=scope))
-        token = _CURRENT.set((self._tracing, context))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            _CURRENT.reset(token)

@@ -136,6 +136,7 @@ _DEPTH = 16  # of references within a schema
 _ALL: Final = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's names of JSON's constants
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_KINDS |= {list: "array", type(None): "null"}
 _UNCONSTRAINED = {"type", "title", "description", "default", "examples", "anyOf", "oneOf"}
 _OBJECT = {"type", "properties", "required", "additionalProperties", "title", "description"}
 _OBJECT |= {"$defs", "definitions", "$schema"}
@@ -241,7 +242,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return _quoted(text)
-    kind = _kind(value)
+    kind = _KINDS[type(value)]
     fits = kind in types or (kind == "integer" and "number" in types)
     if "string" in types and (kind == "string" or not fits):
         return _quoted(text)
@@ -256,7 +257,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> froze
         return types_of(_resolved(schema["$ref"], root), root, depth - 1)
     if "const" in schema or "enum" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return frozenset(_kind(value) for value in values) if isinstance(values, list) else _ALL
+        is_list = isinstance(values, list)
+        return frozenset(_KINDS[type(value)] for value in values) if is_list else _ALL
     if "type" in schema:
         given = schema["type"]
         names = [given] if isinstance(given, str) else given
@@ -345,12 +347,6 @@ def _resolved(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in str(reference).removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "array"
-    return "null" if value is None else _KINDS[type(value)]
 
 
 def _quoted(text: str) -> str:

@@ -10,33 +10,27 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import InvalidRequestError
 from . import lark
 from .arguments import UnenforceableError
-from .formats import deepseek, glm, harmony, hermes, kimi, llama_json, mistral, pythonic, qwen_coder
+from .formats import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    llama_json,
+    mistral,
+    plain,
+    pythonic,
+    qwen_coder,
+)
 from .lark import Block, CallLayout, Function, Lark, call_rules, free_calls, grammar, thinking_rules
 from .reader import Content, Flow, Parser, Reader
 
 NONE, AUTO, HARMONY = "none", "auto", "harmony"
-
-
-class FormatCode(Protocol):
-    """A file of `formats`."""
-
-    @property
-    def MARKS(self) -> tuple[str, ...]:
-        """Texts that a tokenizer may treat as special tokens, and that `parse` reads."""
-        ...
-
-    def parse(self, reader: Reader, functions: Mapping[str, Function], /) -> Flow[None]:
-        """Text to content and calls; the functions by name are those that may be called."""
-        ...
-
-    def layout(self, functions: Sequence[Function], lark: Lark, /) -> CallLayout:
-        """What calls look like, for a grammar."""
-        ...
 
 
 def _call_id() -> str:
@@ -52,12 +46,13 @@ class CallFormat:
     """How a family writes calls.
 
     Args:
-        code: reads them, and writes them as a grammar.
+        code: a file of `formats`. Of `MARKS`, texts that a tokenizer may treat as special tokens,
+            its `parse` makes content and calls, and its `layout` grammars.
         is_used: whether a chat template writes calls so.
         new_id: an id that the family's templates take.
     """
 
-    code: FormatCode
+    code: Any
     is_used: Callable[[str], bool]
     new_id: Callable[[], str] = _call_id
 
@@ -85,6 +80,8 @@ CALLS: Mapping[str, CallFormat] = MappingProxyType(
         ),
     }
 )
+# Of required calls, where no format is known: a grammar needs none of the model's own.
+_PLAIN = CallFormat(plain, lambda text: False)
 # `harmony` is a format of the whole text, and has no block.
 REASONING: Mapping[str, Block | None] = MappingProxyType(
     {
@@ -138,12 +135,12 @@ class ChatText:
             calls = NONE
         self.calls_name, self.reasoning_name = calls, reasoning
         self._is_harmony = HARMONY in (calls, reasoning)
-        self._format: CallFormat | None = CALLS.get(calls)
+        self._format = CALLS.get(calls, CALLS[HARMONY] if self._is_harmony else _PLAIN)
         self._block = REASONING.get(reasoning)
         self._template = template
         added = _added_tokens(tokenizer)
         self._token_ids = {text: id for text, (id, special) in added.items() if special}
-        marks = {*(self._format.code.MARKS if self._format else ())}
+        marks = {*self._format.code.MARKS}
         if self._is_harmony:
             marks.update(harmony.MARKS)
         if self._block is not None:
@@ -154,8 +151,8 @@ class ChatText:
 
     @property
     def has_calls(self) -> bool:
-        """Whether tool calls are read."""
-        return self._format is not None
+        """Whether the model's own tool calls are read; required calls are, of any model."""
+        return self.calls_name != NONE
 
     @property
     def has_reasoning(self) -> bool:
@@ -181,7 +178,6 @@ class ChatText:
 
     def new_id(self) -> str:
         """A call's id."""
-        assert self._format is not None
         return self._format.new_id()
 
     def parser(
@@ -242,7 +238,7 @@ class ChatText:
         """What stands around a constrained answer: reasoning before it, or calls instead of it."""
         answer, rules = "@answer", list[str]()
         lead = self._lead(prompt, continued, to_final=not functions)
-        if functions and self._format is not None:
+        if functions:
             rules = call_rules(self._layout(functions), self._lark, parallel)
             final = harmony.final_header(self._lark) if self.reasoning_name == HARMONY else ""
             answer = f"(calls | {final} @answer)"
@@ -255,13 +251,12 @@ class ChatText:
             return
         if self._block is not None:
             yield from lark.split(reader, self._block, is_open)
-        if functions and self._format is not None:
+        if functions:
             yield from self._format.code.parse(reader, functions)
         else:
-            yield from reader.rest(Content)
+            yield from reader.prose((), Content, trim=False)
 
     def _layout(self, functions: Sequence[Function]) -> CallLayout:
-        assert self._format is not None
         return self._format.code.layout(functions, self._lark)
 
     def _is_open(self, prompt: str, continued: bool) -> bool:

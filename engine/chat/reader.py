@@ -134,15 +134,18 @@ class Reader:
         yield from self.has(1)
         return self.buffer[:1]
 
+    def matched(self, pattern: re.Pattern[str]) -> Flow[str]:
+        """Reads what `pattern`, which may be empty, matches."""
+        while True:
+            found = pattern.match(self.buffer)
+            assert found is not None, pattern
+            if found.end() < len(self.buffer) or self.ended:
+                return self.take(found.end())
+            yield None
+
     def space(self) -> Flow[str]:
         """Reads white space."""
-        parts = []
-        while True:
-            found = _SPACE.match(self.buffer)
-            assert found is not None
-            parts.append(self.take(found.end()))
-            if self.buffer or not (yield from self.has(1)):
-                return "".join(parts)
+        return self.matched(_SPACE)
 
     def literal(self, text: str) -> Flow[bool]:
         """Reads `text` if it follows, and nothing otherwise."""
@@ -206,17 +209,6 @@ class Reader:
                 return ""
             yield None
 
-    def rest(self, kind: Prose) -> Flow[None]:
-        """Passes on everything that is left, unchanged."""
-        while True:
-            self.begin()
-            text = self.take(len(self.buffer))
-            if text:
-                yield self._piece(kind, text)
-            if self.ended:
-                return
-            yield None
-
     def passage(
         self,
         mark: str,
@@ -262,7 +254,10 @@ class Reader:
         depth, quoted = 0, False
         first = yield from self.peek()
         if first and first not in '{["':
-            return (yield from self._scalar(pass_on))
+            text = yield from self.matched(_SCALAR)
+            if text and pass_on is not None:
+                yield pass_on(text)
+            return text or None
         while (yield from self.has(1)):
             size, depth, quoted = _scan(self.buffer, depth, quoted, self.ended)
             if size:
@@ -284,18 +279,6 @@ class Reader:
         if kind is Content:
             _extend(self.content, end - len(text), end)
         return kind(text, end)
-
-    def _scalar(self, pass_on: Callable[[str], Event] | None) -> Flow[str | None]:
-        while True:
-            found = _SCALAR.match(self.buffer)
-            assert found is not None
-            if found.end() < len(self.buffer) or self.ended:
-                break
-            yield None
-        text = self.take(found.end())
-        if text and pass_on is not None:
-            yield pass_on(text)
-        return text or None
 
     # Calls.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,47 @@ def render(
         with suppress(*rejected):
             return rendered([_with_text_arguments(message) for message in messages])
     raise InvalidRequestError.at("messages", f"the chat template rejects them: {first}") from None
+
+
+_CALL = (
+    "Answer with a call of a function: one JSON object and nothing else, of the form "
+    '{"name": NAME, "arguments": OBJECT}, whose arguments match the function\'s parameters. '
+    "The functions are:"
+)
+
+
+def render_with_calls(
+    rendered: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+) -> str:
+    """Messages as text by a template that ignores tools: a system message presents them, or the
+    user's first message where the template has no system messages.
+
+    Args:
+        rendered: messages by the template.
+        tools: of which one has to be called.
+
+    Raises:
+        InvalidRequestError: the template rejects the messages.
+    """
+    shown = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    told = "\n".join([_CALL, *shown])
+    if messages and messages[0]["role"] in ("system", "developer"):
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        systems = [first, *messages[1:]]
+    else:
+        systems = [{"role": "system", "content": told}, *messages]
+    users = list(messages)
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            users[index] = {**message, "content": f"{told}\n\n{message['content']}"}
+            break
+    with suppress(InvalidRequestError):
+        text = rendered(systems)
+        if told in text:
+            return text
+    return rendered(users)
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -193,6 +194,35 @@ class Both:
         self._tokens.rewind(num_tokens)
 
 
+class Prolonged:
+    """A constraint whose text ends where nothing else may come, or after `least` tokens."""
+
+    def __init__(
+        self, constraint: Constraint, vocab_size: int, ends: Sequence[int], least: float
+    ) -> None:
+        self._constraint, self._least, self._num_tokens = constraint, least, 0
+        may = np.ones(vocab_size, dtype=np.bool_)
+        may[list(ends)] = False
+        self._others = packed(may)
+
+    def allowed(self) -> IntArray:
+        bits = self._constraint.allowed()
+        if self._num_tokens < self._least and (others := bits & self._others).any():
+            return others
+        return bits
+
+    def forced(self) -> list[int]:
+        return self._constraint.forced()
+
+    def consume(self, token: int) -> None:
+        self._constraint.consume(token)
+        self._num_tokens += 1
+
+    def rewind(self, num_tokens: int) -> None:
+        self._constraint.rewind(num_tokens)
+        self._num_tokens -= num_tokens
+
+
 def _bit(token: int) -> int:
     """The token's bit in its word of 32, as a signed number."""
     bit = 1 << (token & 31)
@@ -241,6 +271,10 @@ class Compiler:
             if wanted is not None:
                 grammar = GrammarConstraint(self._compiled(grammar_of(wanted)), self._vocab_size)
                 constraint = grammar if tokens is None else Both(grammar, tokens)
+                least = math.inf if request.sampling.ignore_eos else request.sampling.min_tokens
+                if least:
+                    ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
+                    constraint = Prolonged(constraint, self._vocab_size, ends, least)
             assert constraint is not None, request.sampling
             for token in request.emitted.tolist():
                 constraint.consume(token)
@@ -259,7 +293,7 @@ class Compiler:
             bad = self._spellings(sampling.bad_words) if sampling.bad_words else ()
         ends = (*request.eos_token_ids, *sampling.stop_token_ids)
         return TokenConstraint(
-            self._vocab_size, sampling.allowed_token_ids, bad, ends, sampling.min_tokens
+            self._vocab_size, sampling.allowed_token_ids, bad, ends, request.min_tokens
         )
 
     def _compiled(self, grammar: str) -> LLMatcher:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...drafters.compose import own_verdict
-from ...drafters.drafting import Drafting
+from ...drafters.drafting import own_verdict
 from ...errors import InvalidRequestError
-from ...scheduler import tree
+from ...scheduler import loop, tree
 from ...scheduler.types import Batch, Draft, DraftProbs, IntArray, Masks, Request, Verdict, ints
 from .constraints import (
     Compiler,
@@ -77,10 +76,11 @@ def constrained(
     forced = forced_tokens(constraint, allowed, ends, min(max_nodes, max_depth))
     if forced and (draft.probs is not None or len(tree.follow(draft, forced)) < len(forced)):
         draft = replace(tree.chain(forced, draft.source), origins=(FORCED,) * len(forced))
-    draft, masks, open_leaf = _pruned(constraint, draft, allowed, ends)
+    draft, masks, open_leaf = _pruned(constraint, draft, {-1: allowed}, ends)
     if open_leaf is not None and draft.num_nodes < max_nodes:
         room = min(max_nodes, max_depth) - draft.num_nodes
-        draft, masks = _extended(constraint, draft, masks, ends, room)
+        draft = _extended(constraint, draft, masks[open_leaf], ends, room)
+        draft, masks, _ = _pruned(constraint, draft, masks, ends)
     return replace(draft, masks=_masks(masks))
 
 
@@ -114,11 +114,11 @@ def forced_tokens(
 def _pruned(
     constraint: Constraint,
     draft: Draft,
-    allowed: IntArray,  # [num_words], at the root
+    known: dict[int, IntArray],  # masks by node, the root's among them
     ends: frozenset[int],
 ) -> tuple[Draft, dict[int, IntArray], int | None]:
-    """The valid guesses, the masks of those with children, and that of a chain's last guess."""
-    masks, dead = {-1: allowed}, {}
+    """The valid guesses, their masks, and a chain's last guess if more may follow it."""
+    masks, dead = dict(known), {}
     kept = np.ones(draft.num_nodes, dtype=np.bool_)
     walk = Walk(constraint, draft)
     nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)
@@ -128,12 +128,12 @@ def _pruned(
         above = masks.get(parent)
         if above is None or not is_allowed(above, token):
             kept[node] = above is not None and _drawn(draft, node)
-        elif token not in ends:
+        elif token not in ends and node not in known:
             walk.to(node)
             try:
                 masks[node] = constraint.allowed()
             except DeadEndError:  # a leaf: the request fails if it is accepted
-                dead[node] = _no_end(ends, len(allowed))
+                dead[node] = _no_end(ends, len(above))
     walk.to(-1)
     if not kept.all():
         draft, left = tree.select(draft, kept)
@@ -148,32 +148,23 @@ def _pruned(
 def _extended(
     constraint: Constraint,
     draft: Draft,  # a chain
-    masks: dict[int, IntArray],
+    allowed: IntArray,  # [num_words], at its end
     ends: frozenset[int],
     room: int,
-) -> tuple[Draft, dict[int, IntArray]]:
+) -> Draft:
     """`draft` with the tokens that its last one forces."""
-    last = draft.num_nodes - 1
     walk = Walk(constraint, draft)
-    walk.to(last)
-    forced = forced_tokens(constraint, masks[last], ends, room)
-    for depth, token in enumerate(forced, 1):
-        if token not in ends:
-            constraint.consume(token)
-            try:
-                masks[last + depth] = constraint.allowed()
-            except DeadEndError:  # after the last of them
-                masks[last + depth] = _no_end(ends, len(masks[-1]))
-    constraint.rewind(len(forced) - bool(forced and forced[-1] in ends))
+    walk.to(draft.num_nodes - 1)
+    forced = forced_tokens(constraint, allowed, ends, room)
     walk.to(-1)
     if not forced:
-        return draft, masks
+        return draft
     tokens = [*draft.tokens.tolist(), *forced]
     probs, added = draft.probs, ((0, len(forced)), (0, 0))
     if probs is not None:  # zeros: these are not drawn
         probs = DraftProbs(np.pad(probs.ids, added), np.pad(probs.probs, added))
     origins = (draft.origins or (draft.source,) * draft.num_nodes) + (FORCED,) * len(forced)
-    return replace(tree.chain(tokens, draft.source, probs), origins=origins), masks
+    return replace(tree.chain(tokens, draft.source, probs), origins=origins)
 
 
 def _no_end(ends: frozenset[int], num_words: int) -> IntArray:
@@ -219,7 +210,7 @@ class _State:
 class ConstrainedDrafting:
     """The loop's protocol `Drafting` around the engine's own."""
 
-    def __init__(self, drafting: Drafting, compiler: Compiler) -> None:
+    def __init__(self, drafting: loop.Drafting, compiler: Compiler) -> None:
         self._drafting = drafting
         self._compiler = compiler
         self._expected: dict[str, Constraint] = {}

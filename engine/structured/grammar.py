@@ -241,11 +241,6 @@ def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str =
     if wanted is None:
         return
     field = field or f"structured_outputs.{wanted.kind}"
-    for name, is_set in (("ignore_eos", sampling.ignore_eos), ("min_tokens", sampling.min_tokens)):
-        if is_set:
-            raise InvalidRequestError.at(
-                name, f"a text that has to match {field} ends where that does; leave it out"
-            )
     if not eos_token_ids:
         raise InvalidRequestError.at(field, "this model has no end token")
     _check_grammar(lambda: grammar_of(wanted), field)

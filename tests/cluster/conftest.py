@@ -14,7 +14,7 @@ from ..helpers.ports import free_port
 def cluster() -> Iterator[Any]:
     """A Ray of four CPUs, whatever the machine has."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,13 +135,47 @@ def test_serving(url: str) -> None:
     assert 'outrider:spec_decode_num_drafts_total{drafter="ngram"' in text
     # Both edges are in it, whichever was asked.
     assert (
-        len({line for line in text.splitlines() if "time_to_first_token_seconds_count" in line})
+        len(
+            {
+                line
+                for line in text.splitlines()
+                if "outrider:time_to_first_token_seconds_count" in line
+            }
+        )
         == 2
     )
+    # vLLM's names in our text, and in what Ray's agent on this node exports.
+    wait_for(lambda: in_ray("ray_vllm_generation_tokens_total") == given(text), timeout_s=60)
+    assert in_ray("ray_vllm_time_to_first_token_seconds_count") > 0
+    assert in_ray("ray_vllm_spec_decode_num_accepted_tokens_per_pos_total") > 0
+    assert in_ray("ray_vllm_num_requests_running") == 0
+    labels = re.findall(r"ray_vllm_prompt_tokens_total{(.*)}", exported_by_ray())
+    assert labels
+    for label in ("WorkerId", "replica", "deployment", "model_name"):  # of Ray's own panels
+        assert f'{label}="' in labels[0]
+    assert http.post("/reset_prefix_cache").json() == {"num_engines": 1}
     replicas = below("ray::ServeReplica:")
     assert len(replicas) == 3, "an engine and two ingresses"
     for each in replicas:
         assert "libtorch" not in Path(f"/proc/{each}/maps").read_text(), "it computes nothing"
+
+
+def given(text: str, name: str = "vllm:generation_tokens_total") -> float:
+    """The sum of a metric's series in Prometheus' text."""
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def in_ray(name: str) -> float:
+    return given(exported_by_ray(), name)
+
+
+def exported_by_ray() -> str:
+    import ray
+
+    (node,) = ray.nodes()
+    place = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+    return httpx.get(f"http://{place}/metrics", trust_env=False).text
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,19 @@ def test_a_dead_address_is_an_error(mute_port, monkeypatch):
         local_ray.find_ray("nonsense")
 
 
+def test_whatever_ray_raises_becomes_one_message(monkeypatch, config):
+    import ray
+
+    def init(**options):
+        raise Exception("Failed to start\n  the GCS")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(ConfigError, match="^address: cannot start Ray on this machine: Failed to "):
+        local_ray.start_ray(config)
+
+
 JOIN = """
 import ray
 from outrider import LLM

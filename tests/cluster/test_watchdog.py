@@ -9,13 +9,21 @@ import sys
 
 import pytest
 
-from outrider.cluster.watch_parent import watch
+from outrider.cluster.watch_parent import is_stopped, watch
 
 WATCHED = """
 import time
 from outrider.cluster.process import start_watchdog
 start_watchdog(2.0)
 start_watchdog(2.0)
+print("up", flush=True)
+time.sleep(600)
+"""
+SILENT = """
+import os, subprocess, sys, time
+from outrider.cluster import process
+command = [sys.executable, str(process._PROGRAM), str(os.getpid()), "0.5", "stopped"]
+child = subprocess.Popen(command, stdin=subprocess.PIPE)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -29,6 +37,19 @@ def test_a_stopped_process_is_killed() -> None:
             process.wait(3.5)  # it runs
         os.kill(process.pid, signal.SIGSTOP)
         assert process.wait(30) == -signal.SIGKILL
+
+
+def test_of_silent_processes_only_stopped_ones_may_be_killed() -> None:
+    """One whose thread of beats never runs, as if a library held the interpreter."""
+    with subprocess.Popen([sys.executable, "-c", SILENT], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        assert not is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.wait(30) == -signal.SIGKILL
+    assert not is_stopped(process.pid)
 
 
 def test_a_watchdog_ends_with_its_process() -> None:

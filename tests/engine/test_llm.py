@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine import engine as engine_module
-from outrider.errors import InvalidRequestError, WorkerError
+from outrider.errors import GenerationError, InvalidRequestError, WorkerError
 
 TEXT = "the cat sat on the mat. "
 
@@ -138,3 +139,50 @@ def test_closed(llm: LLM) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
+
+
+GOOD, BAD = "the cat", [9999]
+
+
+def test_each_output_carries_its_own_error(llm: LLM) -> None:
+    few = SamplingParams(max_tokens=2)
+    outputs = llm.generate([GOOD, BAD, "", GOOD], few, use_tqdm=False, on_error="return")
+    assert [output.error is None for output in outputs] == [True, False, False, True]
+    assert [len(output.outputs) for output in outputs] == [1, 0, 0, 1]
+    assert str(outputs[1].error).startswith("prompts[1]: prompt: token id 9999")
+    assert all(output.finished for output in outputs)
+    llm.fake.error = "broken"  # type: ignore[attr-defined]
+    failed = llm.generate([GOOD, GOOD], few, use_tqdm=False, on_error="return")
+    assert ["broken" in str(output.error) for output in failed] == [True, True]
+    assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
+    talk = [{"role": "user", "content": "hi"}]
+    chats = llm.chat([talk, [{"role": "none"}]], few, use_tqdm=False, on_error="return")
+    assert str(chats[1].error).startswith("prompts[1]: messages")
+
+
+def test_an_error_names_the_prompt_and_has_all_outputs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: prompt: token id 9999"):
+        llm.generate([GOOD, BAD], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^prompt: token id 9999"):
+        llm.generate([BAD], use_tqdm=False)
+    llm.fake.error = "broken"  # type: ignore[attr-defined]
+    with pytest.raises(GenerationError, match=r"^prompts\[0\]: .*\(2 of 2") as caught:
+        llm.generate([GOOD, GOOD], use_tqdm=False)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert [output.error is None for output in again.outputs] == [False, False]
+    with pytest.raises(InvalidRequestError, match="^on_error: 'raise' or 'return'"):
+        llm.generate(GOOD, use_tqdm=False, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_enqueued_prompts_run_at_once_and_are_waited_for(llm: LLM) -> None:
+    few = SamplingParams(max_tokens=2)
+    ids = llm.enqueue([GOOD] * 3, few) + llm.enqueue(GOOD, few)
+    assert llm.fake.submitted  # type: ignore[attr-defined]
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_what_scripts_ask_for(llm: LLM) -> None:
+    assert llm.get_tokenizer().encode(GOOD) == llm.frontend.tokenizer.encode(GOOD)

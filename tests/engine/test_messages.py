@@ -44,6 +44,16 @@ def test_a_fault_costs_one_request(tiny, executor_overlaps, caplog):
         assert engine.stats()["running"] + engine.stats()["waiting"] == 0
         assert "request bad was not added" in caplog.text
 
+        def hung_up(error):
+            raise RuntimeError("the caller's loop is closed")
+
+        engine.post([Request("gone", ints([3, 4]), sampling, 1)], box, hung_up)
+        engine.abort("gone")
+        last = box.last()
+        while last.request_id != "gone":
+            last = box.last()
+        assert "a message failed" in caplog.text
+
         loop.abort = failing(abort, "stuck")
         engine.submit(Request("stuck", ints([3, 4]), sampling, 1), box)
         engine.abort("stuck")

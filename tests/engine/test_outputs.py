@@ -121,7 +121,7 @@ def test_a_half_stop_string_is_given_out_at_the_end(tokenizer: Any) -> None:
 def test_logprobs_and_late_statistics(tokenizer: Any) -> None:
     ids = tokenizer.encode("the cat sat")
     assembler = Assembler(Vocabulary(tokenizer), SamplingParams(logprobs=1, stop="cat"), EOS)
-    logprobs = tuple(TokenLogprobs(-1.0, ((id + 1, -0.5),)) for id in ids)
+    logprobs = tuple(TokenLogprobs(-1.0, ((id + 1, -0.5),), 7) for id in ids)
     assembler.push(Delta("r", tuple(ids), logprobs=logprobs))
     assert assembler.finished
     usage = SpeculationUsage("fake", 2, 2, 6, 3)
@@ -132,4 +132,5 @@ def test_logprobs_and_late_statistics(tokenizer: Any) -> None:
     assert output.logprobs is not None
     assert len(output.logprobs) == len(output.token_ids)
     assert output.logprobs[0][ids[0]].logprob == -1.0
+    assert output.logprobs[0][ids[0]].rank == 7
     assert output.logprobs[0][ids[0] + 1].rank == 1

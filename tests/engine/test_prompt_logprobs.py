@@ -76,7 +76,6 @@ def run(engine, *, prefix: str = "", emitted=(), **sampling):
 def test_every_drafter_and_size(tiny, oracle, name, size, monkeypatch):
     """Twice, so that the prefix cache has the prompts; a few rows of logits at a time."""
     monkeypatch.setattr(target, "_MAX_LOGITS", 96 * 5)
-    monkeypatch.setattr(target, "_ROWS", 4)
     section = DRAFTERS[name] and {**DRAFTERS[name]}
     if name == "draft":
         section["speculative_model"] = tiny.draft
@@ -124,7 +123,7 @@ def test_llm_gives_a_table_per_token(monkeypatch, make_engine, config):
     assert output.prompt_logprobs == [
         None,
         {65: Logprob(0.0, 1, "b")},
-        {65: Logprob(0.0, 1, "b"), 71: Logprob(-2.0, None, "h")},
+        {65: Logprob(0.0, 1, "b"), 71: Logprob(-2.0, 2, "h")},
     ]
     assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ((), "length")
     assert without.prompt_logprobs is None

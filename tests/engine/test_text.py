@@ -65,7 +65,7 @@ def test_streaming_equals_one_shot_on_random_tokens(tokenizer: Any) -> None:
     for seed in range(200):
         rng = random.Random(seed)
         vocabulary = Vocabulary(tokenizer)
-        ids = [rng.randrange(vocabulary.size) for _ in range(rng.randint(1, 150))]
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 150))]
         for skip in (True, False):
             streamed = "".join(stream(vocabulary, pieces(rng, ids), skip_special_tokens=skip))
             assert streamed == tokenizer.decode(ids, skip_special_tokens=skip), seed
@@ -85,6 +85,28 @@ def test_streaming_equals_one_shot_on_text(
         assert not any(REPLACEMENT in part for part in parts), "half a character was given out"
 
 
+@pytest.mark.parametrize(
+    ("decoder", "words"),
+    [
+        (decoders.WordPiece(), ["the", "##se", "cat", "##s", "sat", "a", "."]),
+        (decoders.Metaspace(), ["▁the", "se", "▁cat", "s", "▁sat", "▁a", "▁"]),
+        (decoders.BPEDecoder("</w>"), ["the", "se</w>", "cat", "s</w>", "sat</w>", "a", "a</w>"]),
+        (decoders.Sequence([decoders.Fuse()]), ["th", "e", " c", "at", " sat"]),
+    ],
+)
+def test_streaming_equals_one_shot_with_other_decoders(decoder: Any, words: list[str]) -> None:
+    inner = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, []))
+    inner.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    vocabulary = Vocabulary(tokenizer)
+    for seed in range(100):
+        rng = random.Random(seed)
+        ids = [rng.randrange(len(words)) for _ in range(rng.randint(1, 20))]
+        streamed = "".join(stream(vocabulary, pieces(rng, ids)))
+        # A space between words comes with the one before, also at the end.
+        assert streamed.removesuffix(" ") == tokenizer.decode(ids).removesuffix(" ")
+
+
 def test_text_comes_with_its_token(tokenizer: Any) -> None:
     vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.encode("the cat sat on the mat and the other cat sat too")
@@ -98,7 +120,7 @@ def test_endless_garbage_flows(tokenizer: Any, byte_fallback: Any, kind: str) ->
     """Bytes that never make a character are neither held for ever nor decoded again and again."""
     chosen = tokenizer if kind == "byte_level" else byte_fallback
     vocabulary = Vocabulary(chosen)
-    byte = next(id for id in range(vocabulary.size) if vocabulary.token_bytes(id) == b"\x80")
+    byte = next(id for id in range(len(chosen)) if vocabulary.token_bytes(id) == b"\x80")
     decoded: list[int] = []
     decode = vocabulary.decode
     vocabulary.decode = lambda ids: decoded.append(len(ids)) or decode(ids)  # type: ignore[func-returns-value]
@@ -111,7 +133,7 @@ def test_endless_garbage_flows(tokenizer: Any, byte_fallback: Any, kind: str) ->
 
 def test_ids_beyond_the_tokenizer_are_silent(tokenizer: Any) -> None:
     vocabulary = Vocabulary(tokenizer)
-    assert "".join(stream(vocabulary, [[10**6], [vocabulary.size]])) == ""
+    assert "".join(stream(vocabulary, [[10**6], [len(tokenizer)]])) == ""
 
 
 def test_byte_tokens_however_they_arrive(byte_fallback: Any) -> None:
@@ -165,7 +187,8 @@ def test_ids_above_a_hole(tmp_path: Any) -> None:
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     vocabulary = Vocabulary(fast)
-    assert vocabulary.size == 901
+    assert vocabulary.knows(900)
+    assert not vocabulary.knows(500)
     assert "".join(stream(vocabulary, [[0, 500], [900], [1, 901]])) == "acb"
     assert [vocabulary.token_text(id) for id in (900, 500, 10**6)] == ["c", "", ""]
 

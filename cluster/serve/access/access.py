@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ....config.access import AccessConfig, KeyConfig, KeysFile
-from ....config.strict import parse, read_yaml
+from ....config.strict import parse, read_mapping
 from ....engine.frontend import RequestOptions
 from ....errors import (
     AuthenticationError,
@@ -27,7 +27,7 @@ from ....errors import (
     PermissionDeniedError,
 )
 from ....scheduler.sampling import SamplingParams
-from .keys import find
+from .keys import hash_of
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
@@ -147,7 +147,8 @@ class Identity:
     key: KeyConfig | None = None
     usage: Usage = field(default_factory=Usage)
     tenant: str | None = None
-    is_admin: bool = True
+    is_admin: bool = True  # every route
+    may_monitor: bool = True  # statistics and metrics
 
     def options(self, options: RequestOptions) -> RequestOptions:
         """A request's options, with the key's tenant.
@@ -219,7 +220,7 @@ _CURRENT: ContextVar[Call] = ContextVar("outrider_call")
 
 def current() -> Call:
     """The HTTP request that is being answered."""
-    return _CURRENT.get(Call())
+    return _CURRENT.get(None) or Call()
 
 
 @contextmanager
@@ -261,8 +262,10 @@ class Access:
     def reconfigure(self, config: AccessConfig) -> None:
         """Replaces the settings; on an error (as the constructor's) the old ones stay."""
         state, listed = _state(config.keys_file), _listed(config)
-        identities = {each.hash: self._identity(each) for each in listed.keys}
-        for each in listed.admin_keys:
+        is_alone = len(listed.keys) == 1 and not listed.admin_keys
+        identities = {each.hash: self._identity(each, is_alone) for each in listed.keys}
+        own = [] if config.command_key is None else [config.command_key]
+        for each in [*listed.admin_keys, *own]:
             identities[each] = Identity("admin", tenant="", usage=Usage(self._clock))
         self._identities, self.config, self._file_state = identities, config, state
 
@@ -282,10 +285,10 @@ class Access:
                 "You didn't provide an API key; send it in an Authorization header "
                 "(Authorization: Bearer KEY)"
             )
-        found = find(key, self._identities)
+        found = self._identities.get(hash_of(key))
         if found is None:
             raise AuthenticationError("Incorrect API key provided")
-        return self._identities[found]
+        return found
 
     def _look_at_file(self) -> None:
         """Reads the file of keys again if it has changed."""
@@ -303,12 +306,13 @@ class Access:
         except ConfigError as error:
             log.error("API keys stay as they were: %s", error.message)
 
-    def _identity(self, key: KeyConfig) -> Identity:
+    def _identity(self, key: KeyConfig, may_monitor: bool) -> Identity:
         usage = self._usages.setdefault(key.hash, Usage(self._clock))
         usage.limit(key, self._num_ingresses)
         own = key.hash.partition(":")[2][:_OWN_TENANT_DIGITS]
         tenant = own if key.tenant is None else key.tenant
-        return Identity(key.name or tenant, key, usage, tenant, is_admin=False)
+        name = key.name or tenant
+        return Identity(name, key, usage, tenant, is_admin=False, may_monitor=may_monitor)
 
 
 def _state(path: str | None) -> tuple[int, int] | None:
@@ -326,16 +330,7 @@ def _listed(config: AccessConfig) -> KeysFile:
     """The keys of a configuration and of its file."""
     if config.keys_file is None:
         return config
-    field = "access.keys_file"
-    try:
-        text = Path(config.keys_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError.at(field, f"cannot read {config.keys_file}: {why}") from None
-    data = read_yaml(text, field, config.keys_file)
-    if not isinstance(data, dict):
-        raise ConfigError.at(field, f"{config.keys_file} must hold `keys` and `admin_keys`")
-    file = parse(KeysFile, data)
+    file = parse(KeysFile, read_mapping(Path(config.keys_file), "access.keys_file"))
     return parse(
         KeysFile,
         {

@@ -17,10 +17,11 @@ from ..openai.errors import error_response
 from .access import Access, Call, Identity, answering
 
 # Without a key: readiness, and what tells nothing about the server's users.
-_OPEN = frozenset({"/health", "/", "/openapi.json"})
+_OPEN = frozenset({"/health", "/ping", "/version", "/", "/docs", "/openapi.json"})
 _OPEN_BELOW = ("/page/",)
 _CLIENTS = frozenset({"/tokenize", "/detokenize"})
 _CLIENTS_BELOW = ("/v1/",)
+_MONITORING = frozenset({"/stats", "/metrics", "/load"})  # read by Prometheus, and by the live view
 TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own name for it
 # Serve's proxy counts the same seconds from a little earlier, and would answer first, with 408.
 _MOST_AHEAD_S, _SHARE_AHEAD = 0.1, 0.1
@@ -61,16 +62,16 @@ class AccessGate:
         try:
             path = route_below(scope)
             if path in _OPEN or path.startswith(_OPEN_BELOW):
-                identity = Identity("", tenant="", is_admin=False)
+                identity = Identity("", tenant="", is_admin=False, may_monitor=False)
             else:
-                identity = self._access.identify(headers.get("authorization"))
+                identity = self._access.identify(_authorization(headers))
                 _check_path(path, identity)
             timeout_s = _timeout(headers)
             counted = scope["method"] == "POST"
             if counted:
                 identity.usage.begin()
         except OutriderError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
             with answering(Call(identity, timeout_s, self._access.config.log_prompts)):
@@ -78,6 +79,12 @@ class AccessGate:
         finally:
             if counted:
                 identity.usage.end()
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The header with the key; Anthropic's clients send it as `x-api-key`."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 def route_below(scope: Scope) -> str:
@@ -88,8 +95,10 @@ def route_below(scope: Scope) -> str:
 
 
 def _check_path(path: str, identity: Identity) -> None:
-    """Raises `PermissionDeniedError` for what only administrators may call."""
+    """Raises `PermissionDeniedError` for what the key does not open."""
     if identity.is_admin or path in _CLIENTS or path.startswith(_CLIENTS_BELOW):
+        return
+    if identity.may_monitor and path in _MONITORING:
         return
     raise PermissionDeniedError(f"{path} needs an administrator's key (access.admin_keys)")
 

@@ -43,9 +43,12 @@ class CachedTokens(TypedDict):
 
 
 class CompletionTokens(TypedDict):
-    """Tokens of the completions that are reasoning."""
+    """Tokens of the completions that are reasoning; of predictions, those that the completions
+    have, and those that they do not have."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):
@@ -83,22 +86,32 @@ class Choice(Extras):
     stop_reason: int | str | None
 
 
-class CompletionChoice(Choice):
+class PromptExtras(TypedDict, total=False):
+    """What some requests add about their prompt."""
+
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int]
+
+
+class CompletionChoice(Choice, PromptExtras):
     """One completion of one prompt."""
 
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
-    prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(TypedDict):
-    """The answer of `/v1/completions`."""
+class AnswerHead(TypedDict):
+    """Where an answer comes from."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
+
+
+class Completion(AnswerHead):
+    """The answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -121,17 +134,12 @@ class ChatChoice(Choice):
     logprobs: dict[str, Any] | None
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(AnswerHead, PromptExtras):
     """The answer of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
-    prompt_token_ids: NotRequired[list[int]]
 
 
 class OutputText(TypedDict):
@@ -228,6 +236,39 @@ class Response(TypedDict):
     speculation_trace: NotRequired[list[dict[str, Any]]]
 
 
+class MessageUsage(TypedDict):
+    """Tokens of a message; the input's without those that the prefix cache had."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+    speculation: SpeculationSummary
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Message(TypedDict):
+    """The answer of `/v1/messages`: blocks of thinking, text and calls."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    speculation_trace: NotRequired[list[dict[str, Any]]]
+
+
+class MessageTokens(TypedDict):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
 class Tokens(TypedDict):
     """The answer of `/tokenize`."""
 
@@ -251,6 +292,8 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    drafters: list[str]  # those that a request may choose among
+    has_chat_template: bool
 
 
 class ModelList(TypedDict):
@@ -265,6 +308,24 @@ class Health(TypedDict):
 
     status: Literal["ok", "degraded"]
     down: NotRequired[dict[str, str] | None]  # the reason, by model
+
+
+class Version(TypedDict):
+    """Outrider's version."""
+
+    version: str
+
+
+class Load(TypedDict):
+    """Requests that run or wait in the engines."""
+
+    server_load: int
+
+
+class PrefixCacheReset(TypedDict):
+    """The engines that have forgotten their stored prefixes."""
+
+    num_engines: int
 
 
 class Stats(TypedDict):

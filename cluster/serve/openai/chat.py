@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ....errors import InvalidRequestError
 from ....scheduler.sampling import SamplingParams, StructuredOutputs, invalid_request
 from ....scheduler.types import TokenLogprobs
 from .answers import ChatAnswer, ChatChoice, ChatCompletion
-from .generation import Generation, Job, Step, prompt_logprobs, stream_events, token_logprobs
+from .generation import Generation, Job, Step, stream_events, token_logprobs
 from .protocol import ChatBody, ChatMessage, Conversation
 
 
@@ -30,65 +30,54 @@ class Answer:
         self._chat = chat
         self._body = body
         self._job = job
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._arguments: list[list[str]] = []  # of each call, in pieces
+        self._has_calls = False
 
     def push(self, text: str, *, last: bool) -> dict[str, Any]:
         """The delta that `text` makes, empty if nothing is certain yet."""
         delta: dict[str, Any] = {}
-        changed: dict[int, dict[str, Any]] = {}
+        calls: dict[int, dict[str, Any]] = {}
         for event in self._job.read(text, last=last, parallel=self._body.is_parallel):
             if isinstance(event, Content):
-                self._content.append(event.text)
                 delta["content"] = delta.get("content", "") + event.text
             elif not isinstance(event, Reasoning):
-                self._call(event, changed)
+                self._call(event, calls)
             elif self._body.include_reasoning is not False:
-                self._reasoning.append(event.text)
                 # vLLM's name, and the older one of DeepSeek's API.
                 thought = delta.get("reasoning", "") + event.text
                 delta["reasoning"] = delta["reasoning_content"] = thought
-        if changed:
-            delta["tool_calls"] = list(changed.values())
+        if calls:
+            self._has_calls = True
+            delta["tool_calls"] = list(calls.values())
         return delta
 
-    def message(self) -> ChatAnswer:
-        """Everything so far."""
-        content = "".join(self._content)
-        nothing = not content and (self._calls or self._reasoning)
+    def message(self, text: str) -> ChatAnswer:
+        """The message that the whole `text` makes."""
+        delta = self.push(text, last=True)
+        for call in delta.get("tool_calls", ()):
+            del call["index"]
+        content = delta.pop("content", "")
         message: ChatAnswer = {
             "role": "assistant",
-            "content": None if nothing else content,
+            "content": None if delta and not content else content,
             "refusal": None,
         }
-        if self._reasoning:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
-                for call, pieces in zip(self._calls, self._arguments, strict=True)
-            ]
+        message.update(delta)  # type: ignore[typeddict-item]
         return message
 
     @property
     def finish_reason(self) -> str | None:
         """Why it ended, in OpenAI's words."""
         reason = self._job.assembler.finish_reason
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        return "tool_calls" if self._has_calls and reason == "stop" else reason
 
-    def _call(self, event: CallBegin | Arguments, changed: dict[int, dict[str, Any]]) -> None:
+    def _call(self, event: CallBegin | Arguments, calls: dict[int, dict[str, Any]]) -> None:
+        call = calls.setdefault(event.index, {"index": event.index, "function": {}})
         if isinstance(event, CallBegin):
-            function = {"name": event.name, "arguments": ""}
-            call = {"id": event.id or self._chat.new_id(), "type": "function", "function": function}
-            self._calls.append(call)
-            self._arguments.append([])
-            changed[event.index] = {"index": event.index, **call, "function": dict(function)}
-            return
-        self._arguments[event.index].append(event.text)
-        part = changed.setdefault(event.index, {"index": event.index, "function": {}})["function"]
-        part["arguments"] = part.get("arguments", "") + event.text
+            call |= {"id": event.id or self._chat.new_id(), "type": "function"}
+            call["function"] = {"name": event.name, "arguments": ""}
+        else:
+            function = call["function"]
+            function["arguments"] = function.get("arguments", "") + event.text
 
 
 def add(generation: Generation, body: ChatBody, request_id: str) -> None:
@@ -103,17 +92,24 @@ def add(generation: Generation, body: ChatBody, request_id: str) -> None:
     chat = frontend.chat
     prompt = rendered(frontend, body, body.messages)
     text, functions = prompt.text or "", body.functions()
-    if functions and not chat.has_calls:
+    if functions and not chat.has_calls and not body.must_call:
         raise InvalidRequestError.at(
             "tools",
             "no tools are served with this model: its chat template has no format of calls "
-            "that is known here; set tool_call_parser in the configuration",
+            "that is known here; set tool_call_parser in the configuration, or make the model "
+            'call with tool_choice "required" or a function\'s name',
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)
     continued = body.continue_final_message
     parser_of = partial(chat.parser, text, functions, continued=continued)
-    generation.add(request_id, prompt, sampling, options, "messages", parser_of)
+    try:
+        generation.add(request_id, prompt, sampling, options, "messages", parser_of)
+    except InvalidRequestError as error:
+        if error.field != "max_tokens" or body.max_completion_tokens is None:
+            raise
+        name = "max_completion_tokens"
+        raise type(error)(error.message.replace("max_tokens", name, 1), field=name) from None
 
 
 def _constrained(
@@ -199,42 +195,37 @@ def rendered(frontend: Frontend, body: Conversation, messages: Sequence[ChatMess
         add_special_tokens=bool(body.add_special_tokens),
         chat_template=body.chat_template,
         tools=[tool.render() for tool in body.callable_tools()],
+        required=[tool.render() for tool in body.required_tools()],
     )
 
 
 async def answer(generation: Generation, body: ChatBody, request_id: str) -> ChatCompletion:
     """The whole answer, once everything is finished."""
-    frontend, choices = generation.frontend, list[ChatChoice]()
+    choices = list[ChatChoice]()
     for job in generation.jobs:
-        output = job.assembler.output()
-        message = Answer(frontend.chat, body, job)
-        message.push(output.text, last=True)
-        logprobs = None
+        output, logprobs = job.assembler.output(), None
+        made = Answer(generation.frontend.chat, body, job)
+        message = made.message(output.text)
         if body.logprobs:
             logprobs = _logprobs(body, job, output.token_ids, job.assembler.logprobs)
         choice: ChatChoice = {
             "index": job.index,
-            "message": message.message(),
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": message.finish_reason,
+            "finish_reason": made.finish_reason,
             "stop_reason": output.stop_reason,
             **job.extras(body),
         }
         choices.append(choice)
-    answer: ChatCompletion = {
-        "id": request_id,
+    job = generation.jobs[0]
+    of_prompt = await job.described(partial(job.prompt_extras, body))
+    return {
+        **generation.head(request_id),
         "object": "chat.completion",
-        "created": generation.created_at,
-        "model": frontend.model_name,
         "choices": choices,
         "usage": generation.usage(),
+        **of_prompt,
     }
-    job = generation.jobs[0]
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = list(job.prompt.token_ids)
-    if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = await job.described(partial(prompt_logprobs, body, job))
-    return answer
 
 
 def events(
@@ -243,7 +234,7 @@ def events(
     """Chunks of the answer: the role, the text, why it ended."""
     frontend, answers = generation.frontend, dict[int, Answer]()
 
-    async def events_of(step: Step) -> AsyncGenerator[dict[str, Any], None]:
+    def parts(step: Step) -> Iterator[dict[str, Any]]:
         job, chunk, logprobs = step.job, step.chunk, None
         if job.index not in answers:
             first: dict[str, Any] = {"choices": [_part(job, {"role": "assistant", "content": ""})]}
@@ -270,6 +261,9 @@ def events(
             last["finish_reason"] = reply.finish_reason
             last["stop_reason"] = job.assembler.stop_reason
             yield {"choices": [last]}
+
+    async def events_of(step: Step) -> Iterator[dict[str, Any]]:
+        return parts(step)
 
     return stream_events(generation, body, request_id, "chat.completion.chunk", events_of)
 

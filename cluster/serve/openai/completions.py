@@ -9,7 +9,7 @@ from typing import Any
 from ....engine.outputs import Chunk
 from ....errors import InvalidRequestError
 from .answers import Completion, CompletionChoice
-from .generation import Generation, Job, Step, completion_logprobs, prompt_logprobs, stream_events
+from .generation import Generation, Job, Step, completion_logprobs, stream_events
 from .protocol import CompletionBody
 
 MAX_PROMPTS = 1024
@@ -26,6 +26,10 @@ def add(generation: Generation, body: CompletionBody, request_id: str) -> None:
     if len(given) * sampling.n > MAX_PROMPTS:
         raise InvalidRequestError.at(
             "prompt", f"{len(given)} prompts x n = {sampling.n}; at most {MAX_PROMPTS} completions"
+        )
+    if body.prediction is not None and len(given) > 1:
+        raise InvalidRequestError.at(
+            "prediction", f"it is of one completion's text; this request has {len(given)} prompts"
         )
     generation.check_count(len(given), sampling.n)
     frontend = generation.frontend
@@ -47,10 +51,8 @@ async def answer(generation: Generation, body: CompletionBody, request_id: str) 
         for index, job in enumerate(_kept(generation.jobs, body))
     ]
     return {
-        "id": request_id,
+        **generation.head(request_id),
         "object": "text_completion",
-        "created": generation.created_at,
-        "model": generation.frontend.model_name,
         "choices": choices,
         "usage": generation.usage(),
     }
@@ -62,34 +64,36 @@ def events(
     """Chunks of the answer, as they come."""
     begun = {job.index for job in generation.jobs if generation.mark(job).begun}
 
-    async def events_of(step: Step) -> AsyncGenerator[dict[str, Any], None]:
+    async def events_of(step: Step) -> list[dict[str, Any]]:
         job, chunk, last = step.job, step.chunk, step.last
+        index = job.index
         if step.seen:
             if not last or generation.mark(job).ended:
-                return
+                return []
             chunk = Chunk("", ())
         text, logprobs = chunk.text, None
-        first = job.index not in begun
+        first = index not in begun
         if body.echo and first:
             text = job.prompt_text + text
-        begun.add(job.index)
+        begun.add(index)
         if body.logprobs is not None:
             describe = partial(completion_logprobs, body, job, chunk, echo=first)
             logprobs = await job.described(describe)
         extras: dict[str, Any] = {**job.chunk_extras(chunk, with_ids=body.return_token_ids)}
         if body.return_token_ids and first:
             extras["prompt_token_ids"] = list(job.prompt.token_ids)
-        if text or logprobs is not None or extras or last:
-            generation.sends(step, end=last)
-            choice = {
-                "index": job.index,
-                "text": text,
-                "logprobs": logprobs,
-                "finish_reason": job.assembler.finish_reason if last else None,
-                "stop_reason": job.assembler.stop_reason if last else None,
-                **extras,
-            }
-            yield {"choices": [choice]}
+        if not (text or logprobs is not None or extras or last):
+            return []
+        generation.sends(step, end=last)
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": job.assembler.finish_reason if last else None,
+            "stop_reason": job.assembler.stop_reason if last else None,
+            **extras,
+        }
+        return [{"choices": [choice]}]
 
     return stream_events(generation, body, request_id, "text_completion", events_of)
 
@@ -128,16 +132,12 @@ def _choice(body: CompletionBody, job: Job, index: int) -> CompletionChoice:
     output, logprobs = job.assembler.output(), None
     if body.logprobs is not None:
         logprobs = completion_logprobs(body, job, job.assembler.chunk(), echo=True)
-    choice: CompletionChoice = {
+    return {
         "index": index,
         "text": (job.prompt_text if body.echo else "") + output.text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
+        **job.extras(body),
+        **job.prompt_extras(body),
     }
-    choice.update(job.extras(body))  # type: ignore[typeddict-item]
-    if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(body, job)
-    if body.return_token_ids:
-        choice["prompt_token_ids"] = list(job.prompt.token_ids)
-    return choice

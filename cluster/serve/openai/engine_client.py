@@ -1,6 +1,7 @@
-"""`EngineClient`: all that HTTP knows of engines; and `LocalClient`, for one in this process.
+"""`EngineClient`: all that HTTP knows of engines.
 
-The Serve application has its own (`cluster/serve/edge.py`), tests inject theirs.
+The Serve application's is `cluster/serve/serve_client.py`; `LocalClient` has an engine in this
+process, without Serve.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ....errors import WorkerError
+from ....errors import EngineDeadError, WorkerError
 from ....scheduler.types import Delta, Request
 from ..resume_tokens import ResumeTokens, TokenStore
 
@@ -39,6 +40,14 @@ class EngineClient(Protocol):
 
     async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
         """What the engines keep of a stream, by completion; its requests end, wherever they run."""
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Every engine forgets its stored prefixes; how many engines there are.
+
+        Raises:
+            EngineDeadError: one did not answer.
+        """
         ...
 
     async def check(self) -> None:
@@ -95,8 +104,15 @@ class LocalClient:
     async def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
+    async def reset_prefix_cache(self) -> int:
+        self._engine.reset_prefix_cache()
+        return 1
+
     async def check(self) -> None:
-        self._engine.check_ready()
+        self._engine.check()
+        reason = self._engine.stats().get("recovering")
+        if reason is not None:
+            raise EngineDeadError(f"the workers are being replaced: {reason}")
 
     async def stats(self) -> dict[str, dict[str, Any]]:
         return {"local": self._engine.stats()}

@@ -1,36 +1,22 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+Below `/v1/messages` they have Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from types import MappingProxyType
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....errors import (
-    AuthenticationError,
-    EngineDeadError,
-    ModelNotFoundError,
-    OutriderError,
-    OverloadedError,
-    PermissionDeniedError,
-    PromptTooLongError,
-)
+from ....errors import AuthenticationError, OutriderError
 
 log = logging.getLogger(__name__)
-
-_CODES: dict[type[OutriderError], str] = {
-    PromptTooLongError: "context_length_exceeded",
-    ModelNotFoundError: "model_not_found",
-    OverloadedError: "rate_limit_exceeded",
-    EngineDeadError: "engine_dead",
-    AuthenticationError: "invalid_api_key",
-    PermissionDeniedError: "permission_denied",
-}
 
 
 class BodyTooLargeError(OutriderError):
@@ -60,9 +46,32 @@ def error_body(error: OutriderError) -> dict[str, Any]:
             "message": _sendable(error.message),
             "type": error.kind,
             "param": error.field and _sendable(error.field),
-            "code": next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), None),
+            "code": error.code,
         }
     }
+
+
+_MESSAGES = "/v1/messages"
+# By status; others are `invalid_request_error` below 500, and `api_error` from there on.
+_MESSAGES_KINDS = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+
+
+def messages_error_body(error: OutriderError) -> dict[str, Any]:
+    """What Anthropic's clients expect in an error's body, with the field's name beside it."""
+    usual = "invalid_request_error" if error.status < 500 else "api_error"
+    shown = error_body(error)["error"]
+    shown["type"] = _MESSAGES_KINDS.get(error.status, usual)
+    return {"type": "error", "error": shown}
 
 
 def _sendable(text: str) -> str:
@@ -70,37 +79,40 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def error_response(error: OutriderError) -> Response:
-    """The whole answer; overload says when to come back."""
+def error_response(error: OutriderError, path: str) -> Response:
+    """The whole answer at `path`; overload and lost engines say when to come back."""
     headers = {}
-    if isinstance(error, OverloadedError):
+    if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (BodyTimeoutError, BodyTooLargeError)):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    body = messages_error_body(error) if _MESSAGES in path else error_body(error)
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
-def install(app: Starlette) -> None:
-    """Makes every error of `app` one of OpenAI's shape."""
+async def _on_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OutriderError)
+    return error_response(error, request.url.path)
 
-    async def on_ours(request: Request, error: Exception) -> Response:
-        assert isinstance(error, OutriderError)
-        return error_response(error)
 
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        wrapped = OutriderError(f"{request.method} {request.url.path}: {error.detail}")
-        wrapped.kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return JSONResponse(
-            error_body(wrapped), status_code=error.status_code, headers=error.headers
-        )
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    wrapped = OutriderError(f"{request.method} {request.url.path}: {error.detail}")
+    wrapped.kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    wrapped.status = error.status_code
+    response = error_response(wrapped, request.url.path)
+    response.headers.update(error.headers or {})
+    return response
 
-    async def on_any(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(OutriderError(f"internal error: {type(error).__name__}"))
 
-    app.add_exception_handler(OutriderError, on_ours)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_any)
+async def _on_any(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(
+        OutriderError(f"internal error: {type(error).__name__}"), request.url.path
+    )
+
+
+# For an application: every error becomes one of OpenAI's shape.
+HANDLERS = MappingProxyType({OutriderError: _on_ours, HTTPException: _on_http, Exception: _on_any})

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ....drafters.lookup.prediction import Alignment
 from ....engine.chat.reader import Content, Event, Parser, Reasoning
 from ....engine.frontend import Frontend, Prompt, RequestOptions
 from ....engine.outputs import Assembler, Chunk, Detokenizer, Vocabulary, add_usage, prompt_table
@@ -22,8 +23,8 @@ from ....scheduler.sampling import SamplingParams
 from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
 from ..access.access import Call, current
 from ..metrics import EdgeMetrics, Stopwatch
-from ..telemetry import begin_spans, log_completion, log_prompt
-from .answers import CompletionLogprobs, Extras, Usage
+from ..telemetry import CompletionSpans, log_completion, log_prompt
+from .answers import AnswerHead, CompletionLogprobs, Extras, PromptExtras, Usage
 from .engine_client import EngineClient
 from .protocol import CompletionBody, GenerationBody, StreamOptions
 from .resuming import Mark, Part, ResumableStream
@@ -40,6 +41,7 @@ class Job:
     prompt: Prompt
     assembler: Assembler
     parser: Parser | None = None
+    alignment: Alignment | None = None  # of the completion with its prediction
 
     @property
     def index(self) -> int:
@@ -51,6 +53,14 @@ class Job:
         offsets = self.assembler.offsets
         spans = self.parser.reader.reasoning if self.parser else ()
         return sum(bisect_left(offsets, end) - bisect_left(offsets, begin) for begin, end in spans)
+
+    @property
+    def num_prediction_tokens(self) -> tuple[int, int]:
+        """Of the prediction's tokens, how many the completion has so far, and has not."""
+        if self.alignment is None:
+            return 0, 0
+        self.alignment.follow(self.assembler.token_ids)
+        return self.alignment.num_accepted, self.alignment.num_rejected
 
     def read(self, text: str, *, last: bool, parallel: bool) -> list[Event]:
         """Reasoning, content and calls that `text` adds; of several calls the first if not
@@ -82,6 +92,15 @@ class Job:
             extras["token_ids"] = list(self.assembler.token_ids)
         if self.request.speculation.trace:
             extras["speculation_trace"] = self.trace()
+        return extras
+
+    def prompt_extras(self, body: GenerationBody) -> PromptExtras:
+        """What a request has asked for of its prompt."""
+        extras: PromptExtras = {}
+        if body.return_token_ids:
+            extras["prompt_token_ids"] = list(self.prompt.token_ids)
+        if body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(body, self)
         return extras
 
     def chunk_extras(self, chunk: Chunk, *, with_ids: bool | None = False) -> Extras:
@@ -122,6 +141,7 @@ class Generation:
     metrics: EdgeMetrics
     timeout_s: float | None = None  # the server's
     max_completions: int | None = None
+    begin_spans: Callable[[Request], CompletionSpans] | None = None
     jobs: list[Job] = field(default_factory=list)
     stream: ResumableStream | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
@@ -176,9 +196,9 @@ class Generation:
                 len(self.jobs),
                 prompt.token_ids,
                 shown_ids=self.frontend.chat.shown_ids if parser else frozenset(),
-                with_offsets=parser is not None,
             )
-            self.jobs.append(Job(request, prompt, assembler, parser))
+            alignment = Alignment(request.prediction) if request.prediction.size else None
+            self.jobs.append(Job(request, prompt, assembler, parser, alignment))
 
     def mark(self, job: Job) -> Mark:
         """What the client has of a completion."""
@@ -243,6 +263,11 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def head(self, answer_id: str) -> AnswerHead:
+        """What every answer and every chunk of one has."""
+        model = self.frontend.model_name
+        return {"id": answer_id, "created": self.created_at, "model": model}
+
     def usage(self) -> Usage:
         """OpenAI's usage block, with one on speculation."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
@@ -252,13 +277,16 @@ class Generation:
             key = id(job.prompt)
             cached[key] = max(cached.get(key, 0), job.assembler.num_cached_tokens)
         total = self._speculation()
+        accepted, rejected = zip(*(job.num_prediction_tokens for job in self.jobs), strict=True)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(job.num_reasoning_tokens for job in self.jobs)
+                "reasoning_tokens": sum(job.num_reasoning_tokens for job in self.jobs),
+                "accepted_prediction_tokens": sum(accepted),
+                "rejected_prediction_tokens": sum(rejected),
             },
             "speculation": {
                 "drafter": total.drafter,
@@ -297,34 +325,38 @@ class Generation:
         """One job's steps that have something to say, and always the last."""
         assembler = job.assembler
         times = Stopwatch(self.metrics)
-        spans = begin_spans(job.request, self.frontend.model_name)
+        spans = self.begin_spans and self.begin_spans(job.request)
         unfinished = "abort"  # by whoever asked
         try:
             async with contextlib.aclosing(self._parts(job)) as parts:
                 while True:
-                    part = await self._next(parts)
-                    delta: Delta = part.delta
-                    was_finished = assembler.finished
+                    given = await (anext(parts) if self._deadline_s is None else self._next(parts))
+                    part = given if isinstance(given, Part) else None
+                    delta = given.delta if isinstance(given, Part) else given
+                    was_finished = assembler.finish_reason is not None
                     chunk = assembler.push(delta)
                     if delta.times is not None:
                         times.before_first(delta.times)
                         if spans is not None:
                             spans.first(delta.times)
-                    if part.live and not part.seen:
+                    if part is None or (part.live and not part.seen):
                         times.tokens(len(chunk.token_ids))
                     last = delta.finish_reason is not None
-                    if assembler.finished and not was_finished and not last:  # a stop string
+                    if not (last or was_finished) and assembler.finished:  # a stop string
                         await self.client.abort(job.request.id)
-                        if not part.live:  # the engine has nothing to add
+                        if part is not None and not part.live:  # the engine has nothing to add
                             for step in _stopped(job, chunk, part):
                                 yield step
                             return
                     if last or chunk.token_ids:
-                        yield Step(job, chunk, last, len(assembler.token_ids), part.seen)
+                        is_seen = part is not None and part.seen
+                        yield Step(job, chunk, last, len(assembler.token_ids), is_seen)
                     if last:
                         return
-        except Exception:
+        except Exception as error:
             unfinished = "error"  # refused by the engine, or lost
+            if isinstance(error, InvalidRequestError):
+                raise self._named(error) from None
             raise
         finally:
             reason = assembler.finish_reason or unfinished
@@ -333,33 +365,26 @@ class Generation:
             if spans is not None:
                 spans.end(assembler, reason)
 
-    async def _parts(self, job: Job) -> AsyncGenerator[Part, None]:
-        request = replace(job.request, timeout_s=self._remaining())
+    def _parts(self, job: Job) -> AsyncGenerator[Delta | Part, None]:
+        """The deltas of a job; of a resumable stream, with what the client has of them."""
+        request = job.request
+        if self._deadline_s is not None:
+            request = replace(request, timeout_s=self._remaining())
         if self.stream is not None:
-            deltas = self.stream.deltas(self.client, request)
-            async with contextlib.aclosing(deltas):
-                async for part in deltas:
-                    yield part
-            return
-        async with contextlib.aclosing(self.client.generate(request)) as plain:
-            async for delta in plain:
-                yield Part(delta)
+            return self.stream.deltas(self.client, request)
+        return self.client.generate(request)
 
-    async def _next(self, deltas: AsyncGenerator[Any, None]) -> Any:
+    async def _next(self, deltas: AsyncGenerator[Delta | Part, None]) -> Delta | Part:
+        """The next delta (raises `RequestTimeoutError` once the deadline has passed)."""
+        assert self._deadline_s is not None
         try:
-            if self._deadline_s is None:
-                return await anext(deltas)
             return await asyncio.wait_for(anext(deltas), self._remaining())
         except asyncio.TimeoutError:
-            if self._deadline_s is None:
-                raise
             raise self._too_late() from None
         except WorkerError:
-            if self._deadline_s is None or time.monotonic() < self._deadline_s:
+            if time.monotonic() < self._deadline_s:
                 raise
             raise self._too_late() from None  # the engine's clock was quicker
-        except InvalidRequestError as error:
-            raise self._named(error) from None
 
     def _named(self, error: InvalidRequestError) -> InvalidRequestError:
         """The engine's complaint about a grammar, under the client's name for that."""
@@ -395,18 +420,13 @@ async def stream_events(
     body: GenerationBody,
     request_id: str,
     kind: str,
-    events_of: Callable[[Step], AsyncGenerator[dict[str, Any], None]],
+    events_of: Callable[[Step], Awaitable[Iterable[dict[str, Any]]]],
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of the kind `kind` with what `events_of` makes of each step, and usage as asked for.
 
     As in vLLM, chunks carry the usage so far only if usage is wanted at all.
     """
-    head: dict[str, Any] = {
-        "id": request_id,
-        "object": kind,
-        "created": generation.created_at,
-        "model": generation.frontend.model_name,
-    }
+    head: dict[str, Any] = {**generation.head(request_id), "object": kind}
     options = body.stream_options or StreamOptions()
     with_usage = options.include_usage
     continuous = with_usage and options.continuous_usage_stats
@@ -414,7 +434,7 @@ async def stream_events(
         head["usage"] = None
     async with contextlib.aclosing(generation.chunks()) as steps:
         async for step in steps:
-            async for fields in events_of(step):
+            for fields in await events_of(step):
                 if continuous:
                     head["usage"] = generation.usage()
                 yield {**head, **fields}

@@ -6,21 +6,25 @@ Bodies are parsed by hand (`parse.parse`), so FastAPI cannot describe them. Rang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from ....config.compat.table import REQUEST, Ignored, Only
 from ....scheduler.sampling import SamplingParams
 from ..metrics import CONTENT_TYPE
 from . import answers
+from .messages import CountBody, MessagesBody
 from .parse import IGNORED, UNSUPPORTED
 from .protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .responses import ResponsesBody
 from .responses.body import NOTHING
 
 _REF = "#/components/schemas/{model}"
-_STREAMED: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, ResponsesBody)
+_STREAMED: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, MessagesBody, ResponsesBody)
 _ERRORS = {
     400: "A field is invalid; `param` names it.",
     401: "The API key is missing or unknown.",
@@ -31,13 +35,22 @@ _ERRORS = {
     413: "The body is too large.",
     429: "The queue or a limit of the key is full; `Retry-After` says when to come back.",
     500: "A worker failed inside a step.",
-    503: "No engine can run a step.",
+    503: "No engine can run a step; `Retry-After` says when to come back.",
     504: "The request took longer than the server allows.",
 }
+_ERRORS_WITHOUT_BODY = (401, 403, 500, 503)
+
+
+class Page(str):
+    """HTML."""
+
+
 POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
     "/v1/completions": (CompletionBody, answers.Completion, "Completes prompts."),
     "/v1/chat/completions": (ChatBody, answers.ChatCompletion, "Answers a conversation."),
     "/v1/responses": (ResponsesBody, answers.Response, "Answers an input; stores nothing."),
+    "/v1/messages": (MessagesBody, answers.Message, "Anthropic's API: answers messages."),
+    "/v1/messages/count_tokens": (CountBody, answers.MessageTokens, "Tokens of messages."),
     "/tokenize": (TokenizeBody, answers.Tokens, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeBody, answers.Text, "The text of token ids."),
 }
@@ -45,9 +58,18 @@ GETS: dict[str, tuple[Any, str]] = {
     "/v1/models": (answers.ModelList, "The models that can serve now."),
     "/v1/models/{name}": (answers.ModelCard, "A model by its name."),
     "/health": (answers.Health, "Whether an engine can run a step."),
+    "/ping": (answers.Health, "As /health; by SageMaker's name."),
+    "/version": (answers.Version, "The server's version."),
+    "/load": (answers.Load, "How many requests run or wait."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),
-    "/metrics": (None, "Prometheus metrics."),
-    "/openapi.json": (None, "This document."),
+    "/metrics": (str, "Prometheus metrics."),
+    "/openapi.json": (dict, "This document."),
+    "/docs": (Page, "This document as a page."),
+}
+# By POST, without a body.
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "/ping": GETS["/ping"],
+    "/reset_prefix_cache": (answers.PrefixCacheReset, "Forgets the stored prefixes."),
 }
 
 
@@ -55,20 +77,27 @@ def document(models: Sequence[str], vocab_size: int) -> dict[str, Any]:
     """The OpenAPI document of a server of these models; `vocab_size` is the smallest."""
     bodies = [body for body, _, _ in POSTS.values()]
     shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
+    shown += [answer for answer, _ in COMMANDS.values()]
     shapes = [*bodies, *shown, answers.Error]
-    inputs: Any = [(each, "validation", TypeAdapter(each)) for each in shapes if each is not None]
+    inputs: Any = [(each, "validation", TypeAdapter(each)) for each in shapes if each not in _PLAIN]
     _, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
     schemas = definitions["$defs"]
     for body in bodies:
         _complete(schemas[body.__name__], models, vocab_size, body in _STREAMED)
     ineffective = {name: {"enum": list(values)} for name, values in UNSUPPORTED.items()}
     ineffective |= {name: {} for name in sorted(IGNORED)}
-    nothing = {name: {"enum": list(values)} for name, values in NOTHING.items()}
-    for body, fields in zip(_STREAMED, (ineffective, ineffective, nothing), strict=True):
+    foreign = {name: {"enum": list(row.only)} for name, row in REQUEST.items()
+               if isinstance(row, Only)}  # fmt: skip
+    foreign |= {name: {} for name, row in REQUEST.items() if isinstance(row, Ignored)}
+    ineffective |= foreign
+    nothing = {name: {"enum": list(values)} for name, values in NOTHING.items()} | foreign
+    for body, fields in zip(_STREAMED, (*[ineffective] * 3, nothing), strict=True):
         properties = schemas[body.__name__]["properties"]
         properties |= {name: each for name, each in fields.items() if name not in properties}
-    paths: dict[str, Any] = {path: {"post": _post(path)} for path in POSTS}
-    paths |= {path: {"get": _get(path)} for path in GETS}
+    paths: dict[str, Any] = {path: {"post": _operation(path, *row)} for path, row in POSTS.items()}
+    for method, table in (("get", GETS), ("post", COMMANDS)):
+        for path, row in table.items():
+            paths.setdefault(path, {})[method] = _operation(path, None, *row, method=method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": "1"},
@@ -116,45 +145,128 @@ def _complete(
 _RANGE = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
+# Answers that are no JSON of a known shape.
+_PLAIN: dict[Any, Any] = {
+    str: {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}},
+    dict: {"application/json": {"schema": {"type": "object"}}},
+    Page: {"text/html": {"schema": {"type": "string"}}},
+}
+
+
 def _json(model: Any) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
 
-def _post(path: str) -> dict[str, Any]:
-    body, answer, summary = POSTS[path]
-    content = _json(answer)
-    if body in _STREAMED:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "With `stream: true`: server-sent events."}
-        }
-    return {
-        "summary": summary,
-        "operationId": path.strip("/").replace("/", "_").replace(".", "_"),
-        "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": {"description": "Success.", "content": content}, **_errors(_ERRORS)},
-    }
-
-
-def _get(path: str) -> dict[str, Any]:
-    answer, summary = GETS[path]
-    plain = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
-    if path == "/openapi.json":
-        plain = {"application/json": {"schema": {"type": "object"}}}
-    content = plain if answer is None else _json(answer)
+def _operation(
+    path: str, body: type[BaseModel] | None, answer: Any, summary: str, method: str = "post"
+) -> dict[str, Any]:
+    """What is done at a path, with a body or without."""
+    content = _PLAIN.get(answer) or _json(answer)
+    name = path.strip("/").translate(str.maketrans("/.", "__", "{}"))
     found: dict[str, Any] = {
         "summary": summary,
-        "operationId": "get_" + path.strip("/").translate(str.maketrans("/.", "__", "{}")),
-        "responses": {"200": {"description": "Success.", "content": content}},
+        "operationId": name if body else f"{method}_{name}",
     }
-    codes: tuple[int, ...] = (401, 403, 500, 503)
-    if "{name}" in path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        found["parameters"] = [name]
-        codes = (404, *codes)
-    found["responses"] |= _errors(codes)
+    codes: Iterable[int] = _ERRORS
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _json(body)}
+    elif "{name}" in path:
+        in_path = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        found["parameters"] = [in_path]
+        codes = (404, *_ERRORS_WITHOUT_BODY)
+    else:
+        codes = _ERRORS_WITHOUT_BODY
+    if body in _STREAMED:
+        events = {"type": "string", "description": "With `stream: true`: server-sent events."}
+        content["text/event-stream"] = {"schema": events}
+    found["responses"] = {"200": {"description": "Success.", "content": content}}
+    for code in codes:
+        shown = {"description": _ERRORS[code], "content": _json(answers.Error)}
+        found["responses"][str(code)] = shown
     return found
 
 
-def _errors(codes: Iterable[int]) -> dict[str, Any]:
-    content = _json(answers.Error)
-    return {str(code): {"description": _ERRORS[code], "content": content} for code in codes}
+# -- the document as a page: HTML without scripts, so that it needs nothing from elsewhere
+
+
+def html_page(described: Mapping[str, Any]) -> str:
+    """The document of `document` as HTML: every route, then every shape that they mention."""
+    routes = [
+        (path, method, operation)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    ]
+    schemas = described["components"]["schemas"]
+    parts = [*(_route(*each) for each in routes), "<h2>Shapes</h2>"]
+    parts += [_shape(name, schema) for name, schema in schemas.items()]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<title>Outrider API</title><link rel="stylesheet" href="page/style.css"></head>\n'
+        '<body><header><h1>Outrider API</h1><span class="grow"></span>'
+        f'<a href="openapi.json">openapi.json</a></header>\n<main>{"".join(parts)}</main>'
+        "</body></html>\n"
+    )
+
+
+def _route(path: str, method: str, operation: Mapping[str, Any]) -> str:
+    """One route: its body, and what it answers."""
+    lines = [f"<p>{escape(operation['summary'])}</p>"]
+    if "requestBody" in operation:
+        lines.append(f"<p>Body: {_contents(operation['requestBody'])}</p>")
+    rows = [
+        f"<tr><td>{code}</td><td>{escape(answer['description'])}</td>"
+        f"<td>{_contents(answer)}</td></tr>"
+        for code, answer in operation["responses"].items()
+    ]
+    lines.append(_table(("status", "meaning", "body"), rows))
+    title = f"<code>{method.upper()} {escape(path)}</code>"
+    return f'<section class="card"><h2>{title}</h2>{"".join(lines)}</section>\n'
+
+
+def _shape(name: str, schema: Mapping[str, Any]) -> str:
+    """One schema: its fields, or the values that it allows."""
+    required = schema.get("required", ())
+    rows = [
+        f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
+        f"<td>{_kind(each)}</td><td>{escape(each.get('description', ''))}</td></tr>"
+        for field, each in schema.get("properties", {}).items()
+    ]
+    head = f"<h2>{escape(name)}</h2><p>{escape(schema.get('description', ''))}</p>"
+    fields = _table(("field", "type", "meaning"), rows) if rows else f"<p>{_kind(schema)}</p>"
+    return f'<section class="card" id="{escape(name)}">{head}{fields}</section>\n'
+
+
+def _table(columns: Iterable[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{each}</th>" for each in columns)
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _contents(part: Mapping[str, Any]) -> str:
+    """Media types with their shapes."""
+    return ", ".join(
+        f"{escape(media)}: {_kind(each['schema'])}" for media, each in part["content"].items()
+    )
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """A schema in a line; shapes with names are links."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for key in ("anyOf", "oneOf"):
+        if key in schema and "properties" not in schema:
+            return " or ".join(dict.fromkeys(_kind(each) for each in schema[key]))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"<code>{escape(json.dumps(each))}</code>" for each in values)
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    return escape(" ".join([str(schema.get("type", "any")), *_bounds(schema)]))
+
+
+def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    for key, sign in signs.items():
+        if key in schema:
+            yield f"{sign} {schema[key]}"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
+import copy
+import functools
 import json
 import json.scanner
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ....errors import InvalidRequestError
+from ....config.compat.table import REQUEST, Ignored, Refused, hint
+from ....config.strict import nearest, walk
+from ....errors import InvalidRequestError, in_words
 from ....scheduler.sampling import MAX_STOPS, invalid_request, shortened, shown_value
 
+log = logging.getLogger(__name__)
 # Items that are looked at: pydantic holds the interpreter's lock until it is done with all.
 MANY = 2**16
 
@@ -24,12 +30,21 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @classmethod
+    def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
+        """The error for pydantic's complaints, where a body words it itself."""
+        return None
 
-def few(value: Any, limit: int = MANY) -> Any:
-    """`value`, unless it is a list or mapping of more items; before each is looked at."""
-    if isinstance(value, (list, dict)) and len(value) > limit:
-        raise PydanticCustomError("too_many", "at most {limit}", {"limit": limit})
-    return value
+
+def at_most(limit: int) -> BeforeValidator:
+    """Bounds a list or mapping before its items are looked at."""
+
+    def few(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise PydanticCustomError("too_many", "at most {limit}", {"limit": limit})
+        return value
+
+    return BeforeValidator(few)
 
 
 # Bytes of a request to a JSON object, without holding up other threads for long.
@@ -102,7 +117,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "moderation": (None,),
-        "prediction": (None,),
         "prompt_cache_options": (None,),
         "prompt_embeds": (None,),
         "service_tier": (None, "auto", "default"),
@@ -137,12 +151,13 @@ def parse(body_type: type[Body], raw: bytes) -> Body:
     try:
         if b"\\ud" in raw or b"\\uD" in raw:
             _check_characters(data)
-        generates = {"prompt", "messages"} & body_type.model_fields.keys()
-        if generates and not data.keys().isdisjoint(("prompt", "prompt_token_ids", "messages")):
+        if not body_type.model_fields.keys().isdisjoint(("prompt", "messages")):
             data = _without_unsupported(body_type, data)
+        elif "input" in body_type.model_fields and not REQUEST.keys().isdisjoint(data):
+            data = _without_foreign(body_type, data)
         return body_type.model_validate(data)
     except ValidationError as error:
-        raise _complaint(error) from None
+        raise _complaint(body_type, error) from None
     except RecursionError:
         raise nested_too_deeply() from None
 
@@ -170,6 +185,31 @@ def check_unserved(
         )
 
 
+def _check_foreign(name: str, value: Any) -> None:
+    """Warns of another engine's field that has no effect here, and refuses one that would have."""
+    row = REQUEST[name]
+    if isinstance(row, Ignored):
+        _warn(name, f"{row.ignored}{hint(row)}")
+        return
+    try:
+        row.keys(value)
+    except ValueError as error:
+        raise InvalidRequestError.at(name, f"{error} (got {shown_value(value)})") from None
+
+
+def _without_foreign(body_type: type[Strict], data: dict[str, Any]) -> dict[str, Any]:
+    """Checks and drops other engines' fields."""
+    foreign = data.keys() & REQUEST.keys() - body_type.model_fields.keys()
+    for name in sorted(foreign):
+        _check_foreign(name, data[name])
+    return {name: value for name, value in data.items() if name not in foreign}
+
+
+@functools.cache  # once in a process, not with every request
+def _warn(name: str, reason: str) -> None:
+    log.warning("field %s of requests has no effect here: %s", name, reason)
+
+
 def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[str, Any]:
     """Checks and drops what is documented but not served."""
     known = body_type.model_fields
@@ -179,12 +219,21 @@ def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[
             kept[name] = value
         elif name in UNSUPPORTED:
             check_unserved(name, value, UNSUPPORTED[name])
+        elif name in REQUEST:
+            _check_foreign(name, value)
         elif name not in IGNORED:
-            shown = shortened(name)
-            near = difflib.get_close_matches(shown, [*known, *UNSUPPORTED, *IGNORED], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "it is no field of this endpoint"
-            raise InvalidRequestError.at(shown, f"unknown field; {hint}")
+            raise _unknown([name], [*known, *IGNORED])
     return kept
+
+
+def _unknown(names: Sequence[str], known: Iterable[str]) -> InvalidRequestError:
+    """The error of an unknown field, the last of `names`, with the nearest of `known`."""
+    shown = [shortened(name) for name in names]
+    is_top = len(names) == 1  # where other engines' fields are
+    others = [name for name, row in REQUEST.items() if is_top and not isinstance(row, Refused)]
+    near = nearest(shown[-1], known, 0.7) or nearest(shown[-1], others, 0.7)
+    hint = f"did you mean {near!r}?" if near else "there is no such field here"
+    return InvalidRequestError.at(".".join(shown) or "body", f"unknown field; {hint}")
 
 
 # Fields that are unions, whose members' complaints would hide what is allowed.
@@ -197,16 +246,23 @@ _ALLOWED = {
 }
 
 
-def _complaint(error: ValidationError) -> InvalidRequestError:
+def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidRequestError:
     """pydantic's first complaint; members of a union are no part of the field's name."""
     errors = error.errors()
     location = errors[0]["loc"]
+    if errors[0]["type"] == "extra_forbidden":
+        names, section = walk(body_type, [str(part) for part in location])
+        known = section.model_fields if section else {}
+        return _unknown(names, [each.alias or name for name, each in known.items()])
+    own = body_type.complaint(errors)
+    if own is not None:
+        return own
     name = str(location[0]) if location else ""
     if name == "input":
         # A list of items, and more of them is wrong than that it is no string.
         nested = next((each for each in errors if len(each["loc"]) > 2), None)
         if nested is not None:
-            return InvalidRequestError.at(_item_field(nested["loc"]), nested["msg"])
+            return InvalidRequestError.at(_item_field(nested["loc"]), in_words(nested))
     if name in _ALLOWED:
         return InvalidRequestError.at(name, f"it has to be {_ALLOWED[name]}")
     if "content" in location:
@@ -217,6 +273,17 @@ def _complaint(error: ValidationError) -> InvalidRequestError:
             name, f"it has to be a string or a list of {parts} of type 'text'"
         )
     return invalid_request(error)
+
+
+def renamed(error: InvalidRequestError, names: Sequence[tuple[str, str]]) -> InvalidRequestError:
+    """`error` under the user's name for its field, by the first pattern of `names` that matches."""
+    for pattern, own in names:
+        if error.field is not None and re.match(pattern, error.field):
+            found = copy.copy(error)
+            found.field = re.sub(pattern, own, error.field)
+            found.message = re.sub(pattern, own, error.message)
+            return found
+    return error
 
 
 def _item_field(location: tuple[int | str, ...]) -> str:

@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     FailFast,
     Field,
-    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -31,19 +29,15 @@ from ....scheduler.sampling import (
     invalid_request,
 )
 from ....scheduler.types import SpeculationOptions
-from .parse import MANY, Strict, few
+from .parse import MANY, Strict, at_most
 
 _TokenId = Annotated[int, Field(strict=False)]  # JSON's keys are strings
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TOOLS = 1024
+_MAX_DRAFTERS = 64
 # Settings whose names and meanings are `SamplingParams`' own.
 _OWN_MEANING = ("max_tokens", "logprobs", "structured_outputs")
 _SAMPLING = [name for name in SamplingParams.model_fields if name not in _OWN_MEANING]
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Bounds a list or mapping before its items are looked at."""
-    return BeforeValidator(lambda value: few(value, limit))
 
 
 class StreamOptions(Strict):
@@ -60,6 +54,29 @@ class Speculation(Strict):
     enabled: bool = True
     max_draft_len: int | None = Field(default=None, ge=0, le=LONGEST_DRAFT)
     trace: bool = False  # drafts and their outcome, step by step, beside the text
+    drafters: Annotated[list[str] | None, Field(min_length=1), at_most(_MAX_DRAFTERS)] = None
+    isolated: bool = False  # neither drafts from other requests' text nor leaves text to them
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Any = None  # a hint to OpenAI's cache
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output: the text that the completion is expected to be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], at_most(MANY)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class Resume(Strict):
@@ -105,6 +122,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = Field(None, validate_default=True)
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")  # llama-server's
 
     @field_validator("json_schema")
     @classmethod
@@ -112,6 +130,13 @@ class ResponseFormat(Strict):
         kind = info.data.get("type")
         if kind is not None and (kind == "json_schema") != (schema is not None):
             raise ValueError("it belongs to type 'json_schema', and that needs it")
+        return schema
+
+    @field_validator("object_schema")
+    @classmethod
+    def _of_an_object(cls, schema: Any, info: ValidationInfo) -> Any:
+        if schema is not None and info.data.get("type") not in ("json_object", None):
+            raise ValueError("it belongs to type 'json_object'; json_schema has one of its own")
         return schema
 
 
@@ -159,7 +184,9 @@ class StructuredFields(BaseModel):
         """By body field: the settings it stands for, and the field that holds the grammar."""
         given: dict[str, tuple[dict[str, Any], str]] = {}
         wanted = self.response_format
-        if wanted is not None and wanted.type == "json_object":
+        if wanted is not None and wanted.object_schema is not None:
+            given["response_format"] = {"json": wanted.object_schema}, "response_format.schema"
+        elif wanted is not None and wanted.type == "json_object":
             given["response_format"] = {"json_object": True}, "response_format"
         elif wanted is not None and wanted.json_schema is not None:
             schema = wanted.json_schema.json_schema
@@ -205,14 +232,19 @@ class GenerationBody(StructuredFields, SharedFields):
     resumable: bool | None = None  # events have ids, and the stream goes on after a reconnect
     resume: Resume | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)  # seconds
+    prediction: Prediction | None = None  # OpenAI's, of chats; here of completions as well
 
     def options(self) -> RequestOptions:
         """What goes with the request beside its sampling settings."""
         asked = self.speculation
-        wish = SpeculationOptions(asked.enabled, asked.max_draft_len, asked.trace)
+        names = None if asked.drafters is None else tuple(asked.drafters)
+        wish = SpeculationOptions(
+            asked.enabled, asked.max_draft_len, asked.trace, names, asked.isolated
+        )
         constraint = self.structured()
         field = constraint[1] if constraint else ""
-        return RequestOptions(wish, self.priority, self.cache_salt, field)
+        predicted = self.prediction.text if self.prediction else ""
+        return RequestOptions(wish, self.priority, self.cache_salt, field, prediction=predicted)
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -235,35 +267,16 @@ class GenerationBody(StructuredFields, SharedFields):
         return {**settings, "structured_outputs": constraint[0]} if constraint else settings
 
 
-def _prompts(value: Any) -> Any:
-    """A text, texts, token ids, or lists of those; a list of millions is looked through quickly."""
-    if isinstance(value, str):
-        return value
-    kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
-    if kinds == {list}:
-        inner = {type(item) for part in value for item in part}
-        if inner <= {int}:
-            return value
-    elif isinstance(value, list) and kinds in (set(), {str}, {int}):
-        return value
-    raise ValueError("neither texts nor token ids")
-
-
-def _ids(value: Any) -> Any:
-    """Token ids, or lists of them."""
-    found = None if isinstance(value, str) else _prompts(value)
-    if not isinstance(found, list) or not isinstance(next(iter(found), 0), (int, list)):
-        raise ValueError("not token ids")
-    return found
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[
-        str | list[str] | list[int] | list[list[int]] | None, PlainValidator(_prompts)
-    ] = None  # either this or prompt_token_ids
-    prompt_token_ids: Annotated[list[int] | list[list[int]] | None, PlainValidator(_ids)] = None
+    prompt: str | Texts | Ids | IdLists | None = None  # either this or prompt_token_ids
+    prompt_token_ids: Ids | IdLists | None = None
     logprobs: int | None = None
     best_of: int | None = Field(None, ge=1, le=128)  # candidates of which the n likeliest are kept
     echo: bool | None = None
@@ -302,10 +315,13 @@ class CompletionBody(GenerationBody):
         return self.best_of is not None and self.best_of > (self.n or 1)
 
 
+ToolName = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
+
+
 class FunctionDefinition(Strict):
     """A function that the model may call; without `parameters` it has none."""
 
-    name: str = Field(pattern=r"^[\w.-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -387,57 +403,6 @@ Entry = TypeVar("Entry")  # with a function's name
 Tools = Annotated[list[Entry], at_most(MAX_TOOLS), AfterValidator(_names_once)]
 
 
-class ToolFields(Strict):
-    """The fields of a chat's body about tools."""
-
-    tools: Tools[Tool] | None = None
-    tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-
-    def callable_tools(self) -> list[Tool]:
-        """The tools that may be called."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    def functions(self) -> list[Function]:
-        """The functions of the answer's calls.
-
-        Raises:
-            InvalidRequestError: `tool_choice` asks for a function that is not there.
-        """
-        functions = [
-            Function(tool.name, tool.function.parameters, strict=bool(tool.function.strict))
-            for tool in self.callable_tools()
-        ]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            functions = [each for each in functions if each.name == name]
-            if not functions:
-                raise InvalidRequestError.at(
-                    "tool_choice.function.name", f"tools have no function {name!r}"
-                )
-        elif self.tool_choice == "required" and not functions:
-            raise InvalidRequestError.at("tool_choice", "it needs tools")
-        return functions
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer has to be calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether an answer may have several calls."""
-        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
-
-
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-    prompt_cache_breakpoint: Any = None  # a hint to OpenAI's cache
-
-
 class ChatMessage(Strict):
     """One message; the fields that SDKs echo from an answer must be empty."""
 
@@ -497,9 +462,12 @@ class ChatMessage(Strict):
         return message
 
 
-class Conversation(ToolFields):
-    """How messages are rendered."""
+class Conversation(Strict):
+    """How messages are rendered, and the tools that they may call."""
 
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     # None: before a text, but not before what a template has written, special tokens and all.
@@ -509,6 +477,46 @@ class Conversation(ToolFields):
     reasoning_effort: Effort | None = None
     # In place of the model's, if the configuration sets trust_request_chat_template.
     chat_template: str | None = None
+
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def required_tools(self) -> list[Tool]:
+        """The tools of which one has to be called; empty: none has to."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.callable_tools() if tool.name == name]
+        return self.callable_tools() if self.must_call else []
+
+    def functions(self) -> list[Function]:
+        """The functions of the answer's calls.
+
+        Raises:
+            InvalidRequestError: `tool_choice` asks for a function that is not there.
+        """
+        tools = self.required_tools() if self.must_call else self.callable_tools()
+        if isinstance(self.tool_choice, NamedTool) and not tools:
+            name = self.tool_choice.function.name
+            raise InvalidRequestError.at(
+                "tool_choice.function.name", f"tools have no function {name!r}"
+            )
+        if self.tool_choice == "required" and not tools:
+            raise InvalidRequestError.at("tool_choice", "it needs tools")
+        return [
+            Function(tool.name, tool.function.parameters, strict=bool(tool.function.strict))
+            for tool in tools
+        ]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -554,20 +562,13 @@ class DetokenizeBody(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Ids
 
 
 _MARKS = (
-    b'"response_format"',
-    b'"structured_outputs"',
-    b'"json_schema"',
-    b'"json_object"',
-    b'"guided_',
-    b'"bad_words"',
-    b'"chat_template"',
-    b'"tools"',
-    b"\\u",
-)
+    rb'"response_format" "structured_outputs" "json_schema" "json_object" "guided_ '
+    rb'"bad_words" "chat_template" "tools" \u'
+).split()
 
 
 def may_compile(raw: bytes) -> bool:

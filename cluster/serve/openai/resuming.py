@@ -63,6 +63,15 @@ class Mark:
         end = "e" if self.ended else "t" if self.has_text else ""
         return f"{self.num_tokens}{end}" if self.begun else "-"
 
+    @classmethod
+    def read(cls, text: str) -> Mark | None:
+        """The mark that is written so; None: there is none."""
+        found = _MARK.fullmatch(text)
+        if found is None or found["count"] is None:
+            return None if found is None else cls()
+        count, end = int(found["count"]), found["end"]
+        return cls(count, begun=True, has_text=bool(end), ended=end == "e")
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -103,9 +112,8 @@ class ResumableStream:
             InvalidRequestError: there are too many.
         """
         if index >= MAX_COMPLETIONS:
-            raise InvalidRequestError(
-                f"resumable: at most {MAX_COMPLETIONS} completions in one stream",
-                field="resumable",
+            raise InvalidRequestError.at(
+                "resumable", f"at most {MAX_COMPLETIONS} completions in one stream"
             )
         if not self.resumed:
             self._marks.append(Mark())
@@ -114,9 +122,9 @@ class ResumableStream:
     def check_count(self, count: int) -> None:
         """Raises `InvalidRequestError` where the client's marks are not those of `count`."""
         if len(self._marks) != count:
-            raise InvalidRequestError(
-                f"resume: positions of {len(self._marks)} completions, but the stream has {count}",
-                field="resume",
+            raise InvalidRequestError.at(
+                "resume",
+                f"positions of {len(self._marks)} completions, but the stream has {count}",
             )
 
     def mark(self, index: int) -> Mark:
@@ -144,9 +152,9 @@ class ResumableStream:
 
         What `find` takes is gone for later attempts.
         """
-        return (
-            sum((await client.count_resumable(self.id, self.owner)).values()) if self.resumed else 0
-        )
+        if not self.resumed:
+            return 0
+        return sum((await client.count_resumable(self.id, self.owner)).values())
 
     async def find(self, client: EngineClient) -> None:
         """Takes what the replicas keep."""
@@ -164,14 +172,14 @@ class ResumableStream:
         stored = _usable(self._tokens.get(request.resume_key.index, ResumeTokens()), mark, request)
         num_stored = len(stored.token_ids)
         if num_stored < mark.num_tokens and not self._policy.repeats(request):
-            raise StreamLostError(
-                "resume: the tokens of this stream are lost, and this server's verification rule "
-                "does not give the same ones again",
-                field="resume",
+            raise StreamLostError.at(
+                "resume",
+                "the tokens of this stream are lost, and this server's verification rule does not "
+                "give the same ones again",
             )
         left = mark.num_tokens
         if num_stored:
-            for part in _split(_stored_delta(request, stored, left), left, mark):
+            for part in _split(_stored_delta(request, stored), left, mark):
                 yield replace(part, live=False)
             left = max(0, left - num_stored)
             if stored.finish_reason is not None:
@@ -202,28 +210,23 @@ def open_stream(
     resumes = body.resume is not None or last_event_id is not None
     if not body.resumable:
         if resumes:
-            message = "resumable: a stream is resumed with the body that began it, resumable = true"
-            raise InvalidRequestError(message, field="resumable")
+            raise InvalidRequestError.at(
+                "resumable", "a stream is resumed with the body that began it, resumable = true"
+            )
         return None
     _check_body(body, policy)
-    owner = "" if identity.key is None else identity.key.hash
-    owner = owner or identity.name
+    owner = identity.name if identity.key is None else identity.key.hash
     check = _digest(owner) + _digest(repr(body.model_dump(exclude=_NOT_IN_BODY)))
     if not resumes:
         return ResumableStream(f"{kind}-{secrets.token_hex(8)}{check}", owner, policy)
     stream_id, marks = _position(body, last_event_id)
     found = _ID.fullmatch(stream_id)
     if found is None or found["kind"] != kind:
-        message = f"resume: {stream_id[:64]!r} is no stream of this endpoint"
-        raise InvalidRequestError(message, field="resume")
+        raise InvalidRequestError.at("resume", f"{stream_id[:64]!r} is no stream of this endpoint")
     if stream_id[-16:-8] != check[:8]:
-        raise PermissionDeniedError(
-            "resume: this stream was begun with another API key", field="resume"
-        )
+        raise PermissionDeniedError.at("resume", "this stream was begun with another API key")
     if stream_id[-8:] != check[8:]:
-        raise InvalidRequestError(
-            "resume: the body is not the one that began this stream", field="resume"
-        )
+        raise InvalidRequestError.at("resume", "the body is not the one that began this stream")
     return ResumableStream(stream_id, owner, policy, marks)
 
 
@@ -236,7 +239,7 @@ def _check_body(body: GenerationBody, policy: ResumePolicy) -> None:
     )
     for refused, field, why in refusals:
         if refused:
-            raise InvalidRequestError(f"{field}: {why}", field=field)
+            raise InvalidRequestError.at(field, why)
 
 
 def _position(body: GenerationBody, last_event_id: str | None) -> tuple[str, list[Mark]]:
@@ -246,19 +249,12 @@ def _position(body: GenerationBody, last_event_id: str | None) -> tuple[str, lis
         counts = [counts] if isinstance(counts, int) else counts
         return body.resume.request_id, [Mark(count, begun=count > 0) for count in counts]
     stream_id, _, marks = (last_event_id or "").partition(":")
-    found = [_MARK.fullmatch(mark) for mark in marks.split(",")]
-    read = [_mark(each) for each in found if each is not None]
-    if len(read) != len(found):
-        message = f"Last-Event-ID: {str(last_event_id)[:64]!r} is the id of no event"
-        raise InvalidRequestError(message, field="Last-Event-ID")
-    return stream_id, read
-
-
-def _mark(found: re.Match[str]) -> Mark:
-    if found["count"] is None:
-        return Mark()
-    end = found["end"]
-    return Mark(int(found["count"]), begun=True, has_text=bool(end), ended=end == "e")
+    found = [Mark.read(mark) for mark in marks.split(",")]
+    if None in found:
+        raise InvalidRequestError.at(
+            "Last-Event-ID", f"{str(last_event_id)[:64]!r} is the id of no event"
+        )
+    return stream_id, [each for each in found if each is not None]
 
 
 def _digest(text: str) -> str:
@@ -275,7 +271,7 @@ def _usable(stored: ResumeTokens, mark: Mark, request: Request) -> ResumeTokens:
     return ResumeTokens(stored.token_ids[: mark.num_tokens])
 
 
-def _stored_delta(request: Request, stored: ResumeTokens, left: int) -> Delta:
+def _stored_delta(request: Request, stored: ResumeTokens) -> Delta:
     """The stored tokens as one delta; log-probabilities that nobody gets any more are left out."""
     missing = len(stored.token_ids) - len(stored.logprobs)
     blank = (_NO_LOGPROBS,) * missing if stored.logprobs else ()

@@ -5,32 +5,46 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from .... import __version__
 from ....engine.frontend import Frontend
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from ....scheduler.sampling import shortened
 from .. import page
 from ..access.access import Access, current
 from ..access.gate import AccessGate
 from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
-from ..telemetry import Tracing, TracingMiddleware
-from . import chat, completions, errors, responses
+from ..telemetry import Tracing
+from . import chat, completions, errors, messages, responses
 from .engine_client import EngineClient
 from .generation import Generation
-from .openapi import document
+from .messages import CountBody, MessagesBody
+from .openapi import document, html_page
 from .parse import nested_too_deeply, parse
 from .protocol import (
     ChatBody,
@@ -75,10 +89,11 @@ class Models:
         if name in self.by_name:
             return self.by_name[name]
         base, colon, adapter = name.rpartition(":")
+        name = shortened(name)
         if colon and base in self.by_name:
             raise ModelNotFoundError(
-                f"The model {name!r} does not exist: LoRA adapters ({adapter!r}) are not "
-                f"supported; ask for {base!r}",
+                f"The model {name!r} does not exist: LoRA adapters ({shortened(adapter)!r}) are "
+                f"not supported; ask for {base!r}",
                 field="model",
             )
         raise ModelNotFoundError(
@@ -90,10 +105,11 @@ class Models:
 
 
 def state_routes(models: Models) -> list[Route]:
-    """What describes the server: models, health, statistics, metrics, OpenAPI."""
+    """What describes the server: models, health, statistics, metrics, OpenAPI; and what resets."""
     cards = {name: _card(edge) for name, edge in models.by_name.items()}
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
     described = document(models.names, vocab_size)
+    described_page = html_page(described)
 
     async def list_models(request: Request) -> Response:
         down = await _down(models)  # a model that cannot answer is not announced
@@ -121,8 +137,24 @@ def state_routes(models: Models) -> list[Route]:
         names = {"model": models.names[0], "models": models.names}
         return JSONResponse({**names, **totals, "engines": engines})
 
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def load(request: Request) -> Response:
+        engines = [each for _, replicas in await _stats(models) for each in replicas.values()]
+        busy = sum(each.get(name, 0) for each in engines for name in _TOTALS)
+        return JSONResponse({"server_load": busy})
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        edges = models.by_name.values()
+        counts = await asyncio.gather(*(edge.client.reset_prefix_cache() for edge in edges))
+        return JSONResponse({"num_engines": sum(counts)})
+
     async def openapi(request: Request) -> Response:
         return JSONResponse(described)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(described_page, headers=_PAGE_HEADERS)
 
     async def metrics(request: Request) -> Response:
         families = await models.first.client.edge_metrics()  # of every model, at every ingress
@@ -136,8 +168,13 @@ def state_routes(models: Models) -> list[Route]:
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version),
+        Route("/load", load),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/stats", stats),
         Route("/openapi.json", openapi),
+        Route("/docs", docs),
         Route("/metrics", metrics),
     ]
 
@@ -152,6 +189,8 @@ def _card(edge: Edge) -> dict[str, Any]:
         "created": int(time.time()),
         "owned_by": "outrider",
         "max_model_len": edge.frontend.max_model_len,
+        "drafters": list(edge.frontend.drafters),
+        "has_chat_template": edge.frontend.has_chat_template,
     }
 
 
@@ -183,12 +222,7 @@ async def _down(models: Models) -> dict[str, str]:
 
 
 _PAGE = Path(next(iter(page.__path__)))
-_PAGE_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+_PAGE_SUFFIXES = frozenset({".html", ".css", ".js", ".svg"})
 # No script, style or connection but the server's own; no text is ever parsed as HTML.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -203,29 +237,22 @@ _PAGE_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """The page at `/` and its files, for everyone; read once, they hold no data of the server.
+    """The page at `/` and its files, for everyone; they hold no data of the server.
 
     What the page shows comes from the API, with the key that the user enters there.
     """
-    files = {
-        path.name: (path.read_bytes(), _PAGE_TYPES[path.suffix])
-        for path in _PAGE.iterdir()
-        if path.suffix in _PAGE_TYPES
-    }
 
-    def answer(name: str) -> Response:
-        if name not in files:
+    async def file(request: Request) -> Response:
+        path = _PAGE / request.path_params["name"]
+        if path.suffix not in _PAGE_SUFFIXES or not path.is_file():
             raise HTTPException(404, "Not Found")
-        content, kind = files[name]
-        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+        return FileResponse(path, headers=_PAGE_HEADERS)
 
     async def index(request: Request) -> Response:
         if not request.url.path.endswith("/"):  # a route prefix: relative links need the slash
             return RedirectResponse(f"{request.url.path}/")
-        return answer("index.html")
-
-    async def file(request: Request) -> Response:
-        return answer(request.path_params["name"])
+        request.path_params["name"] = "index.html"
+        return await file(request)
 
     return [Route("/", index), Route("/page/{name}", file)]
 
@@ -250,7 +277,7 @@ class Pool:
     def __init__(self, name: str, num_threads: int, max_calls: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._max_calls = max_calls
-        self._num_calls = 0
+        self._room = threading.Semaphore(max_calls)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`.
@@ -258,20 +285,15 @@ class Pool:
         Raises:
             OverloadedError: too many calls wait already.
         """
-        if self._num_calls >= self._max_calls:
+        if not self._room.acquire(blocking=False):
             raise OverloadedError(
-                f"{self._num_calls} request bodies wait to be read and tokenized; try again later"
+                f"{self._max_calls} request bodies wait to be read and tokenized; try again later"
             )
-        self._num_calls += 1
         # The thread has the request's context, and with it who sent it.
         future = self._threads.submit(contextvars.copy_context().run, work)
-        loop = asyncio.get_running_loop()
         # Counted until the thread is done, also where nobody waits for the result any more.
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
+        future.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(future)
-
-    def _done(self) -> None:
-        self._num_calls -= 1
 
 
 class Offload:
@@ -315,114 +337,155 @@ class Edge:
     def model_name(self) -> str:
         return self.frontend.model_name
 
-    def generation(self) -> Generation:
+    def largest_body(self) -> int:
+        """Bytes that the body of the current request may have."""
+        key = current().identity.key
+        mine = None if key is None else key.max_body_bytes
+        return self.max_body_bytes if mine is None else min(mine, self.max_body_bytes)
+
+    def generation(self, headers: Headers) -> Generation:
         """A fresh one, for one HTTP request."""
+        tracing, model = self.tracing, self.model_name
         return Generation(
-            self.client, self.frontend, self.metrics, self.request_timeout_s, self.max_completions
+            self.client,
+            self.frontend,
+            self.metrics,
+            self.request_timeout_s,
+            self.max_completions,
+            None if tracing is None else partial(tracing.begin, headers, model=model),
         )
 
 
 def build_http(*edges: Edge) -> Starlette:
     """The application for an edge per model; the endpoint's settings are those of the first."""
     models = Models({each.model_name: each for each in edges})
-    edge = models.first
     generating = [
-        Route(path, _generation_route(models, endpoint), methods=["POST"])
-        for path, endpoint in _ENDPOINTS.items()
+        Route(path, _GenerationRoute(models, endpoint), methods=["POST"])
+        for path, endpoint in ENDPOINTS.items()
     ]
-    app = Starlette(
-        routes=[*generating, *_token_routes(models), *state_routes(models), *page_routes()]
+    return Starlette(
+        routes=[*generating, *_token_routes(models), *state_routes(models), *page_routes()],
+        middleware=[Middleware(AccessGate, access=models.first.access)],
+        exception_handlers=errors.HANDLERS,
     )
-    errors.install(app)
-    if edge.tracing is not None:
-        app.add_middleware(TracingMiddleware, tracing=edge.tracing)
-    app.add_middleware(AccessGate, access=edge.access)
-    return app
 
 
-@dataclass(frozen=True, slots=True)
-class _Endpoint:
+class Endpoint(NamedTuple):
     """A route that generates text."""
 
     kind: str  # what its answers' ids begin with
-    body: type[GenerationBody | ResponsesBody]
-    add: Callable[[Generation, Any, str], None]
-    answer: Callable[[Generation, Any, str], Awaitable[Mapping[str, Any]]]
-    events: Callable[[Generation, Any, str], AsyncGenerator[dict[str, Any], None]]
+    body: type[GenerationBody | ResponsesBody | MessagesBody]
+    work: ModuleType  # with `add`, `answer` and `events`
+    named: bool = False  # events have names, and the last of them ends the stream
+
+    def opened(self, models: Models, headers: Headers, raw: bytes) -> OpenAnswer:
+        """The answer to a body, checked; nothing runs yet.
+
+        Raises:
+            InvalidRequestError, ModelNotFoundError: names the field.
+        """
+        own_id = self.kind + uuid.uuid4().hex  # a client's may be in use
+        body = parse(self.body, raw)
+        edge = models.find(body.model)
+        options = None if isinstance(body, MessagesBody) else body.stream_options
+        if options is not None and not body.stream:
+            raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
+        generation = edge.generation(headers)
+        if isinstance(body, GenerationBody):
+            generation.limit_time(body.timeout)
+            last_id = headers.get("last-event-id")
+            kind, identity = self.kind.rstrip("-"), current().identity
+            generation.stream = open_stream(kind, body, last_id, identity, edge.resuming)
+        self.work.add(generation, body, own_id)
+        answer_id = self.kind + body.request_id if body.request_id else own_id
+        return OpenAnswer(self, body, generation, answer_id)
 
 
-_ENDPOINTS: Mapping[str, _Endpoint] = MappingProxyType(
+@dataclass(frozen=True, slots=True)
+class OpenAnswer:
+    """An answer that is ready to be generated."""
+
+    endpoint: Endpoint
+    body: Any
+    generation: Generation
+    id: str
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Its chunks, as they come."""
+        stream = self.generation.stream
+        answer_id = self.id if stream is None else stream.id
+        events: AsyncGenerator[dict[str, Any], None] = self.endpoint.work.events(
+            self.generation, self.body, answer_id
+        )
+        return events
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once `generation.finish` has returned."""
+        found: dict[str, Any] = await self.endpoint.work.answer(self.generation, self.body, self.id)
+        return found
+
+
+ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
     {
-        "/v1/completions": _Endpoint(
-            "cmpl-", CompletionBody, completions.add, completions.answer, completions.events
-        ),
-        "/v1/chat/completions": _Endpoint(
-            "chatcmpl-", ChatBody, chat.add, chat.answer, chat.events
-        ),
-        "/v1/responses": _Endpoint(
-            "resp_", ResponsesBody, responses.add, responses.answer, responses.events
-        ),
+        "/v1/completions": Endpoint("cmpl-", CompletionBody, completions),
+        "/v1/chat/completions": Endpoint("chatcmpl-", ChatBody, chat),
+        "/v1/responses": Endpoint("resp_", ResponsesBody, responses, named=True),
+        "/v1/messages": Endpoint("msg_", MessagesBody, messages, named=True),
     }
 )
 
 
-def _generation_route(
-    models: Models, endpoint: _Endpoint
-) -> Callable[[Request], Awaitable[Response]]:
-    async def create(request: Request) -> Response:
-        def prepare(raw: bytes) -> tuple[Any, Generation]:
-            body = parse(endpoint.body, raw)
-            edge = models.find(body.model)
-            if body.stream_options is not None and not body.stream:
-                raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
-            generation = edge.generation()
-            if isinstance(body, GenerationBody):
-                generation.limit_time(body.timeout)
-                last_id = request.headers.get("last-event-id")
-                kind, identity = endpoint.kind.rstrip("-"), current().identity
-                generation.stream = open_stream(kind, body, last_id, identity, edge.resuming)
-            endpoint.add(generation, body, own_id)
-            return body, generation
+class _GenerationRoute:
+    """Answers at an endpoint.
 
-        own_id = endpoint.kind + uuid.uuid4().hex  # a client's may be in use
-        body, generation = await _prepared(models, request, prepare)
-        answer_id = endpoint.kind + body.request_id if body.request_id else own_id
-        if body.stream:
-            stream = generation.stream
+    An application of its own: around a function, Starlette puts a layer through which every event
+    of a stream would pass.
+    """
+
+    def __init__(self, models: Models, endpoint: Endpoint) -> None:
+        self._models, self._endpoint = models, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._response(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _response(self, request: Request) -> Response:
+        endpoint, models = self._endpoint, self._models
+        opened = await _prepared(models, request, partial(endpoint.opened, models, request.headers))
+        generation = opened.generation
+        if opened.body.stream:
             return EventStream(
-                lambda: endpoint.events(
-                    generation, body, answer_id if stream is None else stream.id
-                ),
-                named=endpoint.body is ResponsesBody,
-                event_id=None if stream is None else stream.event_id,
+                opened.events,
+                named=endpoint.named,
+                event_id=None if generation.stream is None else generation.stream.event_id,
             )
         await until_disconnect(request.receive, generation.finish())
-        answer = await endpoint.answer(generation, body, answer_id)
-        return JSONResponse(answer, headers=generation.headers())
-
-    return create
+        return JSONResponse(await opened.whole(), headers=generation.headers())
 
 
 def _token_routes(models: Models) -> list[Route]:
-    async def tokenize(request: Request) -> Response:
-        return await _prepared(models, request, lambda raw: _tokenized(models, raw))
+    def route(path: str, answer: Callable[[Models, bytes], dict[str, Any]]) -> Route:
+        async def prepared(request: Request) -> Response:
+            return JSONResponse(await _prepared(models, request, partial(answer, models)))
 
-    async def detokenize(request: Request) -> Response:
-        def prepare(raw: bytes) -> Response:
-            body = parse(DetokenizeBody, raw)
-            edge = models.find(body.model)
-            prompt = edge.frontend.token_prompt(body.tokens, "tokens")
-            return JSONResponse({"prompt": edge.frontend.vocabulary.text(prompt.token_ids)})
+        return Route(path, prepared, methods=["POST"])
 
-        return await _prepared(models, request, prepare)
-
-    return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-    ]
+    return [route(path, answer) for path, answer in TOKEN_ENDPOINTS.items()]
 
 
-def _tokenized(models: Models, raw: bytes) -> Response:
+def _detokenized(models: Models, raw: bytes) -> dict[str, Any]:
+    body = parse(DetokenizeBody, raw)
+    frontend = models.find(body.model).frontend
+    prompt = frontend.token_prompt(body.tokens, "tokens")
+    return {"prompt": frontend.vocabulary.text(prompt.token_ids)}
+
+
+def _counted(models: Models, raw: bytes) -> dict[str, Any]:
+    body = parse(CountBody, raw)
+    return {"input_tokens": messages.counted(models.find(body.model).frontend, body)}
+
+
+def _tokenized(models: Models, raw: bytes) -> dict[str, Any]:
     body = parse(TokenizeBody, raw)
     edge = models.find(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -440,23 +503,35 @@ def _tokenized(models: Models, raw: bytes) -> Response:
     }
     if body.return_token_strs:
         answer["token_strs"] = edge.frontend.tokenizer.convert_ids_to_tokens(answer["tokens"])
-    return JSONResponse(answer)
+    return answer
 
 
-def _max_body_bytes(edge: Edge) -> int:
-    key = current().identity.key
-    mine = None if key is None else key.max_body_bytes
-    return edge.max_body_bytes if mine is None else min(mine, edge.max_body_bytes)
+TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = MappingProxyType(
+    {
+        "/tokenize": _tokenized,
+        "/detokenize": _detokenized,
+        "/v1/messages/count_tokens": _counted,
+    }
+)
 
 
 async def _prepared(models: Models, request: Request, prepare: Callable[[bytes], Result]) -> Result:
-    """What `prepare` makes of the body; it runs in a thread where that may take long.
+    """What `prepare` makes of the body of an HTTP request.
 
     Raises:
-        BodyTooLargeError, BodyTimeoutError, OverloadedError, and whatever `prepare` raises.
+        BodyTooLargeError, BodyTimeoutError, and as `prepared`.
     """
     edge = models.first
-    raw = await read_body(request, _max_body_bytes(edge), edge.body_timeout_s)
+    raw = await read_body(request, edge.largest_body(), edge.body_timeout_s)
+    return await prepared(models, raw, prepare)
+
+
+async def prepared(models: Models, raw: bytes, prepare: Callable[[bytes], Result]) -> Result:
+    """What `prepare` makes of a body; it runs in a thread where that may take long.
+
+    Raises:
+        OverloadedError, and whatever `prepare` raises.
+    """
 
     def work() -> Result:
         try:
@@ -464,4 +539,4 @@ async def _prepared(models: Models, request: Request, prepare: Callable[[bytes],
         except RecursionError:
             raise nested_too_deeply() from None
 
-    return await edge.offload.run(len(raw), work, may_be_slow=may_compile(raw))
+    return await models.first.offload.run(len(raw), work, may_be_slow=may_compile(raw))

@@ -7,11 +7,11 @@ work is cancelled then, which aborts the engine's requests.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -62,21 +62,23 @@ async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
         ClientGoneError: it did.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    watch = asyncio.ensure_future(_cancel_on_disconnect(receive, task))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("the client has disconnected")
+        return await task
+    except asyncio.CancelledError:
+        if watch.done():
+            raise ClientGoneError("the client has disconnected") from None
+        raise
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watch.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _cancel_on_disconnect(receive: Receive, task: asyncio.Future[Any]) -> None:
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    finally:
+        task.cancel()
 
 
 class EventStream(Response):
@@ -111,36 +113,33 @@ class EventStream(Response):
             log.debug("the client has disconnected")
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = self.raw_headers
+        start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
         begun = False
         events = self._events()
         try:
             async for event in events:
                 if not begun:
                     begun = True
-                    await self._begin(send)
+                    await send(start)
                 name = str(event["type"]) if self._named else None
-                await self._send(send, json.dumps(event, ensure_ascii=False), name)
+                await self._send(send, to_json(event), name)
             if not begun:  # the client that resumes it has every event
-                await self._begin(send)
+                await send(start)
             if not self._named:
-                await self._send(send, "[DONE]")
+                await self._send(send, b"[DONE]")
         except OutriderError as error:
             if not begun:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
-            await self._send(send, json.dumps(error_body(error), ensure_ascii=False))
+            await self._send(send, to_json(error_body(error)))
         finally:
             await events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begin(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-
-    async def _send(self, send: Send, data: str, name: str | None = None) -> None:
+    async def _send(self, send: Send, data: bytes, name: str | None = None) -> None:
         head = "" if name is None else f"event: {name}\n"
         if self._event_id is not None:
             head += f"id: {self._event_id()}\n"
-        body = f"{head}data: {data}\n\n".encode()
+        body = b"%sdata: %s\n\n" % (head.encode(), data)
         await send({"type": "http.response.body", "body": body, "more_body": True})

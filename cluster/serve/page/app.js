@@ -35,11 +35,12 @@ for (const name of TABS) {
     showTab(TABS[next], true);
   });
 }
-window.addEventListener("hashchange", () => {
-  const name = location.hash.slice(1);
-  if (TABS.includes(name)) showTab(name);
-});
-if (TABS.includes(location.hash.slice(1))) showTab(location.hash.slice(1));
+function showTabOfLink() {
+  const name = location.hash.slice(1).split("?")[0]; // after it: what a shared link holds
+  if (TABS.includes(name) && byId(name).hidden) showTab(name);
+}
+window.addEventListener("hashchange", showTabOfLink);
+showTabOfLink();
 
 function setTheme(theme) {
   if (theme === "automatic") delete document.documentElement.dataset.theme;
@@ -87,8 +88,7 @@ async function withoutStats(error) {
   else if (!isClient) showState("down", "unreachable");
   else {
     try {
-      const models = await get("v1/models");
-      showModels(models.data.map((model) => model.id));
+      showModels((await get("v1/models")).data);
       showState("active", "ready");
     } catch {
       showState("down", "not ready");
@@ -96,9 +96,23 @@ async function withoutStats(error) {
   }
 }
 
-function showModels(names) {
+let described = ""; // models whose drafters and templates are known
+
+function showModels(models) {
+  described = models.map(({ id }) => id).join(", ");
+  setText(byId("model"), described);
+  playground.setModels(models.map(({ created, ...model }) => model));
+}
+
+/** Asks for what the models have, once: while workers restart, none is listed. */
+async function showNames(names) {
+  if (names.join(", ") === described) return;
   setText(byId("model"), names.join(", "));
-  playground.setModels(names);
+  try {
+    showModels((await get("v1/models")).data);
+  } catch {
+    // Asked again with the next poll.
+  }
 }
 
 async function poll() {
@@ -107,7 +121,7 @@ async function poll() {
   try {
     const stats = await get("stats");
     byId("live-note").hidden = true;
-    showModels(stats.models);
+    await showNames(stats.models);
     showState(...stateOf(stats));
     live.show(stats);
     const longest = stats.engines.map((engine) => engine.speculation?.max_draft_len ?? 0);

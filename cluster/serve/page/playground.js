@@ -2,6 +2,7 @@
 
 import { ApiError, get, stream } from "./api.js";
 import { positionsChart, stepsChart } from "./charts.js";
+import { Form, copy, request } from "./form.js";
 import {
   announce,
   byId,
@@ -21,27 +22,32 @@ const MAX_HISTORY = 50;
 
 export class Playground {
   constructor(onUnauthorized) {
-    this.view = new TokenView();
-    this.history = [];
+    this.form = new Form();
+    const view = new TokenView();
+    this.views = [view, new TokenView("-2", view.colours)];
     this.abort = null;
-    this.models = [];
     this.onUnauthorized = onUnauthorized;
     byId("form").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#run([{}]);
+      this.#generate();
     });
-    byId("stop").addEventListener("click", () => this.abort?.abort());
-    byId("compare").addEventListener("click", () => this.#run([{}, { enabled: false }]));
+    byId("stop-run").addEventListener("click", () => this.abort?.abort());
+    byId("compare").addEventListener("click", () => this.#compare());
+    byId("copy").addEventListener("click", async () => {
+      await copy(this.views[0].record.text);
+      announce("Output copied");
+    });
+    byId("clear").addEventListener("click", () => this.#showHistory([]));
     byId("form").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
         event.preventDefault();
-        this.#run([{}]);
+        this.#generate();
       }
     });
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.abort?.abort();
     });
-    byId("prompt").value = "class Stack:\n    def __init__(self):\n        self.items =";
+    this.#showHistory(this.form.rows);
     this.#figures(null);
   }
 
@@ -51,73 +57,67 @@ export class Playground {
     field.placeholder = maxDraftLen ? `engine's ${maxDraftLen}` : "no drafter";
   }
 
-  /** Where there are several models, one is chosen. */
-  setModels(names) {
-    if (names.join("\n") === this.models.join("\n")) return;
-    this.models = names;
-    const options = names.map((name) => {
-      const option = document.createElement("option");
-      option.value = option.textContent = name;
-      return option;
-    });
-    byId("model-choice").replaceChildren(...options);
-    byId("choice").hidden = names.length < 2;
+  setModels(models) {
+    this.form.setModels(models);
   }
 
-  #settings() {
-    const value = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
-    return {
-      model: this.models.length > 1 ? byId("model-choice").value : null,
-      kind: byId("kind").value,
-      prompt: byId("prompt").value,
-      temperature: value("temperature"),
-      max_tokens: value("max_tokens"),
-      seed: value("seed"),
-      max_draft_len: value("max_draft_len"),
-      enabled: byId("enabled").checked,
-    };
+  async #generate() {
+    const [record] = await this.#run([{}]);
+    const isWhole = record?.finishReason && record.finishReason !== "stopped";
+    if (isWhole && record.settings.kind === "chat") {
+      this.form.answered(record.settings, record.text);
+    }
   }
 
+  /** The request as it is set, then with the other drafter. Both are isolated: a drafter that
+   * stores past outputs would replay what it has stored of this prompt. */
+  async #compare() {
+    const isolated = true;
+    const records = await this.#run([{ isolated }, { isolated, drafter: byId("against").value }]);
+    this.#compared(records);
+  }
+
+  /** The records of these variants of the settings, one after the other; fewer where one failed. */
   async #run(variants) {
-    if (this.abort) return;
-    const form = byId("form");
-    if (!form.reportValidity()) return;
+    const records = [];
+    if (this.abort || !byId("form").reportValidity()) return records;
     this.abort = new AbortController();
     this.#busy(true);
-    const records = [];
+    byId("pane-2").hidden = variants.length < 2;
     try {
-      for (const changes of variants) {
-        const record = new RequestRecord({ ...this.#settings(), ...changes });
+      const settings = this.form.settings();
+      for (const [index, changes] of variants.entries()) {
+        const record = new RequestRecord({ ...settings, ...changes });
+        await this.#one(record, this.views[index]);
         records.push(record);
-        await this.#one(record);
         if (this.abort.signal.aborted) break;
       }
-      this.#compared(records);
     } catch (error) {
       this.#failed(error);
     } finally {
       this.abort = null;
       this.#busy(false);
     }
+    return records;
   }
 
   /** One request; stops quietly where it was aborted. */
-  async #one(record) {
+  async #one(record, view) {
     announce("Generating");
-    this.view.start(record);
+    view.start(record);
     this.#figures(record);
     const before = await phases();
     const [path, body] = request(record.settings);
     try {
       for await (const event of stream(path, body, this.abort.signal)) {
-        this.view.add(record.push(event));
+        view.add(record.push(event));
         this.#draw(record);
       }
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       record.finishReason = "stopped";
     } finally {
-      this.view.finish();
+      view.finish();
       if (record.steps.length) this.#remember(record);
     }
     record.draftShare = shareOfDrafting(before, await phases());
@@ -133,13 +133,15 @@ export class Playground {
   #draw(record) {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
-      this.frame = 0;
       this.#figures(record);
       charts(record);
     });
   }
 
+  /** What waits for a frame is older, so it is not drawn any more. */
   #figures(record) {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
     const measured = record?.measured;
     const share = record?.draftShare;
     const estimate = record ? record.tokensPerStep * (1 - (share ?? 0)) : NaN;
@@ -153,50 +155,52 @@ export class Playground {
       ["Drafter", (record?.drafter ?? "–").replaceAll("+", "+\u200b")], // may break there
       [
         "Estimated speedup",
-        record?.settings.enabled ? times(estimate) : "–",
+        record && !record.isPlain ? times(estimate) : "–",
         "if verifying a draft costs as much as a plain step",
       ],
       [
         "Measured speedup",
         measured ? times(measured.speedup) : "–",
-        measured ? sameText : "Compare with plain",
+        measured ? `against ${measured.rival}, ${sameText}` : "Compare with plain",
       ],
     ]);
   }
 
-  #compared(records) {
-    const [drafted, plain] = records;
-    if (!plain?.steps.length) return;
-    drafted.measured = plain.measured = {
-      speedup: drafted.rate / plain.rate,
-      isSame: drafted.text === plain.text && drafted.reasoning === plain.reasoning,
+  #compared([first, second]) {
+    if (!first?.steps.length || !second?.steps.length) return;
+    first.measured = {
+      speedup: first.rate / second.rate,
+      rival: second.isPlain ? "plain" : second.settings.drafter || "the engine's",
+      isSame: first.text === second.text && first.reasoning === second.reasoning,
     };
-    this.view.start(drafted);
-    this.view.add(drafted.steps);
-    this.view.finish();
-    this.#figures(drafted);
-    charts(drafted);
-    announce(`${number(drafted.measured.speedup, 2)} times as fast as plain decoding`);
+    this.#figures(first);
+    charts(first);
+    const rival = second.isPlain ? "plain decoding" : first.measured.rival;
+    announce(`${number(first.measured.speedup, 2)} times as fast as ${rival}`);
   }
 
   #remember(record) {
-    record.number = (this.history[0]?.number ?? 0) + 1;
-    this.history = [record, ...this.history].slice(0, MAX_HISTORY);
-    byId("history-card").hidden = false;
-    showRows(
-      byId("history"),
-      this.history.map((each) => [
-        String(each.number),
-        each.drafter,
-        number(ratio(each.numDraftTokens, each.steps.filter((step) => step.draft.length).length), 1),
-        number(each.numTokens),
-        number(each.steps.length),
-        number(each.tokensPerStep, 2),
-        percent(each.numAccepted, each.numDraftTokens),
-        duration(each.firstS - each.startS),
-        number(each.rate, 1),
-      ]),
-    );
+    const index = Number(this.form.rows[0]?.[0] ?? 0) + 1;
+    const row = [
+      String(index),
+      record.drafter,
+      number(ratio(record.numDraftTokens, record.steps.filter((step) => step.draft.length).length), 1),
+      number(record.numTokens),
+      number(record.steps.length),
+      number(record.tokensPerStep, 2),
+      percent(record.numAccepted, record.numDraftTokens),
+      duration(record.firstS - record.startS),
+      number(record.rate, 1),
+    ];
+    this.#showHistory([row, ...this.form.rows].slice(0, MAX_HISTORY));
+  }
+
+  #showHistory(rows) {
+    this.form.rows = rows;
+    this.form.save();
+    byId("history-card").hidden = !rows.length;
+    if (rows.length) showRows(byId("history"), rows);
+    else byId("history").tBodies[0].replaceChildren();
   }
 
   #failed(error) {
@@ -210,7 +214,8 @@ export class Playground {
 
   #busy(isBusy) {
     byId("run").disabled = byId("compare").disabled = isBusy;
-    byId("stop").disabled = !isBusy;
+    byId("stop-run").disabled = !isBusy;
+    byId("copy").disabled = isBusy || !this.views[0].record;
     if (isBusy) byId("problem").hidden = true;
   }
 }
@@ -220,21 +225,6 @@ const times = (factor) => (Number.isFinite(factor) ? `${number(factor, 2)}×` : 
 function charts(record) {
   stepsChart(byId("chart-steps"), record);
   positionsChart(byId("chart-positions"), record.acceptanceByPosition);
-}
-
-/** Path and body of a request; fields that were left empty are left out. */
-function request(settings) {
-  const speculation = { enabled: settings.enabled, trace: true };
-  if (settings.max_draft_len !== null) speculation.max_draft_len = settings.max_draft_len;
-  const body = { speculation, stream_options: { include_usage: true } };
-  for (const name of ["model", "temperature", "max_tokens", "seed"]) {
-    if (settings[name] !== null) body[name] = settings[name];
-  }
-  if (settings.kind === "chat") {
-    body.messages = [{ role: "user", content: settings.prompt }];
-    return ["v1/chat/completions", body];
-  }
-  return ["v1/completions", { ...body, prompt: settings.prompt }];
 }
 
 /** Seconds that all engines have spent in steps, and on drafting; null where that is not told. */

@@ -1,5 +1,8 @@
 // What is known of one request: its tokens by origin, and counts over its steps.
 
+import { number } from "./dom.js";
+import { OFF } from "./form.js";
+
 export const TARGET = "target";
 
 export class RequestRecord {
@@ -24,7 +27,7 @@ export class RequestRecord {
   /** Takes one chunk of the stream; the steps that it brought. */
   push(event) {
     if (event.usage) this.usage = event.usage;
-    const choice = event.choices[0];
+    const choice = event.choices.find((each) => each.index === 0); // of several, the first
     if (!choice) return [];
     const content = choice.text ?? choice.delta?.content ?? "";
     this.text += content;
@@ -100,8 +103,23 @@ export class RequestRecord {
     return seconds > 0 ? (this.numTokens - this.numInFirst) / seconds : NaN;
   }
 
+  get isPlain() {
+    return this.settings.drafter === OFF;
+  }
+
+  /** What the request was asked to draft with. */
+  get title() {
+    return this.isPlain ? "Plain decoding" : this.settings.drafter || "Output";
+  }
+
+  get summary() {
+    const stopped = this.finishReason === "stopped" ? ", stopped" : "";
+    const steps = `${number(this.tokensPerStep, 2)} tokens per step`;
+    return `${steps}, ${number(this.rate, 1)} tokens/s${stopped}`;
+  }
+
   get drafter() {
-    return this.settings.enabled ? (this.usage?.speculation?.drafter ?? "–") : "off";
+    return this.isPlain ? "off" : (this.usage?.speculation?.drafter ?? "–");
   }
 
   /** Share of drafts that reached each depth, and were accepted there. */

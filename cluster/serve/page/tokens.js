@@ -5,12 +5,14 @@ import { TARGET, depthsOf } from "./record.js";
 
 const MAX_ORIGINS = 6; // colours; further drafters share the last
 
+/** `suffix`: of the ids of its elements; `colours`: of origins, which views share. */
 export class TokenView {
-  constructor() {
-    this.output = byId("output");
-    this.details = byId("details");
-    this.legend = byId("legend");
-    this.colours = new Map([[TARGET, 0]]);
+  constructor(suffix = "", colours = new Map([[TARGET, 0]])) {
+    this.output = byId(`output${suffix}`);
+    this.details = byId(`details${suffix}`);
+    this.legend = byId(`legend${suffix}`);
+    this.title = byId(`output-title${suffix}`);
+    this.colours = colours;
     this.record = null;
     this.thoughts = null; // where reasoning goes, once there is any
     this.isOpen = true;
@@ -27,6 +29,7 @@ export class TokenView {
     this.record = record;
     this.thoughts = null;
     this.numShown = 0;
+    setText(this.title, record.title);
     this.output.replaceChildren();
     this.output.setAttribute("aria-busy", "true");
     this.#hide();
@@ -48,6 +51,7 @@ export class TokenView {
   }
 
   finish() {
+    setText(this.title, `${this.record.title}: ${this.record.summary}`);
     // An unfinished character at the end, or what has no trace, belongs to no token.
     const rest = this.record.text.startsWith(this.record.shown)
       ? this.record.text.slice(this.record.shown.length)
@@ -95,7 +99,7 @@ export class TokenView {
       class: `token origin-${this.colour(token.origin)}`,
       tabindex: isFirst ? 0 : -1,
       "data-step": step.step,
-      "aria-describedby": "details",
+      "aria-describedby": this.details.id,
     });
     span.textContent = token.text;
     if (token.text === "") span.classList.add("empty");

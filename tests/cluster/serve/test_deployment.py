@@ -16,7 +16,8 @@ from outrider.cluster.serve.deployment import (
     start_serve,
     undeploy,
 )
-from outrider.errors import CheckpointError, ConfigError
+from outrider.cluster.serve.handle import RefusedError, RefusedPromptError
+from outrider.errors import AuthenticationError, CheckpointError, ConfigError
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 KEY = "or-key"
@@ -57,7 +58,7 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
         def __init__(self) -> None:
             raise CheckpointError("model: /m: the file model.safetensors ends too early")
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         first = ServeConfig(name="first")
         start_serve()
@@ -101,7 +102,7 @@ def test_another_application_composes_with_the_ingress_by_its_handle():
         "serve": {"port": None, "access": {"keys": [{"hash": hash_of(KEY), "tenant": "caller"}]}},
     }
     body = {"prompt": "def main(", "max_tokens": 8, "temperature": 0, "logprobs": 1}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         start_serve()
         serve.run(build_app(args), name="test")
@@ -122,6 +123,30 @@ def test_another_application_composes_with_the_ingress_by_its_handle():
         assert (refused["status"], refused["body"]["error"]["param"]) == (400, "max_tokens")
         assert call.remote("/v1/completions", body, None).result()["status"] == 401
         assert call.remote("/v1/nothing", body, KEY).result()["status"] == 404
+
+        handle = serve.get_deployment_handle("Ingress", "test")
+        assert handle.completions.remote(body, key=KEY).result()["choices"] == [choice]
+        streaming = handle.options(stream=True)
+        assert [each["choices"] for each in streaming.completions.remote(body, key=KEY)] == [
+            [choice]
+        ]
+        chunks = list(streaming.completions.remote({**body, "stream": True}, key=KEY))
+        assert "".join(each["choices"][0]["text"] for each in chunks) == choice["text"]
+        assert len(chunks) > 1
+        wrong = {**body, "max_tokens": -1}
+        for method, given, kind, field in (
+            (handle.completions, {**body, "stream": True}, RefusedError, "stream"),
+            (handle.completions, wrong, RefusedError, "max_tokens"),
+            (handle.chat, {"messages": []}, RefusedError, "messages"),
+            (handle.generate, {"prompt": [0] * 999}, RefusedPromptError, "prompt"),
+        ):
+            with pytest.raises(kind) as caught:
+                method.remote(given, key=KEY).result()
+            assert caught.value.field == field
+        with pytest.raises(RefusedError, match="max_tokens"):
+            list(streaming.completions.remote(wrong, key=KEY))
+        with pytest.raises(AuthenticationError):
+            handle.completions.remote(body).result()
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outrider.cluster.serve.args import ConnectionLimits, ServeConfig
+from outrider.cluster.serve import front_door
+from outrider.cluster.serve.args import ServeConfig
 from outrider.cluster.serve.front_door import (
     FrontDoor,
     check_certificate,
@@ -40,9 +41,7 @@ from outrider.tests.helpers.ports import (
     wait_for,
 )
 
-LIMITS = ConnectionLimits(
-    header_timeout_s=0.5, max_header_bytes=4096, write_timeout_s=0.5, send_buffer_bytes=16384
-)
+LIMITS = ServeConfig(header_timeout_s=0.5, write_timeout_s=0.5)
 
 
 @pytest.fixture(params=[AutoHTTPProtocol, H11Protocol], ids=["httptools", "h11"])
@@ -51,8 +50,11 @@ def server(
     make_engine: Callable[..., Any],
     config: EngineConfig,
     limits: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[Any, int]]:
     """An engine and its port."""
+    monkeypatch.setattr(front_door, "MAX_HEADER_BYTES", 4096)
+    monkeypatch.setattr(front_door, "SEND_BUFFER_BYTES", 16384)
     engine = make_engine()
     limits.max_model_len = 100_000
     edge = Edge(LocalClient(engine), Frontend(config, limits), EdgeMetrics("tiny"))
@@ -232,3 +234,11 @@ def test_a_certificate_that_is_none_is_named(certificate: dict[str, str], tmp_pa
             check_certificate(ServeConfig(**given))
     with pytest.raises(ValidationError, match="needs ssl_certfile"):
         ServeConfig(ssl_keyfile=key)
+
+
+def test_an_address_of_another_machine_is_no_matter_of_ports():
+    with pytest.raises(ConfigError) as caught:
+        check_port("192.0.2.1", 18431)  # for documentation only, RFC 5737
+    assert caught.value.field == "host"
+    assert "no address of this machine" in caught.value.message
+    assert "another" not in caught.value.message

@@ -80,7 +80,7 @@ def server() -> Iterator[Server]:
         "resources": {"spare_workers": False},
         "serve": section,
     }
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": found.proxy_port})
         serve.run(build_app(arguments), name="test")

@@ -90,7 +90,7 @@ def url() -> Iterator[str]:
     from outrider.cluster.app import build_app
 
     port = free_port()
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(proxy_location="Disabled")
         serve.run(build_app({**ARGS, "serve": {**ARGS["serve"], "port": port}}), name="test")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 
 from outrider.client import ResumingTransport, stream_events
 
-from ...helpers.ports import free_port
+from ...helpers.ports import free_port, wait_for
 from ...helpers.serving.kills import below, kill_all
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
@@ -32,15 +33,63 @@ ARGS: dict[str, Any] = {
 BODY: dict[str, Any] = {"prompt": "def main(", "ignore_eos": True, "logprobs": 1}
 
 
+@dataclass
+class Server:
+    """The application, and the settings that it has last been given."""
+
+    port: int
+    proxy_port: int
+    length: int = 4
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1/completions"
+
+    def change(self) -> None:
+        """Gives its engine another length of drafts, without waiting for it."""
+        self.length = 6 - self.length
+        deploy(self.port, self.proxy_port, {"max_draft_len": self.length})
+
+
 @pytest.fixture(scope="module")
-def url(serve_port: int) -> str:
-    from ray import serve
+def server(serve_port: int) -> Server:
+    started = Server(free_port(), serve_port)
+    deploy(started.port, serve_port, {"max_draft_len": started.length})
+    health = f"http://127.0.0.1:{started.port}/health"
+    wait_for(lambda: is_healthy(health), timeout_s=240)
+    return started
 
-    from outrider.cluster.app import build_app
 
-    port = free_port()
-    serve.run(build_app({**ARGS, "serve": {"num_ingress_replicas": 2, "port": port}}), name="test")
-    return f"http://127.0.0.1:{port}/v1/completions"
+@pytest.fixture
+def url(server: Server) -> str:
+    return server.url
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def deploy(port: int, proxy_port: int, user_config: dict[str, Any]) -> None:
+    """As `serve deploy` does: a change of `user_config` reaches replicas that run."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    application = {
+        "name": "test",
+        "route_prefix": "/",
+        "import_path": "outrider.cluster.app:build_app",
+        "args": {**ARGS, "serve": {"num_ingress_replicas": 2, "port": port}},
+        "deployments": [{"name": "Engine", "user_config": user_config}],
+    }
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": proxy_port},
+        "applications": [application],
+    }
+    _get_global_client().deploy_apps(ServeDeploySchema(**config))
 
 
 class CountingTransport(httpx.HTTPTransport):
@@ -69,10 +118,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def read(url: str, fields: dict[str, Any], started: Event) -> Stream:
+def read(url: str, fields: dict[str, Any], counting: CountingTransport, started: Event) -> Stream:
     """A stream's text and log-probabilities; sets `started` once there are some."""
     text, logprobs = "", []
-    counting = CountingTransport()
     transport = ResumingTransport(counting, resume_for_s=300.0)
     with httpx.Client(transport=transport, timeout=300) as http:
         for count, event in enumerate(stream_events(http, url, {**BODY, **fields})):
@@ -84,17 +132,33 @@ def read(url: str, fields: dict[str, Any], started: Event) -> Stream:
     return Stream(text, logprobs, counting.num_requests)
 
 
-def read_all(url: str, kills: tuple[str, ...], victims: tuple[int, ...] = ()) -> list[Stream]:
-    """A stream per setting, all at once; `victims` and all named in `kills` die on their way."""
-    started = [Event() for _ in SETTINGS]
+def read_all(
+    url: str,
+    kills: tuple[str, ...],
+    victims: tuple[int, ...] = (),
+    in_replay: tuple[str, ...] = (),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Stream]:
+    """A stream per setting, all at once; `victims` and all named in `kills` die on their way.
+
+    Args:
+        in_replay: die as soon as every stream has been asked for again.
+        meanwhile: called before the kills.
+    """
+    started, counting = [Event() for _ in SETTINGS], [CountingTransport() for _ in SETTINGS]
     with ThreadPoolExecutor(len(SETTINGS)) as threads:
-        streams = threads.map(partial(read, url), SETTINGS, started)
+        streams = threads.map(partial(read, url), SETTINGS, counting, started)
         for event in started:
             assert event.wait(120)
+        meanwhile()
         for name in kills:
             kill_all(name)
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
+        if in_replay:
+            wait_for(lambda: all(each.num_requests > 1 for each in counting), timeout_s=120)
+            for name in in_replay:
+                kill_all(name)
         return list(streams)
 
 
@@ -133,3 +197,21 @@ def test_every_process_on_the_way_may_die(url: str) -> None:
         found = read_all(url, kills)
         check(found, expected)
         assert all(stream.num_requests > 1 for stream in found), f"over before {kills} died"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_may_die_while_streams_are_replayed(url: str) -> None:
+    expected = read_all(url, ())
+    check(read_all(url, ("test:Ingress",), in_replay=("ray::Rank",)), expected)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["test:Engine", "ray::Rank", "test:Ingress"])
+def test_a_process_may_die_while_settings_change(server: Server, name: str) -> None:
+    """The text stays the same, since the length of drafts does not change it."""
+    expected = read_all(server.url, ())
+    check(read_all(server.url, (name,), meanwhile=server.change), expected)

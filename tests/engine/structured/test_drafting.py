@@ -14,7 +14,7 @@ from outrider.engine.frontend import Frontend
 from outrider.engine.structured.constraints import ConstraintError
 from outrider.errors import InvalidRequestError, WorkerDiedError
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Request, ints
+from outrider.scheduler.types import Request, SpeculationOptions, ints
 from outrider.tests.helpers.engines import Box, collect_all, engine_of
 from outrider.tests.helpers.frontend import EOS
 from outrider.tests.helpers.head_files import (
@@ -92,7 +92,14 @@ def sections(models) -> dict[str, dict]:
     }
 
 
-def ask(engine: Engine, frontend: Frontend, *, emitted: dict | None = None, **options):
+def ask(
+    engine: Engine,
+    frontend: Frontend,
+    *,
+    emitted: dict | None = None,
+    speculation: SpeculationOptions | None = None,
+    **options,
+):
     """Every kind at once, greedy and sampled: tokens and last delta by request."""
     requests = []
     for index, wanted in enumerate(KINDS):
@@ -106,6 +113,8 @@ def ask(engine: Engine, frontend: Frontend, *, emitted: dict | None = None, **op
             )
             prompt = frontend.text_prompt("the cat sat on the mat")
             (request,) = frontend.requests(f"{index}-{temperature}", prompt, sampling)
+            if speculation is not None:
+                request = replace(request, speculation=speculation)
             if emitted is not None:
                 request = replace(request, emitted=ints(emitted[request.id][:4]))
             requests.append(request)
@@ -136,8 +145,9 @@ def check_texts(frontend: Frontend, outputs, last) -> None:
 def plain(models):
     with engine_of(models["target"]) as engine:
         frontend = Frontend(engine._config, engine.info)
-        outputs, last = ask(engine, frontend)
+        outputs, last = ask(engine, frontend, speculation=SpeculationOptions(enabled=False))
         check_texts(frontend, outputs, last)
+        assert all(last[name].usage.num_steps == len(outputs[name]) for name in outputs)
         num_steps = {name: delta.usage.num_steps for name, delta in last.items()}
     return outputs, num_steps
 
@@ -168,6 +178,43 @@ def test_every_drafter_emits_the_plain_tokens(models, plain, name):
         assert all(last[key].usage.num_steps < num_steps[key] * 0.75 for key in ("0-0.0", "0-0.9"))
         replayed, _ = ask(engine, frontend, emitted=outputs)
         assert replayed == outputs
+
+
+def test_forced_tokens_need_no_drafter(models, plain):
+    outputs, num_steps = plain
+    with engine_of(models["target"]) as engine:
+        found, last = ask(engine, Frontend(engine._config, engine.info))
+        assert found == outputs
+        assert all(last[key].usage.num_steps < num_steps[key] * 0.75 for key in ("0-0.0", "0-0.9"))
+        narrow = SpeculationOptions(max_draft_len=1)
+        found, narrowed = ask(engine, Frontend(engine._config, engine.info), speculation=narrow)
+        assert found == outputs
+        assert narrowed["0-0.0"].usage.num_steps > last["0-0.0"].usage.num_steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"), [({"ignore_eos": True}, 64), ({"min_tokens": 12}, 12)]
+)
+def test_a_grammar_that_may_end_or_go_on_goes_on_where_it_is_told_to(models, settings, least):
+    """Nothing but the end may come after `choice`, and anything after the first cat."""
+    kinds = [{"regex": "(cat|sat|mat)+"}, {"choice": ["cat"]}]
+    with engine_of(models["target"], sections(models)["ngram"]) as engine:
+        frontend = Frontend(engine._config, engine.info)
+        prompt = frontend.text_prompt("the cat sat on the mat")
+        for enabled in (True, False):
+            speculation = SpeculationOptions(enabled=enabled)
+            requests = []
+            for index, wanted in enumerate(kinds):
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=64, structured_outputs=wanted, **settings
+                )
+                (request,) = frontend.requests(f"{index}", prompt, sampling)
+                requests.append(replace(request, speculation=speculation))
+            found, last = collect_all(engine, requests)
+            assert len(found["0"]) >= least
+            assert re.match("(cat|sat|mat)+", frontend.tokenizer.decode(found["0"]))
+            assert frontend.tokenizer.decode(found["1"][:-1]) == "cat"
+            assert (found["1"][-1], last["1"].finish_reason) == (EOS, "stop")
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
@@ -15,112 +15,118 @@ from .....engine.outputs import Chunk
 from .....errors import OutriderError
 from ..answers import Response, ResponseUsage
 from ..errors import error_body
-from ..generation import Generation, Job, token_logprobs
+from ..generation import Generation, token_logprobs
 from .body import NamedFunction, ResponsesBody, Status
 
 Fields = dict[str, Any]
 
 
-class TextItem:
+class Item:
+    """An item of the output: what it is by now, and its events.
+
+    Args:
+        item_id: its id.
+        index: its place in the output.
+        head: its fields that never change.
+    """
+
+    def __init__(self, item_id: str, index: int, **head: Any) -> None:
+        self._head = {"id": item_id, **head}
+        self._index = index
+        self._place: Fields = {"item_id": item_id, "output_index": index}
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What it holds so far."""
+        return "".join(self._pieces)
+
+    def item(self, status: str) -> Fields:
+        """What it is by now."""
+        return {**self._head, "status": status, **self._body(status)}
+
+    def begin(self) -> list[Fields]:
+        """Its first events."""
+        item = self.item("in_progress")
+        return [_event("output_item.added", output_index=self._index, item=item)]
+
+    def end(self, status: str) -> list[Fields]:
+        """Its last events."""
+        return [_event("output_item.done", output_index=self._index, item=self.item(status))]
+
+    def _body(self, status: str) -> Fields:
+        raise NotImplementedError
+
+
+class TextItem(Item):
     """A message or a reasoning item: one part with a text.
 
     Args:
         name: what ids are made of.
-        index: its place in the output.
     """
 
     def __init__(self, name: str, index: int, kind: type[Content] | type[Reasoning]) -> None:
         self.kind = kind
         self._is_message = kind is Content
+        suffix = name if index == 0 else f"{name}_{index}"
+        if self._is_message:
+            super().__init__(f"msg_{suffix}", index, type="message", role="assistant")
+        else:
+            empty: Fields = {"summary": [], "encrypted_content": None}
+            super().__init__(f"rs_{suffix}", index, type="reasoning", **empty)
         self._part_type = "output_text" if self._is_message else "reasoning_text"
-        prefix = "msg" if self._is_message else "rs"
-        self._id = f"{prefix}_{name}" if index == 0 else f"{prefix}_{name}_{index}"
-        self._index = index
-        self._place: Fields = {"item_id": self._id, "output_index": index}
-        self._text: list[str] = []
+        self._place["content_index"] = 0
         self._logprobs: list[Fields] = []
 
-    def item(self, status: str) -> Fields:
-        """What it is by now."""
-        content = [] if status == "in_progress" else [self._part()]
-        if self._is_message:
-            head: Fields = {"id": self._id, "type": "message", "role": "assistant"}
-        else:
-            head = {"id": self._id, "type": "reasoning", "summary": [], "encrypted_content": None}
-        return {**head, "status": status, "content": content}
-
     def begin(self) -> list[Fields]:
-        """Its first events."""
-        return [
-            _event("output_item.added", output_index=self._index, item=self.item("in_progress")),
-            _event("content_part.added", **self._place, content_index=0, part=self._part()),
-        ]
+        added = _event("content_part.added", **self._place, part=self._part())
+        return [*super().begin(), added]
 
     def add(self, text: str, logprobs: Sequence[Fields] = ()) -> Fields:
         """The event of another piece; only a message's tokens have log-probabilities."""
-        self._text.append(text)
+        self._pieces.append(text)
         self._logprobs += logprobs
-        fields: Fields = {**self._place, "content_index": 0, "delta": text}
-        if self._is_message:
-            fields["logprobs"] = list(logprobs)
-        return _event(f"{self._part_type}.delta", **fields)
+        of_tokens = {"logprobs": list(logprobs)} if self._is_message else {}
+        return _event(f"{self._part_type}.delta", **self._place, delta=text, **of_tokens)
 
     def end(self, status: str) -> list[Fields]:
-        """Its last events."""
-        place, part = {**self._place, "content_index": 0}, self._part()
+        part = self._part()
         whole = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
-            _event(f"{self._part_type}.done", **place, **whole),
-            _event("content_part.done", **place, part=part),
-            _event("output_item.done", output_index=self._index, item=self.item(status)),
+            _event(f"{self._part_type}.done", **self._place, **whole),
+            _event("content_part.done", **self._place, part=part),
+            *super().end(status),
         ]
 
+    def _body(self, status: str) -> Fields:
+        return {"content": [] if status == "in_progress" else [self._part()]}
+
     def _part(self) -> Fields:
-        part: Fields = {"type": self._part_type, "text": "".join(self._text)}
+        part: Fields = {"type": self._part_type, "text": self.text}
         if self._is_message:
             part |= {"annotations": [], "logprobs": list(self._logprobs)}
         return part
 
 
-class CallItem:
+class CallItem(Item):
     """A call of a function."""
 
     def __init__(self, name: str, index: int, call_id: str, function: str) -> None:
-        self._id = f"fc_{name}_{index}"
-        self._index = index
-        self._place: Fields = {"item_id": self._id, "output_index": index}
-        self._call_id = call_id
-        self._function = function
-        self._arguments: list[str] = []
-
-    def item(self, status: str) -> Fields:
-        """What it is by now."""
-        return {
-            "id": self._id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self._call_id,
-            "name": self._function,
-            "arguments": "" if status == "in_progress" else "".join(self._arguments),
-        }
-
-    def begin(self) -> list[Fields]:
-        """Its first event."""
-        item = self.item("in_progress")
-        return [_event("output_item.added", output_index=self._index, item=item)]
+        head = {"type": "function_call", "call_id": call_id, "name": function}
+        super().__init__(f"fc_{name}_{index}", index, **head)
 
     def add(self, text: str) -> Fields:
         """The event of another piece of its arguments."""
-        self._arguments.append(text)
+        self._pieces.append(text)
         return _event("function_call_arguments.delta", **self._place, delta=text)
 
     def end(self, status: str) -> list[Fields]:
-        """Its last events."""
-        whole = {"name": self._function, "arguments": "".join(self._arguments)}
-        return [
-            _event("function_call_arguments.done", **self._place, **whole),
-            _event("output_item.done", output_index=self._index, item=self.item(status)),
-        ]
+        whole = {"name": self._head["name"], "arguments": self.text}
+        done = _event("function_call_arguments.done", **self._place, **whole)
+        return [done, *super().end(status)]
+
+    def _body(self, status: str) -> Fields:
+        return {"arguments": "" if status == "in_progress" else self.text}
 
 
 def _event(kind: str, **fields: Any) -> Fields:
@@ -146,113 +152,43 @@ class TextLogprobs:
     def take(self, end: float = inf) -> list[Fields]:
         """Of the tokens before `end` that are content."""
         if self._parser is None:
-            count = len(self._waiting)
-        else:
-            count = sum(offset < end for offset, _ in self._waiting)
+            taken, self._waiting = self._waiting, []
+            return [entry for _, entry in taken]
+        count = sum(offset < end for offset, _ in self._waiting)
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return [entry for offset, entry in taken if self._is_content(offset)]
-
-    def _is_content(self, offset: int) -> bool:
-        if self._parser is None:
-            return True
         spans = self._parser.reader.content
-        place = bisect_right(spans, (offset, inf)) - 1
-        return place >= 0 and offset < spans[place][1]
-
-
-class Output:
-    """The items so far.
-
-    An item ends where another kind of text begins: reasoning, text for the user, a call. Text comes
-    in pieces, which make events; an answer that is not streamed takes it whole.
-
-    Args:
-        name: what their ids are made of.
-        new_id: makes the ids of calls.
-        parallel: whether there may be several calls.
-    """
-
-    def __init__(self, name: str, job: Job, new_id: Callable[[], str], *, parallel: bool) -> None:
-        self._name = name
-        self._job = job
-        self._new_id = new_id
-        self._parallel = parallel
-        self._open: TextItem | CallItem | None = None
-        self.items: list[Any] = []  # that have ended
-        self.logprobs = TextLogprobs(job.parser)
-
-    def push(self, text: str, status: str | None = None) -> list[Fields]:
-        """The events that `text` makes; `status`: it is the last, and the response ends so."""
-        events: list[Fields] = []
-        last = status is not None
-        for event in self._job.read(text, last=last, parallel=self._parallel):
-            events += self._add(event)
-        if status is not None:
-            if self._open is None and not self.items:
-                events += self._begin(self._text_item(Content))
-            events += self._flush()
-            events += self._end(status)
-        return events
-
-    def _add(self, event: Event) -> list[Fields]:
-        if isinstance(event, Arguments):
-            assert isinstance(self._open, CallItem), event
-            return [self._open.add(event.text)]
-        events: list[Fields] = []
-        if isinstance(event, CallBegin):
-            events += self._end("completed")
-            index = len(self.items)
-            call_id = event.id or self._new_id()
-            return events + self._begin(CallItem(self._name, index, call_id, event.name))
-        if not isinstance(self._open, TextItem) or self._open.kind is not type(event):
-            events += self._end("completed")
-            events += self._begin(self._text_item(type(event)))
-        assert isinstance(self._open, TextItem)
-        logprobs = self.logprobs.take(event.end) if isinstance(event, Content) else ()
-        return [*events, self._open.add(event.text, logprobs)]
-
-    def _begin(self, item: TextItem | CallItem) -> list[Fields]:
-        self._open = item
-        return item.begin()
-
-    def _end(self, status: str) -> list[Fields]:
-        """Ends the open item, if there is one."""
-        if self._open is None:
-            return []
-        item, self._open = self._open, None
-        self.items.append(item.item(status))
-        return item.end(status)
-
-    def _flush(self) -> list[Fields]:
-        """Tokens without text at the end of a message, such as the one that ended it."""
-        if not isinstance(self._open, TextItem) or self._open.kind is not Content:
-            return []
-        rest = self.logprobs.take()
-        return [self._open.add("", rest)] if rest else []
-
-    def _text_item(self, kind: type[Content] | type[Reasoning]) -> TextItem:
-        return TextItem(self._name, len(self.items), kind)
-
-
-_REASONS = {"length": "max_output_tokens"}
+        before = [bisect_right(spans, (offset, inf)) - 1 for offset, _ in taken]
+        return [
+            entry
+            for (offset, entry), place in zip(taken, before, strict=True)
+            if place >= 0 and offset < spans[place][1]
+        ]
 
 
 class ResponseMaker:
-    """One response while it is made: what it and its events have in common."""
+    """One response while it is made: its items, and what it and its events have in common.
+
+    An item ends where another kind of text begins: reasoning, text for the user, a call. Text comes
+    in pieces, which make events; an answer that is not streamed takes it whole.
+    """
 
     def __init__(self, generation: Generation, body: ResponsesBody, response_id: str) -> None:
         self.generation = generation
         self.body = body
         self.job = generation.jobs[0]  # its only completion
         self._id = response_id
+        self._name = response_id.removeprefix("resp_")  # what ids of items are made of
         single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedFunction)
-        name, new_id = response_id.removeprefix("resp_"), generation.frontend.chat.new_id
-        self.output = Output(name, self.job, new_id, parallel=not single)
+        self._parallel = not single
+        self._open: TextItem | CallItem | None = None
+        self._items: list[Any] = []  # that have ended
+        self._logprobs = TextLogprobs(self.job.parser)
 
     @property
     def incomplete(self) -> str | None:
         """Why the text is not whole, if it is not."""
-        return _REASONS.get(self.job.assembler.finish_reason or "")
+        is_cut = self.job.assembler.finish_reason == "length"
+        return "max_output_tokens" if is_cut else None
 
     @property
     def final_status(self) -> Status:
@@ -280,7 +216,7 @@ class ResponseMaker:
             "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self.generation.frontend.model_name,
-            "output": list(self.output.items),
+            "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
@@ -307,8 +243,54 @@ class ResponseMaker:
         if self.body.wants_logprobs:
             vocabulary, top = self.job.assembler.vocabulary, self.body.top_logprobs or 0
             entries = token_logprobs(vocabulary, chunk.token_ids, chunk.logprobs, top)
-            self.output.logprobs.push(chunk.offsets, entries)
-        return self.output.push(chunk.text, self.final_status if last else None)
+            self._logprobs.push(chunk.offsets, entries)
+        events: list[Fields] = []
+        for event in self.job.read(chunk.text, last=last, parallel=self._parallel):
+            events += self._add(event)
+        if last:
+            if self._open is None and not self._items:
+                events += self._begin(self._text_item(Content))
+            events += self._flush()
+            events += self._end(self.final_status)
+        return events
+
+    def _add(self, event: Event) -> list[Fields]:
+        if isinstance(event, Arguments):
+            assert isinstance(self._open, CallItem), event
+            return [self._open.add(event.text)]
+        events: list[Fields] = []
+        if isinstance(event, CallBegin):
+            events += self._end("completed")
+            call_id = event.id or self.generation.frontend.chat.new_id()
+            return events + self._begin(CallItem(self._name, len(self._items), call_id, event.name))
+        if not isinstance(self._open, TextItem) or self._open.kind is not type(event):
+            events += self._end("completed")
+            events += self._begin(self._text_item(type(event)))
+        assert isinstance(self._open, TextItem)
+        logprobs = self._logprobs.take(event.end) if isinstance(event, Content) else ()
+        return [*events, self._open.add(event.text, logprobs)]
+
+    def _begin(self, item: TextItem | CallItem) -> list[Fields]:
+        self._open = item
+        return item.begin()
+
+    def _end(self, status: str) -> list[Fields]:
+        """Ends the open item, if there is one."""
+        if self._open is None:
+            return []
+        item, self._open = self._open, None
+        self._items.append(item.item(status))
+        return item.end(status)
+
+    def _flush(self) -> list[Fields]:
+        """Tokens without text at the end of a message, such as the one that ended it."""
+        if not isinstance(self._open, TextItem) or self._open.kind is not Content:
+            return []
+        rest = self._logprobs.take()
+        return [self._open.add("", rest)] if rest else []
+
+    def _text_item(self, kind: type[Content] | type[Reasoning]) -> TextItem:
+        return TextItem(self._name, len(self._items), kind)
 
     def _format(self) -> dict[str, Any]:
         wanted = self.body.text.format if self.body.text is not None else None

@@ -6,18 +6,16 @@ refused by name, unless the value asks for nothing.
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from .....errors import InvalidRequestError, OutriderError
+from .....errors import InvalidRequestError
 from .....scheduler.sampling import shown_value
 from .. import chat
 from ..generation import Generation
-from ..parse import MANY, Strict, check_unserved
+from ..parse import MANY, Strict, at_most, check_unserved, renamed
 from ..protocol import (
     CalledFunction,
     ChatBody,
@@ -25,7 +23,6 @@ from ..protocol import (
     FunctionDefinition,
     SharedFields,
     Tools,
-    at_most,
 )
 
 # Items of an answer's output are items of an input, so that it can be sent back as it came.
@@ -97,19 +94,12 @@ class InputReasoning(Strict):
     id: str | None = None
     status: Status | None = None
 
-    @field_validator("summary")
+    @field_validator("summary", "encrypted_content")
     @classmethod
-    def _no_summary(cls, summary: list[Any] | None) -> list[Any] | None:
-        if summary:
-            raise ValueError("summaries are not read; send the reasoning's content")
-        return summary
-
-    @field_validator("encrypted_content")
-    @classmethod
-    def _not_encrypted(cls, content: str | None) -> str | None:
-        if content:
-            raise ValueError("it cannot be read here; send the reasoning's content")
-        return content
+    def _none_here(cls, value: list[Any] | str | None) -> list[Any] | str | None:
+        if value:
+            raise ValueError("it is not read here; send the reasoning's content")
+        return value
 
 
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -142,27 +132,33 @@ def _objects(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
             yield index, item
 
 
-def check_kinds(items: Any) -> None:
-    """Refuses items and parts of other kinds by their names, which a union's errors would hide.
+def _check_kind(
+    field: str, given: dict[Any, Any], allowed: Sequence[str | None], rule: str
+) -> None:
+    kind = given.get("type")
+    if kind not in allowed:
+        raise InvalidRequestError.at(
+            f"{field}.type", f"{shown_value(kind)} is not supported; {rule}"
+        )
+
+
+def check_kinds(items: Any, tools: Any) -> None:
+    """Refuses items, parts and tools of other kinds by their names, which a union's errors would
+    hide.
 
     Raises:
-        InvalidRequestError: names the item or the part.
+        InvalidRequestError: names the item, the part or the tool.
     """
+    rule = f"it has to be one of {', '.join(KINDS)}"
     for index, item in _objects(items):
+        _check_kind(f"input.{index}", item, (None, *KINDS), rule)
         kind = item.get("type")
-        if kind is not None and kind not in KINDS:
-            raise InvalidRequestError.at(
-                f"input.{index}.type",
-                f"{shown_value(kind)} is not supported; it has to be one of {', '.join(KINDS)}",
-            )
         place = "output" if kind == "function_call_output" else "content"
         for number, part in _objects(item.get(place) if kind != "reasoning" else None):
-            kind = part.get("type")
-            if kind not in ("input_text", "output_text"):
-                raise InvalidRequestError.at(
-                    f"input.{index}.{place}.{number}.type",
-                    f"{shown_value(kind)} is not supported; only text is",
-                )
+            field = f"input.{index}.{place}.{number}"
+            _check_kind(field, part, ("input_text", "output_text"), "only text is")
+    for index, tool in _objects(tools):
+        _check_kind(f"tools.{index}", tool, ("function",), "only functions are")
 
 
 class FunctionTool(FunctionDefinition):
@@ -200,20 +196,6 @@ class ReasoningSettings(Strict):
     generate_summary: Literal["auto"] | None = None
     context: Literal["auto"] | None = None  # the template decides
     mode: Literal["standard"] | None = None
-
-
-def check_tool_kinds(tools: Any) -> None:
-    """Refuses other tools than functions by their kinds.
-
-    Raises:
-        InvalidRequestError: names the tool.
-    """
-    for index, tool in _objects(tools):
-        kind = tool.get("type")
-        if kind != "function":
-            raise InvalidRequestError.at(
-                f"tools.{index}.type", f"{shown_value(kind)} is not supported; only functions are"
-            )
 
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -296,8 +278,7 @@ class ResponsesBody(SharedFields):
             return data
         for name, fine in NOTHING.items():
             check_unserved(name, data.get(name), fine, _WHY.get(name, "leave it out"))
-        check_kinds(data.get("input"))
-        check_tool_kinds(data.get("tools"))
+        check_kinds(data.get("input"), data.get("tools"))
         return {name: value for name, value in data.items() if name not in NOTHING}
 
     @model_validator(mode="after")
@@ -332,59 +313,45 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> l
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    turn: dict[str, Any] = {}  # the assistant's, as far as it has come
     for item in given:
-        if not turn or not _add(turn, item):
-            turn = {}
-            message = _message(item)
-            messages.append(message)
-            if message["role"] == "assistant":
-                turn = message
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            messages.append({"role": item.role, "content": text_of(item.content)})
+        elif isinstance(item, InputCallOutput):
+            result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
+            messages.append({"role": "tool", **result})
+        elif not messages or not _add(messages[-1], item):
+            messages.append({"role": "assistant"})
+            _add(messages[-1], item)
     return messages
 
 
-def _message(item: InputItem) -> dict[str, Any]:
-    """A message that begins with `item`."""
-    if isinstance(item, InputMessage):
-        return {"role": item.role, "content": text_of(item.content)}
-    if isinstance(item, InputCallOutput):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
-    turn: dict[str, Any] = {"role": "assistant"}
-    assert _add(turn, item)
-    return turn
-
-
-def _add(turn: dict[str, Any], item: InputItem) -> bool:
-    """Adds `item` to the assistant's turn; False: it belongs to another message."""
+def _add(turn: dict[str, Any], item: InputMessage | InputCall | InputReasoning) -> bool:
+    """Adds `item`, which is the assistant's, to a message; False: it belongs to another one."""
+    if turn["role"] != "assistant":
+        return False
     if isinstance(item, InputCall):
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
-        return True
-    if "tool_calls" in turn or "content" in turn:
+    elif "tool_calls" in turn or "content" in turn:
         return False
-    if isinstance(item, InputReasoning):
+    elif isinstance(item, InputReasoning):
         text = "".join(part.text for part in item.content or ())
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-        return True
-    if isinstance(item, InputMessage) and item.role == "assistant":
+    else:
         turn["content"] = text_of(item.content)
-        return True
-    return False
+    return True
 
 
 # A chat's field as this body's; the first that matches.
-_NAMES = tuple(
-    (re.compile(pattern), own)
-    for pattern, own in (
-        (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
-        (r"\bresponse_format(\.json_schema)?", "text.format"),
-        (r"\bmax_completion_tokens|\bmax_tokens", "max_output_tokens"),
-        (r"\breasoning_effort", "reasoning.effort"),
-        (r"\btools\.(\d+)\.function\b", r"tools.\1"),
-        (r"\btool_choice\.function\b", "tool_choice"),
-        (r"^messages\b", "input"),
-    )
+_NAMES = (
+    (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
+    (r"\bresponse_format(\.json_schema)?", "text.format"),
+    (r"\bmax_completion_tokens|\bmax_tokens", "max_output_tokens"),
+    (r"\breasoning_effort", "reasoning.effort"),
+    (r"\btools\.(\d+)\.function\b", r"tools.\1"),
+    (r"\btool_choice\.function\b", "tool_choice"),
+    (r"^messages\b", "input"),
 )
 
 
@@ -397,7 +364,7 @@ def add(generation: Generation, body: ResponsesBody, request_id: str) -> None:
     try:
         chat.add(generation, as_chat(body), request_id)
     except InvalidRequestError as error:
-        raise _renamed(error) from None
+        raise renamed(error, _NAMES) from None
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
@@ -425,14 +392,3 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     return ChatBody.model_validate(
         {name: value for name, value in settings.items() if value is not None}
     )
-
-
-def _renamed(error: InvalidRequestError) -> OutriderError:
-    """`error` under the name that the user wrote."""
-    for pattern, own in _NAMES:
-        if error.field is not None and pattern.match(error.field):
-            renamed = copy.copy(error)
-            renamed.field = pattern.sub(own, error.field)
-            renamed.message = pattern.sub(own, error.message)
-            return renamed
-    return error

@@ -51,12 +51,31 @@ def test_keys(start: Start) -> None:
         assert server.complete(key).status_code == 200
         assert server.get("/v1/models", key).status_code == 200
     assert [request.tenant for request in server.engine.submitted] == ["alice", "bob", ""]
-    for path in ("/", "/page/app.js"):
+    for path in ("/", "/page/app.js", "/docs", "/openapi.json", "/ping", "/version"):
         assert server.get(path).status_code == 200
-    for path in ("/stats", "/metrics", "/what/may/come"):
+    assert server.http.post("/ping").status_code == 200
+    for key, status in ((None, 401), (ALICE, 403), (ADMIN, 200)):
+        assert server.http.post("/reset_prefix_cache", headers=bearer(key)).status_code == status
+    for path in ("/stats", "/metrics", "/load", "/what/may/come"):
         assert error_of(server.get(path, ALICE)) == (403, "permission_denied", None)
         assert server.get(path).status_code == 401
         assert server.get(path, ADMIN).status_code == (404 if "may" in path else 200)
+
+
+def test_the_only_key_monitors_where_nobody_administers(start: Start) -> None:
+    (first, second), admins = access_config().keys, access_config().admin_keys
+    server = start(AccessConfig(keys=[first]))
+    for path in ("/stats", "/metrics", "/load"):
+        assert server.get(path, ALICE).status_code == 200
+        assert server.get(path).status_code == 401
+    assert server.get("/what/may/come", ALICE).status_code == 403
+    assert server.http.post("/reset_prefix_cache", headers=bearer(ALICE)).status_code == 403
+    for config in (
+        AccessConfig(keys=[first, second]),
+        AccessConfig(keys=[first], admin_keys=admins),
+    ):
+        server.access.reconfigure(config)
+        assert server.get("/metrics", ALICE).status_code == 403
 
 
 def test_the_key_decides_tenant_and_priority(start: Start) -> None:

@@ -11,8 +11,12 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from outrider.cluster.serve.openai import parse as parsing
 from outrider.cluster.serve.openai.parse import IGNORED, UNSUPPORTED
 from outrider.cluster.serve.openai.protocol import ChatBody, CompletionBody
+from outrider.cluster.serve.openai.responses import ResponsesBody
+from outrider.config.compat.table import REQUEST, Ignored
+from outrider.errors import InvalidRequestError
 
 from .conftest import CHAT, COMPLETION, Server
 
@@ -21,6 +25,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
+    ("/v1/completions", {"model": "tiny", "user": "a", "cache_prompt": True}, 400, "prompt"),
     ("/v1/completions", {**COMPLETION, "prompt": ""}, 400, "prompt"),
     ("/v1/completions", {**COMPLETION, "prompt": []}, 400, "prompt"),
     ("/v1/completions", {**COMPLETION, "prompt": [[]]}, 400, "prompt"),
@@ -66,6 +71,18 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
         400,
         "speculation.max_draft_len",
     ),
+    (
+        "/v1/completions",
+        {**COMPLETION, "speculation": {"drafters": ["fake", "nobody"]}},
+        400,
+        "speculation.drafters",
+    ),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "speculation": {"drafters": []}},
+        400,
+        "speculation.drafters",
+    ),
     ("/v1/completions", {**COMPLETION, "model": "other"}, 404, "model"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/chat/completions", {**CHAT, "messages": "a"}, 400, "messages"),
@@ -81,6 +98,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 9999}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
     ("/tokenize", {"model": "tiny"}, 400, "prompt"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens"),
@@ -114,6 +132,7 @@ def test_nested_and_endless_values_are_refused_in_short(server: Server) -> None:
         ("/v1/completions", {"prompt": deep}),
         ("/v1/completions", {**COMPLETION, "response_format": deep}),
         ("/v1/completions", {**COMPLETION, long: 1}),
+        ("/v1/completions", {**COMPLETION, "model": long}),
         ("/v1/completions", {**COMPLETION, "logit_bias": {long: 1}}),
         ("/v1/completions", {**COMPLETION, "temperature": long}),
         ("/v1/completions", {"prompt": ["a"] + [1] * 200_000}),
@@ -123,7 +142,7 @@ def test_nested_and_endless_values_are_refused_in_short(server: Server) -> None:
         ("/detokenize", {"tokens": ["a"] * 200_000}),
     ):
         answer = server.post(path, **body)
-        assert answer.status_code == 400, answer.text
+        assert answer.status_code in (400, 404), answer.text[:2000]
         assert len(answer.text) < 2000
 
 
@@ -199,3 +218,80 @@ def test_lists_that_are_too_long_are_not_looked_through(server, path, field, val
     error = server.post(path, **body).json()["error"]
     assert error["param"] == field
     assert "at most 65536" in error["message"]
+
+
+BODIES = [
+    (ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
+    (CompletionBody, {"prompt": "a"}),
+    (ResponsesBody, {"input": "a"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+@pytest.mark.parametrize(("name", "row"), REQUEST.items())
+def test_other_engines_fields(
+    kind: Any, body: dict[str, Any], name: str, row: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without effect: accepted, with one warning in a process; with one: refused by name."""
+    parsing._warn.cache_clear()
+
+    def parse(**more: Any) -> Any:
+        return parsing.parse(kind, json.dumps({**body, **more}).encode())
+
+    if isinstance(row, Ignored):
+        for value in (True, 3):
+            assert parse(**{name: value}) == parse()
+        (said,) = caplog.messages
+        assert f"field {name} " in said
+        assert row.ignored in said
+        return
+    for value in getattr(row, "only", ()):
+        assert parse(**{name: value}) == parse()
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(**{name: "something else"})
+    assert caught.value.field == name
+    assert row.nearest in caught.value.message
+    assert not caplog.messages
+
+
+def error_of(kind: Any, body: dict[str, Any]) -> InvalidRequestError | None:
+    """The error of a body, if it is wrong."""
+    try:
+        parsing.parse(kind, json.dumps(body).encode())
+    except InvalidRequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+def test_wrong_values_of_every_field_are_named(kind: Any, body: dict[str, Any]) -> None:
+    """In JSON's words, not in Python's or pydantic's."""
+    values = ("x", "", -1, 10**12, 1.5, [], {}, ["x"], {"x": 1}, [{}], [[]], [{"type": "x"}])
+    for name, field in kind.model_fields.items():
+        for value in values:
+            error = error_of(kind, {**body, field.alias or name: value})
+            if error is None:
+                continue
+            assert error.field is not None
+            assert error.field.split(".")[0] == (field.alias or name)
+            assert error.message.startswith(error.field)
+            for poor in ("Value error", "instance of", "after validation", "valid dict",
+                         "Extra inputs", "dict[", "NoneType", "match pattern", "Input should",
+                         "unable to", "Field required"):  # fmt: skip
+                assert poor not in error.message
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("chache_prompt", "cache_prompt"), ("zzz", None),
+     ("repetion_penalty", "repetition_penalty"), ("speculation.grammar", None)],
+)  # fmt: skip
+def test_a_misspelt_field(kind: Any, body: dict[str, Any], name: str, meant: str | None) -> None:
+    value: Any = 3
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    with pytest.raises(InvalidRequestError) as caught:
+        parsing.parse(kind, json.dumps({**body, **value}).encode())
+    hint = f"did you mean {meant!r}?" if meant else "there is no such field here"
+    assert caught.value.message == f"{name}: unknown field; {hint}"

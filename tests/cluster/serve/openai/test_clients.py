@@ -1,6 +1,7 @@
 """Clients in environments of their own, unchanged, against a real engine behind a socket.
 
-`make clients` installs them; their pins exclude one another and some of ours (`docs/clients.md`).
+A client is installed at its first use, since clients' pins exclude one another and some of ours. A
+client that cannot be installed is a failure. The versions that ran are those of `docs/clients.md`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
+import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,16 @@ from outrider.tests.helpers.models import write_models
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = Path(os.environ.get("OUTRIDER_CLIENTS", ROOT / ".clients"))
-pytestmark = pytest.mark.slow
+SCRIPTS = ROOT / "tests/helpers/clients"
+PACKAGES = {  # by client: the package whose version counts
+    "langchain": "langchain-openai",
+    "litellm": "litellm",
+    "instructor": "instructor",
+    "lm_eval": "lm_eval",
+    "vllm": "vllm",
+}
+OFFICIAL = ("openai", "anthropic")  # in the environment of the tests itself
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @dataclass
@@ -53,12 +66,48 @@ def served(tokenizer_path: Path, tmp_path_factory: Any) -> Iterator[Served]:
         thread.join(10)
 
 
-def run(environment: str, script: str, *args: str) -> str:
+def environment(client: str) -> Path:
+    """The client's Python; installs what is not there, or not by the present requirements."""
+    requirements = SCRIPTS / f"requirements-{client}.txt"
+    folder, mark = FOLDER / client, FOLDER / client / "installed.txt"
+    wanted = f"{sys.version}\n{requirements.read_text()}"
+    python = folder / "bin" / "python"
+    if mark.exists() and mark.read_text() == wanted:
+        return python
+    venv.create(folder, clear=True, with_pip=True)
+    install = (str(python), "-m", "pip", "install", "-q", "--retries", "1", "-r", str(requirements))
+    done = subprocess.run(install, capture_output=True, text=True, timeout=1500)
+    if done.returncode:
+        pytest.fail(f"{client}: its packages cannot be installed: {done.stderr[-2000:]}")
+    mark.write_text(wanted)
+    return python
+
+
+def run(client: str, *args: str) -> str:
     """What a client's script prints; it fails by its own asserts."""
-    python = FOLDER / environment / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"`make clients` installs this client; there is no {python}")
-    return output_of(str(python), str(ROOT / "tests/helpers/clients" / script), *args)
+    python = environment(client)
+    printed = output_of(str(python), str(SCRIPTS / f"{client}_client.py"), *args)
+    check_version(client, python)
+    return printed
+
+
+def check_version(client: str, python: Path) -> None:
+    """The page of clients has the version that ran."""
+    package = PACKAGES[client]
+    show = f"from importlib.metadata import version; print(version({package!r}))"
+    assert documented()[package] == output_of(str(python), "-c", show).strip()
+
+
+def documented() -> dict[str, str]:
+    """The versions on the page of clients, by package."""
+    page = (ROOT / "docs/clients.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| [")]
+    names = [*PACKAGES.values(), *OFFICIAL]
+    # "openai" is also a part of another's name.
+    return {
+        max((name for name in names if name in row.lower()), key=len): value.strip()
+        for row, value in rows
+    }
 
 
 def output_of(*command: str, timeout_s: float = 240) -> str:
@@ -73,7 +122,26 @@ def output_of(*command: str, timeout_s: float = 240) -> str:
 
 @pytest.mark.parametrize("name", ["langchain", "litellm", "instructor"])
 def test_application_clients(served: Served, name: str) -> None:
-    run("apps", f"{name}_client.py", served.url)
+    run(name, served.url)
+
+
+@pytest.mark.parametrize("package", OFFICIAL)
+def test_the_official_clients_of_the_page_are_those_that_tests_use(package: str) -> None:
+    assert documented()[package] == version(package)
+    assert set(documented()) == {*PACKAGES.values(), *OFFICIAL}
+
+
+def test_a_client_that_cannot_be_installed_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FOLDER", tmp_path)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"litellm: .* cannot be installed: .*litellm"):
+        environment("litellm")
+    assert not (tmp_path / "litellm" / "installed.txt").exists()
 
 
 def test_lm_eval(served: Served, tmp_path: Path) -> None:
@@ -81,7 +149,7 @@ def test_lm_eval(served: Served, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    printed = run("lm_eval", "lm_eval_client.py", served.url, served.model, str(tmp_path))
+    printed = run("lm_eval", served.url, served.model, str(tmp_path))
     (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     found = json.loads(line.removeprefix("RESULT "))
     model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32)
@@ -97,7 +165,6 @@ def test_lm_eval(served: Served, tmp_path: Path) -> None:
     assert all(isinstance(text, str) for _, text in found["texts"])
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("backend", "path"),
     [
@@ -120,7 +187,11 @@ def test_vllms_benchmark(served: Served, tmp_path: Path, backend: str, path: str
         *("--result-dir", str(tmp_path), "--result-filename", "result.json"),
         timeout_s=600,
     )
+    if "OUTRIDER_VLLM" not in os.environ:
+        check_version("vllm", FOLDER / "vllm" / "bin" / "python")
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result.get("failed", 0)) == (6, 0)
     assert result["total_output_tokens"] == 6 * 12
     assert result["total_input_tokens"] >= 6 * 20
+    assert result["spec_decode_num_drafts"] > 0, "it reads how drafts fare at /metrics"
+    assert result["spec_decode_draft_tokens"] >= result["spec_decode_num_drafts"]

@@ -23,6 +23,7 @@ def test_a_dead_engine_is_not_announced(server: Server) -> None:
     for stream in (False, True):
         answer = server.post("/v1/completions", **COMPLETION, stream=stream)
         assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "3"
         assert "engine is down" in answer.json()["error"]["message"]
 
 

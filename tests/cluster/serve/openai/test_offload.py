@@ -37,7 +37,7 @@ def test_too_many_bodies_are_refused_until_one_is_done() -> None:
         waiting[1].cancel()  # its thread has not begun: nothing is left of it
         gate.set()
         assert await waiting[0]
-        while pool._num_calls:
+        while pool._room._value < 2:
             await asyncio.sleep(0.01)
         assert await pool.run(gate.wait)
 

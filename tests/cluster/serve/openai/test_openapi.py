@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import hypothesis
 import pytest
 import schemathesis
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.openapi import GETS, POSTS
+from outrider.cluster.serve.openai.openapi import COMMANDS, GETS, POSTS
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.engine.frontend import Frontend
 
@@ -47,16 +50,43 @@ def test_every_route_is_described(app: Starlette, api: Any) -> None:
     api.validate()
 
 
+def test_the_page_shows_every_route_and_needs_nothing_from_elsewhere(app: Starlette) -> None:
+    with TestClient(app) as http:
+        answer = http.get("/docs")
+        described = http.get("/openapi.json").json()
+        names = re.findall(r'(?:href|src)="([^"#]+)"', answer.text)
+        assert [http.get(f"/{name}").status_code for name in names] == [200] * len(names)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "<script" not in answer.text
+    closed = re.sub(r"<(meta|link)([^>]*)>", r"<\1\2/>", answer.text.partition("\n")[2])
+    parsed = ElementTree.fromstring(closed)
+    titles = [each.text for each in parsed.iter("code")]
+    anchors = {each.get("id") for each in parsed.iter("section")}
+    for path, methods in described["paths"].items():
+        assert all(f"{method.upper()} {path}" in titles for method in methods), path
+    links = {each.get("href") for each in parsed.iter("a")}
+    assert {link[1:] for link in links if link.startswith("#")} <= anchors
+    for field in described["components"]["schemas"]["CompletionBody"]["properties"]:
+        assert field in titles, field
+
+
 # A body may match the schema and still be refused: prompts with `max_tokens` beyond the context,
 # grammars that do not compile, fields that exclude each other. JSON Schema cannot state these.
 UNSTATED = [schemathesis.checks.positive_data_acceptance]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [*POSTS, *GETS])
-def test_schemathesis_finds_nothing(api: Any, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (method, path)
+        for method, paths in (("post", [*POSTS, *COMMANDS]), ("get", GETS))
+        for path in paths
+    ],
+)
+def test_schemathesis_finds_nothing(api: Any, method: str, path: str) -> None:
     """Valid and invalid requests, derived from the document, against every check but one."""
-    operation = api[path]["post" if path in POSTS else "get"]
+    operation = api[path][method]
     modes = list(schemathesis.GenerationMode)
 
     @hypothesis.given(

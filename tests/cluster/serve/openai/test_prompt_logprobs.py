@@ -71,7 +71,7 @@ def test_prompt_logprobs_of_a_completion(server: Server) -> None:
         "65": {"logprob": 0.0, "rank": 1, "decoded_token": "b"},
         "66": {"logprob": -1.0, "rank": 2, "decoded_token": "c"},
     }
-    assert third["71"] == {"logprob": -2.0, "rank": None, "decoded_token": "h"}
+    assert third["71"] == {"logprob": -2.0, "rank": 3, "decoded_token": "h"}
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     # `echo` computes more rivals; this field shows those that it asks for.
     body |= {"prompt_logprobs": 0, "echo": True, "logprobs": 5}

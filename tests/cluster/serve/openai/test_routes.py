@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import outrider
 from outrider.cluster.serve.openai.parse import UNSUPPORTED
+from outrider.scheduler.types import SpeculationOptions
 
+from ....helpers.ports import wait_for
 from .conftest import CHAT, COMPLETION, TEXT, Server
 
 
@@ -33,6 +37,71 @@ def test_completion(server: Server, tokenizer: Any) -> None:
         "synthetic": False,
     }
     assert server.engine.submitted[0].seed == 3
+
+
+def test_predictions_are_sent_and_counted(server: Server, tokenizer: Any) -> None:
+    text = "the cat sat on the mat. the dog sat on the mat. "
+    ids, written = tokenizer.encode(text), tokenizer.encode(TEXT * 4)
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        answer = server.openai.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "a"}],
+            prediction={"type": "content", "content": content},
+            max_tokens=len(written),
+            n=2,
+        )
+        assert [each.prediction.tolist() for each in server.engine.submitted[-2:]] == [ids, ids]
+        assert answer.usage is not None
+        details = answer.usage.completion_tokens_details
+        assert details is not None
+        accepted, rejected = (
+            details.accepted_prediction_tokens or 0,
+            details.rejected_prediction_tokens or 0,
+        )
+        assert accepted + rejected == 2 * len(ids)
+        assert 3 <= rejected // 2 <= len(ids) // 3  # the dog is not in the output
+        assert answer.usage.completion_tokens == 2 * len(written)
+    stream = server.openai.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=len(written),
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"prediction": {"type": "content", "content": TEXT}},
+    )
+    *_, last = stream
+    assert last.usage is not None
+    details = last.usage.completion_tokens_details
+    assert details is not None
+    wanted = len(tokenizer.encode(TEXT))
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (wanted, 0)
+    plain = server.post("/v1/completions", prompt="a", max_tokens=1).json()["usage"]
+    assert plain["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({"content": "text"}, "prediction.type"),
+        ({"type": "text", "content": "text"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": "a", "contents": "b"}, "prediction.contents"),
+        ({"type": "content", "content": "cat " * 400}, "prediction"),
+        ({"type": "content", "content": "cat " * 30_000}, "prediction"),
+    ],
+)
+def test_wrong_predictions_are_refused(server: Server, prediction: Any, param: str) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        answer = server.post(path, **{**body, "prediction": prediction})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+    body = {"model": "tiny", "prompt": ["a", "b"], "prediction": {"type": "content", "content": ""}}
+    error = server.post("/v1/completions", **body).json()["error"]
+    assert error["param"] == "prediction"
+    assert "2 prompts" in error["message"]
 
 
 def test_streamed_text_is_the_whole_text(start: Callable[..., Server]) -> None:
@@ -170,7 +239,12 @@ def test_extensions_reach_the_engine(server: Server) -> None:
             "skip_special_tokens": False,
             "priority": -1,
             "cache_salt": "tenant",
-            "speculation": {"enabled": False, "max_draft_len": 1024},
+            "speculation": {
+                "enabled": False,
+                "max_draft_len": 1024,
+                "drafters": ["other"],
+                "isolated": True,
+            },
         },
     )
     (request,) = server.engine.submitted
@@ -179,7 +253,7 @@ def test_extensions_reach_the_engine(server: Server) -> None:
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (7,))
     assert sampling.logit_bias == {65: -100.0}
     assert (request.priority, request.tenant, request.eos_token_ids) == (-1, "tenant", ())
-    assert (request.speculation.enabled, request.speculation.max_draft_len) == (False, 1024)
+    assert request.speculation == SpeculationOptions(False, 1024, False, ("other",), True)
 
 
 def test_echo(server: Server, tokenizer: Any) -> None:
@@ -310,6 +384,26 @@ def test_tokenize_renders_messages_as_chat_does(server: Server) -> None:
     assert "".join(shown["token_strs"]) == "the\u0120cat"
     refused = server.post("/tokenize", messages=begun, chat_template_kwargs={"tokenize": True})
     assert refused.json()["error"]["param"] == "chat_template_kwargs.tokenize"
+
+
+def test_what_operators_call(server: Server) -> None:
+    assert server.http.get("/version").json() == {"version": outrider.__version__}
+    for method in ("GET", "POST"):
+        assert server.http.request(method, "/ping").json() == {"status": "ok"}
+    server.engine.gate.clear()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(server.post, "/v1/completions", prompt="a", max_tokens=4)
+        wait_for(lambda: server.http.get("/load").json() == {"server_load": 2})
+        server.engine.gate.set()
+    assert server.http.get("/load").json() == {"server_load": 0}
+    assert server.post("/reset_prefix_cache").json() == {"num_engines": 1}
+    assert server.engine.num_resets == 1
+    assert server.http.get("/reset_prefix_cache").status_code == 405
+    server.engine.dead = True
+    assert server.http.get("/ping").status_code == 503
+    assert server.http.post("/ping").status_code == 503
+    assert server.post("/reset_prefix_cache").status_code == 503
 
 
 def test_stats_and_metrics(server: Server) -> None:

@@ -67,8 +67,16 @@ def test_response_format(client):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert text == choice.message.content
+    beside = {"type": "json_object", "schema": Cat.model_json_schema()}  # llama-server's form
+    same = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=beside, max_tokens=100, seed=1
+    )
+    assert same.choices[0].message.content == text
     either = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=3
+        model="tiny",
+        messages=MESSAGES,
+        response_format={"type": "json_object", "schema": None},
+        max_tokens=3,
     )
     assert either.choices[0].message.content.startswith("{")
     free = client.chat.completions.create(
@@ -120,6 +128,12 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
             },
             SCHEMA_FIELD,
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "strin"}}},
+            "response_format.schema",
+        ),
+        ({"response_format": {"type": "json_object", "schema": "a"}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
         ({"guided_regex": "(a"}, "guided_regex"),
         ({"guided_regex": "a" * 2**17}, "guided_regex"),
         ({"guided_regex": "a{10000}"}, "guided_regex"),
@@ -135,8 +149,6 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
-        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
     ],
     ids=lambda value: json.dumps(value)[:50],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import openai
 import pytest
@@ -243,7 +244,6 @@ BAD = [
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "pong"}}},
         "tool_choice.function.name",
     ),
-    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     (
         {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
         "tool_choice",
@@ -292,6 +292,13 @@ def test_a_model_without_tools_refuses_them(connect):
     client, _ = connect("ok", chat_template="{{ messages[0].content }}")
     with pytest.raises(openai.BadRequestError, match="set tool_call_parser"):
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)
+    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.function\.parameters"):
+        client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            tools=[{**PING, "function": {"name": "f", "parameters": {"type": "strin"}}}],
+            tool_choice="required",
+        )
     with pytest.raises(ConfigError, match="reasoning_parser: 'qwen3' cannot read harmony"):
         connect("ok", tool_call_parser="harmony", reasoning_parser="qwen3")
 
@@ -332,6 +339,90 @@ def test_required_calls_always_parse(models, parser):
     reasoning = "harmony" if parser == "harmony" else "none"
     options = {"tool_call_parser": parser, "reasoning_parser": reasoning}
     assert with_and_without_drafter(models, _forced, **options)
+
+
+IGNORES_TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    + IGNORES_TOOLS
+)
+
+
+def test_required_calls_of_a_model_without_a_format(models, tmp_path):
+    """One complete call, whole and streamed, in chat and in Responses, that ends by itself."""
+    bounded = {**PING["function"], "parameters": {"type": "object", "additionalProperties": False}}
+    tools = [WEATHER, {"type": "function", "function": bounded}]
+
+    def ask(client):
+        found = []
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            for more in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
+                options = {"tools": tools, "tool_choice": choice, "max_tokens": 300, **more}
+                options["extra_body"] = {"ignore_eos": True}
+                message, reason, _, _ = whole_and_streamed(client, **options)
+                assert (message["content"], reason) == (None, "tool_calls")
+                (call,) = message["tool_calls"]
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                assert name in ("get_weather", "ping")
+                if name == "get_weather":
+                    assert json.loads(arguments)["city"] in ("Rome", "Oslo")
+                else:
+                    assert choice == "required"
+                    assert json.loads(arguments) == {}
+                flat = [{"type": "function", **tool["function"]} for tool in tools]
+                response = client.responses.create(
+                    model="tiny",
+                    input="a cat",
+                    tools=flat,
+                    tool_choice=choice
+                    if choice == "required"
+                    else {"type": "function", "name": "ping"},
+                    max_output_tokens=300,
+                    temperature=0,
+                )
+                (item,) = response.output
+                assert (item.type, response.status) == ("function_call", "completed")
+                found += [call["function"], item.name, item.arguments]
+        return found
+
+    target = tmp_path / "long"
+    shutil.copytree(models["target"], target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    long = {"target": str(target)}
+    assert with_and_without_drafter(long, ask, chat_template=IGNORES_TOOLS, num_kv_blocks=1024)
+
+
+def test_tools_are_presented_to_a_model_that_has_to_call(connect, tokenizer):
+    """A template that ignores tools gets them in a message, once; one that shows them does."""
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+
+    def prompt(template, messages, choice="required"):
+        client, engine = connect("x", chat_template=template, tool_call_parser="none")
+        client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, tool_choice=choice
+        )
+        return tokenizer.decode(engine.submitted[-1].prompt.tolist())
+
+    shown = json.dumps(WEATHER["function"])
+    told = prompt(IGNORES_TOOLS, messages)
+    assert told.startswith("<system>Be brief.\n\nAnswer with a call of a function:")
+    assert told.endswith(
+        f'{shown}\n{json.dumps(PING["function"])[:-1]}, "parameters": '
+        '{"type": "object", "properties": {}}}<user>a cat<assistant>'
+    )
+    assert prompt(IGNORES_TOOLS, MESSAGES).startswith("<system>Answer with a call")
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    told = prompt(NO_SYSTEM, MESSAGES, named)
+    assert told.startswith("<user>Answer with a call")
+    assert told.endswith(f"{shown}\n\na cat<assistant>")
+    assert prompt(IGNORES_TOOLS, messages, "none") == "<system>Be brief.<user>a cat<assistant>"
+    told = prompt(TEMPLATE, messages)
+    assert told.startswith(f"<tool>get_weather{json.dumps(SCHEMA)}<tool>ping")
+    assert "Answer with a call" not in told
 
 
 def test_a_form_beside_tools_and_after_reasoning(models, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def fresh(site: Site) -> None:
     site.keys.clear()
     resize(site.browser, 1280, 900)
     prefer(site.browser, "light")
-    site.open()
+    site.reset()
     site.browser.get_log("browser")
 
 
@@ -131,40 +132,171 @@ def test_the_draft_of_a_step_by_pointer_and_keyboard(site: Site) -> None:
     assert not site.one("#details").is_displayed()
 
 
-def test_settings_reach_the_engine_and_plain_decoding_is_compared(site: Site) -> None:
+def test_settings_reach_the_engine_and_plain_decoding_is_compared(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = len(site.engine.submitted)
     for name, value in (("seed", "7"), ("temperature", "0.5"), ("max_draft_len", "2")):
-        field = site.one(f"#{name}")
-        field.clear()
-        field.send_keys(value)
+        site.write(f"#{name}", value)
+    site.one("#shared").click()
+    monkeypatch.setattr(site.engine, "pause_s", 0.02)  # all at once would have no rate
     site.run("#compare")
     drafted, plain = site.engine.submitted[before:]
     assert (drafted.seed, drafted.sampling.temperature) == (7, 0.5)
     assert (drafted.speculation.enabled, drafted.speculation.max_draft_len) == (True, 2)
     assert (plain.speculation.enabled, plain.seed) == (False, 7)
+    assert drafted.speculation.isolated, "it must not replay what a drafter has stored"
+    assert plain.speculation.isolated, "nor leave to be replayed what it writes"
     assert site.tile("Measured speedup").endswith("×")
     assert "same text" in site.text("#figures")
-    site.one("#kind").find_elements("css selector", "option")[1].click()
+    assert "against plain" in site.text("#figures")
+    assert [site.one(f"#output{each}").text != "" for each in ("", "-2")] == [True, True]
+    assert site.text("#output-title-2").startswith("Plain decoding: ")
+    site.run()
+    assert not site.engine.submitted[-1].speculation.isolated, "as it was asked for"
+    assert not site.one("#pane-2").is_displayed()
+    assert not site.one("#system").is_displayed()
+    site.choose("#kind", "chat")
+    assert site.one("#system").is_displayed()
     site.run()
     prompt = site.engine.submitted[-1].prompt.tolist()
     assert len(prompt) > len(drafted.prompt), "the chat template was applied"
 
 
+def test_a_fresh_request_is_isolated(site: Site) -> None:
+    site.run()
+    assert site.engine.submitted[-1].speculation.isolated
+
+
+def test_two_drafters_side_by_side(site: Site) -> None:
+    options = [each.get_attribute("value") for each in site.all("#drafter option")]
+    assert options == ["", "fake", "other", "off"]
+    site.choose("#drafter", "other")
+    site.choose("#against", "fake")
+    site.script(  # a screen slow after the first: what it draws late must not hide the comparison
+        "const rows = () => document.querySelectorAll('#history tbody tr').length;"
+        "window.requestAnimationFrame = (draw) => setTimeout(draw, rows() ? 500 : 0);"
+        "window.cancelAnimationFrame = clearTimeout"
+    )
+    site.run("#compare")
+    time.sleep(0.6)
+    first, second = site.engine.submitted[-2:]
+    assert (first.speculation.drafters, second.speculation.drafters) == (("other",), ("fake",))
+    titles = [site.text(f"#output-title{each}").split(":")[0] for each in ("", "-2")]
+    assert titles == ["other", "fake"]
+    assert len(site.all("#output .token")) == len(site.all("#output-2 .token")) == 30
+    assert "against fake, same text" in site.text("#figures")
+    site.picture("compare-two-drafters")
+    assert site.errors() == []
+
+
+def test_all_sampling_fields_reach_the_engine(site: Site) -> None:
+    site.one("#more summary").click()
+    given = {
+        "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_tokens": 3, "repetition_penalty": 1.1,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5,
+    }  # fmt: skip
+    for name, value in given.items():
+        site.write(f"#{name}", str(value))
+    site.write("#stop", "zebra\nyak")
+    site.one("#ignore_eos").click()
+    site.write("#extra", '{"logit_bias": {"42": -100}, "bad_words": ["emu"]}')
+    site.run()
+    sampling = site.engine.submitted[-1].sampling
+    assert {name: getattr(sampling, name) for name in given} == given
+    assert (sampling.stop, sampling.ignore_eos) == (("zebra", "yak"), True)
+    assert (sampling.logit_bias, sampling.bad_words) == ({42: -100.0}, ("emu",))
+    site.write("#extra", "[1]")
+    site.one("#run").click()
+    until(lambda: "a JSON object is needed" in site.text("#problem"))
+
+
+def prompt_of(site: Site, tokenizer: Any) -> str:
+    return tokenizer.decode(site.engine.submitted[-1].prompt)
+
+
+def test_a_conversation_of_several_turns_is_kept(site: Site, tokenizer: Any) -> None:
+    site.script("localStorage.clear()")
+    site.open()
+    assert site.one("#kind").get_property("value") == "chat", "the model has a chat template"
+    site.write("#system", "be brief")
+    for message in ("one", "two"):
+        site.write("#prompt", message)
+        site.run(max_tokens=3)
+        until(lambda: site.one("#prompt").get_property("value") == "")
+    answer = site.text("#output")
+    wanted = f"<system>be brief\n<user>one\n<assistant>{answer}\n<user>two\n<assistant>"
+    assert prompt_of(site, tokenizer) == wanted
+    assert [each.get_attribute("class") for each in site.all("#turns li")] == [
+        "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    site.picture("conversation")
+    site.open()  # a reload
+    assert site.one("#system").get_property("value") == "be brief"
+    assert len(site.all("#turns li")) == 4
+    assert [row.text.split()[0] for row in site.all("#history tbody tr")] == ["2", "1"]
+    site.run(max_tokens=3)  # an empty message repeats the last
+    assert prompt_of(site, tokenizer) == wanted
+    assert len(site.all("#turns li")) == 4
+    site.one("#undo").click()
+    assert site.one("#prompt").get_property("value") == "two"
+    assert len(site.all("#turns li")) == 2
+    site.one("#new").click()
+    assert not site.one("#conversation").is_displayed()
+    site.one("#clear").click()
+    assert not site.one("#history-card").is_displayed()
+
+
+def test_a_link_holds_the_request_and_no_key(site: Site) -> None:
+    site.one("#key").send_keys("secret")
+    site.write("#prompt", "a ‹cat› & 100 %")
+    site.write("#seed", "77")
+    site.choose("#drafter", "other")
+    site.one("#share").click()
+    until(lambda: site.text("#announcer") == "Link copied")
+    link = site.browser.current_url
+    assert "#playground?" in link
+    assert "secret" not in link
+    site.script("localStorage.clear()")
+    site.open(link.removeprefix(site.url))
+    assert site.one("#prompt").get_property("value") == "a ‹cat› & 100 %"
+    assert site.one("#seed").get_property("value") == "77"
+    assert site.one("#kind").get_property("value") == "completion"
+    until(lambda: site.one("#drafter").get_property("value") == "other")
+    assert site.browser.current_url.endswith("#playground"), "a reload keeps later changes"
+    site.open("/#playground?%7Bbroken")
+    assert site.one("#seed").get_property("value") == "77"
+    assert site.errors() == []
+
+
+def test_the_output_is_copied(site: Site) -> None:
+    assert not site.one("#copy").is_enabled()
+    site.run()
+    site.script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    site.one("#copy").click()
+    until(lambda: site.text("#announcer") == "Output copied")
+    assert (TEXT * 10).startswith(site.script("return window.copied"))
+    assert len(site.script("return window.copied")) > 20
+
+
 def test_stop_and_errors(site: Site) -> None:
     site.engine.pause_s = 0.2
     try:
-        site.one("#max_tokens").clear()
-        site.one("#max_tokens").send_keys("120")
+        site.write("#max_tokens", "120")
         site.one("#run").click()
         until(lambda: site.all("#output .token"))
-        site.one("#stop").click()
+        site.one("#stop-run").click()
         until(lambda: site.one("#run").is_enabled())
     finally:
         site.engine.pause_s = 0.0
     until(lambda: site.engine.stats()["running"] == 0)
     assert not site.one("#problem").is_displayed()
-    site.one("#max_tokens").clear()
-    site.one("#max_tokens").send_keys("100000")
+    # What is known of its drafts is shown all the same.
+    assert (site.tile("Drafter"), site.tile("Tokens per step")) == ("fake", "3.00")
+    assert site.tile("Accepted") == "67 %"
+    assert site.text("#output-title").endswith(", stopped")
+    assert site.text("#history tbody tr td:nth-child(2)") == "fake"
+    site.write("#max_tokens", "100000")
     site.one("#run").click()
     until(lambda: site.one("#problem").is_displayed())
     assert "max_tokens" in site.text("#problem")

@@ -42,14 +42,14 @@ def open_site(
                 edges.append(Edge(client, Frontend(served, limits), EdgeMetrics(name)))
             url = stack.enter_context(serving(build_http(*edges)))
             site = Site(engines[0], browser, url, set(), [])
-            site.open()
+            site.reset()
             return site, engines
 
         yield open_site
 
 
 def chat(site: Site) -> None:
-    site.one("#kind").find_elements("css selector", "option")[1].click()
+    site.choose("#kind", "chat")
 
 
 def test_reasoning_is_streamed_dimmed_and_folds(open_site: Any) -> None:
