@@ -25,22 +25,19 @@ test test-slow: export OMP_NUM_THREADS = 1
 test: $(STAMP) $(LINK)
 	$(PYTEST) -m "not slow"
 
-# Long matrices, kill tests and soaks.
+# Long matrices, kill tests, soaks and other people's clients; what was skipped is listed.
 test-slow: $(STAMP) $(LINK)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow -rs
 
-# Other people's clients, each group in an environment of its own: their pins exclude ours.
+# Other people's clients, a part of `test-slow`: the tests install each in an environment of its own
+# under `.clients/`, since their pins exclude ours and one another's.
 clients: $(STAMP) $(LINK)
-	for name in apps lm_eval; do \
-		$(BIN)/python -m venv .clients/$$name && .clients/$$name/bin/pip install -q \
-			-r tests/helpers/clients/requirements-$$name.txt || exit 1; \
-	done
 	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow
 
-# vLLM's load client; it brings all of vLLM.
+# vLLM's load client brings all of vLLM, so it is installed by this target only.
 clients-vllm: $(STAMP) $(LINK)
 	$(BIN)/python -m venv .clients/vllm
-	.clients/vllm/bin/pip install -q "vllm[bench]"
+	.clients/vllm/bin/pip install -q -r tests/helpers/clients/requirements-vllm.txt
 	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow -k vllm
 
 # What takes part beside Outrider and transformers, and how much is run: bench/README.md.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -29,7 +30,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "128")
 
 if TYPE_CHECKING:
-    from .cluster.backend import LLM
+    from .cluster.backend import LLM, AsyncLLM
     from .engine.outputs import CompletionOutput, RequestOutput
     from .scheduler.sampling import SamplingParams, StructuredOutputs
 
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
     homes = {
         "LLM": ".cluster.backend",
+        "AsyncLLM": ".cluster.backend",
         "CompletionOutput": ".engine.outputs",
         "RequestOutput": ".engine.outputs",
         "SamplingParams": ".scheduler.sampling",

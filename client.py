@@ -17,6 +17,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -189,7 +190,7 @@ class _Progress:
 
 
 class _Resumed:
-    """A body that goes on in further responses of `inner`; None: there is none yet."""
+    """A body that goes on in further responses of `inner`."""
 
     def __init__(self, inner: Any, response: httpx.Response, progress: _Progress) -> None:
         self._inner = inner
@@ -200,68 +201,54 @@ class _Resumed:
 class _Stream(_Resumed, httpx.SyncByteStream):
     def __iter__(self) -> Iterator[bytes]:
         while True:
-            try:
-                if self._response is not None:
-                    for data in self._response.stream:
-                        yield self._progress.whole_events(data)
-            except httpx.TransportError:
-                pass  # as for a stream that ends early
+            with suppress(httpx.TransportError):  # as for a stream that ends early
+                for data in self._response.stream:
+                    yield self._progress.whole_events(data)
             if self._progress.ended:
                 return
             self._reconnect()
 
     def close(self) -> None:
-        if self._response is not None:
-            self._response.close()
+        self._response.close()
 
     def _reconnect(self) -> None:
-        self.close()
-        self._response = None
-        pause_s, request = self._progress.again()
-        time.sleep(pause_s)
-        try:
-            response = self._inner.handle_request(request)
-        except httpx.TransportError:
-            return
-        if response.status_code == httpx.codes.OK:
-            self._response = response
-            return
-        try:
-            self._progress.check(response, response.read())
-        finally:
-            response.close()
+        while True:
+            self.close()
+            pause_s, request = self._progress.again()
+            time.sleep(pause_s)
+            try:
+                self._response = self._inner.handle_request(request)
+                if self._response.status_code == httpx.codes.OK:
+                    return
+                text = self._response.read()
+            except httpx.TransportError:
+                continue
+            self._progress.check(self._response, text)
 
 
 class _AsyncStream(_Resumed, httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
-            try:
-                if self._response is not None:
-                    async for data in self._response.stream:
-                        yield self._progress.whole_events(data)
-            except httpx.TransportError:
-                pass  # as for a stream that ends early
+            with suppress(httpx.TransportError):  # as for a stream that ends early
+                async for data in self._response.stream:
+                    yield self._progress.whole_events(data)
             if self._progress.ended:
                 return
             await self._reconnect()
 
     async def aclose(self) -> None:
-        if self._response is not None:
-            await self._response.aclose()
+        await self._response.aclose()
 
     async def _reconnect(self) -> None:
-        await self.aclose()
-        self._response = None
-        pause_s, request = self._progress.again()
-        await asyncio.sleep(pause_s)
-        try:
-            response = await self._inner.handle_async_request(request)
-        except httpx.TransportError:
-            return
-        if response.status_code == httpx.codes.OK:
-            self._response = response
-            return
-        try:
-            self._progress.check(response, await response.aread())
-        finally:
-            await response.aclose()
+        while True:
+            await self.aclose()
+            pause_s, request = self._progress.again()
+            await asyncio.sleep(pause_s)
+            try:
+                self._response = await self._inner.handle_async_request(request)
+                if self._response.status_code == httpx.codes.OK:
+                    return
+                text = await self._response.aread()
+            except httpx.TransportError:
+                continue
+            self._progress.check(self._response, text)

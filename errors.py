@@ -5,9 +5,65 @@ At the edge they become OpenAI-shaped HTTP errors or, on the command line, a mes
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound="OutriderError")
+
+# By pydantic's kind of complaint: what it expected.
+_EXPECTED = MappingProxyType(
+    {
+        **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+        **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+        **dict.fromkeys(
+            ("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "a mapping"
+        ),
+        **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+        "finite_number": "a finite number",
+        "string_type": "a string",
+    }
+)
+# The same for limits: where its context has the limit, and the words before it.
+_BOUNDS = MappingProxyType(
+    {
+        "greater_than_equal": ("ge", "at least"),
+        "greater_than": ("gt", "more than"),
+        "less_than_equal": ("le", "at most"),
+        "less_than": ("lt", "less than"),
+    }
+)
+
+
+def in_words(complaint: Mapping[str, Any]) -> str:
+    """What one of pydantic's complaints (`ValidationError.errors()`) says, without Python's types.
+
+    Neither the field nor the value is part of it.
+    """
+    kind, context = complaint["type"], complaint.get("ctx", {})
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{words} {context[name]}"
+    if kind == "missing":
+        return "it is required"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    if kind == "too_short":
+        least = context["min_length"]
+        return f"at least {least} {'entry is' if least == 1 else 'entries are'} needed"
+    if kind == "too_long":
+        return f"at most {context['max_length']} entries"
+    if kind == "string_too_short" and complaint["input"] == "":
+        return "it is empty"
+    if kind in ("string_too_short", "string_too_long"):
+        bound = next(iter(context.values()))
+        return f"at {'most' if kind == 'string_too_long' else 'least'} {bound} characters"
+    if kind == "string_pattern_mismatch":
+        return f"expected text of the form {context['pattern']}"
+    return str(complaint["msg"]).removeprefix("Value error, ")
 
 
 class OutriderError(Exception):
@@ -15,11 +71,14 @@ class OutriderError(Exception):
 
     status = 500  # HTTP status at the edge
     kind = "server_error"  # OpenAI's `error.type`
+    code: str | None = None  # OpenAI's `error.code`
+    retry_after_s: float | None = None  # when to come back; None: that would not help
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.others: Sequence[OutriderError] = ()  # found beside this one
 
     @classmethod
     def at(cls: type[Error], field: str, reason: str) -> Error:
@@ -57,7 +116,7 @@ class InvalidRequestError(OutriderError):
 class PromptTooLongError(InvalidRequestError):
     """The prompt, or the prompt and `max_tokens` together, exceed the context."""
 
-    status = 400
+    code = "context_length_exceeded"
 
 
 class ModelNotFoundError(OutriderError):
@@ -65,6 +124,7 @@ class ModelNotFoundError(OutriderError):
 
     status = 404
     kind = "not_found_error"
+    code = "model_not_found"
 
 
 class AuthenticationError(OutriderError):
@@ -72,6 +132,7 @@ class AuthenticationError(OutriderError):
 
     status = 401
     kind = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class PermissionDeniedError(OutriderError):
@@ -79,6 +140,7 @@ class PermissionDeniedError(OutriderError):
 
     status = 403
     kind = "permission_error"
+    code = "permission_denied"
 
 
 class RequestTimeoutError(OutriderError):
@@ -111,11 +173,32 @@ class OverloadedError(OutriderError):
 
     status = 429
     kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
     retry_after_s = 1.0
 
 
 class WorkerError(OutriderError):
     """A worker raised inside a step; the requests of that step fail."""
+
+
+class GenerationError(WorkerError):
+    """A prompt of a batch failed while it ran; `outputs` has what became of every prompt."""
+
+    outputs: Sequence[Any] = ()
+
+    @classmethod
+    def of(
+        cls, index: int, reason: str, num_failed: int, outputs: Sequence[Any]
+    ) -> GenerationError:
+        """Of the prompt `index`, the first of `num_failed` in `outputs`."""
+        where = "" if len(outputs) == 1 else f"prompts[{index}]: "
+        more = "" if num_failed == 1 else f" ({num_failed} of {len(outputs)} prompts failed)"
+        error = cls(f"{where}{reason}{more}")
+        error.outputs = outputs
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (*super().__reduce__(), {"outputs": self.outputs})
 
 
 class StepMemoryError(WorkerError):
@@ -127,10 +210,11 @@ class WorkerDiedError(WorkerError):
 
 
 class EngineDeadError(OutriderError):
-    """The engine could not recover; the message says why."""
+    """No engine can run a step: it is being replaced, or could not recover; the message says."""
 
     status = 503
-    kind = "server_error"
+    retry_after_s = 3.0  # most replacements take less
+    code = "engine_dead"
 
 
 class InternalError(OutriderError):

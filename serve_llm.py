@@ -1,4 +1,4 @@
-"""`build_openai_app`: Ray Serve LLM's entry point, with Outrider's engine.
+"""Ray Serve LLM's entry points, with Outrider's engine: applications, and bodies for handles.
 
 applications:
 - name: llm
@@ -8,6 +8,12 @@ applications:
     - model_loading_config: {model_id: demo, model_source: /models/demo}
 """
 
-from .cluster.app import build_openai_app
+from .cluster.app import build_llm_deployment, build_openai_app
+from .cluster.serve.handle import ChatCompletionRequest, CompletionRequest
 
-__all__ = ["build_openai_app"]
+__all__ = [
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "build_llm_deployment",
+    "build_openai_app",
+]

@@ -78,18 +78,21 @@ app = typer.Typer(
         "max_content_width": 120,
     },
 )
-SUMMARIES: Mapping[str, str] = MappingProxyType(  # by command; its module has the same name
-    {
-        "serve": "Serves a model over an OpenAI-compatible API.",
-        "generate": "Completes prompts and prints the text; statistics go to stderr.",
-        "chat": "Chats with a model, several turns, streaming.",
-        "calibrate": "Checks a head, tries variants of it, searches for the best tree.",
-        "check": "Checks a configuration and its files; prints it in full.",
-        "bench": "Measures throughput, latency and acceptance.",
-        "ngram": "Builds and shows static tables for the n-gram cache.",
-        "key": "Makes API keys.",
-        "train": "Trains heads and draft models for a target.",
-    }
+SUMMARIES: Mapping[str, str] = (
+    MappingProxyType(  # by command; its module has the same name, with underscores
+        {
+            "serve": "Serves a model over an OpenAI-compatible API.",
+            "generate": "Completes prompts and prints the text; statistics go to stderr.",
+            "run-batch": "Answers a file of requests in OpenAI's batch format, resumable.",
+            "chat": "Chats with a model, several turns, streaming.",
+            "calibrate": "Checks a head, tries variants of it, searches for the best tree.",
+            "check": "Checks a configuration and its files; prints it in full.",
+            "bench": "Measures throughput, latency and acceptance.",
+            "ngram": "Builds and shows static tables for the n-gram cache.",
+            "key": "Makes API keys.",
+            "train": "Trains heads and draft models for a target.",
+        }
+    )
 )
 for _name, _summary in SUMMARIES.items():
     app.command(_name, help=_summary)(lambda: None)  # for the list; `resolve_command` loads it
@@ -100,11 +103,12 @@ def _load(name: str) -> Any:
     from .foreign import EPILOG, ForeignCommand
     from .options import expand
 
-    module = import_module(f".{name}", __package__)
+    function = name.replace("-", "_")
+    module = import_module(f".{function}", __package__)
     if hasattr(module, "app"):
         return typer.main.get_group(module.app)
     single = typer.Typer(add_completion=False)
-    single.command(name, epilog=EPILOG, cls=ForeignCommand)(expand(getattr(module, name)))
+    single.command(name, epilog=EPILOG, cls=ForeignCommand)(expand(getattr(module, function)))
     return typer.main.get_command(single)
 
 

@@ -1,4 +1,5 @@
-"""`outrider bench` compares configurations of the engine, `bench suite` compares servers.
+"""`outrider bench` compares configurations of the engine, `bench suite` compares servers,
+`bench gpu-proof` checks and measures a GPU.
 
 The measuring is in `bench/`; here are the options, the tables and the JSON.
 """
@@ -9,10 +10,10 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from ..errors import ConfigError, OutriderError
 from ..scheduler.sampling import SamplingParams
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
 
 PLAIN = "plain"
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Row = dict[str, Any]
 
 
@@ -170,19 +172,18 @@ class SuiteOptions(RunOptions):
         """
         from ..bench.measure import Load
 
-        found = [Load(streams=count) for count in _counts("streams", self.streams)]
-        found += [Load(rate=rate) for rate in _counts("rates", self.rates, float)]
+        found = [Load(streams=count) for count in _counts("streams", self.streams, PositiveInt)]
+        found += [Load(rate=rate) for rate in _counts("rates", self.rates, _Rate)]
         if not found:
             raise ConfigError.at("streams", "no load: give --streams or --rates")
         return found
 
 
-def _counts(field: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
+def _counts(field: str, text: str, kind: Any) -> list[Any]:
     """A list of numbers above zero, or `none`."""
     if text == "none":
         return []
-    is_allowed: Callable[[Any], bool] = lambda number: 0 < number < float("inf")  # noqa: E731
-    return numbers(field, text, kind, is_allowed, "numbers above 0 like 1,8, or none")
+    return numbers(field, text, kind, "numbers above 0 like 1,8, or none")
 
 
 def suite(engine: EngineOptions, options: SuiteOptions) -> None:
@@ -266,6 +267,13 @@ class Baseline(str, Enum):
     hf_lookup = "hf-lookup"
 
 
+class ProofSize(str, Enum):
+    """Of the model that `gpu-proof` makes."""
+
+    b8 = "8b"
+    b1 = "1b"
+
+
 class BenchOptions(RunOptions):
     """Batches, baselines, and where the figures go."""
 
@@ -279,9 +287,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    sizes = numbers(
-        "batch_sizes", options.batch_sizes, int, lambda size: size > 0, "numbers like 1,8"
-    )
+    sizes = numbers("batch_sizes", options.batch_sizes, PositiveInt, "numbers like 1,8")
     if options.json_path is not None:
         check_writable(options.json_path, "json")
     config = _config(engine, sizes)
@@ -366,6 +372,48 @@ def _contenders(config: EngineConfig, baselines: Iterable[Baseline]) -> list[Con
     return found
 
 
+def gpu_proof(
+    out: Annotated[Path, typer.Option(help="Folder for the report, profiles and logs.")] = Path(
+        "gpu-proof"
+    ),
+    size: Annotated[ProofSize, typer.Option(help="A Llama's, with random weights.")] = ProofSize.b8,
+    minutes: Annotated[float, typer.Option(min=0.01, help="When to stop.")] = 25.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each measurement runs.")] = 20,
+    parts: Annotated[
+        str, typer.Option(help="Of machine, checks, timings, steps, serve, ranks; default: all.")
+    ] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="What servers serve, a folder; default: the demo's.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="The same on a CPU, tiny, kernels interpreted.")
+    ] = False,
+) -> None:
+    """Checks and measures the GPU path on one machine; JSON and a page after every case."""
+    from ..bench.gpu.proof import PARTS, ProofOptions, failed, prove
+
+    known = tuple(part.name for part in PARTS)
+    wanted = tuple(_names(parts)) or known
+    for name in wanted:
+        if name not in known:
+            raise ConfigError.at("parts", f"{name!r} is none of {', '.join(known)}")
+    if model is not None and not model.is_dir():
+        raise ConfigError.at("model", f"{model} is no folder")
+    if not dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise OutriderError("no CUDA device that torch can use; --dry-run tries the code")
+    make_folder(out, "out")
+    report = prove(ProofOptions(out, size.value, minutes, rounds, wanted, model, dry_run), note)
+    rows = [row for each in report["parts"].values() for row in each]
+    num_failed = sum(map(failed, rows))
+    note(f"Wrote {out / 'proof.md'} and {out / 'proof.json'}.")
+    if num_failed or not rows:
+        raise OutriderError(f"{num_failed} of {len(rows)} cases failed; see {out / 'proof.md'}")
+
+
 app = typer.Typer(cls=Group, invoke_without_command=True)
 app.callback(epilog=EPILOG)(expand(bench))
 app.command("suite", epilog=EPILOG, cls=Command)(expand(suite))
+app.command("gpu-proof", cls=Command)(gpu_proof)

@@ -12,17 +12,18 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ..config.strict import tag
 from ..errors import CheckpointError, ConfigError
 from .console import err, grid, note, say
 from .files import check_writable, write_json
 from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:
-    from ..config import EngineConfig, HeadConfig
+    from ..config import EngineConfig, HeadConfig, PARDConfig
     from ..training.calibration import Calibrator, Measured, SearchedTree
 
 _MEASURED_NODES = 512  # of the tree that ranks are measured with
@@ -53,7 +54,7 @@ class CalibrationOptions(Options):
     def budgets(self) -> list[int]:
         """Node budgets, ascending."""
         wanted = "numbers up to 1024 like 8,16,32"
-        found = numbers("tree_nodes", self.tree_nodes, int, lambda size: 0 <= size <= 1024, wanted)
+        found = numbers("tree_nodes", self.tree_nodes, Annotated[int, Field(ge=0, le=1024)], wanted)
         return sorted({*found} - {0})
 
 
@@ -101,7 +102,8 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
         note("No other reading is better.")
     if len(trees) == 1:  # one size was asked for, so that is the one wanted
         chosen = method_of(chosen).with_tree(chosen, trees[0][0].choices) or chosen
-    say(json.dumps(chosen.model_dump(mode="json", exclude_defaults=True) | _kind(chosen)))
+    given = chosen.model_dump(mode="json", exclude_defaults=True)
+    say(json.dumps({**given, "decoding_type": tag(type(chosen))}))
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Sweep:
     """One key at a time, then the winners together."""
 
     def __init__(
-        self, calibrator: Calibrator, section: HeadConfig, num_points: int, tell: Any
+        self, calibrator: Calibrator, section: HeadConfig | PARDConfig, num_points: int, tell: Any
     ) -> None:
         self.rows: list[Row] = []
         self._calibrator = calibrator
@@ -138,7 +140,7 @@ class Sweep:
         self._num_points = num_points
         self._tell = tell
 
-    def section(self, update: dict[str, Any]) -> HeadConfig:
+    def section(self, update: dict[str, Any]) -> HeadConfig | PARDConfig:
         given = self._section.model_dump(exclude_unset=True)
         return type(self._section).model_validate({**given, **update})
 
@@ -154,16 +156,18 @@ class Sweep:
         Raises:
             ConfigError: a key that has no variants for this head.
         """
-        from ..drafters.registry import method_of
+        from ..drafters.registry import Variant, method_of
 
         base = self.rows[0]
         facts = self._calibrator
-        variants = method_of(self._section).variants
-        found = (
-            variants(base.measured.capture, facts.model.info.num_layers, facts.rope_theta())
-            if variants
-            else []
-        )
+        method = method_of(self._section)
+        found = []
+        if method.variants is not None:
+            capture, num_layers = base.measured.capture, facts.model.info.num_layers
+            found += method.variants(capture, num_layers, facts.rope_theta())
+        if method.mask_tokens is not None:
+            candidates = method.mask_tokens(Path(str(self._section.speculative_model)))
+            found.append(Variant("mask_token_id", candidates))
         known = [variant.key for variant in found]
         if surplus := set(keys or ()) - set(known):
             raise ConfigError.at(
@@ -183,25 +187,27 @@ class Sweep:
         return best.update
 
 
-def _kind(section: HeadConfig) -> dict[str, Any]:
-    return {"decoding_type": section.decoding_type}  # type: ignore[attr-defined]
-
-
 def _better(row: Row, other: Row) -> bool:
     gain, error = row.measured.gain_over(other.measured)
     accepts = row.measured.tokens_per_step >= other.measured.tokens_per_step
     return accepts and gain > _SIGNIFICANT * error
 
 
-def _head(config: EngineConfig) -> HeadConfig:
-    """The head's section, at its place; where it is served from is of no account here.
+def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
+    """The section of the head, or of the draft model with masks, at its place.
+
+    Where it is served from is of no account here.
 
     Raises:
         ConfigError: the configuration has no head, or several.
     """
-    from ..engine.preflight import head_sections
+    from ..config import PARDConfig
+    from ..engine.checkpoints import resolved
+    from ..engine.preflight import draft_sections, head_sections
 
-    sections = head_sections(config)
+    config = resolved(config)
+    masked = [each for _, each in draft_sections(config) if isinstance(each, PARDConfig)]
+    sections: list[HeadConfig | PARDConfig] = [*head_sections(config), *masked]
     if len(sections) != 1:
         raise ConfigError.at(
             "speculative_config.decoding_type",
@@ -209,7 +215,10 @@ def _head(config: EngineConfig) -> HeadConfig:
             f"{len(sections) or 'no'} heads; one is calibrated at a time",
         )
     (section,) = sections
-    folder = str(section.folder_beside(config.model).resolve())
+    if isinstance(section, PARDConfig):
+        folder = str(Path(section.speculative_model).resolve())
+    else:
+        folder = str(section.folder_beside(config.model).resolve())
     return section.model_copy(update={"speculative_model": folder})
 
 
@@ -237,7 +246,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
         )
 
 
-def _wide(section: HeadConfig, depth: int) -> HeadConfig | None:
+def _wide(section: HeadConfig | PARDConfig, depth: int) -> HeadConfig | None:
     """`section` with a tree to measure ranks by; None where it drafts no static tree."""
     from ..drafters.registry import method_of
     from ..training.calibration import wide_tree

@@ -12,6 +12,7 @@ import typer
 
 from ..cluster.local_ray import find_ray, worker_niceness
 from ..engine.preflight import preflight
+from ..errors import ConfigError
 from .console import err, note, say, table
 from .options import EngineOptions, serve_section
 
@@ -24,21 +25,31 @@ def check(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG", help="YAML or JSON: our keys, TensorRT-LLM's, or vLLM's JSON."
+            metavar="CONFIG",
+            help="YAML or JSON: our keys, TensorRT-LLM's, vLLM's JSON; or a checkpoint's folder.",
         ),
     ] = None,
     load: Annotated[
         bool, typer.Option("--load", help="Start the workers, decode a token, and stop them.")
     ] = False,
 ) -> None:
-    """Checks a configuration, the files it names and how they fit; prints it in full."""
+    """Checks a configuration, the files it names and how they fit; prints it in full.
+
+    Every error is reported, each with its field.
+    """
     import yaml
 
-    engine = engine.model_copy(update={"config": file}) if file is not None else engine
+    if file is not None:
+        given = {"model": str(file)} if file.is_dir() else {"config": file}
+        engine = engine.model_copy(update=given)
     config = engine.resolve()
     serve_section(engine, {})
     cluster = None if config.executor == "local" else find_ray()
-    facts = preflight(config, is_local=cluster is None, in_full=True)
+    errors: list[ConfigError] = []
+    facts = preflight(config, is_local=cluster is None, in_full=True, errors=errors)
+    if errors:
+        errors[0].others = errors[1:]
+        raise errors[0]
     if cluster is not None and (niceness := worker_niceness(cluster)) > 0:
         facts["niceness"] = (
             f"{niceness}: this Ray's workers wait for every other process of their machines; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +61,15 @@ def note(text: str) -> None:
 
 
 def fail(error: OutriderError) -> None:
-    """An error, on one screen, with its field in front."""
+    """An error, on one screen, with its field in front; then those found beside it."""
     from rich.text import Text
 
-    # Most messages begin with their field already.
-    named = error.field is None or error.message.startswith(error.field)
-    message = error.message if named else f"{error.field}: {error.message}"
-    text = Text.assemble(("error: ", "bold red"), message)
-    err().print(text, soft_wrap=True)
+    for each in (error, *error.others):
+        # Most messages begin with their field already.
+        named = each.field is None or each.message.startswith(each.field)
+        message = each.message if named else f"{each.field}: {each.message}"
+        text = Text.assemble(("error: ", "bold red"), message)
+        err().print(text, soft_wrap=True)
 
 
 def table(title: str, rows: dict[str, Any]) -> None:
@@ -94,25 +96,39 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
 # Help on narrow terminals: plain lines, since rich's panels cut the names of options there.
 
 _PANELS_FROM = 100  # columns
+ENGINE_PANEL = "Engine"  # options in panels whose names begin so are shown by `--help-all` only
+SHOWS_ENGINE = "outrider.shows_engine"  # in a context's `meta`: `--help-all` was given
 
 
-def _is_narrow() -> bool:
-    return shutil.get_terminal_size().columns < _PANELS_FROM
+class _FullHelp:
+    """Help that shows every option in full; the engine's only where they are asked for."""
+
+    rich_markup_mode: Any
+    params: list[Any]
+    epilog: str | None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        columns = shutil.get_terminal_size().columns
+        if columns < _PANELS_FROM:
+            self.rich_markup_mode = None
+        engine = [each for each in self.params if _panel(each).startswith(ENGINE_PANEL)]
+        if engine and SHOWS_ENGINE not in ctx.meta:
+            for option in engine:  # a command is made for one call, so this lasts no longer
+                option.hidden = True
+            self.epilog = f"--help-all shows {len(engine)} more options: every key of the engine."
+        if self.epilog and columns < _PANELS_FROM:  # as it stands: names are not cut at hyphens
+            lines = textwrap.fill(self.epilog, max(20, columns - 4), break_on_hyphens=False)
+            self.epilog = f"\b\n{lines}"
+        super().format_help(ctx, formatter)  # type: ignore[misc]
 
 
-class Command(TyperCommand):
+def _panel(param: Any) -> str:
+    return getattr(param, "rich_help_panel", None) or ""
+
+
+class Command(_FullHelp, TyperCommand):
     """A command whose help shows every option in full."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if _is_narrow():
-            self.rich_markup_mode = None
-        super().format_help(ctx, formatter)
 
-
-class Group(TyperGroup):
+class Group(_FullHelp, TyperGroup):
     """A group of such commands."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if _is_narrow():
-            self.rich_markup_mode = None
-        super().format_help(ctx, formatter)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,7 @@ def read_stdin() -> str:
     Raises:
         ConfigError: it is not text.
     """
-    with _text_of_stdin():
-        return _whole(sys.stdin.read())
+    return "".join(stdin_lines())
 
 
 def stdin_lines() -> Iterator[str]:
@@ -90,22 +89,11 @@ def stdin_lines() -> Iterator[str]:
     Raises:
         ConfigError: a line is not text.
     """
-    with _text_of_stdin():
-        yield from map(_whole, sys.stdin)
-
-
-def _whole(text: str) -> str:
-    """`text`; in the C locale Python passes on bytes that are no UTF-8 as halves of surrogates."""
-    half = next((char for char in text if "\ud800" <= char <= "\udfff"), None)
-    if half is not None:
-        raise ConfigError.at("stdin", f"byte {ord(half) & 0xFF:#04x} is not UTF-8")
-    return text
-
-
-@contextmanager
-def _text_of_stdin() -> Iterator[None]:
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "strict":
+        # In the C locale Python passes on bytes that are no UTF-8 as halves of surrogates.
+        sys.stdin.reconfigure(errors="strict")
     try:
-        yield
+        yield from sys.stdin
     except UnicodeDecodeError as error:
         raise ConfigError.at(
             "stdin",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import err, say, write
+from .console import err, note, say, table, write
 from .files import read_stdin
 from .options import EngineOptions, SamplingOptions
-from .running_server import show_run
+from .running_server import drafter_lines
 from .session import prepare
 
 if TYPE_CHECKING:
@@ -69,13 +69,28 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 
 def _show(llm: LLM, outputs: list[RequestOutput], elapsed_s: float) -> None:
+    """A run's figures, then each drafter's lines."""
     from ..engine.outputs import add_usage
 
-    show_run(
-        add_usage([output.speculation for output in outputs]),
-        llm.stats(),
-        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
-        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
-        elapsed_s=elapsed_s,
+    usage = add_usage([output.speculation for output in outputs])
+    rate = usage.num_accepted_tokens / usage.num_draft_tokens if usage.num_draft_tokens else 0.0
+    mark = ", synthetic" if usage.synthetic else ""
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    table(
+        "Statistics",
+        {
+            "prompt tokens": f"{num_prompt_tokens} ({num_cached_tokens} cached)",
+            "output tokens": num_tokens,
+            "time": f"{elapsed_s:.2f} s",
+            "tokens per second": f"{num_tokens / max(elapsed_s, 1e-9):.1f}",
+            "drafter": usage.drafter,
+            "steps": usage.num_steps,
+            "draft tokens": usage.num_draft_tokens,
+            "accepted": f"{usage.num_accepted_tokens} ({rate:.1%}{mark})",
+            "mean accepted length": f"{usage.mean_accepted_len:.2f}",
+        },
     )
+    for line in drafter_lines(llm.stats()["drafters"]):
+        note(line)

@@ -33,7 +33,7 @@ def key() -> None:
 def new(
     options: KeyOptions,
     admin: Annotated[
-        bool, typer.Option("--admin", help="An administrator's key: /stats, /metrics, switches.")
+        bool, typer.Option("--admin", help="An administrator's key: every route.")
     ] = False,
 ) -> None:
     """Prints a new key, once, and its line for `access.keys` or a file of keys."""

@@ -61,7 +61,7 @@ def build(
     with _progress(sum(_size(path) for path in paths)) as advance:
         for path in paths:
             pieces = _token_pieces(path) if tokens else _text_pieces(path, encode)
-            counter.count(path, ((ids, size) for ids, size in pieces), vocab_size, advance)
+            counter.count(path, pieces, vocab_size, advance)
     arrays = counter.arrays(min_count)
     facts = {"kind": "static", "num_tokens": counter.num_tokens, "num_files": len(paths)}
     try:

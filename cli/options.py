@@ -19,7 +19,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -27,24 +26,24 @@ from typing import (
 )
 
 import typer
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
-from ..config.compat.llama_cpp import NAMED
+from ..config.compat.table import LLAMA_CPP, To
 from ..config.compat.translate import merge, translate_engine
 from ..config.hub import is_hub_id
 from ..config.strict import read_mapping
 from ..errors import ConfigError
 from ..scheduler.sampling import SamplingParams
+from .console import ENGINE_PANEL, SHOWS_ENGINE, say
 from .files import SECTION_KEYS, read_section
 from .foreign import read_keys
 
 if TYPE_CHECKING:
     from ..cluster.serve.args import ServeConfig
 
-Number = TypeVar("Number", int, float)
 SPELLINGS = {
     "json_path": ("--json",),
     "alone": ("--alone/--together",),
@@ -149,7 +148,7 @@ def spelling(name: str, kind: Any = str) -> tuple[str, ...]:
 def _help(field: FieldInfo, default: Any) -> str:
     """The description, with the default unless that depends on others and is described there."""
     text = field.description or ""
-    if default is None or default in (PydanticUndefined, ()):
+    if default is None or default in (PydanticUndefined, (), []):
         return text
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
     shown = f"{shown:g}" if isinstance(shown, float) else shown
@@ -184,46 +183,34 @@ def _kind(annotation: Any) -> Any:
     return annotation if is_scalar else None
 
 
-def numbers(
-    field: str,
-    text: str,
-    kind: Callable[[str], Number],
-    is_allowed: Callable[[Number], bool],
-    wanted: str,
-) -> list[Number]:
-    """The numbers of a list such as `1,8`, each once.
+def numbers(field: str, text: str, kind: Any, wanted: str) -> list[Any]:
+    """The numbers of a list such as `1,8`, each once; `kind` is pydantic's type of one.
 
     Raises:
         ConfigError: it is no such list; says what is `wanted`.
     """
     try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(map(is_allowed, found)):
-        raise ConfigError.at(field, f"expected {wanted}, got {text!r}")
+        found = TypeAdapter(list[kind]).validate_python(text.split(","))
+    except ValidationError:
+        raise ConfigError.at(field, f"expected {wanted}, got {text!r}") from None
     return list(dict.fromkeys(found))
 
 
-# llama.cpp's options of the drafters that look tokens up, under its own names. Those without a
-# type's name are its older ones.
-_OF_ALL = {
-    "spec_draft_n_min": "draft_min",
-    "spec_ngram_size_n": "ngram_size_n",
-    "spec_ngram_size_m": "ngram_size_m",
-    "spec_ngram_min_hits": "min_hits",
-    "spec_ngram_check_rate": "check_rate",
-}
-
-
 def _lookup_options() -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Name, type and description of each."""
-    for option, key in _OF_ALL.items():
-        yield option, (int, _described("Every type that has it", NGramMapK4VConfig, key))
-    for kind, (name, keys) in NAMED.items():
-        whose = f"ngram-{name.replace('_', '-')}"
-        for end, key in keys.items():
-            yield f"spec_ngram_{name}_{end}", (int, _described(whose, SECTIONS[kind], key))
+    """llama.cpp's options of the drafters that look tokens up: name, type and description of each.
+
+    Those without a type's name are its older ones.
+    """
+    types = {each.to: name for name, each in LLAMA_CPP.methods.items() if isinstance(each, To)}
+    of_all = NGramMapK4VConfig.model_fields.keys() - {"max_draft_len"}
+    for option, entry in LLAMA_CPP.keys.items():
+        if not isinstance(entry, To) or not option.startswith("spec_"):
+            continue
+        if entry.owner is not None:
+            whose, section = types[entry.owner], SECTIONS[entry.owner]
+            yield option, (int, _described(whose, section, entry.to))
+        elif entry.to in of_all:
+            yield option, (int, _described("Every type that has it", NGramMapK4VConfig, entry.to))
     for name in ("lookup_cache_static", "lookup_cache_dynamic"):
         yield name, (str, NGramCacheConfig.model_fields[name].description or "")
 
@@ -263,8 +250,8 @@ class SpeculationOptions(Options):
 _ENGINE_SKIP = {"model", "speculative_config", "resources", "seed", "stats_interval_s"}
 _ENGINE = EngineConfig.model_fields.keys() - _ENGINE_SKIP
 _EngineFields: Any = options_of(EngineConfig, "Engine", _ENGINE - set(_MACHINE))
-_MachineFields: Any = options_of(EngineConfig, "Machine", _MACHINE)
-_LookupFields: Any = _options("Speculation by look-up", dict(_lookup_options()))
+_MachineFields: Any = options_of(EngineConfig, f"{ENGINE_PANEL}: machine", _MACHINE)
+_LookupFields: Any = _options(f"{ENGINE_PANEL}: speculation by look-up", dict(_lookup_options()))
 _SAMPLING_DEFAULTS = MappingProxyType({"max_tokens": 128, "temperature": 0.0})
 _SamplingFields: Any = options_of(
     SamplingParams,
@@ -284,6 +271,8 @@ class EngineOptions(
 
     enable_auto_tool_choice: bool | None = Field(None, json_schema_extra={"hidden": True})
     """As in vLLM; it is on."""
+    engine_key: list[str] | None = Field(None, json_schema_extra={"hidden": True})
+    """KEY=VALUE of another engine's configuration."""
 
     def resolve(self, **forced: Any) -> EngineConfig:
         """The configuration: defaults, then the file, then the options, then `forced`.
@@ -295,9 +284,8 @@ class EngineOptions(
         data.pop("serve", None)  # `serve_section` reads it
         options = self.given()
         keys = {key: options.pop(key) for key in [*options] if key in _SECTION_OPTIONS}
-        if "draft_model" in keys:
-            keys["speculative_model"] = keys.pop("draft_model")
         keys |= read_keys(options.pop("spec_key", []))
+        data |= translate_engine(read_keys(options.pop("engine_key", []), ""))
         whole, spec_type = options.pop("speculative_config", None), options.pop("spec_type", None)
         options.pop("config", None)
         section = data.pop("speculative_config", None) if whole is None else whole
@@ -365,21 +353,52 @@ class SamplingOptions(_SamplingFields):
         return {**_SAMPLING_DEFAULTS, **super().given()}
 
 
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[SHOWS_ENGINE] = True
+        say(ctx.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            callback=_help_all,
+            is_eager=True,
+            show_default=False,
+            help="Show the engine's options too, and exit.",
+        ),
+    ],
+)
+
+
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with every parameter that is a model of options spread into its fields."""
+    """`command` with every parameter that is a model of options spread into its fields.
+
+    The help lists the command's own options first, and the engine's last.
+    """
     hints = get_type_hints(command, include_extras=True)
-    spread: list[inspect.Parameter] = []
+    own: list[inspect.Parameter] = []
+    engine: list[inspect.Parameter] = []
     groups: dict[str, type[Options]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
         if isinstance(kind, type) and issubclass(kind, Options):
             groups[name] = kind
-            spread += parameters_of(kind)
+            (engine if issubclass(kind, EngineOptions) else own).extend(parameters_of(kind))
         else:
-            spread.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            own.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+    if engine:
+        engine.append(_HELP_ALL)
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
+        values.pop(_HELP_ALL.name, None)
         grouped = {}
         for name, kind in groups.items():
             given = {key: values.pop(key) for key in kind.model_fields if key in values}
@@ -388,7 +407,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             )
         command(**values, **grouped)
 
-    return signed(call, spread)
+    return signed(call, own + engine)
 
 
 def signed(call: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:

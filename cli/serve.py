@@ -1,9 +1,9 @@
 """`outrider serve`: starts or joins Ray, deploys the Serve application, watches over it.
 
-Checks run in the order of their cost: options, port, whether the checkpoints are there. What they
-contain is checked while a Ray of the command's own starts, or before a cluster of others is
-joined; nothing is deployed before these checks have passed. Ctrl-C and SIGTERM drain the
-application for a bounded time and take it down, and Ray if it was started here.
+Checks run in the order of their cost: options, port, whether the checkpoints are there, what small
+files show. Weights and models are compared while a Ray of the command's own starts, or before a
+cluster of others is joined; nothing is deployed before all checks have passed. Ctrl-C and SIGTERM
+drain the application for a bounded time and take it down, and Ray if it was started here.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ class AccessOptions(Options):
 
     panel = "Access"
     api_key: list[str] = Field(
-        [],
-        description="A key that clients have to send; may be repeated. Processes can see options: "
-        "prefer the variable, or --keys-file.",
-        json_schema_extra={"envvar": "OUTRIDER_API_KEY", "show_envvar": True},
+        [], json_schema_extra={"envvar": "OUTRIDER_API_KEY", "show_envvar": True}
     )
-    keys_file: Path | None = Field(
-        None,
-        description="YAML with keys and admin_keys, of `outrider key new`; read again when "
-        "changed.",
+    """A key that clients have to send; may be repeated. Processes can see options: prefer the
+    variable, or --keys-file."""
+    admin_key: list[str] = Field(
+        [], json_schema_extra={"envvar": "OUTRIDER_ADMIN_KEY", "show_envvar": True}
     )
-    cors_allowed_origin: list[str] = Field(
-        [],
-        description="Origin of browsers' pages that may call the server; may be repeated.",
-    )
+    """A key that opens every route: statistics, metrics, resets; may be repeated. Without one,
+    the only --api-key opens statistics and metrics."""
+    keys_file: Path | None = None
+    """YAML with keys and admin_keys, of `outrider key new`; read again when changed."""
+    cors_allowed_origin: list[str] = Field([])
+    """Origin of browsers' pages that may call the server; may be repeated."""
     log_prompts: bool | None = Field(None, description="Write prompts to the log.")
 
     def apply(self, section: ServeConfig) -> tuple[ServeConfig, str | None]:
@@ -65,13 +64,18 @@ class AccessOptions(Options):
         from ..config.strict import parse
 
         access = section.access.model_dump()
-        if not all(self.api_key):
-            raise ConfigError.at("api_key", "it is empty")
+        for field in ("api_key", "admin_key"):
+            if not all(getattr(self, field)):
+                raise ConfigError.at(field, "it is empty")
+        for key in self.admin_key:
+            if key in self.api_key:
+                raise ConfigError.at("admin_key", "it is also an --api-key; choose another")
         # One tenant for all of them: they are one user's, as with vLLM's option of this name.
         access["keys"] += [
             {"hash": hash_of(key), "name": "api_key", "tenant": "default"}
             for key in dict.fromkeys(self.api_key)
         ]
+        access["admin_keys"] += [hash_of(key) for key in dict.fromkeys(self.admin_key)]
         access["cors_allowed_origins"] += self.cors_allowed_origin
         if self.keys_file is not None:
             access["keys_file"] = str(self.keys_file)
@@ -80,7 +84,7 @@ class AccessOptions(Options):
         own = None
         if parse(AccessConfig, access).has_keys:
             own = new_key()
-            access["admin_keys"].append(hash_of(own))
+            access["command_key"] = hash_of(own)
         config = parse(AccessConfig, access)
         Access(config)  # reads the file of keys, so that what is wrong with it is said here
         return section.model_copy(update={"access": config}), own
@@ -118,7 +122,7 @@ def serve(
     deploy: DeployOptions,
     access: AccessOptions,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Checkpoint folder.")
+        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.")
     ] = None,
     address: Annotated[
         str | None,
@@ -146,7 +150,7 @@ def serve(
     check_certificate(section)
     check_port(section.host, section.port)
     url = _url(section)
-    from ..cluster.serve.deployment import set_detection
+    from ..cluster.local_ray import set_detection
 
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..cluster.local_ray import find_ray, start_ray
-from ..engine.preflight import preflight, require_checkpoints
+from ..engine.preflight import check_files, preflight, require_checkpoints
 from .console import err
 
 if TYPE_CHECKING:
@@ -25,40 +25,37 @@ def prepare(
 ) -> None:
     """Checks the checkpoints, and starts or joins Ray if it is needed; then calls `on_ray`.
 
-    A Ray of this command's own starts while the checkpoints are checked, as does what `on_ray`
-    starts: the checks compute for seconds, the others mostly wait. A cluster of others is joined
-    when the checks have passed.
+    Nothing is started or joined before what small files show has passed, so that most mistakes are
+    reported within a second or two, with nothing to take down. A Ray of this command's own, and
+    what `on_ray` starts, start while weights and models are compared: that computes for seconds,
+    the others mostly wait. A cluster of others is joined when all checks have passed.
 
     Raises:
         ConfigError, CheckpointError: as `preflight`; or there is no Ray at `address`.
     """
+
+    def join() -> None:
+        if start_ray(config, address=address, num_engines=num_engines):
+            import ray
+
+            stack.callback(ray.shutdown)
+        if on_ray is not None:
+            on_ray()
+
     require_checkpoints(config)
-    if config.executor == "ray" and find_ray(address) is None:
+    found = find_ray(address) if config.executor == "ray" else None
+    check_files(config, is_local=found is None)
+    if config.executor == "ray" and found is None:
         with (
             err().status("Checking the checkpoints, starting Ray..."),
             ThreadPoolExecutor(1, "outrider-checks") as checks,
         ):
             checked = checks.submit(preflight, config, is_local=True)
-            _join(config, stack, address, num_engines, on_ray)
+            join()
             checked.result()
         return
     with err().status("Checking the checkpoints..."):
         preflight(config, is_local=config.executor == "local")
     if config.executor == "ray":
         with err().status("Joining Ray..."):
-            _join(config, stack, address, num_engines, on_ray)
-
-
-def _join(
-    config: EngineConfig,
-    stack: ExitStack,
-    address: str | None,
-    num_engines: int,
-    on_ray: Callable[[], None] | None,
-) -> None:
-    if start_ray(config, address=address, num_engines=num_engines):
-        import ray
-
-        stack.callback(ray.shutdown)
-    if on_ray is not None:
-        on_ray()
+            join()

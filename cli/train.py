@@ -11,18 +11,13 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import ConfigError, OutriderError
 from .console import Command, Group, err, note
 from .options import parameters_of, signed, spelling
-
-if TYPE_CHECKING:
-    from ..config import Strict
-
-Model = TypeVar("Model", bound="Strict")
 
 _ARGUMENTS = {"target": "TARGET", "out": "OUT"}
 _DATA = ("inputs", "window", "heldout", "heldout_file", "all_tokens", "generate", "own_share",
@@ -83,6 +78,7 @@ def _command(method: str) -> Any:
 
 def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     """Runs a method; prints a table at the end, or the command that resumes."""
+    from ..config import parse
     from ..training.loop import train
     from ..training.options import TrainingOptions
     from ..training.registry import METHODS
@@ -90,9 +86,9 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
 
     out = given["out"]
     target = _folder(given)
-    settings = _checked(TrainingOptions, {**given, "target": target})
     try:
-        outcome = train(method, settings, _checked(METHODS[method].options, own))
+        settings = parse(TrainingOptions, {**given, "target": target})
+        outcome = train(method, settings, parse(METHODS[method].options, own))
     except ConfigError as error:
         raise _named(error) from None
     if not outcome.finished:
@@ -122,22 +118,10 @@ def _folder(given: dict[str, Any]) -> Path:
     )
 
 
-def _checked(model: type[Model], data: dict[str, Any]) -> Model:
-    """Settings; a complaint names the option."""
-    from ..config import parse
-
-    try:
-        return parse(model, data)
-    except ConfigError as error:
-        raise _named(error) from None
-
-
 def _named(error: OutriderError) -> OutriderError:
     """An error whose message begins with a setting, with the option instead."""
     field = error.field
-    if field is None or not error.message.startswith(f"{field}:"):
-        return error
-    if field.startswith("--"):
+    if field is None or field.startswith("--") or not error.message.startswith(f"{field}:"):
         return error
     option = _ARGUMENTS.get(field) or spelling(field)[0]
     return type(error)(option + error.message.removeprefix(field), field=option)

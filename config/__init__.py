@@ -1,59 +1,36 @@
 """Configuration: read once, checked strictly, frozen."""
 
-from .engine import EngineConfig, ResourcesConfig
-from .heads import Eagle3Config, EagleConfig, HeadConfig, MedusaConfig, MTPConfig, ReDrafterConfig
-from .lookup import (
-    NGramCacheConfig,
-    NGramMapK4VConfig,
-    NGramMapKConfig,
-    NGramModConfig,
-    NGramSimpleConfig,
-    PromptLookupConfig,
-    SuffixConfig,
-)
-from .section import LONGEST_DRAFT, SpeculationBase
-from .speculation import (
-    SECTIONS,
-    ComposeConfig,
-    DraftModelConfig,
-    DraftTargetConfig,
-    LookaheadConfig,
-    NGramConfig,
-    NoSpeculation,
-    SpeculativeConfig,
-    UserConfig,
-)
-from .strict import Strict, config_error, parse, unknown_key
-
-__all__ = [
-    "LONGEST_DRAFT",
-    "SECTIONS",
-    "ComposeConfig",
-    "DraftModelConfig",
-    "DraftTargetConfig",
-    "Eagle3Config",
-    "EagleConfig",
-    "EngineConfig",
-    "HeadConfig",
-    "LookaheadConfig",
-    "MTPConfig",
-    "MedusaConfig",
-    "NGramCacheConfig",
-    "NGramConfig",
-    "NGramMapK4VConfig",
-    "NGramMapKConfig",
-    "NGramModConfig",
-    "NGramSimpleConfig",
-    "NoSpeculation",
-    "PromptLookupConfig",
-    "ReDrafterConfig",
-    "ResourcesConfig",
-    "SpeculationBase",
-    "SpeculativeConfig",
-    "Strict",
-    "SuffixConfig",
-    "UserConfig",
-    "config_error",
-    "parse",
-    "unknown_key",
-]
+from .engine import EngineConfig as EngineConfig
+from .engine import ResourcesConfig as ResourcesConfig
+from .heads import BlockConfig as BlockConfig
+from .heads import DFlashConfig as DFlashConfig
+from .heads import DSparkConfig as DSparkConfig
+from .heads import Eagle3Config as Eagle3Config
+from .heads import EagleConfig as EagleConfig
+from .heads import HeadConfig as HeadConfig
+from .heads import MedusaConfig as MedusaConfig
+from .heads import MTPConfig as MTPConfig
+from .heads import PEagleConfig as PEagleConfig
+from .heads import ReDrafterConfig as ReDrafterConfig
+from .lookup import NGramCacheConfig as NGramCacheConfig
+from .lookup import NGramMapK4VConfig as NGramMapK4VConfig
+from .lookup import NGramMapKConfig as NGramMapKConfig
+from .lookup import NGramModConfig as NGramModConfig
+from .lookup import NGramSimpleConfig as NGramSimpleConfig
+from .lookup import PromptLookupConfig as PromptLookupConfig
+from .lookup import SuffixConfig as SuffixConfig
+from .section import LONGEST_DRAFT as LONGEST_DRAFT
+from .section import SpeculationBase as SpeculationBase
+from .speculation import SECTIONS as SECTIONS
+from .speculation import ComposeConfig as ComposeConfig
+from .speculation import DraftModelConfig as DraftModelConfig
+from .speculation import DraftTargetConfig as DraftTargetConfig
+from .speculation import LookaheadConfig as LookaheadConfig
+from .speculation import NGramConfig as NGramConfig
+from .speculation import NoSpeculation as NoSpeculation
+from .speculation import PARDConfig as PARDConfig
+from .speculation import SpeculationCacheConfig as SpeculationCacheConfig
+from .speculation import UserConfig as UserConfig
+from .strict import Strict as Strict
+from .strict import parse as parse
+from .strict import unknown_key as unknown_key

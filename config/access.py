@@ -20,34 +20,28 @@ class KeyConfig(Strict):
 
     hash: KeyHash
     name: str | None = Field(None, description="Name of the key in logs; default: the tenant.")
-    tenant: str | None = Field(
-        None, max_length=256, description="Tenant of its requests; default: one of its own."
-    )
-    requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests per minute; more get 429."
-    )
-    tokens_per_minute: int | None = Field(
-        None, ge=1, description="Prompt and output tokens per minute; more get 429."
-    )
-    max_concurrent_requests: int | None = Field(
-        None, ge=1, description="Requests at once; more get 429."
-    )
-    max_request_tokens: int | None = Field(
-        None, ge=2, description="Prompt and output tokens of one completion."
-    )
+    tenant: str | None = Field(None, max_length=256)
+    """Tenant of its requests; default: one of its own."""
+    requests_per_minute: int | None = Field(None, ge=1)
+    """Requests per minute; more get 429."""
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Prompt and output tokens per minute; more get 429."""
+    max_concurrent_requests: int | None = Field(None, ge=1)
+    """Requests at once; more get 429."""
+    max_request_tokens: int | None = Field(None, ge=2)
+    """Prompt and output tokens of one completion."""
     max_body_bytes: int | None = Field(None, ge=1024, description="Largest body of a request.")
-    min_priority: int = Field(
-        0, ge=-(2**31), lt=2**31, description="Best priority that its requests may ask for."
-    )
+    min_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    """Best priority that its requests may ask for."""
 
 
 class KeysFile(Strict):
     """What `access.keys_file` holds."""
 
     keys: list[KeyConfig] = Field(default_factory=list, description="Keys of clients.")
-    admin_keys: list[KeyHash] = Field(
-        default_factory=list, description="Hashes of keys that may read statistics and metrics."
-    )
+    admin_keys: list[KeyHash] = Field(default_factory=list)
+    """Hashes of keys that may use every route. Without any, the only key of `keys`, if there is one
+    only, may read statistics and metrics."""
 
     @model_validator(mode="after")
     def _each_once(self) -> KeysFile:
@@ -66,12 +60,12 @@ class KeysFile(Strict):
 class AccessConfig(KeysFile):
     """Who may use the server. Without keys, everybody who reaches it."""
 
-    keys_file: str | None = Field(
-        None, description="YAML file with keys and admin_keys; it is read again when it changes."
-    )
-    cors_allowed_origins: list[str] = Field(
-        default_factory=list, description="Origins whose pages may call the API; *: every one."
-    )
+    command_key: KeyHash | None = None
+    """Hash of the key by which `outrider serve` reads statistics; the command sets it."""
+    keys_file: str | None = None
+    """YAML file with keys and admin_keys; it is read again when it changes."""
+    cors_allowed_origins: list[str] = Field(default_factory=list)
+    """Origins whose pages may call the API; *: every one."""
     log_prompts: bool = Field(False, description="Write prompts to the ingress's log.")
 
     @field_validator("keys_file")
@@ -83,7 +77,7 @@ class AccessConfig(KeysFile):
     @property
     def has_keys(self) -> bool:
         """Whether requests need a key."""
-        return bool(self.keys or self.admin_keys or self.keys_file)
+        return bool(self.keys or self.admin_keys or self.keys_file or self.command_key)
 
     @property
     def may_limit(self) -> bool:

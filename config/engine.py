@@ -12,11 +12,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .compat.translate import translate_engine, translate_section
+from .compat.translate import FOREIGN, translate_engine, translate_section
 from .hub import is_hub_id
 from .section import SpeculationBase
 from .speculation import NoSpeculation, SpeculativeConfig
-from .strict import Strict, at_key, parse, read_mapping
+from .strict import Strict, at_key, check_foreign_names, parse, read_mapping
 
 
 class ResourcesConfig(Strict):
@@ -117,7 +117,7 @@ class EngineConfig(Strict):
     step_timeout_s: float = Field(120.0, gt=0)
     """Seconds after which a step counts as a failure."""
     heartbeat_timeout_s: float = Field(5.0, gt=0)
-    """Seconds of silence after which a rank is replaced."""
+    """Seconds of silence after which a rank is replaced; two fifths of it where it is stopped."""
     max_restarts: int = Field(3, ge=0)
     """Restarts of the worker group within restart_window_s."""
     restart_window_s: float = Field(600.0, gt=0, description="Seconds in which restarts count.")
@@ -195,6 +195,7 @@ class EngineConfig(Strict):
         )
         given = {key: value for key, value in overrides.items() if value is not None}
         data.update(translate_engine(given))
+        check_foreign_names(data, cls.model_fields, FOREIGN)
         speculative = data.get("speculative_config")
         if isinstance(speculative, dict):
             data["speculative_config"] = translate_section(speculative)

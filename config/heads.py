@@ -7,7 +7,7 @@ loaded. Keys are TensorRT-LLM's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -35,9 +35,34 @@ class HeadConfig(PlacedConfig):
     def folder(self) -> Path:
         return Path(self.speculative_model)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no draft branches."""
+        return self.max_nodes == self.draft_len
+
     def folder_beside(self, target: str) -> Path:
         """Where the checkpoint is; some heads are a part of the target's."""
         return self.folder
+
+
+Shape = Literal["chain", "tree"]
+"""Of drafts whose positions are independent given the text, where nothing else says their shape."""
+
+
+def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int:
+    """Nodes of a best-first tree; twice as many as those of a chain, if not given.
+
+    Raises:
+        ValueError: they are fewer than one path has.
+    """
+    count = min(max_total_draft_tokens or 2 * num_levels, LONGEST_DRAFT)
+    if count < num_levels:
+        raise at_key(
+            "max_total_draft_tokens",
+            f"max_total_draft_tokens ({count}) is below the {num_levels} tokens of one path "
+            "(max_draft_len)",
+        )
+    return count
 
 
 def expand(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
@@ -119,6 +144,17 @@ class TreeDraftingConfig(HeadConfig):
         raise NotImplementedError
 
     @property
+    def is_grown(self) -> bool:
+        """Whether a draft is a tree whose shape depends on the text."""
+        return self.use_dynamic_tree
+
+    @property
+    def is_chain(self) -> bool:
+        if self.use_dynamic_tree:
+            return self.dynamic_tree_max_topK == 1
+        return not self.is_grown and super().is_chain
+
+    @property
     def default_len(self) -> int:
         """Levels where no length is given."""
         return DEFAULT_DEPTH
@@ -148,6 +184,10 @@ class TreeDraftingConfig(HeadConfig):
     def reach(self) -> int:
         return 1  # a row is made of the next token's embedding
 
+    def _bounds(self, key: str) -> bool:
+        """Whether the tree has the bound `key`."""
+        return self.use_dynamic_tree
+
     @model_validator(mode="after")
     def _one_shape(self) -> TreeDraftingConfig:
         name = self.choices_key
@@ -164,7 +204,7 @@ class TreeDraftingConfig(HeadConfig):
         for key in ("max_total_draft_tokens", "dynamic_tree_max_topK"):
             value = getattr(self, key)
             is_said = key == "max_total_draft_tokens" and value == self.max_nodes
-            if not (self.use_dynamic_tree or is_said or self.is_default(key)):
+            if not (self._bounds(key) or is_said or self.is_default(key)):
                 raise at_key(key, f"{key} ({value}) belongs to use_dynamic_tree, which is false")
         if self.max_nodes < self.draft_len:
             raise at_key(
@@ -175,6 +215,8 @@ class TreeDraftingConfig(HeadConfig):
         return self
 
 
+BLOCK_LEN = 7  # tokens of a block drafter's draft
+OutputLayer = Annotated[int, Field(strict=True, ge=0)]
 Layer = Annotated[int, Field(strict=True, ge=-1)]  # -1: the final state, normed
 
 
@@ -211,6 +253,77 @@ class Eagle3Config(EagleConfig):
     decoding_type: Literal["Eagle3"] = "Eagle3"  # type: ignore[assignment]
 
 
+class PEagleConfig(EagleConfig):
+    """P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that drafts all tokens in one forward."""
+
+    decoding_type: Literal["PEagle"] = "PEagle"  # type: ignore[assignment]
+    mask_token_id: int | None = Field(None, ge=0, lt=2**31)
+    """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
+    shape: Shape = "chain"
+    """tree: the best tree of max_total_draft_tokens nodes (DDTree, arXiv:2604.12989)."""
+
+    @property
+    def default_len(self) -> int:
+        return 7
+
+    @property
+    def is_grown(self) -> bool:
+        return self.use_dynamic_tree or self.shape == "tree"
+
+    @property
+    def max_nodes(self) -> int:
+        if self.shape == "tree":
+            return best_first_nodes(self.draft_len, self.max_total_draft_tokens)
+        return super().max_nodes
+
+    def _bounds(self, key: str) -> bool:
+        is_best_first = self.shape == "tree" and key == "max_total_draft_tokens"
+        return is_best_first or super()._bounds(key)
+
+    @model_validator(mode="after")
+    def _one_tree(self) -> PEagleConfig:
+        for key in ("eagle_choices", "use_dynamic_tree"):
+            if self.shape == "tree" and not self.is_default(key):
+                raise at_key("shape", f"shape 'tree' is the best tree, {key} another; give one")
+        return self
+
+
+class BlockConfig(HeadConfig):
+    """What drafters that fill a block in one forward share."""
+
+    max_draft_len: MaxDraftLen = Field(0, description="Draft tokens; 0: 7, or what a block has.")
+    target_layer_ids: tuple[OutputLayer, ...] | None = Field(None, min_length=1)
+    """Target layers whose outputs the head reads; default: the checkpoint's."""
+    mask_token_id: int | None = Field(None, ge=0, lt=2**31)
+    """Token whose embedding stands for those to be drafted; default: the checkpoint's."""
+    causal: bool | None = None
+    """Whether a row of the block sees only those before; default: the checkpoint's, by layer."""
+    output_layer: Literal["own", "target"] | None = None
+    """Output layer that drafts are drawn from; default: the checkpoint's own, if it has one."""
+    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Base of the head's rotary positions; default: the checkpoint's."""
+    rope_layout: Literal["half", "interleaved"] | None = None
+    """Dimensions that are rotated together; default: the checkpoint's."""
+    draft_window: int | None = Field(None, ge=1)
+    """Positions up to its own that a row of the block reads; default: the checkpoint's."""
+
+    @property
+    def draft_len(self) -> int:
+        return self.max_draft_len or BLOCK_LEN
+
+
+class DFlashConfig(BlockConfig):
+    """DFlash and DFlash2: a block of masks, conditioned on states of the target."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+
+
+class DSparkConfig(BlockConfig):
+    """DSpark (arXiv:2607.05147): DFlash with a Markov head and a confidence head."""
+
+    decoding_type: Literal["DSpark"] = "DSpark"
+
+
 MEDUSA_LEN = 4  # nodes of the chain that is drafted without `medusa_choices`
 
 
@@ -221,6 +334,11 @@ class MedusaConfig(HeadConfig):
     max_draft_len: MaxDraftLen = Field(0, description="Draft nodes; 0: the whole tree.")
     medusa_choices: tuple[Choice, ...] | None = None
     """The tree, as paths of ranks; default: a chain of each head's best token."""
+    shape: Shape = "chain"
+    """Without medusa_choices. tree: the best tree of max_total_draft_tokens nodes (DDTree,
+    arXiv:2604.12989), of max_draft_len levels."""
+    max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
+    """shape tree: its nodes; default: twice its levels."""
     num_medusa_heads: int | None = Field(None, ge=1, le=64)
     """Heads of the checkpoint; default: derived from its tensors."""
     top_k: int = Field(10, ge=1, le=64, description="Tokens considered per head.")
@@ -229,6 +347,15 @@ class MedusaConfig(HeadConfig):
     def _sound(self) -> MedusaConfig:
         if self.medusa_choices is not None:
             checked_tree("medusa_choices", self.medusa_choices, self.top_k)
+        is_best_first = self.shape == "tree"
+        if is_best_first:
+            best_first_nodes(self.draft_len, self.max_total_draft_tokens)
+        if is_best_first and self.medusa_choices is not None:
+            raise at_key("shape", "shape 'tree' is the best tree, medusa_choices another; give one")
+        if is_best_first and not self.is_default("top_k"):
+            raise at_key("top_k", "top_k belongs to medusa_choices; shape 'tree' has no such bound")
+        if not is_best_first and self.max_total_draft_tokens not in (None, self.max_nodes):
+            raise at_key("max_total_draft_tokens", "max_total_draft_tokens belongs to shape 'tree'")
         deepest = max(len(path) for path in self.nodes)
         if self.num_medusa_heads is not None and deepest > self.num_medusa_heads:
             path = next(path for path in self.nodes if len(path) == deepest)
@@ -248,8 +375,18 @@ class MedusaConfig(HeadConfig):
         return self.num_medusa_heads or MEDUSA_LEN
 
     @property
+    def max_nodes(self) -> int:
+        if self.shape == "tree":
+            return best_first_nodes(self.draft_len, self.max_total_draft_tokens)
+        return super().max_nodes
+
+    @property
+    def is_chain(self) -> bool:
+        return self.shape == "chain" and max(map(len, self.nodes)) == len(self.nodes)
+
+    @property
     def nodes(self) -> tuple[Choice, ...]:
-        """The tree as rank paths, parents first."""
+        """The fixed tree as rank paths, parents first."""
         if self.medusa_choices is None:
             return tuple((0,) * depth for depth in range(1, self.draft_len + 1))
         return expand(self.medusa_choices)
@@ -291,7 +428,7 @@ BEAM_LEN = 5  # tokens of a beam
 
 
 class ReDrafterConfig(HeadConfig):
-    """ReDrafter (arXiv:2403.09919): TensorRT-LLM's keys, and the reference's two."""
+    """ReDrafter (arXiv:2403.09919), with TensorRT-LLM's keys."""
 
     decoding_type: Literal["ReDrafter"] = "ReDrafter"
     redrafter_num_beams: int = Field(5, ge=1, le=64)
@@ -301,23 +438,6 @@ class ReDrafterConfig(HeadConfig):
     max_draft_len: MaxDraftLen = Field(0, description="Tokens of a beam, by its common name.")
     max_total_draft_tokens: int | None = Field(None, ge=1, le=1024)
     """Nodes of the merged beams; default: all."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reference_names(cls, data: Any) -> Any:
-        """The reference's `beam_width` and `beam_length`, which counts the token drafted after."""
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        for key, ours in _REFERENCE_KEYS.items():
-            if key not in data:
-                continue
-            if ours in data:
-                raise at_key(key, f"{key} and {ours} say the same; give one of the two")
-            data[ours] = data.pop(key)
-            if key == "beam_length":
-                data[ours] = _drafted(data[ours])
-        return data
 
     @model_validator(mode="after")
     def _sound(self) -> ReDrafterConfig:
@@ -337,6 +457,10 @@ class ReDrafterConfig(HeadConfig):
         return self
 
     @property
+    def is_chain(self) -> bool:
+        return self.redrafter_num_beams == 1
+
+    @property
     def draft_len(self) -> int:
         return self.redrafter_draft_len_per_beam or self.max_draft_len or BEAM_LEN
 
@@ -344,19 +468,3 @@ class ReDrafterConfig(HeadConfig):
     def max_nodes(self) -> int:
         every = self.redrafter_num_beams * self.draft_len
         return min(every, self.max_total_draft_tokens or every, LONGEST_DRAFT)
-
-
-_REFERENCE_KEYS = {
-    "beam_width": "redrafter_num_beams",
-    "beam_length": "redrafter_draft_len_per_beam",
-}
-
-
-def _drafted(beam_length: Any) -> int:
-    """Tokens of a beam without the target's own, which is its first."""
-    if type(beam_length) is not int or beam_length < 2:
-        raise at_key(
-            "beam_length",
-            f"beam_length counts the target's own token too: at least 2, not {beam_length!r}",
-        )
-    return beam_length - 1

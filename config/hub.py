@@ -1,4 +1,5 @@
-"""Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here."""
+"""Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here; and
+why files of a checkpoint are not read."""
 
 from __future__ import annotations
 
@@ -11,6 +12,14 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 def is_hub_id(source: str) -> bool:
     """Whether `source` names a repository on the Hub; a folder of that name comes first."""
     return _ID.fullmatch(source) is not None and not Path(source).exists()
+
+
+def only_pickled(folder: Path) -> str:
+    """Why weights in torch's own format are not read."""
+    return (
+        f"{str(folder)!r} holds only pickled weights; set allow_pickle: true to read them with "
+        "torch's restricted unpickler, or convert them to safetensors (save_pretrained does)"
+    )
 
 
 # What transformers' messages about a checkpoint's own Python code (`auto_map`) contain.

@@ -17,6 +17,8 @@ from .strict import at_key
 class PromptLookupConfig(SpeculationBase):
     """transformers' prompt lookup: the leftmost match of the longest tail."""
 
+    continues = True
+
     decoding_type: Literal["PromptLookup"] = "PromptLookup"
     max_draft_len: MaxDraftLen = Field(10, description="Most tokens of a draft.")
     max_matching_ngram_size: int = Field(2, ge=1, le=64)
@@ -72,6 +74,8 @@ class NGramMapK4VConfig(LlamaMapConfig):
 class NGramModConfig(SpeculationBase):
     """llama.cpp's `ngram-mod`: a hash pool from n-gram to next token; `max_draft_len` is n_max."""
 
+    continues = True
+
     decoding_type: Literal["NGramMod"] = "NGramMod"
     max_draft_len: MaxDraftLen = Field(64, description="Most tokens of a draft.")
     n_match: int = Field(24, ge=1, le=1024, description="Tokens that are looked up.")
@@ -92,6 +96,8 @@ class NGramModConfig(SpeculationBase):
 class NGramCacheConfig(ShortestDraft):
     """llama.cpp's `ngram-cache`: counted n-grams of the context, the past, and a file."""
 
+    continues = True
+
     decoding_type: Literal["NGramCache"] = "NGramCache"
     max_draft_len: MaxDraftLen = Field(8, description="Most tokens of a draft.")
     lookup_cache_static: str | None = None
@@ -111,6 +117,8 @@ class NGramCacheConfig(ShortestDraft):
 
 class SuffixConfig(SpeculationBase):
     """Suffix decoding (arXiv:2411.04975) with vLLM's defaults."""
+
+    continues = True
 
     decoding_type: Literal["Suffix"] = "Suffix"
     max_draft_len: MaxDraftLen = None

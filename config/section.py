@@ -42,6 +42,9 @@ class SpeculationBase(Strict):
     is read again must keep what was written, so that the first is not replaced by the second.
     """
 
+    has_model: ClassVar[bool] = False  # whether the drafter computes with weights
+    continues: ClassVar[bool] = False  # whether it can continue another drafter's chain
+
     max_draft_len: MaxDraftLen = Field(4, description="Draft nodes per request and step.")
     verification: Rule = "coupled"
     """Rule by which drafted tokens are accepted."""
@@ -213,6 +216,7 @@ class ShortestDraft(SpeculationBase):
 class PlacedConfig(SpeculationBase):
     """A drafter with weights, which run in the target's workers or in their own."""
 
+    has_model = True
     of_separate: ClassVar[tuple[str, ...]] = ("draft_timeout_s",)  # keys of that placement
 
     placement: Literal["separate", "colocated"] = "separate"

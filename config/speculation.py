@@ -11,10 +11,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .heads import Eagle3Config, EagleConfig, MedusaConfig, MTPConfig, ReDrafterConfig
+from .heads import (
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+    MTPConfig,
+    PEagleConfig,
+    ReDrafterConfig,
+)
 from .lookup import LookupConfig
-from .section import RULE_KEYS, MaxDraftLen, PlacedConfig, ShortestDraft, SpeculationBase
-from .strict import at_key, sections_in, tag
+from .section import (
+    LONGEST_DRAFT,
+    RULE_KEYS,
+    MaxDraftLen,
+    PlacedConfig,
+    ShortestDraft,
+    SpeculationBase,
+)
+from .strict import Strict, at_key, sections_in, tag
 
 
 class NoSpeculation(SpeculationBase):
@@ -27,12 +43,13 @@ class NoSpeculation(SpeculationBase):
 class NGramConfig(SpeculationBase):
     """TensorRT-LLM's n-gram pool (`tensorrt_llm/_torch/speculative/ngram.py`)."""
 
+    continues = True
+
     decoding_type: Literal["NGram"] = "NGram"
     max_matching_ngram_size: int = Field(4, ge=1, le=64)
     """Longest n-gram that is looked up."""
     min_matching_ngram_size: int = Field(1, ge=1, le=64)
     """Shortest n-gram that is looked up."""
-    is_public_pool: bool = Field(False, description="TensorRT-LLM's name of pool_scope: tenant.")
     is_use_oldest: bool = True
     """Draft from the oldest match; false: from the newest."""
     pool_scope: Literal["request", "tenant", "replica", "cluster"] = "request"
@@ -53,21 +70,12 @@ class NGramConfig(SpeculationBase):
         return self
 
     @model_validator(mode="after")
-    def _one_scope(self) -> NGramConfig:
-        if self.is_public_pool and self.pool_scope not in ("request", "tenant"):
-            raise at_key(
-                "is_public_pool", "is_public_pool means pool_scope 'tenant'; give one of the two"
-            )
-        if self.pool_snapshot is not None and self.scope == "request":
+    def _snapshot_of_a_shared_pool(self) -> NGramConfig:
+        if self.pool_snapshot is not None and self.pool_scope == "request":
             raise at_key(
                 "pool_snapshot", "pool_snapshot belongs to a shared pool; pool_scope is 'request'"
             )
         return self
-
-    @property
-    def scope(self) -> Literal["request", "tenant", "replica", "cluster"]:
-        """Who shares a pool."""
-        return "tenant" if self.is_public_pool else self.pool_scope
 
 
 class LookaheadConfig(SpeculationBase):
@@ -105,16 +113,52 @@ class LookaheadConfig(SpeculationBase):
         return max(0, self._guess_nodes * self.max_window_size - 1)
 
 
+class SpeculationCacheConfig(Strict):
+    """Drafts of the next step that a separate drafter prepares while the target verifies."""
+
+    outcomes: int = Field(12, ge=1, le=256)
+    """Outcomes prepared per request and step: pairs of accepted tokens and the token after them."""
+    depth: int | None = Field(None, ge=1, le=LONGEST_DRAFT)
+    """Tokens prepared per outcome; default: max_draft_len."""
+    budget: int = Field(64, ge=1, le=4096)
+    """Outcomes prepared per step, of all requests together."""
+    on_miss: Literal["auto", "draft", "none"] = "auto"
+    """Where the outcome was not prepared. draft: the step waits for a draft; none: it goes without
+    one; auto: whichever gives more tokens per second."""
+    adaptive: bool = True
+    """Prepares fewer outcomes where the drafter lags, and none where that gives more tokens per
+    second, by measurement."""
+
+
 class DraftModelConfig(PlacedConfig):
     """What sections with a draft model of its own share: which, where, how large."""
 
-    of_separate = ("draft_timeout_s", "draft_tensor_parallel_size")
+    of_separate = ("draft_timeout_s", "draft_tensor_parallel_size", "speculation_cache")
 
     speculative_model: str = Field(description="Folder or Hugging Face id of the draft model.")
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
     """Ranks of the draft model; default: 1, or the target's where colocated."""
     num_kv_blocks: int | None = Field(None, ge=2)
     """KV blocks of the draft model; default: what fits."""
+    speculation_cache: SpeculationCacheConfig | None = None
+    """separate: drafts the next step while the target verifies; default: off."""
+
+    @model_validator(mode="after")
+    def _depth_in_order(self) -> DraftModelConfig:
+        cache = self.speculation_cache
+        if cache is not None and cache.depth is not None and cache.depth > self.draft_len:
+            raise at_key(
+                "speculation_cache.depth",
+                f"speculation_cache.depth ({cache.depth}) must not exceed max_draft_len "
+                f"({self.draft_len}): more would never be verified",
+            )
+        return self
+
+    @property
+    def prepared_len(self) -> int:
+        """Tokens prepared per outcome, where there is a speculation cache."""
+        cache = self.speculation_cache
+        return (cache.depth if cache else None) or max(1, self.draft_len)
 
 
 class DraftTargetConfig(DraftModelConfig, ShortestDraft):
@@ -128,11 +172,20 @@ class DraftTargetConfig(DraftModelConfig, ShortestDraft):
     """Tokens of the draft distribution that the rule sees."""
 
 
+class PARDConfig(DraftTargetConfig):
+    """A small model that drafts all tokens in one forward (PARD, arXiv:2504.18583)."""
+
+    decoding_type: Literal["PARD"] = "PARD"  # type: ignore[assignment]
+    max_draft_len: MaxDraftLen = Field(8, description="Draft tokens per request and step.")
+    mask_token_id: int | None = Field(None, ge=0, lt=2**31)
+    """Token that stands for those to be drafted; default: the checkpoint's `pard_token`."""
+
+
 class UserConfig(SpeculationBase):
     """A drafter of the user's own, by import path."""
 
     decoding_type: Literal["User"] = "User"
-    drafter: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    drafter: str = Field(pattern=r"^[\w.]+:[\w.]+$", examples=["package.module:Class"])
     """Import path of the drafter: package.module:Class."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
@@ -145,9 +198,13 @@ MemberConfig = Annotated[
     | LookupConfig
     | LookaheadConfig
     | DraftTargetConfig
+    | PARDConfig
     | MedusaConfig
     | EagleConfig
     | Eagle3Config
+    | PEagleConfig
+    | DFlashConfig
+    | DSparkConfig
     | MTPConfig
     | ReDrafterConfig
     | UserConfig,
@@ -165,17 +222,18 @@ _OF_ALL = (  # limits by the number of running requests hold for all members tog
 
 
 class ComposeConfig(SpeculationBase):
-    """Several drafters: the first that has a guess, or all of them merged into one tree."""
+    """Several drafters: the first that has a guess, which may be continued, or all in one tree."""
 
     decoding_type: Literal["Compose"] = "Compose"
     members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
     """Sections of the drafters."""
-    mode: Literal["precedence", "merge"] = "precedence"
-    """precedence: the first that has a guess; merge: one tree of all."""
+    mode: Literal["precedence", "extend", "merge"] = "precedence"
+    """precedence: the first that has a guess; extend: a model's guess is continued by a look-up;
+    merge: one tree of all."""
     keep_order: bool = False
-    """precedence: false asks members without a model first."""
+    """precedence, extend: false asks members without a model first."""
     max_draft_len: MaxDraftLen = 0
-    """Draft nodes; 0: the longest member's, or all merged."""
+    """Draft nodes; 0: the longest member's, with its continuation, or all merged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -211,12 +269,29 @@ class ComposeConfig(SpeculationBase):
             raise at_key(
                 "keep_order", "keep_order belongs to mode 'precedence'; 'merge' keeps the order"
             )
+        if self.mode == "extend":
+            self._check_extends()
         return self
+
+    def _check_extends(self) -> None:
+        """Raises a ValueError unless a member can be continued by another."""
+        if not any(member.has_model for member in self.members):
+            raise at_key("mode", "mode 'extend' needs a member with a model or a head to continue")
+        if not any(member.continues for member in self.members):
+            able = [name for name, each in SECTIONS.items() if each.continues]
+            raise at_key(
+                "mode", f"mode 'extend' needs a member that continues drafts: {', '.join(able)}"
+            )
 
     @property
     def draft_len(self) -> int:
         lengths = [member.max_nodes for member in self.members]
-        return self.max_draft_len or (sum(lengths) if self.mode == "merge" else max(lengths))
+        if self.max_draft_len or self.mode == "precedence":
+            return self.max_draft_len or max(lengths)
+        if self.mode == "merge":
+            return sum(lengths)
+        models = [each.max_nodes for each in self.members if each.has_model]
+        return max(*lengths, max(models) + max(e.max_nodes for e in self.members if e.continues))
 
     @property
     def sections(self) -> tuple[SpeculationBase, ...]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Hashable, Iterator, Sequence
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,10 +16,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_words
 
 Model = TypeVar("Model", bound=BaseModel)
 _AT_KEY = "at_key"
+_TYPE = re.compile(
+    r"(bool|int|float|str|none|bytes)$|(literal|list|dict|tuple|constrained|function)\W"
+)
 
 
 class Strict(BaseModel):
@@ -41,9 +45,23 @@ def parse(model: type[Model], data: dict[str, Any]) -> Model:
 
 
 def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """The first complaint, with the full key and, for an unknown key, the nearest known one."""
-    first = _telling(error.errors())
-    names, section = _walk(model, [str(part) for part in first["loc"]])
+    """The most telling complaint as an error, whose `others` are those about other fields."""
+    complaints = error.errors()
+    first = _telling(complaints)
+    found: dict[str | None, ConfigError] = {}
+    for each in (first, *complaints):
+        made = _as_error(model, each)
+        # A misspelt key explains the missing one; members of a union complain about one field.
+        if each is first or each["type"] != "missing" or first["type"] != "extra_forbidden":
+            found.setdefault(made.field, made)
+    told, *others = found.values()
+    told.others = others
+    return told
+
+
+def _as_error(model: type[BaseModel], first: Any) -> ConfigError:
+    """A complaint with the full key and, for an unknown key, the nearest known one."""
+    names, section = walk(model, [str(part) for part in first["loc"]])
     if first["type"] == _AT_KEY:
         return _about(names, first["ctx"]["key"], first["msg"])
     name = ".".join(names) or model.__name__
@@ -53,15 +71,15 @@ def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
         return ConfigError.at(name, "this key is required")
     if first["type"] == "union_tag_invalid":
         context = first.get("ctx", {})
-        return ConfigError.at(
-            f"{name}.decoding_type",
-            f"unknown drafter {context.get('tag')!r}; allowed: {context.get('expected_tags')}",
-        )
+        allowed = str(context.get("expected_tags")).replace("'", "").split(", ")
+        return unknown_name(f"{name}.decoding_type", "drafter", context.get("tag"), allowed)
     if first["type"] == "union_tag_not_found":
         return ConfigError(f"{name}.decoding_type: this key is required", field=name)
-    message = first["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
-    return ConfigError.at(name, f"{message}{shown}")
+    value = first["input"]
+    shown = "a mapping" if isinstance(value, dict) else repr(value)
+    field = section.model_fields.get(names[-1]) if section and names else None
+    such = f", such as {field.examples[0]}" if field and field.examples else ""
+    return ConfigError.at(name, f"{in_words(first)}{such} (got {shown})")
 
 
 def _telling(errors: list[Any]) -> Any:
@@ -90,14 +108,43 @@ def _about(names: Sequence[str], key: str, message: str) -> ConfigError:
     return ConfigError(text, field=name)
 
 
-def unknown_key(path: str, key: str, known: list[str]) -> ConfigError:
+def unknown_key(path: str, key: str, known: Iterable[str]) -> ConfigError:
     """An unknown key's error, with the nearest known key or all of them."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    near = nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(set(known)))}"
     return ConfigError.at(path, f"unknown key; {hint}")
 
 
-def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
+def unknown_name(path: str, what: str, name: Any, allowed: Iterable[str]) -> ConfigError:
+    """The error of a value that names nothing `allowed`, with the nearest that is, or all."""
+    near = nearest(name, allowed) if isinstance(name, str) else None
+    hint = f"did you mean {near!r}? " if near else ""
+    names = ", ".join(dict.fromkeys(allowed))
+    return ConfigError.at(path, f"unknown {what} {name!r}; {hint}allowed: {names}")
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that `name` may be a misspelling of; case does not count."""
+    by_case = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=cutoff)
+    return by_case[found[0]] if found else None
+
+
+def check_foreign_names(
+    keys: Iterable[Any], own: Collection[str], foreign: Collection[str], at: str = ""
+) -> None:
+    """Raises `ConfigError` for a key that is nearest to another engine's name of one.
+
+    Misspellings of `own` names are left to the strict check.
+    """
+    for key in keys:
+        if isinstance(key, str) and key not in own and key not in foreign:
+            near = nearest(key, [*foreign, *own], 0.8)
+            if near is not None and near not in own:
+                raise unknown_key(f"{at}{key}", key, [near])
+
+
+def walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
     """The keys of `loc` without the tags of unions, and the section that holds the last one."""
     names: list[str] = []
     section: type[BaseModel] | None = model
@@ -110,6 +157,8 @@ def _walk(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], type[B
             held = [member for member in held if tag(member) == part]
             continue
         section = held[0] if held else None
+        if section is None and _TYPE.match(part):  # a union of plain types: pydantic's name of one
+            continue
         names.append(part)
         field = section.model_fields.get(part) if section else None
         held = list(sections_in(field.annotation)) if field else []

@@ -13,6 +13,8 @@ import yaml
 
 import outrider
 from outrider.config import EngineConfig
+from outrider.config.compat.translate import translate_engine
+from outrider.errors import ConfigError
 
 ROOT = Path(outrider.__file__).resolve().parent
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,3 +111,32 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     for page in tmp_path.rglob("*.html"):
         found = foreign.search(page.read_text())
         assert found is None, (page, found)
+
+
+def test_the_landing_page_and_the_readme_state_the_same_limits():
+    """Beside what the page is for, how it is installed and which version it is about."""
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/README.md")]
+    limits = [page.partition("## Limits\n")[2].partition("\n## ")[0] for page in pages]
+    words = [re.sub(r"\]\([^)]*\)", "]", text) for text in limits]
+    assert words[0] == words[1] != ""
+    assert outrider.__version__ in limits[0]
+    for part in ("**For whom.**", "**Install.**", f"**Version.** {outrider.__version__}"):
+        assert part in pages[1]
+    python = re.search(r'requires-python = ">=(.*),<3.(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f"Python {python[1]} to 3.{int(python[2]) - 1}" in limits[0]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"enable_lora": True},
+        {"pipeline_parallel_size": 2},
+        {"enable_expert_parallel": True},
+        {"cpu_offload_gb": 4},
+    ],
+    ids=str,
+)
+def test_what_the_limits_refuse_is_refused(limit):
+    (field,) = limit
+    with pytest.raises(ConfigError, match=field):
+        EngineConfig.load(translate_engine({"model": "m", **limit}))

@@ -19,6 +19,7 @@ ASSETS = {
     ".py",
     ".json",
     ".jsonl",
+    ".yaml",
     ".safetensors",
     ".typed",
     ".jinja",

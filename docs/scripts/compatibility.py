@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...config.compat import tensorrt_llm
-from ...config.compat.table import Entry, Into, Refused, To, as_yaml
-from ...config.compat.translate import DIALECTS
+from ...config.compat.table import DIALECTS, Entry, Ignored, Into, Refused, To, as_yaml
 
 PAGE = Path(__file__).resolve().parents[1] / "compatibility.md"
 _HEAD = """# Compatibility
@@ -22,13 +20,16 @@ A speculative section may use any of these spellings, also mixed. What names its
 whose defaults hold: `decoding_type` (TensorRT-LLM's key and ours), `method` (vLLM), `spec_type`
 (llama.cpp) or `speculative_algorithm` (SGLang). On the command line the same keys are options:
 `--speculative-config.KEY VALUE` sets any of them, and SGLang's and llama.cpp's own spellings work
-as they are. A key that is refused is named in the error, with the reason and what to use instead;
-nothing is accepted and ignored.
+as they are, as do options of their engines (`--enforce-eager`, `-ngl 99`). A key that would change
+what is generated, and cannot here, is refused: the error names it, with the reason and what to use
+instead. A key on which nothing that is generated depends is accepted: a warning of one line names
+it and the reason why it has no effect. The same holds for fields of requests' bodies, whose warning
+is in the server's log, once for each.
 
 A `model` without `method` is read as vLLM does: `ngram` and `[ngram]` are look-ups, the
-checkpoint's `config.json` or its folder's name tells EAGLE, EAGLE-3, Medusa and MTP heads, and
-anything else is a draft model. Lists of names (`ngram-mod,draft-simple`) are a `Compose` in
-llama.cpp's order; `none` in a list means none.
+checkpoint's `config.json` or its folder's name tells EAGLE, EAGLE-3, P-EAGLE, Medusa and MTP heads
+and PARD, and anything else is a draft model. Lists of names (`ngram-mod,draft-simple`) are a
+`Compose` in llama.cpp's order; `none` in a list means none.
 
 Keys that are not listed and are spelled as ours: [configuration.md](configuration.md) and the
 pages of the [drafters](drafters/README.md).
@@ -66,8 +67,10 @@ def render() -> str:
         lines += _table("Key of a section", dialect.keys)
         if dialect.engine:
             lines += _table("Key of the engine", dialect.engine)
-        if dialect is tensorrt_llm.DIALECT:
-            lines += _table("Key of `kv_cache_config`", tensorrt_llm.KV_CACHE)
+        if dialect.kv_cache:
+            lines += _table("Key of `kv_cache_config`", dialect.kv_cache)
+        if dialect.request:
+            lines += _table("Field of a request", dialect.request)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -90,14 +93,20 @@ def _grouped(entries: Mapping[str, Entry]) -> list[tuple[str, str]]:
 def _meaning(entry: Entry) -> str:
     if isinstance(entry, To):
         owner = f" of `{entry.owner}`" if entry.owner else ""
-        note = f": {entry.note}" if entry.note else ""
-        return f"`{entry.key}`{owner}{note}"
+        names = [
+            f"{', '.join(map(as_yaml, others))} {'are' if others[1:] else 'is'} {name}"
+            for name, others in entry.rename.items()
+        ]
+        note = "; ".join([*names, entry.note]).removesuffix("; ")
+        return f"`{entry.to}`{owner}" + (f": {note}" if note else "")
     if isinstance(entry, Into):
         return entry.note
     near = f"; nearest: {entry.nearest}" if entry.nearest else ""
     if isinstance(entry, Refused):
-        return f"refused: {entry.why}{near}"
-    values = " or ".join(f"`{as_yaml(value)}`" for value in entry.values)
+        return f"refused: {entry.refused}{near}"
+    if isinstance(entry, Ignored):
+        return f"no effect, with a warning: {entry.ignored}{near}"
+    values = " or ".join(f"`{as_yaml(value)}`" for value in entry.only)
     return f"{values} only: {entry.why}{near}"
 
 

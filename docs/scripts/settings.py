@@ -1,6 +1,7 @@
-"""`docs/settings.md`: every key of the configuration, from the models that check it.
+"""`docs/settings.md` and `docs/sampling.md`: every key of the configuration, and every field of
+`SamplingParams`, from the models that check them.
 
-`python -m outrider.docs.scripts.settings` writes it; a test fails where it is out of date.
+`python -m outrider.docs.scripts.settings` writes both; a test fails where one is out of date.
 """
 
 from __future__ import annotations
@@ -16,17 +17,38 @@ from pydantic.fields import FieldInfo
 
 from ...cluster.serve.args import ServeConfig
 from ...cluster.serve.ray_llm import LLMArgs, ModelLoading, PlacementGroup, ServingArgs
-from ...config import SECTIONS, EngineConfig, SpeculationBase
+from ...config import SECTIONS, EngineConfig, SpeculationBase, SpeculationCacheConfig
 from ...config.access import AccessConfig, KeyConfig
 from ...config.engine import ResourcesConfig
+from ...scheduler.sampling import SamplingParams, StructuredOutputs
 
-PAGE = Path(__file__).resolve().parents[1] / "settings.md"
+_FOLDER = Path(__file__).resolve().parents[1]
 _HEAD = """# All settings
 
 Every key of the configuration, generated from the models that check it:
 `python -m outrider.docs.scripts.settings` writes this page. [Configuration](configuration.md)
 explains how keys are used together; [compatibility](compatibility.md) lists other engines' names of
 these keys.
+"""
+_SAMPLING_HEAD = """# SamplingParams
+
+Every field, generated from the models that check it: `python -m outrider.docs.scripts.settings`
+writes this page. `SamplingParams(temperature=0, max_tokens=64)` is what `LLM.generate`, `stream`,
+`chat` and `AsyncLLM` take, from the package `outrider`. Bodies of the [HTTP API](http.md) have
+fields of the same names; `generate` and `chat` of the command line have options for the most used
+ones. An unknown field, or a value out of range, is an `InvalidRequestError` (HTTP: 400) that names
+the field.
+
+Where a field is not given over HTTP, or `LLM.generate` gets no `sampling_params`, the model's
+[`generation_config`](configuration.md) has the default of `temperature`, `top_k`, `top_p`, `min_p`
+and `repetition_penalty`. `max_tokens=None` is as many as the context has room for, and 0 none, for
+the prompt's log-probabilities alone. In chats, OpenAI's `logprobs: true` and `top_logprobs` stand
+for `logprobs`. In which order fields apply: [notes](http.md#compatibility-notes).
+"""
+_STRUCTURED_HEAD = """## StructuredOutputs
+
+What `structured_outputs` takes, also as a mapping of these fields: exactly one of `json`, `regex`,
+`choice`, `grammar` and `json_object`, and what goes with it.
 """
 _OTHERS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("Engine", EngineConfig, "The top level of a configuration file."),
@@ -59,7 +81,26 @@ def render() -> str:
         }
         text = " ".join((section.__doc__ or "").split())
         lines += [f"## {name}", "", text, "", *_table(section, own), ""]
+    lines += ["## speculation_cache", "", "Of a separate draft model's section.", ""]
+    lines += [*_table(None, SpeculationCacheConfig.model_fields), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def render_sampling() -> str:
+    """The page of what a request may ask of its tokens."""
+    lines = [_SAMPLING_HEAD, *_table(SamplingParams, SamplingParams.model_fields), ""]
+    lines += [
+        "## StructuredOutputs",
+        "",
+        "Of `structured_outputs`: exactly one of `json`, `regex`,",
+    ]
+    lines += ["`choice`, `grammar` and `json_object`, and what goes with it;"]
+    lines += ["a mapping of these fields is read as one.", ""]
+    lines += _table(StructuredOutputs, StructuredOutputs.model_fields)
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {_FOLDER / "settings.md": render, _FOLDER / "sampling.md": render_sampling}
 
 
 def _table(model: type[BaseModel] | None, fields: dict[str, FieldInfo]) -> Iterator[str]:
@@ -69,7 +110,8 @@ def _table(model: type[BaseModel] | None, fields: dict[str, FieldInfo]) -> Itera
         if key == "decoding_type":  # it names the section
             continue
         kind = f"{_kind(field.annotation)}{_bounds(field.metadata)}"
-        yield f"| `{key}` | {kind} | {_default(field)} | {field.description or _inner(field)} |"
+        name = field.alias or key
+        yield f"| `{name}` | {kind} | {_default(field)} | {field.description or _inner(field)} |"
 
 
 def _inner(field: FieldInfo) -> str:
@@ -127,4 +169,5 @@ def _kind(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    for page, write in PAGES.items():
+        page.write_text(write(), encoding="utf-8")

@@ -28,6 +28,37 @@ def test_every_command_has_help(outrider_cli, command):
     assert "--speculative-config" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (("serve",), "--port"),
+        (("generate",), "--stream"),
+        (("chat",), "--url"),
+        (("calibrate",), "--sweep"),
+        (("check",), "--load"),
+        (("bench",), "--prompts"),
+        (("bench", "suite"), "--peer"),
+    ],
+)
+@pytest.mark.parametrize("columns", ["80", "140"])
+def test_help_shows_a_commands_own_options_before_the_engines(
+    outrider_cli, monkeypatch, command, own, columns
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = outrider_cli(*command, "--help", color=False).stdout
+    in_full = outrider_cli(*command, "--help-all", color=False).stdout
+    for text in (shown, in_full):
+        assert 0 < text.index(f" {own} ") < text.index("--speculative-config ")
+        assert "default []" not in text
+    for name in ("--max-num-seqs", "--trust-remote-code", "--spec-ngram-mod-n-min"):
+        assert name not in shown
+        assert name in in_full
+    assert in_full.index(f" {own} ") < in_full.index("--max-num-seqs")
+    assert "--help-all shows" in shown
+    assert ("--tp-size" in shown, "--tp-size" in in_full) == (False, True), "other engines' names"
+    assert len(shown.splitlines()) < 100 < len(in_full.splitlines())
+
+
 def test_help_lists_the_commands(outrider_cli):
     result = outrider_cli("--help")
     assert result.exit_code == 0
@@ -75,7 +106,7 @@ def test_help_imports_nothing_heavy(commands, allowed):
 
 def test_settings_of_the_engine_are_options(outrider_cli):
     """All but sections, and those of another command's name; switches work both ways."""
-    shown = " ".join(outrider_cli("check", "--help", color=False).stdout.split())
+    shown = " ".join(outrider_cli("check", "--help-all", color=False).stdout.split())
     apart = {"resources", "seed", "stats_interval_s"}
     for name, field in EngineConfig.model_fields.items():
         assert (f"--{name.replace('_', '-')} " in shown) == (name not in apart), name
@@ -95,7 +126,9 @@ def test_settings_of_the_engine_are_options(outrider_cli):
     ],
 )  # fmt: skip
 def test_options_have_their_models_descriptions(outrider_cli, command, model, names, defaults):
-    shown = " ".join(outrider_cli(command, "--help", color=False).stdout.replace("│", " ").split())
+    shown = " ".join(
+        outrider_cli(command, "--help-all", color=False).stdout.replace("│", " ").split()
+    )
     for name in names:
         words = (model.model_fields[name].description or "").removesuffix(".").lower().split()
         assert all(word in shown.lower() for word in words), name
@@ -119,7 +152,7 @@ def test_debug_keeps_the_traceback(outrider_cli, monkeypatch):
 
 def test_aliases_lead_to_options(outrider_cli):
     """Every alias names an option that some command has."""
-    shown = "".join(outrider_cli(command, "--help", color=False).stdout for command in COMMANDS)
+    shown = "".join(outrider_cli(command, "--help-all", color=False).stdout for command in COMMANDS)
     assert [name for name in ALIASES.values() if f"--{name}" not in shown] == []
 
 

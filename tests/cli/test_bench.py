@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 
 def test_bench_compares_in_one_run(outrider_cli, model, tmp_path):
@@ -55,3 +56,23 @@ def test_mistakes_are_named(outrider_cli, args, field):
     result = outrider_cli("bench", "-m", "/nowhere", "--executor", "local", *args)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {field}")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--parts", "machine,sums"), "parts: 'sums' is none of machine, checks"),
+        (("--model", "/nowhere"), "model: /nowhere is no folder"),
+    ],
+)
+def test_mistakes_of_the_gpu_proof_are_named(outrider_cli, args, named, tmp_path):
+    result = outrider_cli("bench", "gpu-proof", "--dry-run", "--out", tmp_path, *args)
+    assert result.exit_code == 1
+    assert named in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_proof_needs_a_device(outrider_cli, tmp_path):
+    result = outrider_cli("bench", "gpu-proof", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "--dry-run" in result.stderr

@@ -203,7 +203,7 @@ def test_a_drafter_of_ones_own_from_the_command_line(outrider_cli, tmp_path, mod
     ("text", "field", "hint"),
     [
         ("max_num_seq: 3\n", "max_num_seq", "did you mean 'max_num_seqs'"),
-        ("max_num_seqs: 0\n", "max_num_seqs", "greater than or equal to 1"),
+        ("max_num_seqs: 0\n", "max_num_seqs", "at least 1"),
         ("kv_cache_config: {blocks: 3}\n", "kv_cache_config.blocks", "tokens_per_block"),
         (
             "speculative_config: {decoding_type: NGram, max_draft_length: 3}\n",
@@ -282,3 +282,35 @@ def test_draft_model_is_checked_at_its_own_size(outrider_cli, model, target):
     result = outrider_cli("check", "-m", target, "--speculative-config", json.dumps(section))
     assert result.exit_code == 1
     assert "speculative_config.speculative_model" in result.stderr
+
+
+def test_every_error_is_reported_with_its_field(outrider_cli, target):
+    """Of a folder's files, beside one another; the first does not hide the others."""
+    args = ("-tp", 5, "--max-model-len", 10**6, "--chat-template", "{% if %}")
+    result = outrider_cli("check", target, *args, "--drafter", "no_such:Drafter")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    fields = [line.split(": ")[1].partition("=")[0] for line in result.stderr.splitlines()]
+    assert sorted(fields) == [
+        "chat_template", "max_model_len", "speculative_config.drafter", "tensor_parallel_size"
+    ]  # fmt: skip
+
+
+def test_every_wrong_key_is_reported(outrider_cli, config_file, target):
+    text = "max_num_seqs: 0\ndtype: int4\nblok_size: 3\nresources: {spin_s: 7, spare_workers: 3}\n"
+    result = outrider_cli("check", config_file(f"model: {target}\n{text}"))
+    assert result.exit_code == 1
+    assert {line.split(": ")[1] for line in result.stderr.splitlines()} >= {
+        "max_num_seqs", "dtype", "blok_size", "resources.spin_s", "resources.spare_workers"
+    }  # fmt: skip
+
+
+def test_a_folder_is_a_checkpoint(outrider_cli, tmp_path, target):
+    assert outrider_cli("check", target).exit_code == 0
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((target / name).read_bytes()[:40_000])
+    result = outrider_cli("check", tmp_path)
+    assert result.exit_code == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert any("model.safetensors cannot be read, it may be truncated" in line for line in lines)
+    assert any("tokenizer" in line for line in lines)

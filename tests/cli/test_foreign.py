@@ -26,6 +26,26 @@ NATIVE = {"spec-key", "spec-type", "max-draft-len", "draft-model", "speculative-
          ["--spec-key", "spec_draft_backend_sampling=false"]),
         (["-ngld", "99"], ["--spec-key", "n_gpu_layers_draft=99"]),
         (["--spec-tokens", "5", "--draft-max", "4"], ["--spec-tokens", "5", "--draft-max", "4"]),
+        (["--enforce-eager", "MODEL"], ["--engine-key", "enforce_eager=true", "MODEL"]),
+        (["--no-enable-log-requests", "M"], ["--engine-key", "enable_log_requests=false", "M"]),
+        (["--no-mmap", "MODEL"], ["--engine-key", "no_mmap=true", "MODEL"]),
+        (["--swap_space", "4", "M"], ["--engine-key", "swap_space=4", "M"]),
+        (["--enable-multi-layer-eagle", "M"], ["--spec-key", "enable_multi_layer_eagle=true", "M"]),
+        (["--speculative-use-rejection-sampling", "M"],
+         ["--spec-key", "speculative_use_rejection_sampling=true", "M"]),
+        (["--speculative-use-rejection-sampling", "False", "M"],
+         ["--spec-key", "speculative_use_rejection_sampling=False", "M"]),
+        (["--spec-draft-cpu-moe", "M"], ["--spec-key", "spec_draft_cpu_moe=true", "M"]),
+        (["--spec-default", "M"], ["--spec-key", "spec_default=true", "M"]),
+        (["--speculative-config.parallel_drafting", "x", "M"],
+         ["--spec-key", "parallel_drafting=x", "M"]),
+        (["--async-scheduling", "M"], ["--engine-key", "async_scheduling=true", "M"]),
+        (["--disable-custom-all-reduce", "M"],
+         ["--engine-key", "disable_custom_all_reduce=true", "M"]),
+        (["--enable-lora", "M"], ["--engine-key", "enable_lora=true", "M"]),
+        (["--use-tqdm-on-load", "M"], ["--engine-key", "use_tqdm_on_load=true", "M"]),
+        (["-ngl", "99", "M"], ["--engine-key", "n_gpu_layers=99", "M"]),
+        (["--compilation-config={}", "M"], ["--engine-key", "compilation_config={}", "M"]),
         (["--", "--speculative-num-steps"], ["--", "--speculative-num-steps"]),
     ],
 )  # fmt: skip
@@ -35,8 +55,10 @@ def test_options_become_keys(args, wanted):
 
 def resolved(*args, **options):
     pairs = rewrite(args, NATIVE)
-    keys = [pair for pair in pairs if pair != "--spec-key"]
-    return EngineOptions(model="m", spec_key=keys, **options).resolve().speculative_config
+    keys = {name: [pair for option, pair in zip(pairs[::2], pairs[1::2], strict=True)
+                   if option == name] for name in pairs[::2]}  # fmt: skip
+    given = {"spec_key": keys.get("--spec-key", []), "engine_key": keys.get("--engine-key", [])}
+    return EngineOptions(model="m", **given, **options).resolve().speculative_config
 
 
 def test_sglangs_options_are_a_section():
@@ -63,12 +85,17 @@ def test_keys_of_the_section_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("args", "field"),
     [
-        (["--speculative-algorithm", "DFLASH"], "speculative_config.speculative_algorithm"),
+        (["--speculative-algorithm", "UNO"], "speculative_config.speculative_algorithm"),
         (["--spec-draft-p-split", "0.1"], "speculative_config.spec_draft_p_split"),
-        (["-ngld", "99"], "speculative_config.n_gpu_layers_draft"),
+        (["-ngl", "9", "--lora", "x"], "lora"),
+        (["--hf-overrides", '{"a": 1}'], "hf_overrides"),
+        (["--enable-lora"], "enable_lora"),
         (["--speculative-token-map", "f"], "speculative_config.speculative_token_map"),
+        (["--enable-multi-layer-eagle"], "speculative_config.enable_multi_layer_eagle"),
+        (["--speculative-use-rejection-sampling", "1"],
+         "speculative_config.speculative_use_rejection_sampling"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused_is_named(args, field):
     with pytest.raises(ConfigError) as caught:
         resolved(*args, draft_model="d")
@@ -92,6 +119,21 @@ def test_a_draft_models_shortest_draft():
     assert (section.decoding_type, section.draft_len, section.draft_min) == ("DraftTarget", 16, 5)
 
 
+def test_a_length_is_of_the_types_that_can_have_it():
+    """llama-server: --spec-type ngram-mod,draft-simple --draft-max 8, and others."""
+    common = {"model": "m", "draft_model": "d", "spec_type": "ngram-mod,draft-simple"}
+    mod, draft = EngineOptions(**common, max_draft_len=8).resolve().speculative_config.members
+    assert (mod.n_min, mod.max_draft_len, draft.max_draft_len) == (48, 64, 8)
+    mod, draft = EngineOptions(**common, max_draft_len=50).resolve().speculative_config.members
+    assert (mod.n_min, mod.max_draft_len, draft.max_draft_len) == (48, 50, 50)
+    own = ["spec_ngram_mod_n_min=4", "spec_ngram_mod_n_max=6"]
+    options = EngineOptions(**common, max_draft_len=8, spec_key=own)
+    mod, draft = options.resolve().speculative_config.members
+    assert (mod.n_min, mod.max_draft_len, draft.max_draft_len) == (4, 6, 8)
+    with pytest.raises(ConfigError, match=r"n_min \(48\) must not exceed max_draft_len \(8"):
+        EngineOptions(model="m", spec_type="ngram-mod", max_draft_len=8).resolve()
+
+
 def test_chat_parsers_by_other_names():
     options = EngineOptions(
         model="m",
@@ -101,3 +143,25 @@ def test_chat_parsers_by_other_names():
     )
     config = options.resolve()
     assert (config.tool_call_parser, config.reasoning_parser) == ("harmony", "harmony")
+
+
+def test_an_engines_options_win_over_the_file(tmp_path, caplog):
+    (tmp_path / "c.yaml").write_text("model: m\noverlap_scheduling: true\nenforce_eager: true\n")
+    options = EngineOptions(
+        config=tmp_path / "c.yaml", engine_key=["disable_overlap_schedule=true", "swap_space=4"]
+    )
+    assert options.resolve().overlap_scheduling is False
+    assert [each.split(" ")[0] for each in caplog.messages] == ["enforce_eager", "swap_space"]
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [("--num-speculative-tokns=3", "--num-speculative-tokens"),
+     ("--enforce-egaer", "--enforce-eager"),
+     ("--speculative-num-step", "--speculative-num-steps"),
+     ("--max-num-seq", "--max-num-seqs")],
+)  # fmt: skip
+def test_a_misspelt_option_of_another_engine(outrider_cli, model, option, meant):
+    result = outrider_cli("check", model, option)
+    assert result.exit_code == 2
+    assert f"(Possible options: {meant}" in " ".join(result.stderr.replace("│", " ").split())

@@ -42,7 +42,7 @@ def test_results_that_cannot_be_written_are_found_first(outrider_cli, model, tmp
 @pytest.mark.parametrize("command", ["serve", "check", "bench"])
 def test_help_on_a_narrow_terminal_names_options_in_full(outrider_cli, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = outrider_cli(command, "--help", color=False).stdout
+    shown = outrider_cli(command, "--help-all", color=False).stdout
     assert "--spec-ngram-map-k4v-min-hits" in shown
     assert "--enable-prefix-caching" in shown
     assert "…" not in shown

@@ -44,6 +44,27 @@ def test_one_key_as_an_option_or_a_variable(monkeypatch):
         AccessOptions(api_key=[""]).apply(section)
 
 
+def test_who_may_operate_a_server_of_the_command() -> None:
+    """One key alone monitors, although the command has a key of its own; several do not."""
+    section = read_args({"model": "m"})[1]
+
+    def rights(key: str, **options: list[str]) -> tuple[bool, bool]:
+        given, own = AccessOptions(**options).apply(section)
+        access = Access(given.access)
+        assert access.identify(f"Bearer {own}").is_admin
+        found = access.identify(f"Bearer {key}")
+        return found.is_admin, found.may_monitor
+
+    assert rights("a", api_key=["a"]) == (False, True)
+    assert rights("a", api_key=["a", "b"]) == (False, False)
+    assert rights("a", api_key=["a"], admin_key=["c"]) == (False, False)
+    assert rights("c", api_key=["a"], admin_key=["c"]) == (True, True)
+    assert rights("c", admin_key=["c"]) == (True, True)
+    for field, keys in (("admin_key: it is empty", [""]), ("admin_key: it is also", ["a"])):
+        with pytest.raises(ConfigError, match=field):
+            AccessOptions(api_key=["a"], admin_key=keys).apply(section)
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [

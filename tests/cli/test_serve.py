@@ -152,3 +152,25 @@ def _wait_until_ready(server: subprocess.Popen, url: str, said: list[str]) -> No
             pass
         time.sleep(0.5)
     raise AssertionError("the server did not come up")
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (("-tp", 5), "tensor_parallel_size"),
+        (("--max-model-len", 10**6), "max_model_len"),
+        (("--chat-template", "{% if %}"), "chat_template"),
+        (("--tokenizer", "/nowhere"), "tokenizer"),
+        (("--drafter", "no_such:Drafter"), "speculative_config.drafter"),
+        (("--device", "cuda"), "device"),
+        (("--num-kv-blocks", 2, "--max-model-len", 100), "num_kv_blocks"),
+        (("--speculative-config", '{"method": "eagle", "model": "/nowhere"}'),
+         "speculative_config"),
+    ],
+)  # fmt: skip
+def test_what_files_show_is_found_before_ray_starts(outrider_cli, target, monkeypatch, args, field):
+    monkeypatch.setattr("outrider.cli.session.find_ray", lambda _: None)
+    monkeypatch.setattr("outrider.cli.session.start_ray", lambda *_, **__: pytest.fail("too late"))
+    result = outrider_cli("serve", target, "--port", 18431, *args)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"error: {field}")

@@ -33,7 +33,7 @@ def test_tensorrt_llms_yaml(tmp_path):
     assert config.speculative_config == NGramConfig(
         max_draft_len=3,
         max_matching_ngram_size=4,
-        is_public_pool=True,
+        pool_scope="tenant",
         is_use_oldest=False,
     )
 
@@ -134,7 +134,7 @@ HEAD = {"decoding_type": "Eagle", "speculative_model": "h"}
 PAIRS = [  # two keys of a section that do not go together, and which of them is named
     ({**NGRAM, "lossy": True}, "lossy"),
     ({**NGRAM, "posterior_alpha": 0.5}, "posterior_alpha"),
-    ({**NGRAM, "is_public_pool": True, "pool_scope": "cluster"}, "is_public_pool"),
+    ({**NGRAM, "pool_scope": "cluster", "is_public_pool": True}, "is_public_pool"),
     ({**NGRAM, "pool_snapshot": "x"}, "pool_snapshot"),
     ({"decoding_type": "NGramSimple", "ngram_size_n": 9, "ngram_size_m": 8}, "ngram_size_m"),
     ({"decoding_type": "NGramMapK4V", "max_draft_len": 4, "draft_min": 5}, "draft_min"),
@@ -156,7 +156,7 @@ PAIRS = [  # two keys of a section that do not go together, and which of them is
     ({**HEAD, "max_total_draft_tokens": 5}, "max_total_draft_tokens"),
     ({**HEAD, "decoding_type": "Medusa", "num_medusa_heads": 2, "max_draft_len": 3},
      "max_draft_len"),
-    ({**HEAD, "decoding_type": "ReDrafter", "beam_width": 3, "redrafter_num_beams": 3},
+    ({**HEAD, "decoding_type": "ReDrafter", "redrafter_num_beams": 3, "beam_width": 3},
      "beam_width"),
     ({"decoding_type": "Compose", "members": [NGRAM], "mode": "merge", "keep_order": True},
      "keep_order"),

@@ -22,6 +22,7 @@ from outrider.training import options as training_options
 OF_RULES = {key for keys in RULE_KEYS.values() for key in keys}
 READ_OTHERWISE = {
     *("lossy", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice", "spec_key"),
+    "engine_key",
     "spec_type",
     *cli_options._LookupFields.model_fields,
     *OF_RULES,

@@ -119,15 +119,36 @@ class Site:
     def script(self, code: str, *args: Any) -> Any:
         return self.browser.execute_script(code, *args)
 
-    def open(self) -> None:
+    def open(self, fragment: str = "") -> None:
         self.browser.get("about:blank")
-        self.browser.get(self.url)
+        self.browser.get(self.url + fragment)
         until(lambda: self.text("#state") != "connecting")
 
-    def run(self, button: str = "#run", max_tokens: int = 30) -> None:
-        field = self.one("#max_tokens")
+    def reset(self) -> None:
+        """Opens the page as for a first visit, set to send completions of a text."""
+        self.open()
+        self.script("localStorage.clear()")
+        self.open()
+        self.choose("#kind", "completion")
+
+    def choose(self, selector: str, value: str) -> None:
+        """Takes an option of a list."""
+        self.one(f'{selector} option[value="{value}"]').click()
+
+    def write(self, selector: str, text: str) -> None:
+        field = self.one(selector)
         field.clear()
-        field.send_keys(str(max_tokens))
+        field.send_keys(text)
+
+    def picture(self, name: str) -> None:
+        """Keeps what is seen, if OUTRIDER_SCREENSHOTS names a folder."""
+        folder = os.environ.get("OUTRIDER_SCREENSHOTS")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.browser.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+    def run(self, button: str = "#run", max_tokens: int = 30) -> None:
+        self.write("#max_tokens", str(max_tokens))
         count = len(self.all("#history tbody tr"))
         self.one(button).click()
         more = 2 if button == "#compare" else 1

@@ -1,4 +1,4 @@
-"""A head's attention over dense copies of the context, which shares no code with the operations."""
+"""A head's attention over dense copies of the context; shares no kernel with the operations."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.drafters.heads.protocol import Attend, Frontier, on
 from outrider.scheduler.types import StepInput, Verdict
-from outrider.workers.attention import SdpaAttention
 from outrider.workers.head import HeadService
-from outrider.workers.head_attention import committed
+from outrider.workers.head_attention import PagedAttend, committed
+from outrider.workers.ops import PlannedOps, ReferenceOps
 
 
 def attend_densely(head: HeadService) -> None:
     """Replaces the attention of a head whose layers are modules."""
 
     def attention(step: StepInput) -> Attend:
-        planned, first = SdpaAttention(step, head._cache), head.first_layer
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            return planned.attend(first + layer, query, key, value, scale)
-
-        return attend
+        planned, cache = PlannedOps(ReferenceOps()), head._cache
+        return PagedAttend(planned, planned.plan(step, cache), cache, head.first_layer)
 
     def draft_attention(step: StepInput, verdict: Verdict, ends: Frontier) -> DraftAttention:
         return DraftAttention(step, verdict, ends, head, head.head.room)

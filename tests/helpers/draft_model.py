@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from outrider.drafters.protocol import Drafted, DraftStep
+from outrider.drafters.protocol import Drafted, DraftStep, Outcomes, Preparation
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.types import ints
-from outrider.tests.helpers.toy import VOCAB, next_token
+from outrider.tests.helpers.toy import VOCAB, continuation, next_token
 from outrider.workers.seats import Seats
 
 
@@ -45,8 +45,11 @@ class TokenCacheDraftModel:
     def draft(self, step: DraftStep) -> Drafted:
         if self.dead:
             raise WorkerDiedError("gone")
+        if step.preparation is not None:
+            return self._prepare(step, step.preparation)
         known, budgets = self.seats.expand(step.plan), step.plan.max_nodes
-        assert len(known.token_ids) <= self.max_num_batched_tokens
+        num_masks = 0 if step.mask_token is None else int(np.maximum(budgets - 1, 0).sum())
+        assert len(known.token_ids) + num_masks <= self.max_num_batched_tokens
         self.num_tokens += len(known.token_ids)
         self.slots[known.slot_mapping] = known.token_ids
         chains = []
@@ -64,10 +67,37 @@ class TokenCacheDraftModel:
                 chain.append(token)
                 prefix += (token,)
                 if depth + 1 < budgets[row]:  # the last one is never fed back
-                    self.slots[self._slots(table, end + depth, end + depth + 1)] = token
+                    read = token if step.mask_token is None else step.mask_token
+                    self.slots[self._slots(table, end + depth, end + depth + 1)] = read
             chains.append(chain)
         starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])])
-        return Drafted(ints(sum(chains, [])), ints(starts), None)
+        return Drafted(ints(sum(chains, [])), ints(starts), None, step=step.plan.step)
+
+    def _prepare(self, step: DraftStep, preparation: Preparation) -> Drafted:
+        """True continuations behind every number of accepted nodes, and some wrong ones."""
+        known = self.seats.expand(step.plan)
+        assert len(known.token_ids) <= self.max_num_batched_tokens
+        self.slots[known.slot_mapping] = known.token_ids
+        table, chains = [], []
+        for row in range(known.num_seqs):
+            nodes = known.draft_tokens[known.draft_start[row] : known.draft_start[row + 1]].tolist()
+            end = int(known.context_lens[row] + known.query_lens[row]) - len(nodes)
+            prefix = tuple(self.slots[self._slots(known.block_tables[row], 0, end)].tolist())
+            assert any(whole[:end] == prefix for whole in self.prefixes), "the cache is stale"
+            for accepted in range(min(len(nodes) + 1, int(preparation.num_outcomes[row]))):
+                room = min(preparation.depth, int(preparation.reach[row]) - accepted - 1)
+                if room <= 0:
+                    continue
+                wrong = self.random.random() < 0.3
+                text = (*prefix, *nodes[:accepted])
+                table.append((row, accepted, next_token(text), 0))
+                text += (next_token(text),)
+                chain = [self.random.randrange(VOCAB)] if wrong else []
+                chains.append([*chain, *continuation((*text, *chain), room - len(chain))])
+        outcomes = Outcomes(*ints(table).reshape(-1, 4).T)
+        starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])])
+        tokens = ints(sum(map(list, chains), []))
+        return Drafted(tokens, ints(starts), None, step=step.plan.step, outcomes=outcomes)
 
     def revive(self) -> bool:
         if self.dead:
@@ -104,3 +134,37 @@ def text_despite_failures(loop: Loop, paused: int | None = None) -> tuple[int, .
         if not loop.scheduler.has_work:
             break
     return text
+
+
+class FaultyDraftModel(TokenCacheDraftModel):
+    """Answers late, twice, out of order or never; dies and comes back empty."""
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        super().__init__(num_blocks, seed)
+        self.faults = random.Random(seed)
+        self.old: list[Drafted] = []  # answers to earlier requests
+        self.drafted: Drafted | None = None  # to the open request
+
+    def answer(self, timeout_s: float) -> Drafted | None:
+        if self.faults.random() < 0.05:
+            self.dead = True
+            raise WorkerDiedError("gone")
+        if self.drafted is None:
+            self.drafted = self.draft(self.asked[0])
+        kind = self.faults.random()
+        if kind < 0.25:
+            return None
+        if kind < 0.5 and self.old:
+            return self.faults.choice(self.old)
+        self.old.append(self.drafted)
+        self.asked.clear()
+        drafted, self.drafted = self.drafted, None
+        return drafted
+
+    def revive(self) -> bool:
+        if self.dead and self.faults.random() < 0.5:
+            return False
+        if self.dead:
+            self.asked.clear()
+            self.drafted = None
+        return super().revive()

@@ -6,8 +6,12 @@ from outrider.drafters import head_drafters
 from outrider.tests.helpers.engines import complete, engine_of
 
 
-def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, **options):
-    """Every (text, tokens, parents) that was drafted, and the engine's statistics."""
+def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, chances=None, **options):
+    """Every (text, tokens, parents) that was drafted, and the engine's statistics.
+
+    Args:
+        chances: a list that takes each draft's estimates.
+    """
     texts = {str(index): list(prompt) for index, prompt in enumerate(prompts)}
     seen = []
     observe = head_drafters.Colocated.observe
@@ -21,6 +25,8 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, **opti
                 assert drafts.lens[row] == len(texts[request_id])
                 item = (list(texts[request_id]), drafts.tokens[span].tolist())
                 seen.append((*item, drafts.parents[span].tolist()))
+                if chances is not None:
+                    chances.append(drafts.chances[span].tolist())
         observe(self, batch, verdict)
 
     with monkeypatch.context() as patch, engine_of(target, speculative, **options) as engine:

@@ -186,6 +186,31 @@ class Reference(Trees):
         return torch.full((len(self.t["t2d"]),), -math.inf).index_put((ids_of,), logs)
 
 
+class MaskReference(Reference):
+    """All that follows the last row reads masks, not what was guessed."""
+
+    @torch.no_grad()
+    def after(self, text, path):
+        token = next(
+            self.config[key]
+            for key in ("pard_token", "mask_token_id", "ptd_token_id")
+            if key in self.config
+        )
+        masked, count = self.t["mask_hidden"].reshape(1, -1), len(path)
+        fused = [masked]
+        if "fc_norm.0.weight" in self.t:
+            parts = masked.chunk(3, -1)
+            fused = [rms(part, self.t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        feature = torch.cat(fused, -1) @ self.t["fc.weight"].T
+        features = torch.cat([self.features(text[:-1]), feature.expand(count, -1)])
+        _, logits = self.run(features, [*text[1:], *[token] * count])
+        logs = logits[-1].log_softmax(-1)
+        if "d2t" not in self.t:
+            return logs
+        ids_of = torch.arange(len(logs)) + self.t["d2t"]
+        return torch.full((len(self.t["t2d"]),), -math.inf).index_put((ids_of,), logs)
+
+
 LLAMA4 = {
     "architectures": ["EagleLlama4ForCausalLM"],
     "model_type": "llama4_text",

@@ -34,15 +34,19 @@ def losses_of(method, target, tokens, weights):
     return method.loss(windows, target.states(windows.tokens, method.capture), target)
 
 
-def reference_of(target: str, folder: Path, version: int, capture=None) -> Reference:
+def reference_of(
+    target: str, folder: Path, version: int, capture=None, kind: type[Reference] = Reference
+) -> Reference:
     config = json.loads((folder / "config.json").read_text())
-    return Reference(target, config, load_file(folder / "model.safetensors"), version, capture)
+    return kind(target, config, load_file(folder / "model.safetensors"), version, capture)
 
 
-def check_serving(method, folder: Path, model: str, reference: Reference, monkeypatch) -> None:
+def check_serving(
+    method, folder: Path, model: str, reference: Reference, monkeypatch, kind: str = "Eagle"
+) -> None:
     """A chain that the engine drafts is the one that training sees at that row."""
     method.export(folder)
-    section = {"decoding_type": "Eagle", "speculative_model": str(folder), "max_draft_len": 4}
+    section = {"decoding_type": kind, "speculative_model": str(folder), "max_draft_len": 4}
     seen, _ = drafts_seen(monkeypatch, model, section, PROMPTS, max_tokens=20)
     target, drafted = loaded(model), set()
     for text, tokens, _ in seen[:12]:

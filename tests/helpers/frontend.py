@@ -85,6 +85,7 @@ def limits() -> Any:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
         drafter="fake",
+        drafters=("fake", "other"),
     )
 
 
@@ -107,6 +108,7 @@ class FakeEngine:
         self.error: str | None = None
         self.refuse: Exception | None = None
         self.pause_s = 0.0
+        self.num_resets = 0  # of the prefix cache
         self.logprob: Callable[[Request], float] = lambda request: -0.5
         self._running: dict[str, tuple[Request, Any, list[int], int]] = {}
         self._lock = threading.RLock()
@@ -171,10 +173,12 @@ class FakeEngine:
         if self.dead:
             raise EngineDeadError("the engine is down: test")
 
-    check_ready = check
-
     def reconfigure(self, speculative: dict[str, Any]) -> None:
         self.reconfigured = speculative
+
+    def reset_prefix_cache(self) -> None:
+        self.check()
+        self.num_resets += 1
 
     def shutdown(self) -> None:
         self._closed = True
@@ -267,6 +271,7 @@ def _prompt_logprobs(request: Request) -> Logprobs | None:
         -np.arange(1, count, dtype=np.float32),
         ints(np.tile(ids, (count - 1, 1))),
         np.tile(values, (count - 1, 1)).astype(np.float32),
+        np.full(count - 1, 1 + top, dtype=np.int32),
     )
 
 

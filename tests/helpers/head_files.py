@@ -190,11 +190,8 @@ def joined_first(tensors: Tensors, seed: int = 0) -> Tensors:
     return changed | {"eh_proj.weight": eye + noise}
 
 
-def write_eagle(folder: Path, config: dict, tensors: Tensors, *, pickled: bool = False) -> str:
+def write_eagle(folder: Path, config: dict, tensors: Tensors) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     return str(folder)

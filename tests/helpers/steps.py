@@ -7,7 +7,6 @@ from itertools import combinations, product
 import numpy as np
 import torch
 
-from outrider.scheduler.types import SamplingRows, StepInput, ints
 from outrider.workers.ops.protocol import Norm
 from outrider.workers.ops.reference import ReferenceOps
 
@@ -46,52 +45,6 @@ def assert_norms(ops, dtype, size, scale=1.0):
                 assert_close(mine, theirs)
                 assert_close(found, expected, scale)
                 assert before is not None or found is mine
-
-
-def step_of(rng, lengths, trees, block_size):
-    """A step over shuffled blocks: (context, chunk) per sequence, and each one's parents."""
-    counts = [len(parents) for parents in trees]
-    query_lens = np.array([chunk + count for (_, chunk), count in zip(lengths, counts)])
-    contexts = np.array([context for context, _ in lengths])
-    max_blocks = int((contexts + query_lens).max()) // block_size + 2
-    num_blocks = max_blocks * len(lengths)
-    tables = rng.permutation(num_blocks).reshape(len(lengths), max_blocks).astype(np.int32)
-    positions, slots = [], []
-    for (context, chunk), parents, table in zip(lengths, trees, tables):
-        own = list(range(context, context + chunk))
-        root = own[-1]
-        for parent in parents:
-            own.append((root if parent < 0 else own[chunk + parent]) + 1)
-        index = np.arange(context, context + len(own))
-        positions += own
-        slots += (table[index // block_size] * block_size + index % block_size).tolist()
-    starts = np.concatenate([[0], np.cumsum(query_lens)])
-    zeros, num = np.zeros(len(lengths), np.float32), len(lengths)
-    sampling = SamplingRows(
-        zeros, ints(zeros), zeros + 1, zeros, np.zeros(num, np.int64), ints(zeros), ints(zeros) - 1
-    )
-    step = StepInput(
-        step=1,
-        token_ids=ints(np.zeros(starts[-1])),
-        positions=ints(positions),
-        slot_mapping=ints(slots),
-        query_start=ints(starts),
-        context_lens=ints(contexts),
-        block_tables=tables,
-        samples=np.ones(num, np.bool_),
-        draft_tokens=ints(np.zeros(sum(counts))),
-        draft_parents=ints([parent for parents in trees for parent in parents]),
-        draft_start=ints(np.concatenate([[0], np.cumsum(counts)])),
-        draft_probs=None,
-        rows=ints(np.arange(starts[-1])),
-        kv_moves=ints(np.zeros((0, 2))),
-        sampling=sampling,
-    )
-    return step, num_blocks
-
-
-def random_tree(rng, num_nodes):
-    return [int(rng.integers(-1, node)) for node in range(num_nodes)]
 
 
 def covering(axes: dict[str, tuple], strength: int, seed: int = 0) -> list[dict]:

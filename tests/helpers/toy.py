@@ -153,7 +153,8 @@ def _scores(scored: PromptRows | None) -> Logprobs | None:
     if scored is None:
         return None
     top = np.zeros((len(scored.rows), scored.top), dtype=np.float32)
-    return Logprobs(scored.next_tokens.astype(np.float32), top.astype(np.int32), top)
+    values = scored.next_tokens.astype(np.float32)
+    return Logprobs(values, top.astype(np.int32), top, scored.next_tokens)
 
 
 def _path(draft: Draft, node: int) -> list[int]:

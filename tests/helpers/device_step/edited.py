@@ -66,4 +66,5 @@ def _check(ops, rng, rows, sampling, device, shape) -> None:
             found = values[at[row], : 1 + num_top].numpy()
             known = np.concatenate([best.chosen[row : row + 1], best.top[row, :num_top]])
             np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-5)
-            assert ids[at[row], :num_top].tolist() == best.top_ids[row, :num_top].tolist()
+            wanted_ids = [best.ranks[row], *best.top_ids[row, :num_top]]
+            assert ids[at[row], : 1 + num_top].tolist() == wanted_ids

@@ -43,7 +43,8 @@ class InProcessTarget:
         num_draft_nodes: int = 0,
         vocab: int = 0,  # 0: requests with penalties and the like take the host path
     ) -> None:
-        sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab)
+        has_chances = bool(num_draft_nodes) and head.head.has_chances
+        sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab, has_chances)
         rule, sizes = make_rule("coupled"), sizes if on_device else None
         self.service = TargetService(model, num_blocks, BLOCK, rule, head, sizes)
         self.posted: list[Verdict | PendingReply | None] = []

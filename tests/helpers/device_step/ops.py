@@ -152,8 +152,8 @@ def _penalise(
 def logprobs(
     logits: Tensor,  # [num_rows, vocab], unedited
     tokens: Tensor,  # [num_rows] int32, drawn
-) -> tuple[Tensor, Tensor]:  # values [num_rows, 1 + MAX_TOP] float32, ids [num_rows, MAX_TOP] int32
-    """Log-probabilities of the drawn token and of the most likely, best first.
+) -> tuple[Tensor, Tensor]:  # each [num_rows, 1 + MAX_TOP]: float32, int32
+    """Log-probabilities of the drawn token and of the most likely, its rank and their ids.
 
     Ties go to the lower id; columns beyond the vocabulary are unspecified.
     """
@@ -161,7 +161,11 @@ def logprobs(
     top = min(MAX_TOP, logits.shape[1])
     ids = raw.topk(top, dim=1).indices.sort(dim=1).values
     best, order = raw.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    values = torch.cat([raw.gather(1, tokens.long()[:, None]), best], dim=1)
+    chosen = tokens.long()[:, None]
+    own = raw.gather(1, chosen)
+    is_lower = torch.arange(logits.shape[1], device=logits.device) < chosen
+    ranks = 1 + ((raw > own) | ((raw == own) & is_lower)).sum(1, keepdim=True)
+    values = torch.cat([own, best], dim=1)
     missing = (0, MAX_TOP - top)
-    ids = ids.gather(1, order).to(torch.int32)
+    ids = torch.cat([ranks, ids.gather(1, order)], dim=1).to(torch.int32)
     return pad(values, missing), pad(ids, missing)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outrider.config import (
+    DFlashConfig,
+    DSparkConfig,
     Eagle3Config,
     EagleConfig,
     MedusaConfig,
     MTPConfig,
+    PEagleConfig,
     ReDrafterConfig,
 )
+from outrider.tests.helpers.dflash import write_kind
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
     medusa_tensors,
@@ -27,12 +33,20 @@ DYNAMIC = {
     "max_draft_len": 3,
     "max_total_draft_tokens": 9,
 }
+BEST = {"shape": "tree", "max_draft_len": 3, "max_total_draft_tokens": 9}
 # By case: section, options of its files, keys of the section.
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "chain": (Eagle3Config, {"draft_vocab": 80}, {"max_draft_len": 4}),
     "fixed": (EagleConfig, {"num_layers": 2}, {"eagle_choices": NODES}),
     "dynamic": (Eagle3Config, {"draft_vocab": 80}, DYNAMIC),
+    "masks": (PEagleConfig, {"draft_vocab": 80}, {"max_draft_len": 4}),
+    "masks-grown": (PEagleConfig, {}, DYNAMIC),
+    "masks-best": (PEagleConfig, {"draft_vocab": 80}, BEST),
+    "block": (DFlashConfig, {"kind": "plain"}, {"max_draft_len": 4}),
+    "block-selected": (DFlashConfig, {"kind": "selected"}, {"max_draft_len": 4}),
+    "block-markov": (DSparkConfig, {"kind": "markov"}, {"max_draft_len": 4}),
     "one-pass": (MedusaConfig, {}, {"medusa_choices": NODES[:5]}),
+    "one-pass-best": (MedusaConfig, {}, {"shape": "tree", "num_medusa_heads": 2}),
     "modules": (MTPConfig, {}, {"max_draft_len": 4}),
     "beams": (ReDrafterConfig, {}, {"max_draft_len": 3, "redrafter_num_beams": 3}),
 }
@@ -45,9 +59,16 @@ def section_of(case: tuple[Any, dict[str, Any], dict[str, Any]], target: Path, f
         path = str(target)
     elif section is ReDrafterConfig:
         path = write_redrafter(folder, redrafter_tensors(str(target)))
+    elif "kind" in options:
+        path = write_kind(folder, str(target), options["kind"])
     elif section is MedusaConfig:
         path = write_medusa(folder, medusa_tensors(str(target), 2), "safetensors")
     else:
-        version = 3 if section is Eagle3Config else 1
-        path = write_eagle(folder, *eagle_tensors(str(target), version, **options))
+        version = 1 if section is EagleConfig else 3
+        config, tensors = eagle_tensors(str(target), version, **options)
+        if section is PEagleConfig:
+            config["pard_token"] = 95
+            noise = torch.randn(1, tensors["fc.weight"].shape[1], generator=torch.manual_seed(0))
+            tensors["mask_hidden"] = noise
+        path = write_eagle(folder, config, tensors)
     return section(speculative_model=path, **keys)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters import head_drafters
+from outrider.tests.helpers.dflash import write_kind
 from outrider.tests.helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
@@ -33,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3-dynamic": {"max_draft_len": 3, **DYNAMIC},
     "redrafter": {"redrafter_num_beams": 3, "max_draft_len": 3},
     "mtp": {"max_draft_len": 3},
+    "dflash": {"max_draft_len": 3},
+    "dspark": {"max_draft_len": 3},
 }
 LEAVING = {"medusa-tree": "distributed", "eagle1-tree": "socket", "mtp": "socket"}
 
@@ -45,6 +48,8 @@ def write_shapes(six: str, folder: Path) -> dict[str, tuple[str, dict[str, Any]]
     redrafter = write_redrafter(folder / "redrafter", redrafter_tensors(six, rnn=True))
     kinds = {"medusa": ("Medusa", medusa), "eagle1": ("Eagle", one), "eagle3": ("Eagle3", three)}
     kinds["redrafter"] = ("ReDrafter", redrafter)
+    kinds["dflash"] = ("DFlash", write_kind(folder / "dflash", six, "plain"))
+    kinds["dspark"] = ("DSpark", write_kind(folder / "dspark", six, "markov"))
     modules = Made(folder / "mtp", "llama", 3)
     sections = {}
     for shape, fields in SHAPES.items():
@@ -115,15 +120,18 @@ def separate(section: dict[str, Any], **fields) -> dict[str, Any]:
     return {**section, "placement": "separate", "draft_timeout_s": 30, **fields}
 
 
-def assert_same_drafts(one: Seen, other: Seen, num_levels: int = 0) -> None:
+def assert_same_drafts(
+    one: Seen, other: Seen, num_levels: int = 0, least_share: float = 0.8
+) -> None:
     """Where both guessed, they guessed alike; one may have had less room.
 
     Args:
         num_levels: of a beam search, which ends earlier where no sequence of the step has room for
             a whole path; the paths that have survived until then are others. 0: it is none.
+        least_share: of the drafts, which both must have made.
     """
     both = one.drafts.keys() & other.drafts.keys()
-    assert len(both) > 0.8 * max(len(one.drafts), len(other.drafts)) > 16
+    assert len(both) > least_share * max(len(one.drafts), len(other.drafts)) > 16
     for key in both:
         depths = [min(seen.largest[key], num_levels) for seen in (one, other)]
         if depths[0] != depths[1]:
