@@ -86,10 +86,9 @@ class Resume(Strict):
     num_tokens: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
 
 
-class SharedFields(Strict):
-    """What completions, chats and responses have in common; None is the default everywhere."""
+class SamplingFields(Strict):
+    """What every body that generates has under the same names; None is the default everywhere."""
 
-    model: str | None = None  # None: the model served
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -99,13 +98,19 @@ class SharedFields(Strict):
     frequency_penalty: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: Annotated[str | list[str] | None, at_most(MAX_STOPS)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256)  # a part of the answer's id
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=256)  # the prefix cache is shared within one salt
     speculation: Speculation = Speculation()  # frozen
+
+
+class SharedFields(SamplingFields):
+    """What completions, chats and responses have in common."""
+
+    model: str | None = None  # None: the model served
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOPS)] = None
 
 
 class JsonSchema(Strict):

@@ -18,7 +18,7 @@ from .....scheduler.sampling import MAX_STOPS, shown_value
 from .. import chat
 from ..generation import Generation
 from ..parse import MANY, Strict, at_most, renamed
-from ..protocol import ChatBody, Speculation, ToolName, Tools
+from ..protocol import ChatBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
 
@@ -261,31 +261,15 @@ class ConversationBody(Strict):
                 yield from _user(message.content)
 
 
-class MessagesBody(ConversationBody):
-    """`POST /v1/messages`."""
+class MessagesBody(ConversationBody, SamplingFields):
+    """`POST /v1/messages`; penalties and what else Anthropic lacks are our extensions."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], at_most(MAX_STOPS)] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
     inference_geo: None = None
-    # Our extensions, as everywhere.
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field("", max_length=256)
-    speculation: Speculation = Speculation()
 
     @property
     def hides_thinking(self) -> bool:
@@ -396,11 +380,6 @@ _NAMES = (
     (r"^messages\.\d+", "messages"),  # results and the system's text have messages of their own
     (r"\bstop\b", "stop_sequences"),
 )
-_SAME = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "min_tokens", "ignore_eos", "priority", "cache_salt"),
-    *("max_tokens", "speculation"),
-)
 
 
 def add(generation: Generation, body: MessagesBody, request_id: str) -> None:
@@ -417,7 +396,8 @@ def add(generation: Generation, body: MessagesBody, request_id: str) -> None:
 
 def as_chat(body: MessagesBody) -> ChatBody:
     """The chat request that gives the same text."""
-    settings = {**body.conversation(), **{name: getattr(body, name) for name in _SAME}}
+    same = ("max_tokens", *(SamplingFields.model_fields.keys() - {"stream", "request_id"}))
+    settings = {**body.conversation(), **{name: getattr(body, name) for name in same}}
     settings["stop"] = body.stop_sequences
     wanted = body.output_config.format if body.output_config is not None else None
     if wanted is not None:
