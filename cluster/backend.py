@@ -91,10 +91,10 @@ class RayBackend(Backend):
 
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
         """On one node, with a CPU for each; elsewhere the target chooses node and memory first."""
-        from .rank_actors import needs, single_node_cpus
+        from .rank_actors import accelerator, needs, single_node_cpus
 
         asked = [(spec.size, *needs(spec, resources)) for spec in specs]
-        if any(gpus for _, _, gpus in asked) or resources.accelerator_type is not None:
+        if any(gpus for _, _, gpus in asked) or any(accelerator(each, resources) for each in specs):
             return False
         return sum(size * cpus for size, cpus, _ in asked) <= single_node_cpus()
 

@@ -36,6 +36,12 @@ _SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has t
 _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def accelerator(spec: WorkerSpec, resources: ResourcesConfig) -> str | None:
+    """Ray's name of the GPU that the group's nodes have to have."""
+    drafts = spec.target is None or spec.head_target is not None
+    return (drafts and resources.drafter_accelerator_type) or resources.accelerator_type
+
+
 def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
     """CPUs and GPUs of one rank."""
     on_gpu = spec.device == "cuda" or (
@@ -64,7 +70,7 @@ def place(
     """
     cpus, gpus = needs(spec, resources)
     bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
-    kind = resources.accelerator_type
+    kind = accelerator(spec, resources)
     if kind is not None:  # Ray's nodes have a resource of that name
         bundle[f"accelerator_type:{kind}"] = 0.001
     bundles = [dict(bundle or {"CPU": 0.001}) for _ in range(spec.size)]

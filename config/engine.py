@@ -28,6 +28,8 @@ class ResourcesConfig(Strict):
     """GPUs of a worker; default: 1 on CUDA, 0 on a CPU."""
     accelerator_type: str | None = Field(None, min_length=1)
     """Ray's name of the GPU that every worker needs: H100."""
+    drafter_accelerator_type: str | None = Field(None, min_length=1)
+    """The same for the workers of a separate drafter: L4; default: `accelerator_type`."""
     threads_per_worker: int | None = Field(None, ge=1)
     """Threads of a worker; default: cores / workers of the node."""
     spin_s: float = Field(0.002, ge=0, le=0.1)

@@ -69,6 +69,7 @@ def test_free_memory_of_a_node_or_its_container(tmp_path, monkeypatch, files, le
         (2, {"CPU": 8.0}, {}, False),  # the target's ranks are to share a node
         (1, {"CPU": 8.0, "GPU": 4.0}, {}, False),  # the target measures its memory first
         (1, {"CPU": 8.0}, {"accelerator_type": "H200"}, False),
+        (1, {"CPU": 8.0}, {"drafter_accelerator_type": "L4"}, False),
         (1, {"CPU": 2.0}, {"cpus_per_worker": 0.5}, True),
     ],
 )
@@ -79,6 +80,10 @@ def test_groups_start_at_once_where_none_takes_what_another_needs(
     monkeypatch.setattr("ray.nodes", lambda: [dead, *[{"Alive": True}] * num_nodes])
     monkeypatch.setattr("ray.available_resources", lambda: free)
     monkeypatch.setattr("ray.cluster_resources", lambda: free)
-    specs = [SimpleNamespace(size=size, device="auto") for size in (2, 1)]
+    kinds = [(2, "target"), (1, None)]
+    specs = [
+        SimpleNamespace(size=size, device="auto", target=target, head_target=None)
+        for size, target in kinds
+    ]
     resources = ResourcesConfig(**section)
     assert backend.RayBackend().can_start_at_once(specs, resources) == at_once

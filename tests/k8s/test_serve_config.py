@@ -129,7 +129,7 @@ def test_every_worker_gets_an_ingress_and_the_head_nothing(path: Path) -> None:
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
     asked = deployments(path)
     assert asked["Ingress"]["max_replicas_per_node"] == 1
-    assert asked["Ingress"]["num_replicas"] == sum(group["replicas"] for group in groups)
+    assert asked["Ingress"]["num_replicas"] == sum(map(manifests.num_pods, groups))
     for needs in asked.values():
         assert needs["num_cpus"] > 0
 
@@ -172,7 +172,7 @@ def test_replicas_and_ranks_find_room(path: Path) -> None:
         Pod(offer["CPU"], offer["GPU"])
         for group in manifests.workers(manifests.load(path))
         for offer in [manifests.ray_resources(group)]
-        for _ in range(group["replicas"])
+        for _ in range(manifests.num_pods(group))
     ]
     asked = deployments(path)
     for pod in pods:

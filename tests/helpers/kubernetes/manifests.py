@@ -47,6 +47,12 @@ def workers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return groups(manifest)[1:]
 
 
+def num_pods(group: dict[str, Any]) -> int:
+    """Pods of a worker group: a replica of several hosts is a pod on each."""
+    count: int = group["replicas"] * group.get("numOfHosts", 1)
+    return count
+
+
 def ray_container(group: dict[str, Any]) -> dict[str, Any]:
     """The container that KubeRay starts Ray in: the first."""
     return group["template"]["spec"]["containers"][0]
