@@ -40,6 +40,10 @@ def check(
     import yaml
 
     if file is not None:
+        if file.suffix == ".safetensors" or (file.name == "config.json" and _is_part(file)):
+            raise ConfigError.at(
+                "config", f"{file} is part of a checkpoint; give its folder, {file.parent}"
+            )
         given = {"model": str(file)} if file.is_dir() else {"config": file}
         engine = engine.model_copy(update=given)
     config = engine.resolve()
@@ -60,6 +64,11 @@ def check(
     if load:
         _load(config)
     note("The configuration is sound.")
+
+
+def _is_part(file: Path) -> bool:
+    """Whether weights lie beside a configuration."""
+    return any(file.parent.glob("*.safetensors"))
 
 
 def _load(config: EngineConfig) -> None:

@@ -30,7 +30,9 @@ def reason(error: BaseException, where: object) -> str:
     """Why the files at `where` cannot be read: `error`'s text, or that their code is not run."""
     text = str(error).strip() or type(error).__name__
     if not any(mark in text for mark in _MARKS):
-        return text
+        if isinstance(error, KeyError):
+            return f"unknown name {text}"
+        return " ".join(text.split("\n\n")[0].split())  # how to update follows
     return (
         f"{str(where)!r} brings Python code of its own (auto_map), which is not run; read the "
         "code, then set trust_remote_code: true to allow it"

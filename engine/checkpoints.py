@@ -99,6 +99,30 @@ def load_tokenizer(config: EngineConfig) -> Any:
         return AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = reason(error, path).splitlines()[0]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        check_tokenizer_files(Path(path))
+        why = reason(error, path)
+        if why.endswith(":") or " one of: " in why:  # a list of ways, all of which failed
+            why = "it has no tokenizer.json, and no files that make one"
         raise CheckpointError.at("tokenizer", f"none can be loaded from {path!r}: {why}") from None
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raises `CheckpointError` where a tokenizer is not there, or its files are damaged."""
+    from tokenizers import Tokenizer
+
+    from ..workers.model.checkpoint.hub import read_mapping, unreadable
+
+    if not folder.exists():
+        raise CheckpointError.at("tokenizer", f"{str(folder)!r} does not exist")
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    try:
+        read_mapping(file.parent / "tokenizer_config.json")
+    except CheckpointError as error:
+        raise CheckpointError.at("tokenizer", error.message) from None
+    if not file.is_file():
+        return  # one of another kind, which transformers reads
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001, it raises nothing narrower
+        raise CheckpointError.at("tokenizer", unreadable(file, error)) from None

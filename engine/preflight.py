@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, OutriderError
-from .chat.template import read_template
-from .checkpoints import resolved, trust
+from .chat.template import check_stored_template, read_template
+from .checkpoints import check_tokenizer_files, resolved, trust
 
 if TYPE_CHECKING:
     import torch
@@ -65,13 +65,24 @@ def check_files(
     Raises:
         ConfigError, CheckpointError: as `preflight`.
     """
+    from ..workers.model.checkpoint.hub import INDEX_NAME, read_mapping
+
     with _noting(errors):
         if config.num_kv_blocks is not None:
             check_room(config.num_kv_blocks, config.block_size, config.max_model_len or 0)
+    tokenizer = Path(config.tokenizer or config.model)
     with _noting(errors):
         read_template(config.chat_template)
     with _noting(errors):
-        _check_tokenizer_file(Path(config.tokenizer or config.model))
+        if config.tokenizer is not None or tokenizer.exists():
+            check_tokenizer_files(tokenizer)
+    with _noting(errors):
+        if config.chat_template is None:
+            check_stored_template(tokenizer)
+    for field, folder in _checkpoint_folders(config):
+        for name in ("config.json", "generation_config.json", INDEX_NAME):
+            with _noting(errors), _named(field):
+                read_mapping(folder / name)
     with _noting(errors):
         if is_local and not in_full:  # which builds them as well
             _import_drafters(config)
@@ -81,19 +92,6 @@ def check_files(
 
             if not torch.cuda.is_available():
                 raise ConfigError.at("device", "'cuda' was requested but no CUDA device is visible")
-
-
-def _check_tokenizer_file(folder: Path) -> None:
-    """Raises `CheckpointError` where a folder's tokenizer.json is damaged."""
-    from tokenizers import Tokenizer
-
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not file.is_file():
-        return  # one of another kind, which transformers reads
-    try:
-        Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001, it raises nothing narrower
-        raise CheckpointError.at("tokenizer", f"{file} cannot be read: {error}") from None
 
 
 def preflight(
@@ -120,7 +118,7 @@ def preflight(
             drafter's table or snapshot that is damaged or another vocabulary's, a drafter that
             cannot be imported or built or lacks a method; names the field.
     """
-    from ..workers.model.info import outline
+    from ..workers.model.info import FIELD, outline
 
     config = resolved(config)
     size, path = config.tensor_parallel_size, Path(config.model)
@@ -132,6 +130,7 @@ def preflight(
     if target is None:  # go on with what does not depend on the number of ranks
         with suppress(ConfigError):
             target = outline(path, **trust(config))
+            config = config.model_copy(update={FIELD: 1})
     if target is None:
         return {}
     with _noting(errors):
@@ -160,7 +159,10 @@ def _check_models(
     serving = Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size
-        target, kv_bytes = check_weights(path, size, serving, **trust(config))
+        try:
+            target, kv_bytes = check_weights(path, size, serving, **trust(config))
+        except CheckpointError as error:
+            raise _as_given(path, error) from None
     facts: dict[str, Any] = {}
     if target is not None:
         facts = _facts(config, target, device, kv_bytes)
@@ -187,8 +189,24 @@ def _noting(errors: list[ConfigError] | None) -> Iterator[None]:
     except ConfigError as error:
         if errors is None:
             raise
-        if error.message not in [each.message for each in errors]:
+        if not any(
+            each.field == error.field and each.message.endswith(_reason(error)) for each in errors
+        ):
             errors.append(error)
+
+
+def _reason(error: ConfigError) -> str:
+    """The message without its field."""
+    return error.message.removeprefix(f"{error.field}: ")
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Puts `field` in front of the error of a checkpoint's file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError.at(field, error.message) from None
 
 
 def _facts(
@@ -337,6 +355,8 @@ def _check_frontend(config: EngineConfig, target: ModelOutline, *, renders: bool
     """
     from .frontend import Frontend
 
+    if config.chat_template is None:
+        check_stored_template(Path(config.tokenizer or config.model))
     frontend = Frontend(config, target)
     if not frontend.has_chat_template or not (renders or config.chat_template is not None):
         return
@@ -410,6 +430,19 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
                 "no draft model: set the decoding_type of its method"
             )
         raise CheckpointError.at(field, f"{error.message}{hint}") from None
+
+
+def _as_given(folder: Path, error: CheckpointError) -> CheckpointError:
+    """The error of a target's weights, which may be those of a head."""
+    from ..drafters.heads.load import has_head_tensors
+
+    if error.field != "model" or not has_head_tensors(folder):
+        return error
+    return CheckpointError.at(
+        "model",
+        f"{str(folder)!r} holds the tensors of a head, which drafts for a target: name the target "
+        "here, and this folder in speculative_config.speculative_model",
+    )
 
 
 def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
@@ -513,6 +546,17 @@ def head_sections(config: EngineConfig) -> list[HeadConfig]:
             field = f"{prefix}speculative_model"
             raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
         found.append(section)
+    return found
+
+
+def _checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
+    """The folders of target, draft models and heads, and the keys that name them."""
+    found = [("model", Path(config.model))]
+    for prefix, section in _sections(config):
+        if isinstance(section, DraftModelConfig):
+            found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
+        elif isinstance(section, HeadConfig):
+            found.append((f"{prefix}speculative_model", section.folder_beside(config.model)))
     return found
 
 

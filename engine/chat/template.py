@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InvalidRequestError
+from ...errors import CheckpointError, ConfigError, InvalidRequestError
 
 Message = dict[str, Any]
 
@@ -26,6 +26,11 @@ def read_template(template: str | None) -> str | None:
             template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError.at("chat_template", f"cannot read {template!r}: {error}") from None
+    _check_syntax(template)
+    return template
+
+
+def _check_syntax(template: str, where: str = "") -> None:
     import jinja2
 
     try:
@@ -33,8 +38,36 @@ def read_template(template: str | None) -> str | None:
     except jinja2.TemplateSyntaxError as error:
         # `{% generation %}` is transformers' own tag; only it knows that.
         if "generation" not in str(error):
-            raise ConfigError.at("chat_template", f"line {error.lineno}: {error.message}") from None
-    return template
+            why = f"{where}line {error.lineno}: {error.message}"
+            raise ConfigError.at("chat_template", why) from None
+
+
+def check_stored_template(folder: Path) -> None:
+    """Raises `ConfigError` where the template in a tokenizer's folder is none, by field."""
+    from ...workers.model.checkpoint.hub import read_mapping
+
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            stored: Any = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError.at("chat_template", f"cannot read {str(file)!r}: {error}") from None
+    else:
+        file = folder / "tokenizer_config.json"
+        try:
+            stored = read_mapping(file).get("chat_template")
+        except CheckpointError as error:
+            raise CheckpointError.at("tokenizer", error.message) from None
+    if stored is None:
+        return
+    try:  # several have names
+        texts = [each["template"] for each in stored] if isinstance(stored, list) else [stored]
+    except (TypeError, LookupError):
+        texts = [None]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ConfigError.at("chat_template", f"{file} has one that is no text: {text!r}")
+        _check_syntax(text, f"{file}: ")
 
 
 def template_of(tokenizer: Any) -> str:

@@ -67,6 +67,70 @@ def test_damaged_weights(outrider_cli, copy, target, damage, named):
     refused(outrider_cli("generate", "-m", copy, *LOCAL, "x"), "model", named)
 
 
+def changed(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "field", "named"),
+    [
+        ("config.json", b"", "model", "it is empty"),
+        ("config.json", b"[]", "model", "must hold a mapping"),
+        ("config.json", b'{"a":', "model", "line 1 column 6"),
+        ("config.json", b"\xff\xfe", "model", "can't decode"),
+        ("config.json", {"model_type": "nonesuch"}, "model", "`nonesuch`"),
+        ("config.json", {"hidden_size": "many"}, "model", "expected int"),
+        ("config.json", {"hidden_size": -160}, "model", "negative"),
+        ("config.json", {"hidden_act": "wibble"}, "model", "unknown name 'wibble'"),
+        ("config.json", {"rope_scaling": {"rope_type": "wibble"}}, "model", "'wibble'"),
+        ("generation_config.json", b"{", "model", "generation_config.json"),
+        ("generation_config.json", {"eos_token_id": "end"}, "model", "no token id: 'end'"),
+        ("generation_config.json", {"temperature": "hot"}, "generation_config", "a number"),
+        ("tokenizer.json", None, "tokenizer", "no tokenizer.json"),
+        ("tokenizer.json", b"{}", "tokenizer", "Model missing"),
+        ("tokenizer_config.json", b"{", "tokenizer", "tokenizer_config.json"),
+        ("tokenizer_config.json", b"[1]", "tokenizer", "must hold a mapping"),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}, "chat_template", "line 1"),
+        ("tokenizer_config.json", {"chat_template": 7}, "chat_template", "no text: 7"),
+        ("tokenizer_config.json", {"chat_template": [7]}, "chat_template", "no text: None"),
+        ("model.safetensors.index.json", b'{"weight_map": []}', "model", "'weight_map'"),
+        ("model.safetensors", b"version https://git-lfs\n", "model", "git lfs pull"),
+    ],
+)  # fmt: skip
+def test_every_file_of_a_folder(outrider_cli, copy, file, content, field, named):
+    """One fault is one error, without a traceback, and on one line."""
+    if content is None:
+        (copy / file).unlink()
+    elif isinstance(content, dict):
+        changed(copy / file, **content)
+    else:
+        (copy / file).write_bytes(content)
+    result = outrider_cli("check", copy)
+    refused(result, f"{field}: ", named)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_fault_does_not_hide_those_of_other_files(outrider_cli, copy, target):
+    changed(copy / "config.json", vocab_size=77)
+    args = ("--tensor-parallel-size", 3, "--tokenizer", "/nowhere", "--max-model-len", 10**7)
+    result = outrider_cli("check", copy, *args)
+    fields = [line.split(": ")[1].partition("=")[0] for line in result.stderr.splitlines()]
+    assert fields == ["tokenizer", "tensor_parallel_size", "max_model_len", "model"]
+    (copy / "config.json").write_text("{")
+    result = outrider_cli("check", target, "--draft-model", copy, "--chat-template", "{% if %}")
+    assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
+        "chat_template", "speculative_config.speculative_model"
+    ]  # fmt: skip
+
+
+def test_a_part_of_a_checkpoint_and_a_head_are_no_target(outrider_cli, copy, model):
+    for name in ("config.json", "model.safetensors"):
+        refused(outrider_cli("check", copy / name), "config", f"give its folder, {copy}")
+    head = outrider_cli("check", model.parent / "eagle3")
+    assert "model: " in head.stderr
+    assert "the tensors of a head, which drafts for a target" in head.stderr
+
+
 def test_a_head_is_no_draft_model(outrider_cli, target, copy):
     settings = json.loads((copy / "config.json").read_text())
     settings |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,3 +175,26 @@ def test_what_files_show_is_found_before_ray_starts(outrider_cli, target, monkey
     result = outrider_cli("serve", target, "--port", 18431, *args)
     assert result.exit_code == 1, result.output
     assert result.stderr.splitlines()[-1].startswith(f"error: {field}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "field"),
+    [
+        ("config.json", b"{", "model"),
+        ("generation_config.json", b"[]", "model"),
+        ("tokenizer.json", b"{", "tokenizer"),
+        ("tokenizer_config.json", b"[]", "tokenizer"),
+        ("chat_template.jinja", b"{% for m in messages %}", "chat_template"),
+        ("model.safetensors", b"", "model"),
+    ],
+)
+def test_a_damaged_file_is_found_before_ray_starts(
+    outrider_cli, tmp_path, model, monkeypatch, file, content, field
+):
+    monkeypatch.setattr("outrider.cli.session.find_ray", lambda _: None)
+    monkeypatch.setattr("outrider.cli.session.start_ray", lambda *_, **__: pytest.fail("too late"))
+    folder = shutil.copytree(model, tmp_path / "copy")
+    (folder / file).write_bytes(content)
+    result = outrider_cli("serve", folder, "--port", 18431)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"error: {field}: ")

@@ -144,7 +144,7 @@ def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fal
                 attn_implementation=ATTENTION,
                 trust_remote_code=trust_remote_code,
             )
-    except (ValueError, ImportError, AttributeError) as error:
+    except Exception as error:  # models raise anything on values that make none
         raise CheckpointError(
             f"{config.model_type!r} is not a causal language model that can be served: "
             f"{reason(error, config.name_or_path)}"

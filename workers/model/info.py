@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
-from .checkpoint.hub import require_checkpoint
+from .checkpoint.hub import read_mapping, require_checkpoint
 from .checkpoint.quantised_formats import find_format
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    read_mapping(path / "config.json")
     try:
         config = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -64,17 +65,21 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_eos(path: Path, config: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation configuration's, else the model's."""
-    eos = None
-    if (path / "generation_config.json").is_file():
-        from transformers import GenerationConfig
+    """Tokens that end a text: the generation configuration's, else the model's.
 
-        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    Raises:
+        CheckpointError: they are no token ids.
+    """
+    file = "generation_config.json"
+    eos = read_mapping(path / file).get("eos_token_id")
     if eos is None:
-        eos = getattr(config, "eos_token_id", None)
+        file, eos = "config.json", getattr(config, "eos_token_id", None)
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    tokens = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(isinstance(each, int) for each in tokens):
+        raise CheckpointError(f"{path / file}: eos_token_id is no token id: {eos!r}")
+    return tokens
 
 
 Range = tuple[int, int]

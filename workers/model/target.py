@@ -56,13 +56,14 @@ def fitting_sources(
             f"the tensors of {str(path)!r} do not fit its config.json: "
             f"missing {_some(missing)}, surplus {_some(surplus)}"
         )
-    for name, empty in wanted.items():
-        shape, expected = sources[name].shape, tuple(empty.shape)
-        if shape != expected:
-            raise CheckpointError(
-                f"tensor {name!r} of {str(path)!r} has shape {list(shape)}, "
-                f"its config.json wants {list(expected)}"
-            )
+    others = [name for name in wanted if sources[name].shape != tuple(wanted[name].shape)]
+    if others:
+        name = others[0]
+        more = f", and {len(others) - 1} more tensors differ" if len(others) > 1 else ""
+        raise CheckpointError(
+            f"tensor {name!r} of {str(path)!r} has shape {list(sources[name].shape)}, "
+            f"its config.json wants {list(wanted[name].shape)}{more}"
+        )
     return {name: sources[name] for name in wanted}
 
 

@@ -6,9 +6,11 @@ Hub's cache, the same commit is fetched into the cache of the rank's own node.
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ....config.hub import is_hub_id, only_pickled
 from ....errors import CheckpointError
@@ -124,9 +126,38 @@ def check_whole(folder: Path, field: str = "model") -> None:
             with safe_open(file, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise CheckpointError.at(
-                field, f"{file} cannot be read, it may be truncated: {error}"
-            ) from None
+            raise CheckpointError.at(field, unreadable(file, error)) from None
+
+
+_LFS = b"version https://git-lfs"
+
+
+def unreadable(file: Path, error: BaseException) -> str:
+    """Why a file of a checkpoint is not what its name says: `error`, or that Git left it out."""
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(_LFS)) == _LFS:
+            return f"{file} is a pointer of Git LFS, not the file; `git lfs pull` fetches it"
+    return f"{file} cannot be read, it may be truncated: {error}"
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """What one of a checkpoint's JSON files holds; no such file: nothing.
+
+    Raises:
+        CheckpointError: it is not JSON, or no mapping of keys.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        why = "it is empty" if not error.doc.strip() else str(error)
+        raise CheckpointError(unreadable(file, ValueError(why))) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(unreadable(file, error)) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} must hold a mapping of keys")
+    return data
 
 
 def has_safetensors(path: Path) -> bool:

@@ -7,7 +7,6 @@ read piece by piece.
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ....errors import CheckpointError
-from .hub import INDEX_NAME, PICKLED, PICKLED_INDEX, has_safetensors, require_checkpoint
+from .hub import (
+    INDEX_NAME,
+    PICKLED,
+    PICKLED_INDEX,
+    has_safetensors,
+    read_mapping,
+    require_checkpoint,
+    unreadable,
+)
 from .quantised import make_source
 from .quantised_formats import find_format
 
@@ -232,11 +239,10 @@ class Checkpoint:
     def _read_index(self) -> dict[str, str]:
         index = self.path / (PICKLED_INDEX if self._is_pickled else INDEX_NAME)
         if index.is_file():
-            try:
-                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise CheckpointError(f"{index} is not an index: {error}") from error
-            for name in sorted(set(weight_map.values())):
+            weight_map = read_mapping(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{index} is not an index: it has no mapping 'weight_map'")
+            for name in sorted({str(each) for each in weight_map.values()}):
                 if not (self.path / name).is_file():
                     raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
             return weight_map
@@ -255,9 +261,7 @@ class Checkpoint:
             try:
                 self._files[name] = safe_open(self.path / name, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{self.path / name} cannot be read, it may be truncated: {error}"
-                ) from error
+                raise CheckpointError(unreadable(self.path / name, error)) from error
         return self._files[name]
 
 
