@@ -170,20 +170,20 @@ class DeviceHead:
 
         def from_whole(read: Tensor, level: int) -> Tensor:
             flat = read.flatten(0, 1)
-            own, rows = service.logits_of_own_rows(flat), slice(None)
+            own = service.logits_of_own_rows(flat)
             if own is None:
                 logits = service.draft_logits(flat)
                 return from_logits(logits.unflatten(0, read.shape[:2]), level)
             begin = service.collective.rank * len(own)
             rows = slice(begin, begin + len(own))
-            whole = service.over_vocabulary(own.float(), ids)
             positions, settings = rows_of(level, read.shape[1])
-            drawn = ops.draw_on_device(whole, positions[rows], settings.take(rows)).long()
+            given = (positions[rows], settings.take(rows), ids)
+            drawn = ops.draw_on_device(own.float(), *given).long()
             return service.collective.all_gather(drawn, dim=0).view(num_drafts, -1)
 
         def from_logits(logits: Tensor, level: int) -> Tensor:
-            whole = service.over_vocabulary(logits.flatten(0, 1).float(), ids)
-            drawn = ops.draw_on_device(whole, *rows_of(level, logits.shape[1]))
+            flat = logits.flatten(0, 1).float()
+            drawn = ops.draw_on_device(flat, *rows_of(level, logits.shape[1]), ids)
             return drawn.long().view(num_drafts, -1)
 
         return (from_parts if shape.sampler is Sampler.PLAIN else from_whole), from_logits

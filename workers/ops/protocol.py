@@ -232,9 +232,10 @@ class DeviceOps(Ops, Protocol):
 
     def draw_on_device(
         self,
-        logits: Tensor,  # [num_rows, vocab] float32
+        logits: Tensor,  # [num_rows, width] float32
         positions: Tensor,  # [num_rows]
         settings: DeviceSettings,  # of the rows
+        tokens: Tensor | None = None,  # [width] int64, ascending, of the columns; None: the same
     ) -> Tensor:  # [num_rows] int32
         """One token per row with the target's noise, as `workers/verify/sample.py` defines it."""
 

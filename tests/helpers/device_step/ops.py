@@ -34,8 +34,8 @@ class TensorOps(ReferenceOps):
 
     reads_device_only = True
 
-    def draw_on_device(self, logits, positions, settings):
-        return draw_by_tensors(logits, positions, settings)
+    def draw_on_device(self, logits, positions, settings, tokens=None):
+        return draw_by_tensors(logits, positions, settings, tokens)
 
     def gumbel_argmax_on_device(self, logits, positions, settings, tokens):
         return gumbel_argmax(logits, positions, settings, tokens)
@@ -48,17 +48,20 @@ class TensorOps(ReferenceOps):
 
 
 def draw_by_tensors(
-    logits: Tensor,  # [num_rows, vocab] float32
+    logits: Tensor,  # [num_rows, width] float32
     positions: Tensor,  # [num_rows], index of the drawn token in prompt + output
     settings: DeviceSettings,
+    tokens: Tensor | None = None,  # [width] int64, ascending, of the columns; None: the same
 ) -> Tensor:  # [num_rows] int32
     """One token per row, with the target's noise; temperature 0 is the argmax."""
+    if tokens is None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
     greedy = settings.temperature < GREEDY_BELOW
     scaled = logits / torch.where(greedy, 1.0, settings.temperature)[:, None]
     cut = scaled.masked_fill(~_kept(scaled, settings), -torch.inf)
     row_keys = noise.keys(settings.seeds, positions)
-    perturbed = noise.gumbel(row_keys, logits.shape[1]) + cut
-    return torch.where(greedy[:, None], logits, perturbed).argmax(1).to(torch.int32)
+    perturbed = noise.gumbel(row_keys, tokens[None]) + cut
+    return tokens[torch.where(greedy[:, None], logits, perturbed).argmax(1)].to(torch.int32)
 
 
 def gumbel_argmax(

@@ -1,9 +1,8 @@
-"""One token per row: temperature, cuts, coupled noise and argmax in one pass over the vocabulary.
+"""One token per row: temperature, cuts, coupled noise and argmax.
 
 Settings are tensors on the device; nothing is read on the host. The noise is that of
 `workers/verify/noise.py`, bit by bit, and the tokens equal those of `workers/verify/sample.py`.
-Greedy rows compare plain logits. A row is shared by several programs; a second, small kernel takes
-the best of their winners.
+Greedy rows compare plain logits. Several programs share a row in every kernel that reads it.
 """
 
 from __future__ import annotations
@@ -18,164 +17,8 @@ from torch import Tensor
 from ...verify.device_settings import DeviceSettings
 from ...verify.process import GREEDY_BELOW, masses
 
-# -- where top-k and top-p end, exactly, without sorting the vocabulary
-#
-# Tokens are ranked by (logit, lower id first), and both limits keep a beginning of that ranking:
-# it is described by its last token's logit and id. One program per row finds the logit by
-# bisection of its bits, where a step sums what lies above; then the id, among tokens with that
-# logit. Sums of counts and of fixed-point masses are integers, so they do not depend on the order
-# of summation, and the result equals that of `workers/verify/process.py`, which sorts.
-
-_CUT_BLOCK = 4096
-
-
-@triton.jit
-def rank(logit):  # float32 -> int64
-    """An integer that grows with the logit; both zeros have the same."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _ranked(logits, begin, vocab, BLOCK: tl.constexpr):
-    """Neighbouring tokens, which of them there are, and their ranks."""
-    token = begin + tl.arange(0, BLOCK)
-    inside = token < vocab
-    return token, inside, rank(tl.load(logits + token, mask=inside, other=float("-inf")))
-
-
-@triton.jit
-def _weights(masses, token, inside, COUNT: tl.constexpr):
-    """What each token adds: one for top-k, its mass for top-p."""
-    if COUNT:
-        return inside.to(tl.int64)
-    else:
-        return tl.load(masses + token, mask=inside, other=0)
-
-
-@triton.jit
-def _above(logits, masses, level, last, vocab, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over tokens ranked above `level`, and over those at it with ids up to `last`."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, vocab, BLOCK):
-        token, inside, ranked = _ranked(logits, begin, vocab, BLOCK)
-        counted = inside & ((ranked > level) | ((ranked == level) & (token <= last)))
-        total += tl.where(counted, _weights(masses, token, inside, COUNT), 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _last_kept(logits, masses, limit, vocab, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The last token of the ranking before which less than `limit` lies: its rank and its id."""
-    low = tl.zeros([], tl.int64) - 2147483648
-    high = tl.zeros([], tl.int64) + 2147483647
-    while low < high:
-        middle = (low + high) >> 1
-        fits = _above(logits, masses, middle, -1, vocab, COUNT, BLOCK).to(tl.float64) < limit
-        low = tl.where(fits, low, middle + 1)
-        high = tl.where(fits, middle, high)
-    before = _above(logits, masses, high, -1, vocab, COUNT, BLOCK)
-    last = tl.zeros([], tl.int32) - 1
-    for begin in range(0, vocab, BLOCK):
-        token, inside, ranked = _ranked(logits, begin, vocab, BLOCK)
-        ties = inside & (ranked == high)
-        added = tl.where(ties, _weights(masses, token, inside, COUNT), 0)
-        ahead = before + tl.cumsum(added, axis=0) - added
-        kept = ties & (ahead.to(tl.float64) < limit)
-        last = tl.maximum(last, tl.max(tl.where(kept, token, -1), axis=0))
-        before += tl.sum(added, axis=0)
-    return high, last
-
-
-@triton.jit
-def _cut_kernel(
-    logits,  # [num_rows, vocab] float32, divided by the temperature
-    masses,  # [num_rows, vocab] int64
-    top_k,  # [num_rows] int32, 0 is off
-    top_p,  # [num_rows] float32, 1 is off
-    levels,  # [num_rows] int64, written
-    lasts,  # [num_rows] int32, written
-    vocab,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
-    masses += row * vocab
-    most, share = tl.load(top_k + row), tl.load(top_p + row).to(tl.float64)
-    level = tl.zeros([], tl.int64) - 2147483648
-    last = tl.zeros([], tl.int32) + vocab
-    if most > 0:
-        if most < vocab:
-            level, last = _last_kept(logits, masses, most.to(tl.float64), vocab, True, BLOCK)
-    if share < 1.0:
-        total = _above(logits, masses, level, last, vocab, False, BLOCK)
-        # The first token is kept whatever the share is: only before it lies less than 1.
-        limit = tl.maximum(share * total.to(tl.float64), 1.0)
-        other, until = _last_kept(logits, masses, limit, vocab, False, BLOCK)
-        last = tl.where(
-            other > level, until, tl.where(other == level, tl.minimum(last, until), last)
-        )
-        level = tl.maximum(level, other)
-    tl.store(levels + row, level)
-    tl.store(lasts + row, last)
-
-
-def cuts(
-    logits: Tensor,  # [num_rows, vocab] float32, divided by the temperature
-    masses: Tensor,  # [num_rows, vocab] int64, of `process.masses`
-    top_k: Tensor,  # [num_rows] int32, 0 is off
-    top_p: Tensor,  # [num_rows] float32, 1 is off
-) -> tuple[Tensor, Tensor]:  # [num_rows] int64, [num_rows] int32
-    """The rank and the id of the last token that top-k, then top-p keep."""
-    num_rows, vocab = logits.shape
-    assert logits.is_contiguous(), logits.stride()
-    assert masses.is_contiguous(), masses.stride()
-    levels = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    lasts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    block = min(_CUT_BLOCK, triton.next_power_of_2(vocab))
-    _cut_kernel[(num_rows,)](logits, masses, top_k, top_p, levels, lasts, vocab, block, num_warps=8)
-    return levels, lasts
-
-
-# The target's noise in Triton: `workers/verify/noise.py`, bit by bit.
-
-
-@triton.jit
-def _finalise(word):  # uint64, alike
-    """splitmix64's finaliser."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    return word ^ (word >> 31)
-
-
-@triton.jit
-def row_key(seed, position):  # int64, any integer -> uint64
-    """What a row's noise depends on, beside the token."""
-    key = _finalise(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
-    return _finalise(key + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
-
-
-@triton.jit
-def _hashed(key, token):  # uint64, int32 -> uint32
-    """A token's 32 bits under a row's key."""
-    low = (key & 0xFFFFFFFF).to(tl.uint32)
-    high = (key >> 32).to(tl.uint32)
-    bits = tl.mul(token.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
-    bits = tl.add(bits, low, sanitize_overflow=False)
-    bits = tl.mul(bits ^ (bits >> 16), 0x7FEB352D, sanitize_overflow=False) ^ high
-    bits = tl.mul(bits ^ (bits >> 15), 0x846CA68B, sanitize_overflow=False)
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def gumbel(key, token):  # uint64, int32 -> float32
-    """In float64, rounded once. The constants are exact in float32 too."""
-    unit = _hashed(key, token).to(tl.int32, bitcast=True).to(tl.float64) + 2147483648.0
-    unit = (unit + 0.5) * 2.3283064365386963e-10
-    return (-tl.log(-tl.log(unit))).to(tl.float32)
-
-
-# The best column of every row, found by several programs a row and a small kernel after them.
+# -- rows that several programs share, and the best column of each: a small kernel takes the best
+# of what the programs found
 
 _WINNERS_BLOCK = 1024
 _MAX_PARTS = 64
@@ -246,6 +89,265 @@ class Parts:
         return scores, columns
 
 
+# -- where top-k and top-p end, exactly, without sorting the vocabulary
+#
+# Tokens are ranked by (logit, lower id first), and both limits keep a beginning of that ranking:
+# it is described by its last token's logit and id. The logit is found by radix selection: from the
+# highest digit of its bits to the lowest, a launch per digit. Every program of a row adds up its
+# part's weights by digit, of the tokens whose higher digits are those found so far; the launch
+# after it adds the parts and so finds the digit. A last launch finds the id among equal logits.
+# Sums of counts and of fixed-point masses are integers, so they do not depend on the order of
+# summation, and the result equals that of `workers/verify/process.py`, which sorts.
+
+_CUT_BLOCK = 1024
+_DIGIT_BITS = 4
+_NUM_DIGITS = 32 // _DIGIT_BITS
+_BITS = tl.constexpr(_DIGIT_BITS)
+_DIGITS = tl.constexpr(_NUM_DIGITS)
+_BINS = tl.constexpr(1 << _DIGIT_BITS)
+_LOWEST = tl.constexpr(-(2**31))  # below the rank of every logit
+
+
+@triton.jit
+def rank(logit):  # float32 -> int64
+    """An integer that grows with the logit; both zeros have the same."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _counted(logits, begin, vocab, level, last, BLOCK: tl.constexpr):
+    """Neighbouring tokens, their ranks, and which are ranked up to the token `last` at `level`."""
+    token = begin + tl.arange(0, BLOCK)
+    inside = token < vocab
+    ranked = rank(tl.load(logits + token, mask=inside, other=float("-inf")))
+    return token, ranked, inside & ((ranked > level) | ((ranked == level) & (token <= last)))
+
+
+@triton.jit
+def _is_on(limit, vocab, COUNT: tl.constexpr):
+    """Whether top-k or top-p of that value cuts anything."""
+    if COUNT:
+        return (limit > 0) & (limit < vocab)
+    else:
+        return limit < 1.0
+
+
+@triton.jit
+def _found(
+    sums,  # [_DIGITS, num_rows, PARTS, _BINS] int64
+    states,  # [_DIGITS, num_rows, 3] int64
+    limit,
+    row,
+    number,
+    num_rows,
+    COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The first `number` digits of the last kept rank, and what lies above them; both int64.
+
+    Then the sum over all tokens, and the least sum that is not allowed before the last kept token.
+    """
+    prefix = tl.zeros([], tl.int64)
+    above = tl.zeros([], tl.int64)
+    total = tl.zeros([], tl.int64)
+    reach = limit.to(tl.float64)
+    if number > 0:
+        before = (number - 1).to(tl.int64) * num_rows + row
+        prefix = tl.load(states + before * 3)
+        above = tl.load(states + before * 3 + 1)
+        total = tl.load(states + before * 3 + 2)
+        bins, part = tl.arange(0, _BINS), tl.arange(0, PARTS)
+        of_parts = sums + (before * PARTS + part)[:, None] * _BINS + bins[None, :]
+        weights = tl.sum(tl.load(of_parts), axis=0)
+        if number == 1:
+            total = tl.sum(weights, axis=0)
+        if not COUNT:
+            # The first token is kept whatever the share is: only before it lies less than 1.
+            reach = tl.maximum(reach * total.to(tl.float64), 1.0)
+        higher = above + tl.sum(weights, axis=0) - tl.cumsum(weights, axis=0)
+        digit = _BINS - tl.sum((higher.to(tl.float64) < reach).to(tl.int32), axis=0)
+        above = tl.sum(tl.where(bins == digit, higher, 0), axis=0)
+        prefix = (prefix << _BITS) | digit.to(tl.int64)
+    return prefix, above, total, reach
+
+
+@triton.jit(do_not_specialize=["number", "num_rows"])
+def _digit_kernel(
+    logits,  # [num_rows, vocab] float32, divided by the temperature
+    masses,  # [num_rows, vocab] int64
+    limits,  # [num_rows], top-k in int32 or top-p in float32
+    levels,  # [num_rows] int64, of top-k, read by top-p
+    lasts,  # [num_rows] int32, alike
+    sums,  # [_DIGITS, num_rows, PARTS, _BINS] int64: [number] is written
+    states,  # [_DIGITS, num_rows, 3] int64: [number] is written
+    vocab,
+    number,
+    num_rows,
+    COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    limit = tl.load(limits + row)
+    if _is_on(limit, vocab, COUNT):
+        prefix, above, total, _ = _found(sums, states, limit, row, number, num_rows, COUNT, PARTS)
+        place = number.to(tl.int64) * num_rows + row
+        if part == 0:
+            tl.store(states + place * 3, prefix)
+            tl.store(states + place * 3 + 1, above)
+            tl.store(states + place * 3 + 2, total)
+        level = tl.zeros([], tl.int64) + _LOWEST
+        last = tl.zeros([], tl.int32) + vocab
+        if not COUNT:
+            level, last = tl.load(levels + row), tl.load(lasts + row)
+        shift = 32 - _BITS * (number + 1)
+        bins = tl.arange(0, _BINS)
+        weights = tl.zeros([_BINS, BLOCK], tl.int32 if COUNT else tl.int64)
+        begin, end = share(part, vocab, PARTS, BLOCK)
+        for first in range(begin, end, BLOCK):
+            token, ranked, counted = _counted(
+                logits + row * vocab, first, vocab, level, last, BLOCK
+            )
+            digits = (ranked - _LOWEST) >> shift
+            counted = counted & ((digits >> _BITS) == prefix)
+            if tl.max(counted.to(tl.int32), axis=0) > 0:
+                weight = counted.to(tl.int32)
+                if not COUNT:
+                    weight = tl.load(masses + row * vocab + token, mask=counted, other=0)
+                own = (digits & (_BINS - 1)).to(tl.int32)
+                weights += tl.where(own[None, :] == bins[:, None], weight[None, :], 0)
+        totals = tl.sum(weights, axis=1).to(tl.int64)
+        tl.store(sums + (place * PARTS + part) * _BINS + bins, totals)
+
+
+@triton.jit
+def _last_kernel(
+    logits,  # as of `_digit_kernel`, up to `states`
+    masses,
+    limits,
+    levels,  # [num_rows] int64, written
+    lasts,  # [num_rows] int32, written
+    sums,
+    states,
+    vocab,
+    COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    logits += row * vocab
+    level = tl.zeros([], tl.int64) + _LOWEST
+    last = tl.zeros([], tl.int32) + vocab
+    if not COUNT:
+        level, last = tl.load(levels + row), tl.load(lasts + row)
+    limit = tl.load(limits + row)
+    if _is_on(limit, vocab, COUNT):
+        number = tl.zeros([], tl.int32) + _DIGITS
+        key, above, _, reach = _found(sums, states, limit, row, number, num_rows, COUNT, PARTS)
+        place = ((_DIGITS - 1) * num_rows + row) * PARTS
+        part = tl.arange(0, PARTS)
+        weights = tl.load(sums + (place + part) * _BINS + (key & (_BINS - 1)))
+        each = tl.zeros([], tl.int64) + 1  # equal logits have equal masses
+        if not COUNT:
+            of_part = tl.min(tl.where(weights > 0, part, PARTS - 1), axis=0)
+            begin, end = share(of_part, vocab, PARTS, BLOCK)
+            for first in range(begin, end, BLOCK):
+                token, ranked, counted = _counted(logits, first, vocab, level, last, BLOCK)
+                ties = counted & (ranked - _LOWEST == key)
+                mass = tl.load(masses + row * vocab + token, mask=ties, other=0)
+                each = tl.maximum(each, tl.max(mass, axis=0))
+        num_ties = weights // each
+        low = tl.zeros([], tl.int64)
+        high = tl.sum(num_ties, axis=0)
+        while low < high:  # how many of them are kept
+            middle = (low + high) >> 1
+            fits = (above + middle * each).to(tl.float64) < reach
+            low = tl.where(fits, middle + 1, low)
+            high = tl.where(fits, high, middle)
+        until = tl.cumsum(num_ties, axis=0)
+        of_part = tl.minimum(tl.sum((until < low).to(tl.int32), axis=0), PARTS - 1)
+        seen = tl.sum(tl.where(part < of_part, num_ties, 0), axis=0)
+        begin, end = share(of_part, vocab, PARTS, BLOCK)
+        found = tl.zeros([], tl.int32) - 1
+        for first in range(begin, end, BLOCK):
+            token, ranked, counted = _counted(logits, first, vocab, level, last, BLOCK)
+            ties = (counted & (ranked - _LOWEST == key)).to(tl.int64)
+            kept = (ties > 0) & (seen + tl.cumsum(ties, axis=0) <= low)
+            found = tl.maximum(found, tl.max(tl.where(kept, token, -1), axis=0))
+            seen += tl.sum(ties, axis=0)
+        level, last = key + _LOWEST, found
+    tl.store(levels + row, level)
+    tl.store(lasts + row, last)
+
+
+def cuts(
+    logits: Tensor,  # [num_rows, vocab] float32, divided by the temperature
+    masses: Tensor,  # [num_rows, vocab] int64, of `process.masses`
+    top_k: Tensor,  # [num_rows] int32, 0 is off
+    top_p: Tensor,  # [num_rows] float32, 1 is off
+    num_processors: int,
+) -> tuple[Tensor, Tensor]:  # [num_rows] int64, [num_rows] int32
+    """The rank and the id of the last token that top-k, then top-p keep."""
+    num_rows, vocab = logits.shape
+    assert logits.is_contiguous(), logits.stride()
+    assert masses.is_contiguous(), masses.stride()
+    levels = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    lasts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    block = min(_CUT_BLOCK, triton.next_power_of_2(vocab))
+    parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
+    sums = masses.new_empty((_NUM_DIGITS, num_rows, parts, 1 << _DIGIT_BITS))
+    states = masses.new_empty((_NUM_DIGITS, num_rows, 3))
+    for limits, counts in ((top_k, True), (top_p, False)):
+        kept = (logits, masses, limits, levels, lasts, sums, states, vocab)
+        for number in range(_NUM_DIGITS):
+            _digit_kernel[(num_rows, parts)](
+                *kept, number, num_rows, counts, parts, block, num_warps=8
+            )
+        _last_kernel[(num_rows,)](*kept, counts, parts, block, num_warps=8)
+    return levels, lasts
+
+
+# -- the target's noise: `workers/verify/noise.py`, bit by bit
+
+
+@triton.jit
+def _finalise(word):  # uint64, alike
+    """splitmix64's finaliser."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return word ^ (word >> 31)
+
+
+@triton.jit
+def row_key(seed, position):  # int64, any integer -> uint64
+    """What a row's noise depends on, beside the token."""
+    key = _finalise(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    return _finalise(key + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _hashed(key, token):  # uint64, int32 -> uint32
+    """A token's 32 bits under a row's key."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    bits = tl.mul(token.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    bits = tl.add(bits, low, sanitize_overflow=False)
+    bits = tl.mul(bits ^ (bits >> 16), 0x7FEB352D, sanitize_overflow=False) ^ high
+    bits = tl.mul(bits ^ (bits >> 15), 0x846CA68B, sanitize_overflow=False)
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def gumbel(key, token):  # uint64, int32 -> float32
+    """In float64, rounded once. The constants are exact in float32 too."""
+    unit = _hashed(key, token).to(tl.int32, bitcast=True).to(tl.float64) + 2147483648.0
+    unit = (unit + 0.5) * 2.3283064365386963e-10
+    return (-tl.log(-tl.log(unit))).to(tl.float32)
+
+
+# -- draws with cuts
+
 _COLDEST = tl.constexpr(GREEDY_BELOW)
 
 
@@ -257,7 +359,8 @@ def _draw_kernel(
     temperature,  # [num_rows] float32
     floors,  # [num_rows] float32, least logit that min-p keeps
     levels,  # [num_rows] int64, rank of the last token that is kept
-    lasts,  # [num_rows] int32, its id
+    lasts,  # [num_rows] int32, its column
+    tokens,  # [vocab] int64, or None: a column is its token
     best,  # [num_rows, PARTS] float32, written
     winners,  # [num_rows, PARTS] int32, written
     vocab,
@@ -280,7 +383,10 @@ def _draw_kernel(
         ranked = rank(value)
         kept = inside & (value >= floor)
         kept = kept & ((ranked > level) | ((ranked == level) & (token <= last)))
-        noise = tl.where(greedy, 0.0, gumbel(key, token))
+        drawn = token
+        if tokens is not None:
+            drawn = tl.load(tokens + token, mask=inside, other=0).to(tl.int32)
+        noise = tl.where(greedy, 0.0, gumbel(key, drawn))
         score = tl.where(kept, noise + value, float("-inf"))
         highest, winner = better(score, begin, highest, winner)
     tl.store(best + row * PARTS + part, highest)
@@ -288,9 +394,13 @@ def _draw_kernel(
 
 
 def draw(
-    logits: Tensor, positions: Tensor, settings: DeviceSettings, num_processors: int
+    logits: Tensor,
+    positions: Tensor,
+    settings: DeviceSettings,
+    tokens: Tensor | None,
+    num_processors: int,
 ) -> Tensor:
-    """As `DeviceOps.draw_on_device`; rows without any candidate draw token 0."""
+    """As `DeviceOps.draw_on_device`; rows without any candidate draw the first token."""
     num_rows, vocab = logits.shape
     if not num_rows:
         return logits.new_empty(0, dtype=torch.int32)
@@ -299,12 +409,13 @@ def draw(
     floors = logits.amax(1) / heat + settings.min_p.double().log().float()
     parts = Parts.of(logits, num_processors)
     logits = logits.contiguous() / heat[:, None]
-    levels, lasts = cuts(logits, masses(logits), settings.top_k, settings.top_p)
+    levels, lasts = cuts(logits, masses(logits), settings.top_k, settings.top_p, num_processors)
     _draw_kernel[(num_rows, parts.num_parts)](
-        logits, settings.seeds, positions, settings.temperature, floors, levels, lasts, parts.best,
-        parts.winners, vocab, parts.num_parts, parts.block,
+        logits, settings.seeds, positions, settings.temperature, floors, levels, lasts, tokens,
+        parts.best, parts.winners, vocab, parts.num_parts, parts.block,
     )  # fmt: skip
-    return parts.merged()[1]
+    columns = parts.merged()[1]
+    return columns if tokens is None else tokens[columns.long()].to(torch.int32)
 
 
 # -- the best score of each row over a part of the vocabulary, without cuts. A draw by temperature

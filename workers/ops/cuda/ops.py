@@ -114,8 +114,14 @@ class CudaOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         return gumbel_argmax(logits, positions, settings, tokens, self.num_processors)
 
-    def draw_on_device(self, logits: Tensor, positions: Tensor, settings: DeviceSettings) -> Tensor:
-        return draw(logits, positions, settings, self.num_processors)
+    def draw_on_device(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        settings: DeviceSettings,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        return draw(logits, positions, settings, tokens, self.num_processors)
 
 
 @triton.jit

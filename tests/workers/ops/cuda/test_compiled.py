@@ -8,6 +8,10 @@ and what they would launch is compiled instead.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,33 +42,92 @@ TARGETS = {
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
+class Compiler:
+    """Compiles what a launch would compile: as a launch does, for arguments that are 1, and for
+    those and addresses that are multiples of 16. Every variant of a kernel is compiled once."""
+
+    def __init__(self, name: str) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        backend, arch, warp, self.room = TARGETS[name]
+        self.target = GPUTarget(backend, arch, warp)
+        self.backend = make_backend(self.target)
+        self.launches: list[str] = []
+        self.variants: dict[tuple, object] = {}  # by name and specialisation
+
+    def run(self, kernel, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        assert not kwargs, kwargs
+        variant = [self._special(*pair) for pair in zip(kernel.params, args, strict=True)]
+        key = (kernel.__name__, tuple(map(str, variant)), tuple(options.items()))
+        self.launches.append(kernel.__name__)
+        if key not in self.variants:
+            self.variants[key] = self._compiled(kernel, variant, options)
+
+    def _special(self, param, value) -> tuple:
+        """A type, then what is known about the value; a constant as the value of "constexpr"."""
+        if param.is_constexpr or value is None:
+            return "constexpr", value
+        if isinstance(value, torch.Tensor):
+            return f"*{TYPES[value.dtype]}", "D" if value.data_ptr() % 16 == 0 else ""
+        if isinstance(value, float):
+            return "fp32", ""
+        if not param.do_not_specialize:
+            if value == 1:
+                return "constexpr", 1
+            if value % 16 == 0 and not param.do_not_specialize_on_alignment:
+                return "i32", "D"
+        return "i32" if -(2**31) <= value < 2**31 else "i64", ""
+
+    def _compiled(self, kernel, variant, options):
+        from triton.compiler import ASTSource
+
+        signature, constants, attrs = {}, {}, {}
+        for index, (param, (kind, known)) in enumerate(zip(kernel.params, variant)):
+            signature[param.name] = kind
+            if kind == "constexpr":
+                constants[param.name] = known
+            elif known:
+                attrs[index,] = self.backend.parse_attr(known)
+        source = ASTSource(kernel, signature, constants, attrs)
+        made = triton.compile(source, target=self.target, options=options)
+        shared = made.metadata.shared
+        assert shared <= self.room, (kernel.__name__, shared)
+        return made
+
+    def of(self, name: str) -> list:
+        """The variants of a kernel, in the order of their first launches."""
+        return [made for key, made in self.variants.items() if key[0] == name]
+
+
 @pytest.fixture(params=TARGETS)
-def compiled(request, monkeypatch):
-    """Compiles in place of launching; the names of the kernels that were."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def compiler(request, monkeypatch):
     from triton.runtime.jit import JITFunction
 
-    backend, arch, warp, room = TARGETS[request.param]
-    found = []
+    made = Compiler(request.param)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: made.run(*args, **kwargs))
+    return made
 
-    def run(self, *args, grid, warmup, **kwargs):
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        signature, constants = {}, {}
-        for param, value in zip(self.params, args, strict=True):
-            if param.is_constexpr or value is None:
-                signature[param.name], constants[param.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[param.name] = f"*{TYPES[value.dtype]}"
-            else:
-                signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-        source = ASTSource(fn=self, signature=signature, constexprs=constants)
-        kernel = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
-        assert kernel.metadata.shared <= room, (self.__name__, kernel.metadata.shared)
-        found.append(self.__name__)
 
-    monkeypatch.setattr(JITFunction, "run", run)
-    return found
+@pytest.fixture
+def compiled(compiler):
+    """Compiles in place of launching; the names of the kernels that would be launched."""
+    return compiler.launches
+
+
+def resources(made) -> dict[str, int]:
+    """Registers of a thread, bytes of its stack and spilled bytes, as the assembler reports."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(made.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
+    assert found, text
+    return {name: int(value) for name, value in found}
 
 
 def launch_attention(spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False):
@@ -110,15 +173,24 @@ def test_attention_over_latents(compiled):
         launch_attention(latent, chunk, 4)
 
 
-def test_draws(compiled):
+def test_draws(compiler, compiled):
     from outrider.workers.ops.cuda.draw import draw
     from outrider.workers.verify.device_settings import DeviceSettings
 
     ones = torch.ones(2)
     seeds, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     settings = DeviceSettings(seeds, ones, positions, ones, ones)
-    draw(torch.zeros(2, 128_000), positions, settings, 132)
-    assert len(compiled) == 3
+    for tokens in (None, torch.arange(128_000)):
+        draw(torch.zeros(2, 128_000), positions, settings, tokens, 132)
+    # Of top-k and of top-p: eight digits of four bits, and the last token. Then the draw.
+    assert compiled[:20] == (["_digit_kernel"] * 8 + ["_last_kernel"]) * 2 + [
+        "_draw_kernel", "_merge_kernel"
+    ]  # fmt: skip
+    assert len(compiler.of("_digit_kernel")) == 2
+    if compiler.target.arch == 90:
+        for made in compiler.variants.values():
+            used = resources(made)
+            assert used["STACK"] == used["LOCAL"] == 0, (made.metadata.name, used)
 
 
 def test_contests(compiled):

@@ -41,7 +41,7 @@ def check_tokens(logits, cases, seed=0):
 def kept_by_kernel(logits, cases):
     """Which tokens top-k and top-p leave in each row."""
     _, top_k, top_p, _ = (torch.from_numpy(column) for column in settings_of(cases))
-    levels, lasts = cuts(logits, masses(logits), top_k, top_p)
+    levels, lasts = cuts(logits, masses(logits), top_k, top_p, 4)
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
     ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     tokens = torch.arange(logits.shape[1])
@@ -65,28 +65,28 @@ LIMITS = [
 ]
 
 
-def enumerate_cuts(rows, limits):
-    cases = list(product(rows, limits))
+def check_cuts(cases):
+    """`cases`: pairs of a row of logits and its limits."""
     logits = torch.tensor([row for row, _ in cases], dtype=torch.float32)
     settings = [limit for _, limit in cases]
     assert torch.equal(kept_by_kernel(logits, settings), kept_by_process(logits, settings))
 
 
-def test_cuts_of_all_ties_of_three_tokens():
-    rows = list(product((0.0, -0.0, 0.7, -INF), repeat=3))
-    enumerate_cuts(rows[::6], LIMITS[::7])
+def test_cuts_of_ties_of_three_tokens():
+    rows = product((0.0, -0.0, 0.7, -INF), repeat=3)
+    check_cuts(list(product(rows, LIMITS))[::97])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_cuts_of_every_row_of_four_tokens():
-    enumerate_cuts(list(product((0.0, 0.7, -1.1, -INF), repeat=4)), LIMITS)
+    check_cuts(list(product(product((0.0, 0.7, -1.1, -INF), repeat=4), LIMITS)))
 
 
 def test_cuts_of_a_vocabulary_in_several_blocks():
     torch.manual_seed(0)
-    logits = torch.randn(4, 5000) * 3
-    logits[2] = logits[2].round()  # many ties
+    logits = torch.randn(4, 2600) * 3
+    logits[2] = logits[2].round()  # many ties, in two parts
     logits[3, 10:] = -INF
     cases = [(1.0, 50, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 700, 0.6, 0.0), (1.0, 20, 0.99, 0.0)]
     assert torch.equal(kept_by_kernel(logits, cases), kept_by_process(logits, cases))
@@ -124,15 +124,31 @@ def test_edges():
         check_tokens(logits, [limit] * 6)
 
 
+def test_draws_over_a_part_of_the_vocabulary():
+    """As over the whole, where the other tokens have no chance."""
+    rng = np.random.default_rng(3)
+    ids = torch.from_numpy(np.sort(rng.permutation(900)[:300]))
+    logits = torch.from_numpy(rng.normal(size=(5, 300)) * 2).float().round(decimals=1)
+    whole = torch.full((5, 900), -INF).index_copy_(1, ids, logits)
+    columns = settings_of(
+        [(heat, 0, 0.8, 0.0) for heat in (0.0, 0.7, 1.0)]
+        + [(1.0, 7, 1.0, 0.0), (2.0, 500, 0.9, 0.1)]
+    )
+    seeds, positions = torch.from_numpy(rng.integers(0, 2**63, 5)), torch.arange(5).int()
+    settings = DeviceSettings(seeds, *(torch.from_numpy(column) for column in columns))
+    wanted = draw(whole, positions, DrawSettings(seeds, *columns))
+    assert torch.equal(OPS.draw_on_device(logits, positions, settings, ids), wanted)
+
+
 def test_ranks_order_floats():
     values = torch.tensor([-INF, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3.4e38, INF])
-    masses_of = torch.zeros(1, len(values), dtype=torch.int64)
-    for count in range(1, len(values)):
-        top_k = torch.tensor([count], dtype=torch.int32)
-        level, last = cuts(values[None], masses_of, top_k, torch.ones(1))
-        assert int(last) == len(values) - count
-        assert int(level) == int(values[-count].view(torch.int32) if values[-count] >= 0 else
-                                 values[-count].view(torch.int32) ^ 0x7FFFFFFF)  # fmt: skip
+    counts = torch.arange(1, len(values), dtype=torch.int32)
+    logits = values.expand(len(counts), -1).contiguous()
+    none = torch.zeros_like(logits, dtype=torch.int64)
+    levels, lasts = cuts(logits, none, counts, torch.ones(len(counts)), 4)
+    bits = values.flip(0)[: len(counts)].view(torch.int32)
+    assert torch.equal(lasts, len(values) - counts)
+    assert torch.equal(levels, torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long())
 
 
 @pytest.mark.parametrize("vocab", [1, 129, 2600])

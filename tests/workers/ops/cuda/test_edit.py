@@ -12,7 +12,7 @@ from outrider.workers.ops.cuda.ops import CudaOps
 
 @pytest.mark.parametrize(
     ("num_nodes", "block"),
-    [(0, 16), (3, 16), (12, 1024), pytest.param(70, 1024, marks=pytest.mark.slow)],
+    [(0, 16), (3, 16), (5, 1024), pytest.param(70, 1024, marks=pytest.mark.slow)],
 )
 def test_equal_bits(num_nodes, block, monkeypatch):
     """Rows of one block and of several, which several programs share."""

@@ -15,9 +15,13 @@ REFERENCE = ReferenceOps()
 OPS = CudaOps(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 40, 64, 320])
-def test_norms(dtype, size):
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1, torch.float32), (40, torch.bfloat16), (64, torch.float16), (320, torch.float32),
+     (320, torch.bfloat16)],
+    ids=str,
+)  # fmt: skip
+def test_norms(size, dtype):
     assert_norms(OPS, dtype, size, 4.0)
 
 
