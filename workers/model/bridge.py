@@ -10,10 +10,11 @@ we claim has a test in `tests/workers/model/test_equality.py`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -145,13 +146,53 @@ def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fal
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:  # models raise anything on values that make none
-        raise CheckpointError(
-            f"{config.model_type!r} is not a causal language model that can be served: "
-            f"{reason(error, config.name_or_path)}"
-        ) from error
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # it has classes by name
+            error = ValueError("its attention cannot be replaced")
+        raise _unfit(config, error) from error
     if adapt := ADAPTED.get(config.model_type):
         adapt(model)
     return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """The model computes attention itself meanwhile, on whole texts."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def refuse_state(model: Any) -> None:
+    """Raises `CheckpointError` where the model keeps a state beside its attention."""
+    if getattr(model, "_is_stateful", False):
+        raise _stateful("some layers", model)
+
+
+def _stateful(which: str, model: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{which} of this {type(model).__name__} keep a state other than keys and values; "
+        "recurrent and hybrid models are not served"
+    )
+
+
+@contextlib.contextmanager
+def explained(config: Any) -> Iterator[None]:
+    """Whatever a model's own code raises on a flat batch is a `CheckpointError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _unfit(config, error) from error
+
+
+def _unfit(config: Any, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{config.model_type!r} is not a causal language model that can be served: "
+        f"{reason(error, config.name_or_path)}"
+    )
 
 
 def tp_hints(model: Any) -> dict[str, str]:
@@ -292,10 +333,7 @@ class BridgeRunner:
         assert logits.shape == (1, info.vocab_size), (logits.shape, info.vocab_size)
         others = [layer for layer in range(info.num_layers) if layer not in observer.specs]
         if others:
-            raise CheckpointError(
-                f"layers {others} of this {type(self._model).__name__} keep a state other than "
-                "keys and values; recurrent and hybrid models are not served"
-            )
+            raise _stateful(f"layers {others}", self._model)
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))
 
 

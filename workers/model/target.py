@@ -8,6 +8,7 @@ takes over its weights once the two agree on a short text. Otherwise the bridge 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +27,18 @@ from ..ops.quantised import QuantisedTensor
 from .bridge import (
     BridgeRunner,
     build_meta,
+    explained,
     fuse_norms,
     map_checkpoint,
+    own_attention,
+    refuse_state,
     shrink_heads,
     tied_names,
     tp_hints,
 )
 from .checkpoint.weights import Checkpoint, TensorSource
 from .family import FamilyRunner, FamilySpec, build_family, compare, read_spec
-from .info import ModelInfo, model_heads, read_model
+from .info import TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
 from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
 
@@ -267,11 +271,32 @@ def load_model(
     if forward == "family":
         why = f"'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' and 'bridge'"
         raise ConfigError.at("forward", why)
+    reads_own = known is None and collective.size == 1 and config.model_type not in TESTED
+    with explained(config) if reads_own else nullcontext():
+        return _load_bridge(rank, spec, ops, reads_own=reads_own)
+
+
+def _load_bridge(rank: _Rank, reason: str, ops: Ops | None, *, reads_own: bool) -> PagedModel:
+    """The bridge's model; with `reads_own` it has to equal transformers' own forward."""
+    info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank)
+    wanted = None
+    if reads_own:
+        refuse_state(model)
+        with own_attention(model):
+            wanted = compare.run_own(model, info, device)
     pack_linears(model, device)
     connect(model, plan, collective, info.vocab_size)
     runner = BridgeRunner(model, info, ops or make_ops(device, info.dtype))
-    return PagedModel(info, model, device, collective, runner, ForwardChoice("bridge", spec))
+    if wanted is not None:
+        found = compare.run(runner, info, device)
+        if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
+            raise CheckpointError(
+                f"{rank.config.model_type!r} models cannot be served: the logits of "
+                f"{str(rank.path)!r} over a paged cache are not those of transformers' own "
+                f"forward: {mismatch}"
+            )
+    return PagedModel(info, model, device, collective, runner, ForwardChoice("bridge", reason))
 
 
 def _read_family(config: Any, forward: Wish) -> FamilySpec | str:

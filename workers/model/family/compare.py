@@ -1,13 +1,14 @@
 """Whether two forwards of one model agree: on a short text, then on a tree of drafts after it.
 
-Run at load with the bridge and with the family's decoder that was made of its weights.
+Run at load with the bridge and with the family's decoder that was made of its weights; and with
+transformers' own attention and the bridge, of a type that no test covers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -67,8 +68,33 @@ def run(
 ) -> Tensor:  # [num_rows, vocab] float32
     """Logits of every row of both steps."""
     cache = sample_cache(runner.kv_shapes, info.dtype, device)
-    tokens = [(17 + 31 * index) % info.vocab_size for index in range(NUM_TOKENS)]
-    return torch.cat([runner.run(step, cache, ())[0].float() for step in sample_steps(tokens)])
+    steps = sample_steps(_tokens(info))
+    return torch.cat([runner.run(step, cache, ())[0].float() for step in steps])
+
+
+@torch.inference_mode()
+def run_own(
+    model: Any, info: ModelInfo, device: torch.device
+) -> Tensor:  # [num_rows, vocab] float32
+    """The same rows from transformers' own forward, one whole text for each path of the tree."""
+    tokens = _tokens(info)
+    paths = [_path(node) for node in range(len(PARENTS))]
+    inner = {parent for parent in PARENTS if parent >= 0}
+    rows: dict[tuple[int, ...], Tensor] = {}
+    for path in (path for node, path in enumerate(paths) if node not in inner):
+        text = tokens[:PROMPT_LEN] + [tokens[PROMPT_LEN + node] for node in path]
+        logits = model(torch.tensor([text], device=device), use_cache=False).logits[0].float()
+        rows |= {path[: depth + 1]: logits[PROMPT_LEN + depth] for depth in range(len(path))}
+    return torch.cat([logits[:PROMPT_LEN], torch.stack([rows[path] for path in paths])])
+
+
+def _path(node: int) -> tuple[int, ...]:
+    """The node's ancestors, and itself."""
+    return () if node < 0 else (*_path(PARENTS[node]), node)
+
+
+def _tokens(info: ModelInfo) -> list[int]:
+    return [(17 + 31 * index) % info.vocab_size for index in range(NUM_TOKENS)]
 
 
 def sample_cache(shapes: Sequence[KVShape], dtype: torch.dtype, device: torch.device) -> KVCache:
