@@ -187,13 +187,10 @@ class GenerationError(WorkerError):
     outputs: Sequence[Any] = ()
 
     @classmethod
-    def of(
-        cls, index: int, reason: str, num_failed: int, outputs: Sequence[Any]
-    ) -> GenerationError:
-        """Of the prompt `index`, the first of `num_failed` in `outputs`."""
-        where = "" if len(outputs) == 1 else f"prompts[{index}]: "
+    def of(cls, reason: str, num_failed: int, outputs: Sequence[Any]) -> GenerationError:
+        """For `reason`, the first of `num_failed` in `outputs`."""
         more = "" if num_failed == 1 else f" ({num_failed} of {len(outputs)} prompts failed)"
-        error = cls(f"{where}{reason}{more}")
+        error = cls(f"{reason}{more}")
         error.outputs = outputs
         return error
 
@@ -215,6 +212,7 @@ class EngineDeadError(OutriderError):
     status = 503
     retry_after_s = 3.0  # most replacements take less
     code = "engine_dead"
+    outputs: Sequence[Any] = ()  # of a batch that it ended, what became of every prompt
 
 
 class InternalError(OutriderError):

@@ -229,8 +229,8 @@ class _Worker:
             use_tqdm=False,
             on_error=self._on_error,
         )
-        for (index, *_), output in zip(runnable, outputs, strict=True):
-            prepared[index] |= _columns(output)
+        for place, ((index, *_), output) in enumerate(zip(runnable, outputs, strict=True)):
+            prepared[index] |= _columns(output, f"prompts[{place}]: ")
         return [self._kept(given, row) for given, row in zip(rows, prepared, strict=True)]
 
     def _kept(self, given: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
@@ -283,10 +283,10 @@ class _Worker:
         os.replace(partial, folder / name)
 
 
-def _columns(output: RequestOutput) -> dict[str, Any]:
-    """A completion's columns."""
+def _columns(output: RequestOutput, place: str) -> dict[str, Any]:
+    """A completion's columns; its error without its place among those that ran beside it."""
     if output.error is not None:
-        return {**_EMPTY, ERROR: output.error}
+        return {**_EMPTY, ERROR: output.error.removeprefix(place)}
     (completion,), usage = output.outputs, output.speculation
     return {
         "generated_text": completion.text,

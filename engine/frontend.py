@@ -18,7 +18,14 @@ from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams, shown_value
 from ..scheduler.types import IntArray, Request, SpeculationOptions, ints
 from .chat.chat_text import ChatText
-from .chat.template import Message, read_template, render, render_with_calls, template_of
+from .chat.template import (
+    Message,
+    check_messages,
+    read_template,
+    render,
+    render_with_calls,
+    template_of,
+)
 from .checkpoints import load_tokenizer, resolved, sampling_defaults
 from .outputs import Vocabulary
 
@@ -181,6 +188,7 @@ class Frontend:
                 **(template_kwargs or {}),
             )
 
+        check_messages(messages)
         text = rendered(messages, tools)
         if required and not self.chat.has_calls and text == rendered(messages):
             text = render_with_calls(rendered, messages, required)

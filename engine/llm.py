@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from ..config import EngineConfig
 from ..errors import (
+    EngineDeadError,
     GenerationError,
     InvalidRequestError,
     OutriderError,
@@ -52,11 +53,11 @@ Kind = TypeVar("Kind")
 class PromptRun:
     """One prompt of a run, with an assembler per completion."""
 
-    index: int  # of the prompt in its run
     id: str
     prompt: Prompt
     assemblers: list[Assembler]
     error: OutriderError | None = None  # the first of its completions
+    num_open: int = 0  # completions that have not ended
     _num_sent: int = 0
     _is_done: bool = False
 
@@ -64,7 +65,8 @@ class PromptRun:
     def finished(self) -> bool:
         return all(assembler.finished for assembler in self.assemblers)
 
-    def output(self) -> RequestOutput:
+    def output(self, index: int | None = None) -> RequestOutput:
+        """The output so far; an error of one of several prompts begins with its `index`."""
         known = self.assemblers[:1]  # none of a prompt that was refused
         return RequestOutput(
             request_id=self.id,
@@ -74,7 +76,7 @@ class PromptRun:
             finished=self.finished,
             num_cached_tokens=max((each.num_cached_tokens for each in self.assemblers), default=0),
             prompt_logprobs=prompt_table(known[0]) if known else None,
-            error=None if self.error is None else self.error.message,
+            error=None if self.error is None else _of_prompt(self.error, index).message,
         )
 
     def news(self) -> RequestOutput | None:
@@ -103,6 +105,7 @@ class Run:
         self._live: dict[str, tuple[PromptRun, Assembler]] = {}
         self._room = room
         self.jobs: list[PromptRun] = []
+        self._num_ended = 0  # jobs
 
     def add(
         self,
@@ -114,7 +117,7 @@ class Run:
         """Takes a prompt in; raises `InvalidRequestError` where it or a setting is wrong."""
         request_id = request_id or uuid.uuid4().hex
         requests = self._frontend.requests(request_id, prompt, sampling, options)
-        job = PromptRun(len(self.jobs), requests[0].id, prompt, [])
+        job = PromptRun(requests[0].id, prompt, [], num_open=len(requests))
         self.jobs.append(job)
         self._waiting.extend(requests)
         for index, request in enumerate(requests):
@@ -132,7 +135,8 @@ class Run:
 
     def refuse(self, prompt: Prompt, error: OutriderError) -> None:
         """Takes a prompt in that cannot run."""
-        self.jobs.append(PromptRun(len(self.jobs), uuid.uuid4().hex, prompt, [], error))
+        self.jobs.append(PromptRun(uuid.uuid4().hex, prompt, [], error))
+        self._num_ended += 1
 
     def deliver(self, deltas: list[Delta]) -> None:
         """Called in the engine's thread."""
@@ -167,8 +171,8 @@ class Run:
             while self._waiting or self._running:
                 if self._waiting:
                     self.submit()
-                    if not (self._running or self._waiting):
-                        break
+                    if not self._running:  # all of them were refused
+                        continue
                 try:
                     deltas = self._inbox.get(timeout=_POLL_S)
                 except queue.Empty:
@@ -186,6 +190,7 @@ class Run:
         assembler.push(delta)
         if delta.finish_reason is not None:
             self._running.discard(delta.request_id)
+            self._end(job)
         elif assembler.finished and not was_finished:
             self._engine.abort(delta.request_id)  # a stop string; one delta follows
         if delta.finish_reason == "error":
@@ -205,35 +210,79 @@ class Run:
             if (output := job.news()) is not None:
                 yield output
 
-    def finish(self, *, use_tqdm: bool, on_error: OnError) -> list[RequestOutput]:
-        """All jobs' outputs; a bar shows prompts, tokens per second and accepted tokens."""
+    def finish(self, *, use_tqdm: bool) -> EngineDeadError | None:
+        """Runs everything; a bar shows prompts, tokens per second and accepted tokens.
+
+        Jobs keep their errors. If the engine is lost, so do all that have not ended.
+        """
         num_tokens = num_accepted = num_steps = 0
+        lost: EngineDeadError | None = None
         with tqdm(
             total=len(self.jobs), desc="Prompts", dynamic_ncols=True, disable=not use_tqdm
         ) as bar:
-            bar.update(sum(not job.assemblers for job in self.jobs))
-            for job, delta in self.deltas():
-                num_tokens += len(delta.token_ids)
-                num_accepted += delta.num_accepted
-                num_steps += bool(delta.token_ids)
-                if use_tqdm and delta.finish_reason is not None and job.finished:
-                    elapsed_s = max(1e-9, bar.format_dict["elapsed"])
-                    bar.set_postfix_str(
-                        f"{num_tokens / elapsed_s:.1f} tokens/s, "
-                        f"{num_accepted / max(1, num_steps):.2f} accepted/step",
-                        refresh=False,
-                    )
-                    bar.update(1)
-        outputs = [job.output() for job in self.jobs]
-        failed = [job for job in self.jobs if job.error is not None]
-        if failed and on_error == "raise":
-            raise GenerationError.of(failed[0].index, str(failed[0].error), len(failed), outputs)
-        return outputs
+            try:
+                for _, delta in self.deltas():
+                    num_tokens += len(delta.token_ids)
+                    num_accepted += delta.num_accepted
+                    num_steps += bool(delta.token_ids)
+                    if use_tqdm and self._num_ended > bar.n:
+                        elapsed_s = max(1e-9, bar.format_dict["elapsed"])
+                        bar.set_postfix_str(
+                            f"{num_tokens / elapsed_s:.1f} tokens/s, "
+                            f"{num_accepted / max(1, num_steps):.2f} accepted/step",
+                            refresh=False,
+                        )
+                        bar.update(self._num_ended - bar.n)
+            except EngineDeadError as error:
+                lost = error
+                self._lose(error)
+            bar.update(self._num_ended - bar.n)
+        return lost
+
+    def _lose(self, error: EngineDeadError) -> None:
+        """What has not ended never will."""
+        while not self._inbox.empty():
+            for delta in self._inbox.get():
+                self.take(delta)
+        for request_id, (_, assembler) in self._live.items():
+            if not assembler.finished:
+                self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: OutriderError) -> None:
         job, assembler = self._live[request_id]
         job.error = job.error or error
         assembler.finish_reason = "error"
+        self._end(job)
+
+    def _end(self, job: PromptRun) -> None:
+        """One of its completions has ended."""
+        job.num_open -= 1
+        self._num_ended += job.num_open == 0
+
+
+def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[RequestOutput]:
+    """The outputs of all runs, in order; raises the first error of those that raise."""
+    jobs, failed = list[PromptRun](), list[int]()
+    lost: EngineDeadError | None = None
+    try:
+        for run, on_error in runs:
+            error = run.finish(use_tqdm=use_tqdm)
+            if on_error == "raise":
+                lost = lost or error
+                wrong = (index for index, job in enumerate(run.jobs) if job.error is not None)
+                failed += [len(jobs) + index for index in wrong]
+            jobs += run.jobs
+    finally:
+        for run, _ in runs:
+            run.abort()
+    outputs = [job.output(index if len(jobs) > 1 else None) for index, job in enumerate(jobs)]
+    if lost is not None:
+        lost.outputs = outputs
+        raise lost
+    if failed:
+        reason = str(outputs[failed[0]].error)
+        raise GenerationError.of(reason, len(failed), outputs)
+    return outputs
 
 
 PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any]
@@ -288,7 +337,7 @@ class LLM:
 
         self._engine: Engine | None = None
         self._backend: Backend | None = None
-        self._enqueued: deque[tuple[Run, OnError]] = deque()
+        self._enqueued: list[tuple[Run, OnError]] = []
         config = resolved(config)
         preflight(config)
         backend = self._backend_of(config)
@@ -326,10 +375,11 @@ class LLM:
             InvalidRequestError: a prompt or a setting is wrong; nothing has run then. Among
                 several, the message begins with the prompt's index.
             GenerationError: a prompt failed while it ran; `outputs` has those of all prompts.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine is gone; alike, if it went meanwhile and `on_error` is
+                "raise".
         """
         run = self._run(_as_list(prompts), sampling_params, options, on_error)
-        return run.finish(use_tqdm=use_tqdm, on_error=on_error)
+        return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def enqueue(
         self,
@@ -347,11 +397,8 @@ class LLM:
 
     def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
         """The outputs of everything that was enqueued, in that order; raises as `generate`."""
-        outputs: list[RequestOutput] = []
-        while self._enqueued:
-            run, on_error = self._enqueued.popleft()
-            outputs += run.finish(use_tqdm=use_tqdm, on_error=on_error)
-        return outputs
+        runs, self._enqueued = self._enqueued, []
+        return _finished(runs, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -377,7 +424,7 @@ class LLM:
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several; `tools` are rendered by the template."""
-        if isinstance(messages, (str, dict)):
+        if isinstance(messages, (str, dict)) or not isinstance(messages, Sequence):
             raise InvalidRequestError.at(
                 "messages", f"a list of messages, or of such lists, got {messages!r}"
             )
@@ -395,12 +442,12 @@ class LLM:
                 )
             except InvalidRequestError as error:
                 if on_error == "raise":
-                    raise _of_prompt(error, index, len(conversations)) from None
+                    raise _of_prompt(error, index if len(conversations) > 1 else None) from None
                 prompts.append(error)
             else:
                 prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
         run = self._run(prompts, sampling_params, options, on_error)
-        return run.finish(use_tqdm=use_tqdm, on_error=on_error)
+        return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers."""
@@ -458,6 +505,7 @@ class LLM:
             raise InvalidRequestError.at("on_error", f"'raise' or 'return', got {on_error!r}")
         if sampling is None:
             sampling = self.frontend.with_defaults(SamplingParams())
+        self.engine.check()
         run = Run(self.engine, self.frontend, self.config.max_queued_requests)
         settings = _per_prompt("sampling_params", SamplingParams, sampling, len(prompts))
         if options is None:
@@ -471,10 +519,9 @@ class LLM:
                 prompt = self.prompt(given)
                 run.add(prompt, settings[index], wishes[index])
             except InvalidRequestError as error:
-                named = _of_prompt(error, index, len(prompts))
                 if on_error == "raise":
-                    raise named from None
-                run.refuse(prompt, named)
+                    raise _of_prompt(error, index if len(prompts) > 1 else None) from None
+                run.refuse(prompt, error)
         return run
 
     def prompt(self, prompt: PromptLike) -> Prompt:
@@ -502,9 +549,9 @@ class LLM:
         return self.frontend.token_prompt(prompt)
 
 
-def _of_prompt(error: InvalidRequestError, index: int, num_prompts: int) -> InvalidRequestError:
-    """An error that names which of several prompts it is about."""
-    if num_prompts == 1:
+def _of_prompt(error: OutriderError, index: int | None) -> OutriderError:
+    """An error that names which of several prompts it is about; None: there is one."""
+    if index is None:
         return error
     return type(error)(f"prompts[{index}]: {error.message}", field=error.field)
 

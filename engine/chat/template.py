@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, InvalidRequestError
+from ...scheduler.sampling import shown_value
 
 Message = dict[str, Any]
 
@@ -76,6 +77,20 @@ def template_of(tokenizer: Any) -> str:
     if isinstance(template, dict):
         return "\n".join(str(each) for each in template.values())
     return template or ""
+
+
+def check_messages(messages: Any) -> None:
+    """Raises `InvalidRequestError` where these are no messages, whatever the template makes of
+    them."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError.at(
+            "messages", f"a list of at least one message, got {shown_value(messages)}"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError.at(
+                f"messages.{index}", f"a mapping with a `role`, got {shown_value(message)}"
+            )
 
 
 def render(

@@ -12,7 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine import engine as engine_module
-from outrider.errors import GenerationError, InvalidRequestError, WorkerError
+from outrider.errors import EngineDeadError, GenerationError, InvalidRequestError, WorkerError
 
 TEXT = "the cat sat on the mat. "
 
@@ -79,9 +79,13 @@ def test_what_is_no_prompt_is_named(llm: LLM) -> None:
     for wrong in ({"max_tokens": 1}, "a", [{"max_tokens": 1}]):
         with pytest.raises(InvalidRequestError, match="^sampling_params: "):
             llm.generate("a", wrong)
-    for wrong in ("hi", {"role": "user", "content": "hi"}):
+    for wrong in ("hi", {"role": "user", "content": "hi"}, None):
         with pytest.raises(InvalidRequestError, match="^messages: "):
             llm.chat(wrong)
+    talk = [{"role": "user", "content": "hi"}]
+    for wrong, field in (("x", ""), ([], ""), ([*talk, "x"], ".1"), ([{"content": "hi"}], ".0")):
+        with pytest.raises(InvalidRequestError, match=rf"^prompts\[1\]: messages{field}: "):
+            llm.chat([talk, wrong])
 
 
 def test_stop_string_aborts_the_request(llm: LLM) -> None:
@@ -153,7 +157,7 @@ def test_each_output_carries_its_own_error(llm: LLM) -> None:
     assert all(output.finished for output in outputs)
     llm.fake.error = "broken"  # type: ignore[attr-defined]
     failed = llm.generate([GOOD, GOOD], few, use_tqdm=False, on_error="return")
-    assert ["broken" in str(output.error) for output in failed] == [True, True]
+    assert [output.error for output in failed] == ["prompts[0]: broken", "prompts[1]: broken"]
     assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
     talk = [{"role": "user", "content": "hi"}]
     chats = llm.chat([talk, [{"role": "none"}]], few, use_tqdm=False, on_error="return")
@@ -174,6 +178,79 @@ def test_an_error_names_the_prompt_and_has_all_outputs(llm: LLM) -> None:
         llm.generate(GOOD, use_tqdm=False, on_error="ignore")  # type: ignore[arg-type]
 
 
+class Bar:
+    """What is told to a progress bar."""
+
+    def __init__(self, total: int, **options: Any) -> None:
+        self.total, self.n = total, 0
+        self.format_dict = {"elapsed": 1.0}
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        self.n += count
+
+    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
+        pass
+
+
+def test_the_bar_goes_on_past_prompts_that_fail(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Bar] = []
+    monkeypatch.setattr(
+        "outrider.engine.llm.tqdm", lambda **kwargs: bars.append(Bar(**kwargs)) or bars[-1]
+    )
+    submit = llm.fake.submit  # type: ignore[attr-defined]
+
+    def refusing(request: Any, sink: Any) -> None:
+        if request.sampling.max_tokens == 1:  # as one whose grammar does not compile
+            raise InvalidRequestError.at("max_tokens", "refused by the engine")
+        submit(request, sink)
+
+    def refusing_all(requests: Any, sink: Any) -> None:
+        if any(request.sampling.max_tokens == 1 for request in requests):
+            raise InvalidRequestError.at("max_tokens", "refused by the engine")
+        for request in requests:
+            submit(request, sink)
+
+    monkeypatch.setattr(llm.fake, "submit", refusing)  # type: ignore[attr-defined]
+    monkeypatch.setattr(llm.fake, "submit_all", refusing_all)  # type: ignore[attr-defined]
+    late, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2, n=2, stop="cat")
+    settings = [late, late, two, late, two, two, late, late]
+    prompts: list[Any] = [GOOD] * 7 + [BAD]
+    outputs = llm.generate(prompts, settings, on_error="return")
+    assert [output.error is None for output in outputs] == [each is two for each in settings]
+    assert str(outputs[6].error) == "prompts[6]: max_tokens: refused by the engine"
+    with pytest.raises(GenerationError, match=r"^prompts\[0\]: max_tokens: .*\(2 of 2 prompts"):
+        llm.generate([GOOD, GOOD], late)
+    assert [(bar.n, bar.total) for bar in bars] == [(8, 8), (2, 2)]
+
+
+def test_a_lost_engine_costs_only_what_has_not_ended(llm: LLM) -> None:
+    few = SamplingParams(max_tokens=2)
+    fake = llm.fake  # type: ignore[attr-defined]
+    submit = fake.submit
+
+    def dying(request: Any, sink: Any) -> None:
+        fake.dead = len(fake.submitted) >= 3
+        submit(request, sink)
+
+    fake.submit = dying
+    outputs = llm.generate([GOOD] * 5, few, use_tqdm=False, on_error="return")
+    ended = [output.error is None for output in outputs]
+    assert (ended[:2], ended[3:]) == ([True, True], [False, False]), "the third may have"
+    assert str(outputs[4].error).startswith("prompts[4]: the engine is down")
+    with pytest.raises(EngineDeadError):  # nothing can run
+        llm.generate([GOOD], few, use_tqdm=False, on_error="return")
+    fake.dead, fake.submitted = False, []
+    with pytest.raises(EngineDeadError) as caught:
+        llm.generate([GOOD] * 5, few, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in caught.value.outputs[:2]] == [2, 2]
+
+
 def test_enqueued_prompts_run_at_once_and_are_waited_for(llm: LLM) -> None:
     few = SamplingParams(max_tokens=2)
     ids = llm.enqueue([GOOD] * 3, few) + llm.enqueue(GOOD, few)
@@ -181,6 +258,15 @@ def test_enqueued_prompts_run_at_once_and_are_waited_for(llm: LLM) -> None:
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
     assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    llm.enqueue(GOOD, few)
+    llm.enqueue([GOOD, BAD], few, on_error="return")
+    llm.fake.error = "broken"  # type: ignore[attr-defined]
+    llm.enqueue(GOOD, few)
+    with pytest.raises(GenerationError, match=r"^prompts\[\d\]: broken") as caught:
+        llm.wait_for_completion(use_tqdm=False)
+    assert len(caught.value.outputs) == 4, "those of every call"
+    assert str(caught.value.outputs[2].error).startswith("prompts[2]: prompt: ")
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
