@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .options import TrainingOptions
 from .parallel import Ranks
 
-_TABLES = ("embed", "lm_head")  # parts of the names of layers with one row per token
+_TABLES = ("embed", "lm_head", "markov_w")  # parts of the names of layers with one row per token
 
 
 class Optimization:

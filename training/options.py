@@ -115,8 +115,8 @@ class PassOptions(Strict):
     init_from_target: InitFromTarget = True
 
 
-class UnrollOptions(PassOptions):
-    """Options of every EAGLE method; sizes that are not given are the target's."""
+class LayerOptions(Strict):
+    """Options of every method with Llama-like layers; sizes not given are the target's."""
 
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary embedding.")
     intermediate_size: int | None = Field(None, ge=1)
@@ -127,6 +127,10 @@ class UnrollOptions(PassOptions):
     """Key/value heads; default the target's."""
     head_dim: int | None = Field(None, ge=2, multiple_of=2)
     """Size of an attention head; default the target's."""
+
+
+class UnrollOptions(PassOptions, LayerOptions):
+    """Options of every EAGLE method."""
 
 
 class MedusaOptions(Strict):
@@ -186,6 +190,39 @@ class PEagleOptions(Eagle3TrainOptions):
     max_draft_len: Annotated[MaxDraftLen, Field(le=16)] = 7
     mask_token_id: int | None = Field(None, ge=0)
     """Token whose embedding is the mask's; default the rarest of the text."""
+
+
+class BlockTrainOptions(LayerOptions):
+    """Options of every block drafter."""
+
+    num_layers: int = Field(5, ge=1, le=64, description="Layers of the drafter.")
+    block_size: int = Field(8, ge=2, le=64, description="Rows of a block, the last token's too.")
+    num_anchors: int = Field(64, ge=1, description="Blocks in a window, at random tokens.")
+    layers: tuple[int, ...] | None = None
+    """Target layers whose inputs are read, repeated; default up to five, evenly spaced."""
+    smoothing: float = Field(0.5, ge=0, le=1)
+    """D-PACE: 0 weighs positions by the chance that they are reached; 1 by their place alone."""
+    argmax_weight: ArgmaxWeight = 0.5
+    init_from_target: InitFromTarget = True
+    draft_vocab_size: DraftVocabSize = None
+    mask_token_id: int | None = Field(None, ge=0)
+    """Token whose embedding is the mask's; default the rarest of the text."""
+
+
+class DFlashTrainOptions(BlockTrainOptions):
+    """Layers that fill a block of masks in one forward (DFlash)."""
+
+    layout: Literal["zlab", "speculators"] = Field("zlab", exclude=True)
+    """Layout of the files: zlab or speculators, which has draft vocabularies too."""
+
+
+class DSparkTrainOptions(BlockTrainOptions):
+    """DFlash's layers, with a Markov head and a confidence head (DSpark)."""
+
+    markov_rank: int = Field(256, ge=1, description="Rank of the Markov head.")
+    sample_from_anchor: bool = Field(True, description="The last token's row drafts too.")
+    distance_weight: float = Field(0.9, ge=0, le=1)
+    """Weight of the distance of distributions in the loss, against cross-entropy."""
 
 
 class MTPOptions(PassOptions):

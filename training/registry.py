@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Strict
 from .options import (
+    DFlashTrainOptions,
     DraftOptions,
+    DSparkTrainOptions,
     Eagle3TrainOptions,
     EagleOptions,
     MedusaOptions,
@@ -57,6 +59,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
         "eagle": Entry("eagle.EagleMethod", EagleOptions),
         "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
         "peagle": Entry("eagle.PEagleMethod", PEagleOptions),
+        "dflash": Entry("dflash.DFlashMethod", DFlashTrainOptions),
+        "dspark": Entry("dflash.DSparkMethod", DSparkTrainOptions),
         "mtp": Entry("mtp.MTPMethod", MTPOptions),
         "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
     }

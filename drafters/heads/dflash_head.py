@@ -60,7 +60,7 @@ class BlockReader(LlamaReader):
     default_theta = 1_000_000.0
 
     def __init__(self, config: BlockConfig, target: TargetFacts) -> None:
-        super().__init__(config, target, _own_name)
+        super().__init__(config, target, _RENAMED)
         self.user = config
         self.inner = self.raw.section("dflash_config")
         self.refuse(_REFUSED)
@@ -241,15 +241,6 @@ class BlockReader(LlamaReader):
             if name in self.tensors:
                 self.tensors.reader(name)
         return None, None
-
-
-def _own_name(stored: str) -> str:
-    """The reference's name of a stored tensor."""
-    name = stored.removeprefix("model.")
-    for theirs, ours in _RENAMED.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def read_block(config: BlockConfig, target: TargetFacts) -> BlockHead:

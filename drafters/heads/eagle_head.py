@@ -61,7 +61,7 @@ class EagleReader(LlamaReader):
     """
 
     def __init__(self, config: EagleConfig, target: TargetFacts) -> None:
-        super().__init__(config, target, _own_name)
+        super().__init__(config, target, _RENAMED)
         self.user = config
         self.inner = self.raw.section("eagle_config")
         kind = str(self.config.values.get("model_type", ""))
@@ -156,15 +156,6 @@ class EagleReader(LlamaReader):
             shape = (1, *shape)  # speculators'
         self.tensors.expect(name, *shape)
         return self.mask_token(MASK_KEYS, self.config, limit=vocab), shape
-
-
-def _own_name(stored: str) -> str:
-    """The reference's name of a stored tensor."""
-    name = stored.removeprefix("model.").replace(".feed_forward.", ".mlp.")
-    for theirs, ours in _RENAMED.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def read_eagle(config: EagleConfig, target: TargetFacts) -> EagleHead:

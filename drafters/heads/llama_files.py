@@ -8,7 +8,8 @@ the speculators library, or from the user's section.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,19 +26,26 @@ _TURNED = re.compile(r".*\.([qk]_proj\.(weight|bias)|[qk]_norm\.weight)")
 _IGNORED = r".*rotary_emb\.inv_freq"
 
 
+def own_name(stored: str, renamed: Mapping[str, str]) -> str:
+    """The name used here of a stored tensor; `renamed` maps beginnings of names."""
+    name = stored.removeprefix("model.").replace(".feed_forward.", ".mlp.")
+    for theirs, ours in renamed.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
 class LlamaReader:
     """Tensors and configuration of a folder.
 
     Args:
         config: the user's section, with `rope_theta` and `rope_layout`.
-        own_name: maps a stored name to the name used here; None ignores the tensor.
+        renamed: as of `own_name`.
     """
 
     default_theta: float = 10_000.0  # rotary base of a checkpoint that has none
 
-    def __init__(
-        self, config: HeadConfig, target: TargetFacts, own_name: Callable[[str], str | None]
-    ) -> None:
+    def __init__(self, config: HeadConfig, target: TargetFacts, renamed: Mapping[str, str]) -> None:
         self.target, self.folder = target, config.folder
         self._section = cast(Any, config)
         raw = read_config(config.folder)
@@ -47,7 +55,11 @@ class LlamaReader:
         layer = self.raw.section("transformer_layer_config")
         self.config = ConfigReader(config.folder, {**raw, **layer.values})
         self.tensors = Tensors(
-            config.folder, _FILES, own_name, target.device, allow_pickle=target.allow_pickle
+            config.folder,
+            _FILES,
+            partial(own_name, renamed=renamed),
+            target.device,
+            allow_pickle=target.allow_pickle,
         )
         self.interleaved = self._section.rope_layout == "interleaved"
 

@@ -1,7 +1,8 @@
 """What every method writes: the names, shapes and keys that engines' loaders ask for, and modes.
 
 The lists are written from those loaders, not from the code: vLLM's `medusa`, `llama_eagle`,
-`llama_eagle3` and `deepseek_mtp`, SGLang's `llama_eagle` and `llama_eagle3`, and the references.
+`llama_eagle3`, `deepseek_mtp`, `qwen3_dflash` and `qwen3_dspark`, SGLang's `llama_eagle` and
+`llama_eagle3`, and the references.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ MTP = {
     "model.layers.2.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
     "model.layers.2.shared_head.norm.weight": (HIDDEN,),
 }
+BLOCK = {
+    "fc.weight": (HIDDEN, 2 * HIDDEN),
+    **layer("layers.0.", HIDDEN),
+    "layers.0.input_layernorm.weight": (HIDDEN,),
+    "layers.0.self_attn.q_norm.weight": (8,),
+    "layers.0.self_attn.k_norm.weight": (8,),
+    "hidden_norm.weight": (HIDDEN,),
+    "norm.weight": (HIDDEN,),
+}
 SIZES = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": WIDE,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1,
@@ -71,8 +81,10 @@ SIZES = {
     "max_position_embeddings": 128, "tie_word_embeddings": False, "attention_bias": False,
     "bias": False, "torch_dtype": "float32",
 }  # fmt: skip
+LAYER_KEYS = {key: value for key, value in SIZES.items() if key != "bias"}
 TWO = {"num_heads": 2}
 LAYERS = {"layers": (0, 1, 1)}
+ONE = {"layers": (0, 1), "num_layers": 1}
 PARTIAL = {"draft_vocab_size": DRAFT}
 CASES = {
     "medusa": (
@@ -124,6 +136,27 @@ CASES = {
         "peagle", {"layers": (0, 1, 1)}, "model",
         EAGLE3 | {"lm_head.weight": (VOCAB_SIZE, HIDDEN), "mask_hidden": (1, 1, 3 * HIDDEN)},
         {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 35},
+    ),
+    "dflash": (
+        "dflash", ONE, "model", BLOCK,
+        LAYER_KEYS
+        | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8,
+           "num_target_layers": 2, "layer_types": ["full_attention"],
+           "dflash_config": {"mask_token_id": 35, "target_layer_ids": [-1, 0]}},
+    ),
+    "dflash, speculators": (
+        "dflash", ONE | PARTIAL | {"layout": "speculators"}, "model",
+        BLOCK | {"lm_head.weight": (DRAFT, HIDDEN), "d2t": (DRAFT,), "t2d": (VOCAB_SIZE,)},
+        {"speculators_model_type": "dflash", "mask_token_id": 35, "block_size": 8,
+         "draft_vocab_size": DRAFT, "aux_hidden_state_layer_ids": [0, 1]},
+    ),
+    "dspark": (
+        "dspark", ONE | {"markov_rank": 6}, "model",
+        BLOCK | {"markov_head.markov_w1.weight": (VOCAB_SIZE, 6),
+                 "markov_head.markov_w2.weight": (VOCAB_SIZE, 6),
+                 "confidence_head.proj.weight": (1, HIDDEN + 6), "confidence_head.proj.bias": (1,)},
+        {"speculators_model_type": "dspark", "markov_head_type": "vanilla", "markov_rank": 6,
+         "sample_from_anchor": True, "aux_hidden_state_layer_ids": [0, 1]},
     ),
     "mtp": ("mtp", {}, "model", MTP, {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}),
     "mtp, copies": (

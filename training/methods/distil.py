@@ -82,6 +82,18 @@ def likeliest(logits: Tensor) -> Tensor:  # [..., vocab] -> [...]
     return logits.detach().max(-1).indices
 
 
+def checked_mask(token: int | None, target: FrozenTarget) -> int | None:
+    """A token that was given to stand for a mask.
+
+    Raises:
+        ConfigError: it is outside the target's vocabulary.
+    """
+    size = target.facts.vocab_size
+    if token is not None and token >= size:
+        raise ConfigError.at("mask_token_id", f"{token} exceeds the target's {size} tokens")
+    return token
+
+
 def rarest(token_counts: Tensor) -> int:  # [vocab]
     """A token to stand for a mask: among the rarest the last, since padding is behind."""
     ranked = token_counts.flip(0).sort(stable=True).indices
@@ -115,7 +127,57 @@ class Agreement:
         return torch.stack(self._agreed), torch.stack(self._judged)
 
 
-class ChainMethod(Method):
+class VocabularyMethod(Method):
+    """A method whose head may draft a part of the target's vocabulary.
+
+    Args:
+        draft_vocab_size: of the head; None: the target's.
+
+    Raises:
+        ConfigError: the draft vocabulary is larger than the target's.
+    """
+
+    def __init__(self, target: FrozenTarget, draft_vocab_size: int | None = None) -> None:
+        vocab_size = target.facts.vocab_size
+        if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+            raise ConfigError.at(
+                "draft_vocab_size", f"{draft_vocab_size} exceeds the target's {vocab_size} tokens"
+            )
+        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.target_ids: Tensor | None = None  # [draft_vocab]; None: the target's vocabulary
+        self._target = target
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self._target.facts.vocab_size
+
+    def begin_output(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
+        """Initializes the output layers with the target's rows of the draft vocabulary."""
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
+        """The draft vocabulary is the most frequent tokens; among equals, the first."""
+        if self.has_own_vocabulary:
+            ranked = token_counts.sort(descending=True, stable=True).indices
+            ids = ranked[: self.draft_vocab_size].sort().values
+            self.target_ids = ids.to(self._target.facts.device)
+            self.begin_output(output_rows(self._target)[self.target_ids])
+
+    def known_ids(self) -> Tensor | None:  # [draft_vocab]
+        """The target's ids of a draft vocabulary, which `prepare` has chosen."""
+        assert self.target_ids is not None or not self.has_own_vocabulary, "prepare() comes first"
+        return self.target_ids
+
+    def vocabulary_tensors(self) -> dict[str, Tensor]:
+        """`d2t` (offsets) and `t2d` (known tokens) of a draft vocabulary, if there is one."""
+        ids = self.known_ids()
+        if ids is None:
+            return {}
+        known = torch.zeros(self._target.facts.vocab_size, dtype=torch.bool)
+        ids = ids.cpu()
+        return {"d2t": ids - torch.arange(len(ids)), "t2d": known.index_fill_(0, ids, True)}
+
+
+class ChainMethod(VocabularyMethod):
     """A method whose loss is the mean over draft positions.
 
     Row t of position d predicts token t + 2 + d, so its teacher is the target at position
@@ -125,10 +187,6 @@ class ChainMethod(Method):
         decay: weight of each position's loss, in units of the one before.
         num_trained: positions with a loss.
         num_judged: positions that are judged without gradients, if these are more.
-        draft_vocab_size: of the head; None: the target's.
-
-    Raises:
-        ConfigError: the draft vocabulary is larger than the target's.
     """
 
     def __init__(
@@ -142,20 +200,10 @@ class ChainMethod(Method):
         num_judged: int = 0,
         draft_vocab_size: int | None = None,
     ) -> None:
-        vocab_size = target.facts.vocab_size
-        if draft_vocab_size is not None and draft_vocab_size > vocab_size:
-            raise ConfigError.at(
-                "draft_vocab_size", f"{draft_vocab_size} exceeds the target's {vocab_size} tokens"
-            )
+        super().__init__(target, draft_vocab_size)
         self.capture = capture
-        self.draft_vocab_size = draft_vocab_size or vocab_size
-        self.target_ids: Tensor | None = None  # [draft_vocab]; None: the target's vocabulary
-        self._target, self._argmax_weight, self._decay = target, argmax_weight, decay
+        self._argmax_weight, self._decay = argmax_weight, decay
         self._num_trained, self._num_judged = num_trained, num_judged
-
-    @property
-    def has_own_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self._target.facts.vocab_size
 
     def levels(
         self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
@@ -167,21 +215,8 @@ class ChainMethod(Method):
         """
         raise NotImplementedError
 
-    def begin_output(self, rows: Tensor) -> None:  # [draft_vocab, hidden_size]
-        """Initializes the output layers with the target's rows of the draft vocabulary."""
-
-    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
-        """The draft vocabulary is the most frequent tokens; among equals, the first."""
-        if self.has_own_vocabulary:
-            ranked = token_counts.sort(descending=True, stable=True).indices
-            ids = ranked[: self.draft_vocab_size].sort().values
-            self.target_ids = ids.to(self._target.facts.device)
-            self.begin_output(output_rows(self._target)[self.target_ids])
-
     def loss(self, windows: Windows, states: TargetStates, target: FrozenTarget) -> Losses:
-        ids = self.target_ids
-        assert ids is not None or not self.has_own_vocabulary, "prepare() comes first"
-        count = self._num_trained
+        ids, count = self.known_ids(), self._num_trained
         if not torch.is_grad_enabled():
             count = max(count, self._num_judged)
         count = min(count, windows.tokens.shape[1] - 2)

@@ -8,6 +8,7 @@ trained by training-time test. P-EAGLE (2602.01469) reads masks in place of its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from ...drafters.heads.eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Op
 from ...drafters.heads.llama import LayerSizes, LlamaModule, Rope
 from ...drafters.heads.load import Tensors
 from ...errors import ConfigError
-from ..options import Eagle3TrainOptions, EagleOptions, PEagleOptions, UnrollOptions
+from ..options import Eagle3TrainOptions, EagleOptions, LayerOptions, PEagleOptions
 from ..protocol import FrozenTarget
 from ..state import target_config, write_tensors
-from .distil import output_rows, rarest
+from .distil import checked_mask, output_rows, rarest
 from .unroll import UnrolledMethod
 
 
@@ -53,7 +54,8 @@ class EagleMethod(UnrolledMethod):
             architecture = "LlamaForCausalLMEagle"
             tensors["fc.bias"] = torch.zeros(self._target.facts.hidden_size)
         keys = {"architectures": [architecture], "bias": False}
-        write_head(folder, self.module, self._options, self._target, tensors, keys)
+        keys = layer_keys(self.module.layer_sizes, self._options, self._target) | keys
+        write_tensors(folder, tensors, keys, self._target)
 
     def _input_features(self, features: Tensor) -> Tensor:
         noise = self._options.feature_noise
@@ -77,9 +79,10 @@ class Eagle3Method(UnrolledMethod):
 
     def __init__(self, options: Eagle3TrainOptions, target: FrozenTarget) -> None:
         facts = target.facts
-        super().__init__(
-            target, _capture(options, facts.num_layers), options, options.draft_vocab_size
-        )
+        layers = options.layers
+        if layers is None:
+            layers = tuple(sorted((2, facts.num_layers // 2, facts.num_layers - 3)))
+        super().__init__(target, checked_layers(layers, target), options, options.draft_vocab_size)
         self._options = options
         sizes = layer_sizes(options, target, 2 * facts.hidden_size)
         self.module = Eagle3Module(
@@ -111,11 +114,7 @@ class Eagle3Method(UnrolledMethod):
             else name.replace("layers.0.", "midlayer."): tensor
             for name, tensor in self.module.state_dict().items()
         }
-        if self.target_ids is not None:
-            ids = self.target_ids.cpu()
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            known = torch.zeros(facts.vocab_size, dtype=torch.bool)
-            tensors["t2d"] = known.index_fill_(0, ids, True)
+        tensors |= self.vocabulary_tensors()
         inputs, key = list(self.capture), "eagle_aux_hidden_state_layer_ids"
         keys: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -130,7 +129,8 @@ class Eagle3Method(UnrolledMethod):
             "eagle_config": {key: [layer - 1 for layer in inputs], "use_aux_hidden_state": True},
             **self._own_keys(),
         }
-        write_head(folder, self.module, self._options, self._target, tensors, keys)
+        keys = layer_keys(self.module.layer_sizes, self._options, self._target) | keys
+        write_tensors(folder, tensors, keys, self._target)
 
     def _own_keys(self) -> dict[str, Any]:
         """Keys of `config.json` that EAGLE-3 does not have."""
@@ -145,11 +145,7 @@ class PEagleMethod(Eagle3Method):
     def __init__(self, options: PEagleOptions, target: FrozenTarget) -> None:
         super().__init__(options, target)
         torch.nn.init.normal_(self.module.mask_hidden)
-        self._mask_token, size = options.mask_token_id, target.facts.vocab_size
-        if self._mask_token is not None and self._mask_token >= size:
-            raise ConfigError.at(
-                "mask_token_id", f"{self._mask_token} exceeds the target's {size} tokens"
-            )
+        self._mask_token = checked_mask(options.mask_token_id, target)
 
     def prepare(self, token_counts: Tensor) -> None:  # [vocab]
         """The mask is the rarest token, unless one was given."""
@@ -166,10 +162,13 @@ class PEagleMethod(Eagle3Method):
         return {"ptd_token_id": self._mask_token}
 
 
-def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
-    layers = options.layers
-    if layers is None:
-        layers = tuple(sorted((2, num_layers // 2, num_layers - 3)))
+def checked_layers(layers: tuple[int, ...], target: FrozenTarget) -> tuple[int, ...]:
+    """Target layers whose inputs a head is to read.
+
+    Raises:
+        ConfigError: they do not ascend, or the target lacks one.
+    """
+    num_layers = target.facts.num_layers
     if list(layers) != sorted(layers):  # engines gather them on their way up
         raise ConfigError.at("layers", f"{list(layers)} do not ascend")
     if not layers or not all(0 <= layer < num_layers for layer in layers):
@@ -182,10 +181,10 @@ def _capture(options: Eagle3TrainOptions, num_layers: int) -> tuple[int, ...]:
 
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-_LAYER = r"(?:.*\.)?layers\.{last}\.(self_attn\.[qkvo]_proj|mlp\.\w+_proj|\w+_layernorm)\.weight"
+_LAYER = r"(?:.*\.)?layers\.{layer}\.(self_attn\.[qkvo]_proj|mlp\.\w+_proj|\w+_layernorm)\.weight"
 
 
-def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -> LayerSizes:
+def layer_sizes(options: LayerOptions, target: FrozenTarget, input_size: int) -> LayerSizes:
     """Dimensions of the head's layer.
 
     Raises:
@@ -216,13 +215,12 @@ def layer_sizes(options: UnrollOptions, target: FrozenTarget, input_size: int) -
     )
 
 
-def last_layer(target: FrozenTarget) -> dict[str, Tensor]:
-    """Weights of the target's last layer under a Llama layer's names; what it lacks is left out."""
+def target_layer(target: FrozenTarget, layer: int) -> dict[str, Tensor]:
+    """Weights of a target's layer under a Llama layer's names; what it lacks is left out."""
     stored = Tensors(
         target.path, ("model", "pytorch_model"), allow_pickle=target.facts.allow_pickle
     )
-    last = target.facts.num_layers - 1
-    found = stored.matches(_LAYER.format(last=last))
+    found = stored.matches(_LAYER.format(layer=layer))
     return {f"{m[1]}.weight": stored.take(m[0], *stored.shape(m[0])).float() for m in found}
 
 
@@ -232,7 +230,7 @@ def begin(module: LlamaModule, target: FrozenTarget, *, from_target: bool) -> No
     for weight in module.parameters():
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.02)
-    layer = last_layer(target) if from_target else {}
+    layer = target_layer(target, target.facts.num_layers - 1) if from_target else {}
     beside = ((name, weight) for name, weight in module.named_parameters() if name in layer)
     for name, weight in (*module.layers[0].named_parameters(), *beside):
         fill(weight, layer.get(name))
@@ -245,31 +243,24 @@ def fill(parameter: Tensor, values: Tensor | None) -> None:
         parameter.copy_(values)
 
 
-def write_head(
-    folder: Path,
-    module: LlamaModule,
-    options: UnrollOptions,
-    target: FrozenTarget,
-    tensors: dict[str, Tensor],
-    keys: dict[str, Any],
-) -> None:
-    """`model.safetensors`, numbers in the dtype of the target's checkpoint, and `config.json`."""
-    theirs, sizes = target_config(target), module.layer_sizes[0]
-    config = {
+def layer_keys(
+    sizes: Sequence[LayerSizes], options: LayerOptions, target: FrozenTarget
+) -> dict[str, Any]:
+    """Keys of `config.json` that describe a head's layers."""
+    theirs, first = target_config(target), sizes[0]
+    return {
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": len(module.layer_sizes),
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "rms_norm_eps": sizes.eps,
+        "hidden_size": first.hidden_size,
+        "intermediate_size": first.intermediate_size,
+        "num_hidden_layers": len(sizes),
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "rms_norm_eps": first.eps,
         "rope_theta": options.rope_theta,
         "vocab_size": target.facts.vocab_size,
         "attention_bias": False,
         "tie_word_embeddings": False,
         **{key: theirs[key] for key in _CARRIED if theirs.get(key) is not None},
-        **keys,
     }
-    write_tensors(folder, tensors, config, target)

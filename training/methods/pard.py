@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ...drafters.pard import MASK_KEYS
-from ...errors import ConfigError
 from ..options import PARDOptions
 from ..protocol import FrozenTarget, Losses, TargetStates, Windows
-from .distil import Agreement, likeliest, rarest, soft_cross_entropy, teacher_of
+from .distil import Agreement, checked_mask, likeliest, rarest, soft_cross_entropy, teacher_of
 from .draft import DraftMethod
 
 
@@ -59,9 +58,7 @@ class PARDMethod(DraftMethod):
 
     def __init__(self, options: PARDOptions, target: FrozenTarget) -> None:
         super().__init__(options, target)
-        given, size = options.mask_token_id, target.facts.vocab_size
-        if given is not None and given >= size:
-            raise ConfigError.at("mask_token_id", f"{given} exceeds the target's {size} tokens")
+        given = checked_mask(options.mask_token_id, target)
         stored = (getattr(self.module.config, key, None) for key in MASK_KEYS)
         found = next((token for token in stored if isinstance(token, int)), None)
         self._mask_token = found if given is None else given

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.config import MedusaConfig, MTPConfig
-from outrider.drafters.heads.eagle_head import _own_name
+from outrider.drafters.heads.eagle_head import _RENAMED
+from outrider.drafters.heads.llama_files import own_name
 from outrider.drafters.heads.medusa import load_medusa
 from outrider.drafters.heads.mtp import _find, read_mtp
 from outrider.drafters.heads.protocol import TargetFacts
@@ -61,7 +62,7 @@ def test_a_token_map_cuts_full_size_output_layers(tmp_path):
     ],
 )
 def test_older_names_of_eagle_tensors(stored, ours):
-    assert _own_name(stored) == ours
+    assert own_name(stored, _RENAMED) == ours
 
 
 @pytest.mark.parametrize(
