@@ -16,9 +16,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from .client.load import parse, send_all
 from .measure import Load
 from .serving.costs import COLUMNS, add_server_options, cpu_s, servers_of
-from .suite.load import parse, send_all
 from .suite.servers import ServerContender, ServerError
 
 _STREAM = {"stream_options": {"include_usage": True}}  # the count of tokens, once

@@ -28,16 +28,27 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests come: `streams` in flight in a closed loop, or at random, `rate` a second."""
+    """How requests come: at random, `rate` a second, and at most `streams` in flight.
+
+    Without a rate, or with an infinite one, all are there at once: with `streams` a closed loop.
+    """
 
     streams: int | None = None
-    rate: float | None = None  # Poisson arrivals
+    rate: float | None = None
+    burstiness: float = 1.0  # shape of the gaps: 1 is a Poisson process, more is more even
+    seed: int = 20  # of the arrivals: the same for every contender and round
 
     def __post_init__(self) -> None:
-        assert (self.streams is None) != (self.rate is None), (self.streams, self.rate)
+        assert self.streams is not None or self.rate is not None
 
     def __str__(self) -> str:
         return f"{self.rate:g}/s" if self.rate is not None else str(self.streams)
+
+    def times_s(self, num_requests: int) -> list[float]:
+        """When each request comes; the first at once."""
+        if self.rate is None:
+            return [0.0] * num_requests
+        return arrival_times_s(self.rate, num_requests, self.seed, self.burstiness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +190,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": percentile(values, percent) for percent in PERCENTS}
 
 
-def arrival_times_s(rate: float, num_requests: int, seed: int) -> list[float]:
-    """When requests of a Poisson process come; the first at once, the same ones for a seed."""
-    gaps = np.random.default_rng(seed).exponential(1 / rate, max(num_requests - 1, 0))
+def arrival_times_s(
+    rate: float, num_requests: int, seed: int, burstiness: float = 1.0
+) -> list[float]:
+    """When `rate` requests a second come at random; the first at once, the same ones for a seed.
+
+    Gaps are Gamma-distributed with shape `burstiness`: with 1, the arrivals are a Poisson process.
+    """
+    count = max(num_requests - 1, 0)
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
     return [0.0, *np.cumsum(gaps).tolist()][:num_requests]
 
 

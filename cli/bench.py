@@ -1,5 +1,5 @@
 """`outrider bench` compares configurations of the engine, `bench suite` compares servers,
-`bench gpu-proof` checks and measures a GPU.
+`bench serve` loads a server that runs, `bench gpu-proof` checks and measures a GPU.
 
 The measuring is in `bench/`; here are the options, the tables and the JSON.
 """
@@ -17,6 +17,7 @@ from pydantic import Field, PositiveInt
 
 from ..errors import ConfigError, OutriderError
 from ..scheduler.sampling import SamplingParams
+from .bench_serve import ServeCommand, serve
 from .console import Command, Group, err, grid, note, out
 from .files import check_writable, make_folder, write_json
 from .foreign import EPILOG
@@ -417,3 +418,4 @@ app = typer.Typer(cls=Group, invoke_without_command=True)
 app.callback(epilog=EPILOG)(expand(bench))
 app.command("suite", epilog=EPILOG, cls=Command)(expand(suite))
 app.command("gpu-proof", cls=Command)(gpu_proof)
+app.command("serve", cls=ServeCommand)(expand(serve))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -37,7 +38,9 @@ class RunningServer:
         url: the server's, with or without `/v1`.
         timeout_s: how long a silent server is waited for.
         api_key: sent with every request.
+        headers: sent with every request as well.
         verify: whether the certificate of an HTTPS server has to be a trusted one.
+        field: the option that gave the URL, for messages.
     """
 
     def __init__(
@@ -46,16 +49,27 @@ class RunningServer:
         timeout_s: float = _ANSWER_TIMEOUT_S,
         api_key: str | None = None,
         *,
+        headers: Mapping[str, str] = MappingProxyType({}),
         verify: bool = True,
+        field: str = "url",
     ) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        if "://" not in self._url:
-            self._url = f"http://{self._url}"
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if "://" not in self.url:
+            self.url = f"http://{self.url}"
+        self._field = field
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(
-            base_url=self._url, timeout=timeout, trust_env=False, headers=headers, verify=verify
-        )
+        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.headers = {**key, **headers}
+        try:
+            self.http = httpx.Client(
+                base_url=self.url,
+                timeout=timeout,
+                trust_env=False,
+                headers=self.headers,
+                verify=verify,
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError.at(field, f"{url!r}: {error}") from None
 
     def models(self) -> list[str]:
         """Names of what is served.
@@ -67,9 +81,9 @@ class RunningServer:
         try:
             names = [str(model["id"]) for model in self._get("/v1/models")["data"]]
         except (KeyError, TypeError):
-            raise OutriderError(f"url: {self._url}/v1/models lists no models") from None
+            raise OutriderError(f"{self._field}: {self.url}/v1/models lists no models") from None
         if not names:
-            raise OutriderError(f"url: {self._url} serves no model now")
+            raise OutriderError(f"{self._field}: {self.url} serves no model now")
         return names
 
     def stats_lines(self) -> list[str]:
@@ -85,7 +99,7 @@ class RunningServer:
         """The answer, piece by piece, and whether each is reasoning."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
                     raise _said(response)
@@ -99,13 +113,21 @@ class RunningServer:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
 
+    def metrics(self) -> str:
+        """Prometheus' text at `/metrics`; empty where the server has none."""
+        try:
+            response = self.http.get("/metrics")
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.status_code == httpx.codes.OK else ""
+
     def close(self) -> None:
         """Lets go of the connection."""
-        self._http.close()
+        self.http.close()
 
     def _get(self, path: str) -> Any:
         try:
-            response = self._http.get(path)
+            response = self.http.get(path)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.status_code != httpx.codes.OK:
@@ -113,11 +135,11 @@ class RunningServer:
         try:
             return response.json()
         except ValueError:
-            raise OutriderError(f"url: {self._url}{path} did not answer in JSON") from None
+            raise OutriderError(f"{self._field}: {self.url}{path} did not answer in JSON") from None
 
     def _unreachable(self, error: httpx.HTTPError) -> ConfigError:
         reason = str(error) or type(error).__name__
-        return ConfigError.at("url", f"no server answers at {self._url}: {reason}")
+        return ConfigError.at(self._field, f"no server answers at {self.url}: {reason}")
 
 
 def _pieces(event: dict[str, Any]) -> Iterator[tuple[str, bool]]:

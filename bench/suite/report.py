@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..figures import figure, save
+
 COLUMNS = (
     "contender",
     "load",
@@ -144,7 +146,7 @@ def _plots(report: dict[str, Any], folder: Path) -> list[Path]:
 
 def _throughput(rows: list[dict[str, Any]], path: Path) -> Path:
     kinds = _unique(rows, "workload")
-    figure, axes = _figure(1, len(kinds))
+    made, axes = figure(1, len(kinds))
     for axis, kind in zip(axes[0], kinds):
         for name, style, points in _curves(rows, kind):
             streams = [row["streams"] for row in points]
@@ -153,12 +155,12 @@ def _throughput(rows: list[dict[str, Any]], path: Path) -> Path:
         axis.set_xscale("log", base=2)
         axis.set(title=kind, xlabel="streams", ylabel="tokens per second", ylim=(0, None))
     axes[0][0].legend(fontsize=6)
-    return _save(figure, path)
+    return save(made, path)
 
 
 def _latency(rows: list[dict[str, Any]], path: Path) -> Path:
     kinds = _unique(rows, "workload")
-    figure, axes = _figure(2, len(kinds))
+    made, axes = figure(2, len(kinds))
     for column, kind in enumerate(kinds):
         for line, (key, title) in enumerate(
             (("ttft_ms", "time to first token"), ("inter_token_ms", "between tokens"))
@@ -174,7 +176,7 @@ def _latency(rows: list[dict[str, Any]], path: Path) -> Path:
             axis.set_yscale("log")
             axis.set(title=f"{kind}: {title}", xlabel="streams", ylabel="ms, p50 to p99")
     axes[0][0].legend(fontsize=6)
-    return _save(figure, path)
+    return save(made, path)
 
 
 def _steps(rows: list[dict[str, Any]], path: Path) -> Path:
@@ -183,7 +185,7 @@ def _steps(rows: list[dict[str, Any]], path: Path) -> Path:
     rows = [row for row in rows if row["streams"] == least]
     kinds, names = _unique(rows, "workload"), _unique(rows, "contender")
     values = {(row["contender"], row["workload"]): row["tokens_per_request_step"] for row in rows}
-    figure, axes = _figure(1, 1, width=max(6.0, 1.6 * len(kinds)))
+    made, axes = figure(1, 1, width=max(6.0, 1.6 * len(kinds)))
     axis, width = axes[0][0], 0.8 / len(names)
     for place, name in enumerate(names):
         at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(kinds))]
@@ -191,7 +193,7 @@ def _steps(rows: list[dict[str, Any]], path: Path) -> Path:
     axis.set_xticks(range(len(kinds)), kinds)
     axis.set(ylabel="tokens per step and request", title=f"{least} stream(s)")
     axis.legend(fontsize=6)
-    return _save(figure, path)
+    return save(made, path)
 
 
 def _curves(
@@ -206,19 +208,3 @@ def _curves(
 
 def _unique(rows: list[dict[str, Any]], key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in rows))
-
-
-def _figure(num_rows: int, num_columns: int, width: float | None = None) -> tuple[Any, Any]:
-    # Not at the top: a run that cannot begin does not wait for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    size = (width or 3.4 * num_columns + 0.6, 3.4 * num_rows)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, format="png", dpi=110)
-    return path

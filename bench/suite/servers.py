@@ -20,8 +20,8 @@ import httpx
 
 from ...errors import ConfigError, OutriderError
 from ...scheduler.sampling import SamplingParams
+from ..client.load import Endpoint, negotiate, parse, send_all
 from ..measure import Load, Run, add_acceptance
-from .load import NO_TEXT, Endpoint, parse, send_all
 
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 30.0
@@ -31,12 +31,6 @@ _HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # JSON in a command is left alone
 # Where servers say their version: the path, and the key in its JSON.
 _VERSIONS = (("/version", "version"), ("/props", "build_info"), ("/get_server_info", "version"))
-# What a stream is asked to tell of its tokens, the most telling first.
-_STREAM_OPTIONS: tuple[dict[str, Any], ...] = (
-    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    {"stream_options": {"include_usage": True}},
-    {},
-)
 PRESETS = {
     "vllm": "vllm serve {model} --host 127.0.0.1 --port {port} --dtype {dtype} "
     "--max-model-len {max_model_len} --max-num-seqs {max_num_seqs}",
@@ -216,15 +210,10 @@ class ServerContender:
     def _probe(self, url: str, model: str) -> Endpoint:
         """The endpoint with the stream options that the server takes."""
         body = {"prompt": "1, 2, 3,", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
-        failure: str | None = None
-        for options in _STREAM_OPTIONS:
-            endpoint = Endpoint(url, model, options, self._request_timeout_s)
-            (exchange,), _ = send_all(endpoint, [body], Load(streams=1))
-            failure = parse(0, exchange).failure
-            if failure in (None, NO_TEXT):  # two tokens need not be a character
-                return endpoint
-            if not failure.startswith("status 4"):
-                break
+        plain = Endpoint(url, model, {}, self._request_timeout_s)
+        endpoint, failure = negotiate(plain, body)
+        if failure is None:
+            return endpoint
         self._check_alive()
         raise ServerError(f"the first request failed: {failure}")
 

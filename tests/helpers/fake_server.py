@@ -22,6 +22,7 @@ class Seen:
         self.lock = threading.Lock()
         self.bodies: list[dict] = []
         self.in_flight = self.most_in_flight = 0
+        self.num_steps = self.num_tokens = 0
 
 
 def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
@@ -37,6 +38,8 @@ def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
                 self._json(200, {"data": [{"id": "fake"}]})
             elif self.path == "/version":
                 self._json(200, {"version": "1.2.3"})
+            elif self.path == "/metrics" and options.metrics:
+                self._text(200, counters(options.metrics, seen), "text/plain")
             elif self.path == "/seen":
                 self._json(200, {"bodies": seen.bodies, "most": seen.most_in_flight})
             else:
@@ -44,6 +47,10 @@ def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            known = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            if self.path != known:
+                self._json(404, {"error": {"message": f"no such path: {self.path}"}})
+                return
             with seen.lock:
                 seen.bodies.append(body)
                 number = len(seen.bodies)
@@ -53,7 +60,12 @@ def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
             self._answer(body, number)
 
         def _answer(self, body: dict, number: int) -> None:
-            stream_options = body.get("stream_options", {})
+            stream_options = {} if options.plain else body.get("stream_options", {})
+            reason = refusal(options, body)
+            if reason is not None:
+                self._leave()
+                self._json(reason[0], {"error": {"message": reason[1]}})
+                return
             if options.die_at == number:
                 sys.stderr.write("out of luck\n")
                 os._exit(3)
@@ -72,12 +84,17 @@ def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
             self._stream(body, stream_options)
 
         def _stream(self, body: dict, stream_options: dict) -> None:
-            total, num_sent = body["max_tokens"], 0
+            total, num_sent = body.get("max_tokens") or body["max_completion_tokens"], 0
+            with seen.lock:
+                seen.num_tokens += total
+                seen.num_steps += -(-total // options.per_event)
             while num_sent < total:
                 time.sleep(options.delay_s)
                 count = min(options.per_event, total - num_sent)
                 num_sent += count
-                event = {"choices": [{"index": 0, "text": "word " * count}]}
+                text = "word " * count
+                said = {"delta": {"content": text}} if "messages" in body else {"text": text}
+                event = {"choices": [{"index": 0, **said}]}
                 if stream_options.get("continuous_usage_stats"):
                     event["usage"] = {"prompt_tokens": 5, "completion_tokens": num_sent}
                 self._event(event)
@@ -106,14 +123,44 @@ def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
             self.wfile.flush()
 
         def _json(self, status: int, answer: dict) -> None:
-            data = json.dumps(answer).encode()
+            self._text(status, json.dumps(answer), "application/json")
+
+        def _text(self, status: int, text: str, kind: str) -> None:
+            data = text.encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
     return Handler
+
+
+def refusal(options: argparse.Namespace, body: dict) -> tuple[int, str] | None:
+    """Status and message for what a server of OpenAI's fields only does not take."""
+    if not options.plain:
+        return None
+    if body["model"] != "fake":
+        return 404, f"The model `{body['model']}` does not exist."
+    if "ignore_eos" in body:
+        return 400, "Unrecognized request argument supplied: ignore_eos"
+    if "continuous_usage_stats" in body.get("stream_options", {}):
+        return 400, "Unknown parameter: 'stream_options.continuous_usage_stats'."
+    if options.newer and "max_tokens" in body:
+        return 400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    return None
+
+
+def counters(prefix: str, seen: Seen) -> str:
+    """Of drafts, in Prometheus' text: each step drafts `per_event`, and accepts all but one."""
+    accepted = seen.num_tokens - seen.num_steps
+    values = {
+        "drafts_total": seen.num_steps,
+        "draft_tokens_total": seen.num_tokens,
+        "accepted_tokens_total": accepted,
+        'accepted_tokens_per_pos_total{position="0"}': accepted,
+    }
+    return "".join(f"{prefix}:spec_decode_num_{name} {each}\n" for name, each in values.items())
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -127,6 +174,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--cut", action="store_true", help="streams end after an event")
     parser.add_argument("--strict", action="store_true", help="no continuous usage")
     parser.add_argument("--speculates", action="store_true")
+    parser.add_argument("--metrics", default="", help="counters of drafts under this prefix")
+    parser.add_argument("--plain", action="store_true", help="OpenAI's fields only, and no usage")
+    parser.add_argument("--newer", action="store_true", help="max_tokens is refused")
     return parser.parse_args(words)
 
 

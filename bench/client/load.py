@@ -1,4 +1,4 @@
-"""The load generator: streamed completions over HTTP, in a closed loop or as a Poisson process.
+"""The load generator: streamed completions and chats over HTTP, at a rate or in a closed loop.
 
 While requests run, bytes are only stored with the time at which they came; events are parsed
 afterwards, so that the generator takes little of a machine that it shares with the server.
@@ -9,27 +9,38 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
-from ..measure import Acceptance, Arrival, Load, Trace, arrival_times_s
+from ..measure import Acceptance, Arrival, Load, Trace
 
 NO_TEXT = "an answer without text"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 _CONNECT_TIMEOUT_S = 10.0
-_ARRIVAL_SEED = 20  # the same arrivals for every contender and round
+# What a stream is asked to tell of its tokens, the most telling first.
+_STREAM_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"include_usage": True}},
+    {},
+)
+_REFUSED_OPTION = ("status 400", "status 422")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where completions are asked for, and with which fields beside prompt and sampling."""
+    """Where answers are asked for, and with which fields beside prompt and sampling."""
 
     url: str  # the server's, without /v1
     model: str
     fields: dict[str, Any]
     timeout_s: float = 600.0  # of one request
+    path: str = COMPLETIONS
+    headers: dict[str, str] = field(default_factory=dict)
+    verify: bool = True  # whether an HTTPS server's certificate has to be a trusted one
 
 
 @dataclass(slots=True)
@@ -39,6 +50,7 @@ class Exchange:
     submitted_s: float
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     failure: str | None = None
+    due_s: float = 0.0  # when it was to be sent; the limit of requests in flight may delay it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +60,35 @@ class Answer:
     trace: Trace | None
     failure: str | None
     acceptance: Acceptance | None = None
+    is_counted: bool = False  # the server counted the tokens
 
 
 def send_all(
-    endpoint: Endpoint, bodies: Sequence[dict[str, Any]], load: Load
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    load: Load,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> tuple[list[Exchange], float]:
-    """Sends every body once; the exchanges in order, and the seconds that it took."""
-    return asyncio.run(_send_all(endpoint, bodies, load))
+    """Sends every body once; the exchanges in order, and the seconds that it took.
+
+    Args:
+        on_answer: called after each request.
+    """
+    return asyncio.run(_send_all(endpoint, bodies, load, on_answer))
+
+
+def negotiate(endpoint: Endpoint, body: dict[str, Any]) -> tuple[Endpoint, str | None]:
+    """The endpoint with the stream options that the server takes, and why none is taken."""
+    failure: str | None = None
+    for options in _STREAM_OPTIONS:
+        asked = replace(endpoint, fields={**endpoint.fields, **options})
+        (exchange,), _ = send_all(asked, [body], Load(streams=1))
+        failure = parse(0, exchange).failure
+        if failure in (None, NO_TEXT):  # a few tokens need not be a character
+            return asked, None
+        if not failure.startswith(_REFUSED_OPTION):
+            break
+    return endpoint, failure
 
 
 def parse(index: int, exchange: Exchange) -> Answer:
@@ -75,7 +109,7 @@ def parse(index: int, exchange: Exchange) -> Answer:
         if "error" in event:
             return Answer(None, f"an error event: {_message(event)}")
         usage = event.get("usage") or usage
-        text = "".join(choice.get("text") or "" for choice in event.get("choices") or [])
+        text = "".join(map(_text, event.get("choices") or []))
         if text:
             texts.append((at_s, text, (event.get("usage") or {}).get("completion_tokens")))
     if not done:
@@ -90,38 +124,35 @@ def parse(index: int, exchange: Exchange) -> Answer:
         output="".join(text for _, text, _ in texts),
         num_prompt_tokens=usage.get("prompt_tokens", 0),
     )
-    return Answer(trace, None, _acceptance(usage.get("speculation")))
+    is_counted = usage.get("completion_tokens") is not None
+    return Answer(trace, None, _acceptance(usage.get("speculation")), is_counted)
 
 
 async def _send_all(
-    endpoint: Endpoint, bodies: Sequence[dict[str, Any]], load: Load
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    load: Load,
+    on_answer: Callable[[], None],
 ) -> tuple[list[Exchange], float]:
     timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=endpoint.verify)
     exchanges: dict[int, Exchange] = {}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    times = load.times_s(len(bodies))
+    limit = nullcontext() if load.streams is None else asyncio.Semaphore(load.streams)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=endpoint.headers
+    ) as session:
         start = time.perf_counter()
 
-        async def send(index: int) -> None:
-            exchanges[index] = await _send(session, endpoint, bodies[index], start)
+        async def arrive(index: int) -> None:
+            await asyncio.sleep(max(start + times[index] - time.perf_counter(), 0.0))
+            async with limit:
+                exchange = await _send(session, endpoint, bodies[index], start)
+            exchange.due_s = times[index]
+            exchanges[index] = exchange
+            on_answer()
 
-        if load.streams is not None:
-            waiting = iter(range(len(bodies)))
-
-            async def stream() -> None:
-                for index in waiting:
-                    await send(index)
-
-            await asyncio.gather(*(stream() for _ in range(min(load.streams, len(bodies)))))
-        else:
-            assert load.rate is not None, load
-            times = arrival_times_s(load.rate, len(bodies), _ARRIVAL_SEED)
-
-            async def arrive(index: int) -> None:
-                await asyncio.sleep(max(start + times[index] - time.perf_counter(), 0.0))
-                await send(index)
-
-            await asyncio.gather(*(arrive(index) for index in range(len(bodies))))
+        await asyncio.gather(*(arrive(index) for index in range(len(bodies))))
         wall_s = time.perf_counter() - start
     return [exchanges[index] for index in range(len(bodies))], wall_s
 
@@ -132,7 +163,7 @@ async def _send(
     exchange = Exchange(time.perf_counter() - start)
     whole = {"model": endpoint.model, "stream": True, **endpoint.fields, **body}
     try:
-        async with session.post(f"{endpoint.url}/v1/completions", json=whole) as response:
+        async with session.post(f"{endpoint.url}{endpoint.path}", json=whole) as response:
             if response.status != 200:
                 text = await response.text()
                 exchange.failure = f"status {response.status}: {_reason(text)}"
@@ -144,6 +175,13 @@ async def _send(
     except (aiohttp.ClientError, OSError) as error:
         exchange.failure = f"{type(error).__name__}: {error}"
     return exchange
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What a choice of an event adds: text, or an answer's content and what is thought before."""
+    delta = choice.get("delta") or {}
+    thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
+    return (choice.get("text") or "") + thought + (delta.get("content") or "")
 
 
 def _events(chunks: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:

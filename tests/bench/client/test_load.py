@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
+from outrider.bench.client.load import NO_TEXT, Endpoint, Exchange, parse, send_all
 from outrider.bench.measure import Arrival, Load, arrival_times_s
-from outrider.bench.suite.load import NO_TEXT, Endpoint, Exchange, parse, send_all
 
 from ...helpers import fake_server
 

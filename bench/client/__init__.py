@@ -1,0 +1,1 @@
+"""`outrider bench serve`: any OpenAI-compatible server under load, over HTTP."""
