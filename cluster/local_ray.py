@@ -37,7 +37,7 @@ def find_ray(address: str | None = None) -> str | None:
         return None
     if named in (None, "auto"):
         found = find_bootstrap_address(None)  # the file may be of a cluster that has ended
-        if found is not None and _answers(found):
+        if found is not None and _listens(*_split(found)) and _answers(found):
             return found
         if named is None:
             return None
@@ -58,21 +58,31 @@ def _answers(address: str) -> bool:
     """
     import grpc
 
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError.at("address", f"{address!r} is not host:port, 'auto' or 'local'")
+    host, port = _split(address)
     if os.environ.get("RAY_USE_TLS", "0") != "0":  # its certificates are Ray's business
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S):
-                return True
-        except (OSError, OverflowError):
-            return False
+        return _listens(host, port)
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError:
             return False
     return True
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError.at("address", f"{address!r} is not host:port, 'auto' or 'local'")
+    return host, int(port)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether anything does; at once where the kernel says that nothing does."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S):
+            return True
+    except (OSError, OverflowError):
+        return False
 
 
 def _send_token() -> None:

@@ -50,7 +50,9 @@ def test_without_a_cluster_a_new_one_is_started(left_behind, monkeypatch):
     assert local_ray.find_ray() is None
 
 
-def test_a_cluster_that_has_ended_is_not_joined(left_behind):
+def test_a_cluster_that_has_ended_is_not_joined(left_behind, monkeypatch):
+    """Nothing is waited for where nothing listens any more."""
+    monkeypatch.setattr(local_ray, "_answers", lambda address: pytest.fail("it was asked"))
     left_behind(f"127.0.0.1:{free_port()}")
     assert local_ray.find_ray() is None
     with pytest.raises(ConfigError, match="address: no Ray is running on this machine"):
