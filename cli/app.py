@@ -83,6 +83,7 @@ SUMMARIES: Mapping[str, str] = (
         {
             "serve": "Serves a model over an OpenAI-compatible API.",
             "generate": "Completes prompts and prints the text; statistics go to stderr.",
+            "explain": "Shows each step's draft on a prompt, and what speculation gains.",
             "run-batch": "Answers a file of requests in OpenAI's batch format, resumable.",
             "chat": "Chats with a model, several turns, streaming.",
             "calibrate": "Checks a head, tries variants of it, searches for the best tree.",

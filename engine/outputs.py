@@ -212,6 +212,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or token; None: the end of the text
     logprobs: list[dict[int, Logprob]] | None = None
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
+    # By step, where the request asked for a trace: `step`, `tokens` (`id`, `text`, `origin`) and
+    # `draft` (`id`, `text`, `parent`, `origin`, `accepted`).
+    speculation_trace: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,36 @@ class Chunk:
     pieces: tuple[str, ...] = ()  # what each token adds, stop strings included
     trace: StepTrace | None = None
     step: int = -1  # of the request's steps that emitted, the first is 0
+
+
+TARGET = "target"  # the origin of the tokens that the target drew itself
+
+
+def traced(chunk: Chunk, vocabulary: Vocabulary) -> dict[str, Any]:
+    """One step: the tokens that it emitted, and the draft's guesses as a tree."""
+    trace = chunk.trace
+    assert trace is not None, chunk
+    accepted = frozenset(trace.path)
+    origins = [trace.origins[node] for node in trace.path]
+    origins += [TARGET] * (len(chunk.token_ids) - len(origins))
+    tokens = zip(chunk.token_ids, chunk.pieces, origins, strict=False)
+    draft = zip(trace.tokens, trace.parents, trace.origins, strict=True)
+    return {
+        "step": chunk.step,
+        "tokens": [
+            {"id": token_id, "text": text, "origin": origin} for token_id, text, origin in tokens
+        ],
+        "draft": [
+            {
+                "id": token_id,
+                "text": vocabulary.token_text(token_id),
+                "parent": parent,
+                "origin": origin,
+                "accepted": node in accepted,
+            }
+            for node, (token_id, parent, origin) in enumerate(draft)
+        ],
+    }
 
 
 @dataclass(slots=True)
@@ -377,6 +410,7 @@ class Assembler:
             stop_reason=self.stop_reason,
             logprobs=logprobs,
             speculation=self.speculation,
+            speculation_trace=[traced(each, self.vocabulary) for each in self.traced] or None,
         )
 
 

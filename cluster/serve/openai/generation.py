@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from ....drafters.lookup.prediction import Alignment
 from ....engine.chat.reader import Content, Event, Parser, Reasoning
 from ....engine.frontend import Frontend, Prompt, RequestOptions
-from ....engine.outputs import Assembler, Chunk, Detokenizer, Vocabulary, add_usage, prompt_table
+from ....engine.outputs import (
+    Assembler,
+    Chunk,
+    Detokenizer,
+    Vocabulary,
+    add_usage,
+    prompt_table,
+    traced,
+)
 from ....errors import InvalidRequestError, RequestTimeoutError, WorkerError
 from ....scheduler.sampling import SamplingParams
 from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
@@ -107,14 +115,14 @@ class Job:
         """The same of a chunk."""
         extras: Extras = {}
         if chunk.trace is not None:
-            extras["speculation_trace"] = [_trace(self, chunk)]
+            extras["speculation_trace"] = [traced(chunk, self.assembler.vocabulary)]
         if with_ids:
             extras["token_ids"] = list(chunk.token_ids)
         return extras
 
     def trace(self) -> list[dict[str, Any]]:
         """`speculation_trace` of a finished choice: every step."""
-        return [_trace(self, chunk) for chunk in self.assembler.traced]
+        return [traced(chunk, self.assembler.vocabulary) for chunk in self.assembler.traced]
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,38 +448,6 @@ async def stream_events(
                 yield {**head, **fields}
     if with_usage:
         yield {**head, "choices": [], "usage": generation.usage()}
-
-
-# `speculation_trace` of an answer: every step's tokens by origin, and the guesses that failed.
-
-TARGET = "target"  # the origin of the tokens that the target drew itself
-
-
-def _trace(job: Job, chunk: Chunk) -> dict[str, Any]:
-    """One step: the tokens that it emitted, and the draft's guesses as a tree."""
-    trace = chunk.trace
-    assert trace is not None, chunk
-    accepted = frozenset(trace.path)
-    origins = [trace.origins[node] for node in trace.path]
-    origins += [TARGET] * (len(chunk.token_ids) - len(origins))
-    tokens = zip(chunk.token_ids, chunk.pieces, origins, strict=False)
-    draft = zip(trace.tokens, trace.parents, trace.origins, strict=True)
-    return {
-        "step": chunk.step,
-        "tokens": [
-            {"id": token_id, "text": text, "origin": origin} for token_id, text, origin in tokens
-        ],
-        "draft": [
-            {
-                "id": token_id,
-                "text": job.assembler.vocabulary.token_text(token_id),
-                "parent": parent,
-                "origin": origin,
-                "accepted": node in accepted,
-            }
-            for node, (token_id, parent, origin) in enumerate(draft)
-        ],
-    }
 
 
 # Log-probabilities in the shapes of OpenAI's and vLLM's answers.
