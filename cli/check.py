@@ -1,6 +1,7 @@
 """`outrider check`: everything that can be known of a configuration without computing.
 
-`--load` starts the workers as well, decodes one token and stops them.
+`--cluster` plans where every worker would go, and what it would hold there. `--load` starts the
+workers as well, decodes one token and stops them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cluster.local_ray import find_ray, worker_niceness
+from ..cluster.local_ray import cluster_nodes, find_ray, worker_niceness
+from ..cluster.placement import Node, Plan, make_plan, parse_nodes
 from ..engine.preflight import preflight
 from ..errors import ConfigError
-from .console import err, note, say, table
+from .console import err, grid, note, say, table
 from .options import EngineOptions, serve_section
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..config import EngineConfig
 
 
@@ -32,6 +36,21 @@ def check(
     load: Annotated[
         bool, typer.Option("--load", help="Start the workers, decode a token, and stop them.")
     ] = False,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Plan where the workers go on the running Ray cluster, with their memory.",
+        ),
+    ] = False,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            help="Plan for these nodes instead: 2x8xH100-80G (2 nodes, 8 GPUs of 80 GiB each), "
+            "1xL4-24G+16cpu, 16cpu-64G; separated by commas.",
+        ),
+    ] = None,
 ) -> None:
     """Checks a configuration, the files it names and how they fit; prints it in full.
 
@@ -47,20 +66,34 @@ def check(
         given = {"model": str(file)} if file.is_dir() else {"config": file}
         engine = engine.model_copy(update=given)
     config = engine.resolve()
-    serve_section(engine, {})
-    cluster = None if config.executor == "local" else find_ray()
+    section = serve_section(engine, {})
+    described = None if nodes is None else parse_nodes(nodes)
+    address = None if config.executor == "local" or described is not None else find_ray()
+    if cluster and described is None and address is None:
+        raise ConfigError.at(
+            "cluster",
+            "there is no Ray to plan for: start one, set RAY_ADDRESS, or describe its nodes with "
+            "--nodes"
+            if config.executor == "ray"
+            else "executor 'local' starts no workers on nodes",
+        )
     errors: list[ConfigError] = []
-    facts = preflight(config, is_local=cluster is None, in_full=True, errors=errors)
+    facts = preflight(
+        config, is_local=address is None and described is None, in_full=True, errors=errors
+    )
     if errors:
         errors[0].others = errors[1:]
         raise errors[0]
-    if cluster is not None and (niceness := worker_niceness(cluster)) > 0:
+    if address is not None and (niceness := worker_niceness(address)) > 0:
         facts["niceness"] = (
             f"{niceness}: this Ray's workers wait for every other process of their machines; "
             "start it with RAY_worker_niceness=0"
         )
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
+    if described is not None or cluster:
+        count = section.num_replicas if isinstance(section.num_replicas, int) else 1
+        _plan(config, described or cluster_nodes(address or ""), count)
     if load:
         _load(config)
     note("The configuration is sound.")
@@ -83,3 +116,59 @@ def _load(config: EngineConfig) -> None:
     with err().status("Loading the model..."), LLM.from_config(config) as llm:
         llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
     note("The workers started, decoded a token and stopped.")
+
+
+def _plan(config: EngineConfig, nodes: list[Node], num_engines: int) -> None:
+    """Prints where every worker goes and what it holds.
+
+    Raises:
+        ConfigError: what does not fit, by field; each is an error of its own.
+    """
+    from ..engine.estimate import estimate
+
+    groups = estimate(config, sum(node.total.get("GPU", 0.0) for node in nodes))
+    plan = make_plan(groups, nodes, config.resources, num_engines)
+    err(wide=True).print(_plan_table(plan, nodes))
+    unused = {node.name for node in nodes} - {rank.node for rank in plan.ranks}
+    if unused:
+        note(f"Without a worker: {', '.join(sorted(unused))}.")
+    if plan.problems:
+        plan.problems[0].others = plan.problems[1:]
+        raise plan.problems[0]
+
+
+_PLAN_COLUMNS = (
+    *("node", "device", "workers", "weights", "heads", "graphs", "KV", "sum", "of", "KV tokens"),
+)
+
+
+def _plan_table(plan: Plan, nodes: list[Node]) -> Table:
+    """A row for neighbouring ranks that hold the same, in GiB of each."""
+    kinds = {node.name: node.kind for node in nodes}
+    rows: list[tuple[str, ...]] = []
+    for ranks in plan.runs():
+        first, last = ranks[0], ranks[-1]
+        parts = (first.held.weights, first.held.heads, first.held.graphs)
+        rows.append(
+            (
+                f"{first.node} ({kinds[first.node]})",
+                _span([rank.device for rank in ranks]),
+                f"{first.group} {first.rank}" + (f"-{last.rank}" if last.rank > first.rank else ""),
+                *map(_gib, parts),
+                _gib(first.kv_bytes),
+                _gib(first.total_bytes),
+                "?" if first.memory_bytes is None else _gib(first.memory_bytes),
+                f"{first.kv_tokens or 0:,}",
+            )
+        )
+    return grid("Plan: GiB of each device, estimated", _PLAN_COLUMNS, rows)
+
+
+def _span(devices: list[str]) -> str:
+    """`GPU 0-7` of devices in a row."""
+    first, last = devices[0], devices[-1]
+    return first if first == last else f"{first}-{last.rpartition(' ')[2]}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f}"

@@ -32,11 +32,12 @@ def out() -> Console:
     return Console(highlight=False, width=width)
 
 
-def err() -> Console:
-    """Tables, statistics, errors: about the results."""
+def err(*, wide: bool = False) -> Console:
+    """Tables, statistics, errors: about the results; `wide` as `out` in a file or a pipe."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    width = _PIPE_WIDTH if wide and not sys.stderr.isatty() else None
+    return Console(stderr=True, highlight=False, width=width)
 
 
 def say(text: str) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import socket
+import subprocess
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from .placement import Node
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
 
 _CONNECT_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 30.0
 _NICENESS = "RAY_worker_niceness"  # Ray's own default is 15: any other process would go first
 
 log = logging.getLogger(__name__)
@@ -134,16 +139,80 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
     return True
 
 
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[None]:
+    """A process that is joined to the cluster at `address` for a while."""
+    import ray
+
+    _send_token()
+    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def worker_niceness(address: str) -> int:
     """At which niceness the cluster at `address` runs workers; joins and leaves it."""
     import ray
 
-    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    try:
+    with _joined(address):
         found: int = ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote())
         return found
-    finally:
-        ray.shutdown()
+
+
+def cluster_nodes(address: str) -> list[Node]:
+    """The nodes of the cluster at `address`, with what is free on each; joins and leaves it.
+
+    Nodes with GPUs are asked for their memory, which Ray does not keep; one that does not answer
+    within 30 s has an unknown one.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    with _joined(address):
+        free = available_resources_per_node()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        asked = {
+            node["NodeID"]: ray.remote(num_cpus=0)(_gpu_bytes)
+            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+            .remote()
+            for node in alive
+            if node["Resources"].get("GPU")
+        }
+        ready = _ready([*asked.values()])
+        known = {node: ray.get(ref) for node, ref in asked.items() if ref in ready}
+        return [
+            Node(
+                node["NodeManagerAddress"] + f" {node['NodeID'][:6]}",
+                node["Resources"],
+                free.get(node["NodeID"], {}),
+                known.get(node["NodeID"]),
+                int(node["Resources"].get("memory", 0)) or None,
+            )
+            for node in alive
+        ]
+
+
+def _ready(refs: list[Any]) -> list[Any]:
+    """Those that are answered in time."""
+    import ray
+
+    if not refs:
+        return []
+    ready: list[Any] = ray.wait(refs, num_returns=len(refs), timeout=_PROBE_TIMEOUT_S)[0]
+    return ready
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine; None where its driver's tool does not tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return min(int(line) for line in done.stdout.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def num_cpus_of(config: EngineConfig) -> float:

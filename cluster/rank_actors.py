@@ -23,6 +23,7 @@ from ..config import ResourcesConfig
 from ..errors import OutriderError, ResourcesError, WorkerDiedError, WorkerError
 from ..workers.group import agreed_blocks, with_device_steps
 from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
+from . import placement
 from .process import start_thread
 from .rank import Rank, RankPlace
 
@@ -39,19 +40,13 @@ _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLE
 def accelerator(spec: WorkerSpec, resources: ResourcesConfig) -> str | None:
     """Ray's name of the GPU that the group's nodes have to have."""
     drafts = spec.target is None or spec.head_target is not None
-    return (drafts and resources.drafter_accelerator_type) or resources.accelerator_type
+    return placement.accelerator(resources, drafts=drafts)
 
 
 def needs(spec: WorkerSpec, resources: ResourcesConfig) -> tuple[float, float]:
     """CPUs and GPUs of one rank."""
-    on_gpu = spec.device == "cuda" or (
-        spec.device == "auto" and ray.cluster_resources().get("GPU", 0) >= spec.size
-    )
-    cpus, gpus = resources.cpus_per_worker, resources.gpus_per_worker
-    return (
-        (0.0 if on_gpu else 1.0) if cpus is None else cpus,
-        (1.0 if on_gpu else 0.0) if gpus is None else gpus,
-    )
+    num_gpus = ray.cluster_resources().get("GPU", 0.0)
+    return placement.needs(spec.device, spec.size, resources, num_gpus)
 
 
 def single_node_cpus() -> float:
@@ -68,22 +63,11 @@ def place(
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
     """
-    cpus, gpus = needs(spec, resources)
-    bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
-    kind = accelerator(spec, resources)
-    if kind is not None:  # Ray's nodes have a resource of that name
-        bundle[f"accelerator_type:{kind}"] = 0.001
-    bundles = [dict(bundle or {"CPU": 0.001}) for _ in range(spec.size)]
-    fits = any(
-        node["Alive"]
-        and all(
-            node["Resources"].get(name, 0) >= count * spec.size
-            for name, count in bundles[0].items()
-        )
-        for node in ray.nodes()
-    )
-    strategy = "STRICT_PACK" if fits else resources.placement_strategy
+    bundle = placement.bundle_of(*needs(spec, resources), accelerator(spec, resources))
+    totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    strategy = placement.strategy_of(bundle, spec.size, totals, resources)
     lifetime = "detached" if detached else None
+    bundles = [dict(bundle) for _ in range(spec.size)]
     group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
     if not group.wait(timeout_seconds=resources.placement_timeout_s):
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
@@ -96,7 +80,7 @@ def place(
             field = "speculative_config.draft_tensor_parallel_size"
         raise ResourcesError.at(
             field,
-            f"{spec.size} workers of {bundles[0]} each could not "
+            f"{spec.size} workers of {bundle} each could not "
             f"be placed within {resources.placement_timeout_s:.0f} s; the cluster has "
             f"{total}, free are {free or 'none'}",
         )

@@ -2,7 +2,7 @@
 
 Files are opened (safetensors checks their headers against their sizes), names and shapes are
 compared with the model built on the meta device, and one token goes through it there, so that the
-size of the KV cache is known.
+size of the KV cache is known. `rank_weights` needs no files but config.json.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import ConfigError
 from ..ops import ReferenceOps, max_latent_heads
-from .bridge import BridgeRunner, build_meta, fuse_norms
+from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
+from .checkpoint.quantised_formats import WeightFormat
 from .checkpoint.weights import Checkpoint
 from .family import read_spec
-from .info import ModelInfo, read_model
+from .info import ModelInfo, model_heads, read_model
+from .sharding import ShardPlan, plan_shards, plan_vocabulary
 from .target import Wish, fitting_sources
 
 CPU = torch.device("cpu")
@@ -34,6 +37,7 @@ class Serving:
     dtype: torch.dtype | None = None  # the checkpoint's
     forward: Wish = "auto"
     deterministic: bool = False
+    has_kernels: bool | None = None  # for that device; None: as this machine has
 
 
 def check_weights(
@@ -56,10 +60,10 @@ def check_weights(
     model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     fitting_sources(model, {name: checkpoint.outline(name) for name in checkpoint.names}, path)
-    return info, _kv_bytes_per_token(model, info, size, serving)
+    return info, kv_bytes_per_token(model, info, size, serving)
 
 
-def _kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving) -> int | None:
+def kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving) -> int | None:
     """Of one rank; None for models that look at values, which the meta device does not have."""
     latent = _latent_elements(model.config, info, serving)
     if latent is not None:
@@ -84,11 +88,50 @@ def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | No
     latent, rotated, plain, value = (getattr(config, name, None) for name in names)
     if not latent or not rotated or not plain or not value:
         return None
-    most = max_latent_heads(serving.device, info.dtype, deterministic=serving.deterministic)
+    most = info.num_heads
+    if not serving.has_kernels:
+        most = max_latent_heads(serving.device, info.dtype, deterministic=serving.deterministic)
     is_kept = serving.forward != "bridge" and not isinstance(read_spec(config), str)
     if is_kept and info.num_heads <= most:
         return int(latent + rotated)
     return int(info.num_heads * (plain + rotated + value))
+
+
+_SCALE_SHARE = {8: 1 / 8192, 4: 1 / 32}
+"""Scales and zeros per byte of codes: a float32 a block of 128 x 128; 18 bits a group of 128."""
+
+
+def rank_weights(model: Any, size: int, kept: WeightFormat | None = None) -> tuple[int, int]:
+    """Bytes of the weights that a rank holds, and of its part of embedding and output layer.
+
+    Args:
+        model: from `build_meta`, with the modules whole.
+        kept: how its linears and experts stay quantised on the device; None: they do not.
+    """
+    plan, ends = ShardPlan(), (model.get_input_embeddings(), model.get_output_embeddings())
+    if size > 1:
+        plan = plan_shards(model, model_heads(model.config, 0, size), tp_hints(model))
+        plan_vocabulary(plan, model, *ends, 0, size)
+    names = {id(module): name for name, module in model.named_modules()}
+    at_ends = {f"{names[id(module)]}.weight" for module in ends}
+    linears = {
+        f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
+    }
+    tied, total, outside = tied_names(model), 0, 0
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        count, shard = tensor.numel(), plan.shards.get(name)
+        if shard is not None:
+            count = count // tensor.shape[shard.dim] * shard.length
+        num_bytes = count * tensor.element_size()
+        is_packed = name in linears - at_ends or tensor.dim() == 3
+        if kept is not None and is_packed and tensor.is_floating_point():
+            codes = count * kept.bits // 8
+            num_bytes = codes + int(codes * _SCALE_SHARE.get(kept.bits, 0.0))
+        total += num_bytes
+        outside += num_bytes * (name in at_ends)
+    return total, outside
 
 
 def machine_bytes(device: torch.device) -> int:

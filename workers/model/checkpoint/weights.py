@@ -260,7 +260,7 @@ class Checkpoint:
                 return self._files[name]
             try:
                 self._files[name] = safe_open(self.path / name, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, RuntimeError) as error:  # torch cannot map it
                 raise CheckpointError(unreadable(self.path / name, error)) from error
         return self._files[name]
 

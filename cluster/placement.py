@@ -1,0 +1,311 @@
+"""Where an engine's workers go: what each asks of a node, and a plan of all of them.
+
+`rank_actors.py` asks Ray with the same bundles and strategies. Ray chooses among nodes that have
+room; the plan fills the fullest node that takes a group whole, and otherwise the emptiest ones
+first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ..config import ResourcesConfig
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..engine.estimate import GroupEstimate, RankBytes
+
+Bundle = dict[str, float]
+"""What one rank reserves, by Ray's names of resources."""
+_KIND = "accelerator_type:"  # with a GPU's name behind it: what Ray calls the resource of a node
+_GROUP = re.compile(
+    r"(?:(?P<count>\d+)x)?"
+    r"(?:(?P<gpus>\d+)x(?P<kind>[A-Za-z][\w-]*?)-(?P<gib>\d+)G|(?P<only>\d+)cpu(?:-(?P<ram>\d+)G)?)"
+    r"(?:\+(?P<cpus>\d+)cpu)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a cluster, described or running."""
+
+    name: str
+    total: Mapping[str, float]  # by Ray's names
+    free: Mapping[str, float]
+    gpu_bytes: int | None = None  # of each GPU; None: not known
+    memory_bytes: int | None = None  # of the node, or of its container
+
+    @property
+    def kind(self) -> str:
+        """The node's GPU, or what it has in place of one."""
+        kinds = [name.removeprefix(_KIND) for name in self.total if name.startswith(_KIND)]
+        return ", ".join(kinds) or ("GPU" if self.total.get("GPU") else "CPU")
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Nodes described as `2x8xH100-80G,1xL4-24G+16cpu,4cpu-16G`: how many nodes, the GPUs of each,
+    their name and GiB; `+16cpu`: CPUs beside them (default: 8 a GPU); `4cpu-16G`: a node without.
+
+    Raises:
+        ConfigError: names what cannot be read.
+    """
+    nodes: list[Node] = []
+    for part in text.replace(" ", "").split(","):
+        found = _GROUP.fullmatch(part)
+        if found is None:
+            raise ConfigError.at(
+                "nodes",
+                f"{part!r} is not understood; nodes are described as 2x8xH100-80G (two nodes of "
+                "eight GPUs of 80 GiB each), 1xL4-24G+16cpu, 16cpu-64G, separated by commas",
+            )
+        gpus = int(found["gpus"] or 0)
+        cpus = int(found["cpus"] or found["only"] or 8 * gpus)
+        if not (gpus or found["only"]) or not cpus or found["count"] == "0":
+            raise ConfigError.at("nodes", f"{part!r} describes nothing that could compute")
+        total: Bundle = {"CPU": float(cpus)}
+        if gpus:
+            total |= {"GPU": float(gpus), f"{_KIND}{found['kind']}": 1.0}
+        nodes += [
+            Node(
+                f"node {len(nodes) + index}",
+                total,
+                total,
+                int(found["gib"]) * 2**30 if gpus else None,
+                int(found["ram"]) * 2**30 if found["ram"] else None,
+            )
+            for index in range(int(found["count"] or 1))
+        ]
+    return nodes
+
+
+def accelerator(resources: ResourcesConfig, *, drafts: bool) -> str | None:
+    """Ray's name of the GPU that a group's nodes have to have.
+
+    Args:
+        drafts: whether the group is a drafter's alone.
+    """
+    return (drafts and resources.drafter_accelerator_type) or resources.accelerator_type
+
+
+def needs(
+    device: str, size: int, resources: ResourcesConfig, num_gpus: float
+) -> tuple[float, float]:
+    """CPUs and GPUs of one rank of `size`, in a cluster of `num_gpus`."""
+    on_gpu = device == "cuda" or (device == "auto" and num_gpus >= size)
+    cpus, gpus = resources.cpus_per_worker, resources.gpus_per_worker
+    return (
+        (0.0 if on_gpu else 1.0) if cpus is None else cpus,
+        (1.0 if on_gpu else 0.0) if gpus is None else gpus,
+    )
+
+
+def bundle_of(cpus: float, gpus: float, kind: str | None) -> Bundle:
+    """What one rank reserves."""
+    bundle = {name: count for name, count in (("CPU", cpus), ("GPU", gpus)) if count}
+    if kind is not None:  # Ray's nodes have a resource of that name
+        bundle[f"{_KIND}{kind}"] = 0.001
+    return bundle or {"CPU": 0.001}
+
+
+def strategy_of(
+    bundle: Bundle, size: int, totals: Sequence[Mapping[str, float]], resources: ResourcesConfig
+) -> str:
+    """STRICT_PACK where a node could ever hold the whole group, else what is configured."""
+    fits = any(_room(bundle, total) >= size for total in totals)
+    return "STRICT_PACK" if fits else resources.placement_strategy
+
+
+def _room(bundle: Bundle, free: Mapping[str, float]) -> int:
+    """How many such bundles there is room for."""
+    return min(int(free.get(name, 0.0) / count + 1e-9) for name, count in bundle.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One worker at its place, and the estimate of what it holds."""
+
+    group: str  # "target", "draft model", "head"; of which engine, if there are several
+    rank: int
+    node: str
+    device: str  # "GPU 3"; Ray chooses which. "CPU"
+    held: RankBytes
+    kv_bytes: int
+    memory_bytes: int | None  # of the device; None: not known
+    field: str = ""  # of the configuration, for errors
+    beside_bytes: int = 0  # of workers that were placed on the device before
+
+    @property
+    def total_bytes(self) -> int:
+        return self.held.fixed_bytes + self.kv_bytes
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that its caches hold; None: it has none."""
+        return self.kv_bytes // self.held.kv_per_token if self.held.kv_per_token else None
+
+
+@dataclass(slots=True)
+class Plan:
+    """All workers that have a place, and what does not fit, by field."""
+
+    ranks: list[Rank] = field(default_factory=list)
+    problems: list[ConfigError] = field(default_factory=list)
+
+    def runs(self) -> list[list[Rank]]:
+        """Neighbouring ranks of one group on one node that hold the same."""
+        found: list[list[Rank]] = []
+        for rank in self.ranks:
+            last = found[-1][-1] if found else rank
+            same = (last.group, last.node, last.held, last.kv_bytes, last.beside_bytes) == (
+                (rank.group, rank.node, rank.held, rank.kv_bytes, rank.beside_bytes)
+            )
+            if found and same:
+                found[-1].append(rank)
+            else:
+                found.append([rank])
+        return found
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of a node while the plan is made."""
+
+    node: Node
+    free: Bundle
+    gpus: list[float]  # shares that are left of each GPU
+    used_bytes: list[int]  # per GPU; the last is the node's own memory
+
+    def take(self, bundle: Bundle) -> int:
+        """Takes a bundle; the index of its device in `used_bytes`."""
+        for name, count in bundle.items():
+            self.free[name] = self.free.get(name, 0.0) - count
+        share = bundle.get("GPU", 0.0)
+        if not share:
+            return len(self.gpus)
+        device = next((i for i, left in enumerate(self.gpus) if left + 1e-9 >= share), 0)
+        self.gpus[device] -= share
+        return device
+
+
+def make_plan(
+    groups: Sequence[GroupEstimate],
+    nodes: Sequence[Node],
+    resources: ResourcesConfig,
+    num_engines: int = 1,
+) -> Plan:
+    """Places every group of every engine, in the order in which engines start them."""
+    left = [
+        _Left(node, dict(node.free), _gpus(node), [0] * (len(_gpus(node)) + 1)) for node in nodes
+    ]
+    plan = Plan()
+    for engine in range(num_engines):
+        of_engine = f" of engine {engine}" if num_engines > 1 else ""
+        target_tokens = 0
+        for group in groups:
+            found = _place(group, left, resources, plan)
+            named = replace(group, role=group.role + of_engine)
+            ranks = [_hold(named, rank, *at, target_tokens) for rank, at in enumerate(found)]
+            plan.ranks += ranks
+            if group is groups[0]:
+                target_tokens = min((rank.kv_tokens or 0 for rank in ranks), default=0)
+    plan.problems += filter(None, map(_misfit, plan.runs()))
+    return plan
+
+
+def _gpus(node: Node) -> list[float]:
+    """Shares that are free; GPUs in use count as the last ones."""
+    free = node.free.get("GPU", 0.0)
+    return [min(1.0, max(0.0, free - index)) for index in range(int(node.total.get("GPU", 0)))]
+
+
+def _place(
+    group: GroupEstimate, left: list[_Left], resources: ResourcesConfig, plan: Plan
+) -> list[tuple[_Left, int]]:
+    """The node and the device of every rank; none where there is no room for all of them."""
+    num_gpus = sum(each.node.total.get("GPU", 0.0) for each in left)
+    asked = needs(group.device, group.size, resources, num_gpus)
+    bundle = bundle_of(*asked, accelerator(resources, drafts=group.drafts))
+    totals = [each.node.total for each in left]
+    strategy = strategy_of(bundle, group.size, totals, resources)
+    rooms = {index: _room(bundle, each.free) for index, each in enumerate(left)}
+    if strategy == "STRICT_PACK":
+        whole = [index for index, room in rooms.items() if room >= group.size]
+        order = sorted(whole, key=lambda index: rooms[index])[:1] * group.size
+    else:
+        order = [
+            index
+            for index in sorted(rooms, key=lambda index: (-rooms[index], index))
+            for _ in range(rooms[index])
+        ][: group.size]
+    if len(order) < group.size:
+        plan.problems.append(_no_room(group, bundle, strategy, left, rooms))
+        return []
+    return [(left[index], left[index].take(bundle)) for index in order]
+
+
+def _no_room(
+    group: GroupEstimate,
+    bundle: Bundle,
+    strategy: str,
+    left: list[_Left],
+    rooms: Mapping[int, int],
+) -> ConfigError:
+    """Names the group, what it asks for, and what every node has left."""
+    asked = ", ".join(f"{count:g} {name}" for name, count in bundle.items() if count != 0.001)
+    kinds = [name.removeprefix(_KIND) for name in bundle if name.startswith(_KIND)]
+    what = f"{group.size} rank{'s' * (group.size > 1)} of {asked or 'no CPU'} each"
+    what += f" on nodes with {kinds[0]}" if kinds else ""
+    what += ", all on one node" if strategy == "STRICT_PACK" and group.size > 1 else ""
+    have = "; ".join(
+        f"{each.node.name} ({each.node.kind}) has room for {rooms[index]}"
+        + (" now" if _room(bundle, each.node.total) > rooms[index] else "")
+        for index, each in enumerate(left)
+    )
+    return ConfigError.at(group.field, f"no place for the {group.role}: {what}; {have}")
+
+
+def _hold(group: GroupEstimate, rank: int, left: _Left, device: int, target_tokens: int) -> Rank:
+    """A rank at its place, which holds its memory from now on."""
+    held, node = group.bytes_of(rank), left.node
+    on_gpu = device < len(left.gpus)
+    memory, used = node.gpu_bytes if on_gpu else node.memory_bytes, left.used_bytes[device]
+    if group.follows_target:
+        kv_bytes = target_tokens * held.kv_per_token
+    else:
+        kv_bytes = held.kv_on_gpu(memory, used) if on_gpu else held.kv_on_cpu
+    name = f"GPU {device}" if on_gpu else "CPU"
+    made = Rank(group.role, rank, node.name, name, held, kv_bytes, memory, group.field, used)
+    left.used_bytes[device] += made.total_bytes
+    return made
+
+
+def _misfit(run: Sequence[Rank]) -> ConfigError | None:
+    """What is wrong with neighbouring ranks that hold the same; None: they fit."""
+    rank, held = run[0], run[0].held
+    ranks = f"rank {rank.rank}" if len(run) == 1 else f"ranks {rank.rank} to {run[-1].rank}"
+    who, where = f"{ranks} of the {rank.group}", f"({rank.node}, from {rank.device} on)"
+    memory, tokens = rank.memory_bytes, rank.kv_tokens
+    if memory is not None and rank.beside_bytes + rank.total_bytes > memory:
+        beside = rank.beside_bytes
+        others = f" beside {_gib(beside)} of other workers" if beside else ""
+        return ConfigError.at(
+            rank.field,
+            f"{who} need {_gib(rank.total_bytes)} each{others}, and a device has {_gib(memory)} "
+            f"{where}",
+        )
+    is_known = memory is not None or rank.device == "CPU"
+    if not is_known or tokens is None or tokens >= held.min_tokens:
+        return None
+    key = "kv_cpu_bytes" if rank.device == "CPU" else "kv_memory_fraction"
+    return ConfigError.at(
+        key if held.fixed_kv_bytes is None else "num_kv_blocks",
+        f"{who} have room for {tokens} tokens of KV cache, and one sequence may have "
+        f"{held.min_tokens} {where}",
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,0 +1,276 @@
+"""What every worker of an engine will hold in memory, estimated from configurations alone.
+
+Weights are exact where nothing is quantised: the shapes that a rank's plan cuts. Graphs and the
+device step's buffers are the bound that workers reserve. Not counted: a CUDA context and NCCL's
+buffers, which `kv_memory_fraction` leaves room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig, HeadConfig
+from .checkpoints import resolved, trust
+from .preflight import draft_sections, draft_size, head_sections
+
+if TYPE_CHECKING:
+    from ..drafters.heads.protocol import Head
+    from ..workers.model.fit import Serving
+    from ..workers.model.info import ModelInfo
+
+_CUT_COLLECTIVES = 4  # of a head that is divided: two sums a layer, its entry, its output
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Memory of one rank, in bytes."""
+
+    weights: int  # of its part of the target, and of a colocated draft model
+    heads: int = 0  # of a head in this rank, with copies of the target's ends where it needs them
+    graphs: int = 0  # of the device step: seats, activations, captured graphs
+    kv_per_token: int = 0  # of all caches that this rank has
+    fixed_kv_bytes: int | None = None  # as `num_kv_blocks` says
+    min_tokens: int = 0  # of the longest sequence, in whole blocks
+    max_tokens: int = 0  # of as many of these as may run at once
+    kv_cpu_bytes: int = 0
+    gpu_fraction: float = 1.0  # of a GPU's memory, all included
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV cache."""
+        return self.weights + self.heads + self.graphs
+
+    def kv_on_gpu(self, gpu_bytes: int | None, used_bytes: int) -> int:
+        """Bytes of the cache on a GPU of which others use `used_bytes`; None: size not known."""
+        if self.fixed_kv_bytes is not None:
+            return self.fixed_kv_bytes
+        most = self.max_tokens * self.kv_per_token
+        if gpu_bytes is None:
+            return most
+        return max(0, min(most, int(gpu_bytes * self.gpu_fraction) - used_bytes - self.fixed_bytes))
+
+    @property
+    def kv_on_cpu(self) -> int:
+        if self.fixed_kv_bytes is not None:
+            return self.fixed_kv_bytes
+        return min(self.kv_cpu_bytes, self.max_tokens * self.kv_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEstimate:
+    """A group of workers that starts together."""
+
+    role: str  # "target", "draft model", "head"
+    field: str  # of the configuration, for errors
+    device: str  # "auto", "cpu", "cuda"
+    size: int
+    rank: RankBytes
+    first: RankBytes | None = None  # rank 0's, where it differs
+    drafts: bool = False  # a drafter's alone
+    follows_target: bool = False  # its cache has as many tokens as the target's
+
+    def bytes_of(self, rank: int) -> RankBytes:
+        return self.first if rank == 0 and self.first is not None else self.rank
+
+
+def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
+    """The groups of one engine in a cluster of `num_gpus`, the target's first.
+
+    Raises:
+        CheckpointError, ConfigError: as `preflight`, for files that are missing.
+    """
+    config = resolved(config)
+    size = config.tensor_parallel_size
+    target = _Model(
+        config,
+        config.model,
+        size,
+        num_gpus,
+        num_blocks=config.num_kv_blocks,
+        max_model_len=config.max_model_len,
+    )
+    made, extra = [], 0
+    for field, section in draft_sections(config):
+        path, ranks = section.speculative_model, draft_size(config, section)
+        draft = _Model(config, path, ranks, num_gpus, num_blocks=section.num_kv_blocks)
+        if section.placement == "colocated":
+            target.add(draft)
+        else:
+            made.append(
+                GroupEstimate(
+                    "draft model", field.replace("speculative_model", "draft_tensor_parallel_size"),
+                    config.device, draft.size, draft.rank(), drafts=True,
+                )
+            )  # fmt: skip
+    own = None
+    for each in head_sections(config):
+        head = _head(config, each, target)
+        if each.placement == "colocated":
+            own = each, head
+        else:
+            extra += 1
+            role = "head" if extra == 1 else f"head {extra}"
+            made.append(_separate_head(config, role, head, target))
+    rank, first = target.rank(), None
+    if config.device_step == "auto" and target.on_cuda and target.on_family and not extra:
+        num_nodes = own[0].max_nodes if own else 0
+        rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes))
+    if own is not None:
+        rank, first = _with_head(rank, own[1], target, on_every_rank=size == 1 or bool(rank.graphs))
+    group = GroupEstimate("target", "tensor_parallel_size", config.device, size, rank, first)
+    return [group, *made]
+
+
+class _Model:
+    """A target or a draft model, as one rank holds it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str,
+        size: int,
+        num_gpus: float,
+        *,
+        num_blocks: int | None,
+        max_model_len: int | None = None,
+    ) -> None:
+        from ..workers.model.bridge import build_meta
+        from ..workers.model.checkpoint.quantised_formats import find_format
+        from ..workers.model.family import read_spec
+        from ..workers.model.fit import kv_bytes_per_token, rank_weights
+        from ..workers.model.info import read_model
+
+        self.config, self.size = config, size
+        self.num_blocks, self._max_model_len = num_blocks, max_model_len
+        self.on_cuda = config.device == "cuda" or (config.device == "auto" and num_gpus >= size)
+        serving = _serving(config, on_cuda=self.on_cuda)
+        model_config, self.info = read_model(Path(folder), size, serving.dtype, **trust(config))
+        model = build_meta(
+            model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
+        )
+        form = find_format(Path(folder))
+        self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
+        kept = form if self.on_cuda and self.on_family else None
+        self.weights, self.ends = rank_weights(model, size, kept)
+        self.kv_per_token = kv_bytes_per_token(model, self.info, size, serving) or 0
+        self.kv_bytes = self._blocks_bytes(self.kv_per_token)
+
+    def _blocks_bytes(self, kv_per_token: int) -> int | None:
+        blocks = self.num_blocks
+        return None if blocks is None else blocks * self.config.block_size * kv_per_token
+
+    def add(self, draft: _Model) -> None:
+        """A draft model in the same ranks; both caches hold as many tokens."""
+        self.weights += draft.weights
+        self.kv_per_token += draft.kv_per_token
+        if self.kv_bytes is not None:
+            self.kv_bytes += draft.kv_bytes or self._blocks_bytes(draft.kv_per_token) or 0
+
+    def rank(self) -> RankBytes:
+        """Without heads and graphs."""
+        config, limit = self.config, self.info.max_model_len
+        longest = min(self._max_model_len or limit, limit)
+        tokens = -(-longest // config.block_size) * config.block_size
+        return RankBytes(
+            self.weights,
+            kv_per_token=self.kv_per_token,
+            fixed_kv_bytes=self.kv_bytes,
+            min_tokens=tokens,
+            max_tokens=tokens * config.max_num_seqs,
+            kv_cpu_bytes=config.kv_cpu_bytes,
+            gpu_fraction=config.kv_memory_fraction,
+        )
+
+
+def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
+    import torch
+
+    from ..workers.model.fit import Serving
+    from ..workers.worker import DTYPES
+
+    device = torch.device("cuda" if on_cuda else "cpu")
+    dtype, kernels = DTYPES.get(config.dtype), True if on_cuda else None
+    return Serving(device, dtype, config.forward, config.deterministic, has_kernels=kernels)
+
+
+def _head(config: EngineConfig, section: HeadConfig, target: _Model) -> Head:
+    """The head on the meta device."""
+    import torch
+
+    from ..drafters.heads.protocol import TargetFacts
+    from ..drafters.registry import build_head
+
+    info: ModelInfo = target.info
+    facts = TargetFacts(
+        info.hidden_size, info.vocab_size, info.num_layers, info.dtype, torch.device("meta"),
+        config.allow_pickle,
+    )  # fmt: skip
+    folder = str(section.folder_beside(config.model))
+    return build_head(section.model_copy(update={"speculative_model": folder}), facts)
+
+
+def _head_bytes(head: Head) -> int:
+    states = head.module.state_dict().values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in states)
+
+
+def _head_kv(head: Head, target: _Model) -> int:
+    """Bytes per token."""
+    elements = sum(
+        layer.num_kv_heads * (layer.head_dim + layer.value_width) for layer in head.layers
+    )
+    return int(elements * target.info.dtype.itemsize)
+
+
+def _whole_ends(target: _Model) -> int:
+    """Embedding and output layer of the whole target."""
+    return target.ends * target.size
+
+
+def _with_head(
+    rank: RankBytes, head: Head, target: _Model, *, on_every_rank: bool
+) -> tuple[RankBytes, RankBytes | None]:
+    """The ranks of a target with a head in them; rank 0's, where it alone has it.
+
+    Every rank's cache has the head's layers, because the number of blocks is agreed on.
+    """
+    from ..workers.model.sharding import MIN_SAVED_BYTES
+
+    own, kv = _head_bytes(head), rank.kv_per_token + _head_kv(head, target)
+    fixed = rank.fixed_kv_bytes
+    if fixed is not None and rank.kv_per_token:
+        fixed = fixed // rank.kv_per_token * kv
+    if not on_every_rank:
+        first = replace(
+            rank, heads=own + _whole_ends(target), kv_per_token=kv, fixed_kv_bytes=fixed
+        )
+        return rank, first
+    saved = own - own // target.size
+    if target.size > 1 and saved >= _CUT_COLLECTIVES * MIN_SAVED_BYTES:
+        own //= target.size
+    return replace(rank, heads=own, kv_per_token=kv, fixed_kv_bytes=fixed), None
+
+
+def _separate_head(config: EngineConfig, role: str, head: Head, target: _Model) -> GroupEstimate:
+    rank = target.rank()
+    held = RankBytes(
+        0, heads=_head_bytes(head) + _whole_ends(target), kv_per_token=_head_kv(head, target),
+        min_tokens=0, max_tokens=rank.max_tokens, gpu_fraction=rank.gpu_fraction,
+    )  # fmt: skip
+    return GroupEstimate(
+        role, "speculative_config.placement", config.device, 1, held,
+        drafts=True, follows_target=True,
+    )  # fmt: skip
+
+
+def _graph_bytes(config: EngineConfig, target: _Model, num_nodes: int) -> int:
+    from ..workers.device_step.seats import SeatSizes, reserved_bytes
+
+    rank = target.rank()
+    sizes = SeatSizes(
+        config.max_num_seqs, rank.min_tokens, rank.max_tokens // config.block_size,
+        config.block_size, num_nodes, target.info.vocab_size,
+    )  # fmt: skip
+    return reserved_bytes(sizes, target.info, target.size)

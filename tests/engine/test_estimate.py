@@ -1,0 +1,102 @@
+"""Estimates of memory against what loading takes, and what each placement adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import outrider
+from outrider.config import EngineConfig
+from outrider.drafters.heads.block import materialise_constants
+from outrider.engine.estimate import estimate
+from outrider.workers.model.bridge import build_meta, tp_hints
+from outrider.workers.model.checkpoint.weights import Checkpoint
+from outrider.workers.model.info import model_heads, read_model
+from outrider.workers.model.sharding import ShardPlan, plan_shards, plan_vocabulary
+from outrider.workers.model.target import load_weights, tied_names
+
+MODELS = Path(outrider.__file__).resolve().parent / "demo" / "models"
+CPU = torch.device("cpu")
+
+
+def config(**keys) -> EngineConfig:
+    return EngineConfig.load({"model": str(MODELS / "target"), "device": "cpu", **keys})
+
+
+def head(name: str, method: str, **keys) -> dict:
+    folder = str(MODELS / name)
+    return {"decoding_type": method, "speculative_model": folder, "max_draft_len": 3, **keys}
+
+
+def loaded_bytes(folder: Path, size: int, rank: int) -> int:
+    """Of the weights that a rank has after loading."""
+    model_config, info = read_model(folder, size)
+    model = build_meta(model_config, info.dtype, trust_remote_code=False)
+    heads, plan = model_heads(model_config, rank, size), ShardPlan()
+    if size > 1:
+        plan = plan_shards(model, heads, tp_hints(model))
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        plan_vocabulary(plan, model, *ends, rank, size)
+    materialise_constants(model, CPU)
+    load_weights(model, Checkpoint(folder), plan, CPU, rank)
+    tied = tied_names(model)
+    state = model.state_dict().items()
+    return sum(each.numel() * each.element_size() for name, each in state if name not in tied)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weights_are_what_a_rank_loads(size):
+    (group,) = estimate(config(tensor_parallel_size=size), num_gpus=0)
+    for rank in range(size):
+        assert group.bytes_of(rank).weights == loaded_bytes(MODELS / "target", size, rank)
+
+
+def test_the_cache_holds_as_many_full_sequences_as_may_run():
+    (group,) = estimate(config(max_model_len=100, max_num_seqs=3, block_size=16), num_gpus=0)
+    assert (group.rank.min_tokens, group.rank.max_tokens) == (112, 336)
+    assert group.rank.kv_on_cpu == 336 * group.rank.kv_per_token
+    (fixed,) = estimate(config(num_kv_blocks=20, block_size=16, max_model_len=100), num_gpus=0)
+    assert fixed.rank.kv_on_cpu == 320 * group.rank.kv_per_token
+
+
+def test_a_colocated_draft_model_is_in_the_target_s_ranks():
+    (alone,) = estimate(config(num_kv_blocks=20), num_gpus=0)
+    section = head("draft", "DraftTarget", placement="colocated", num_kv_blocks=20)
+    (both,) = estimate(config(num_kv_blocks=20, speculative_config=section), num_gpus=0)
+    assert both.rank.weights - alone.rank.weights == loaded_bytes(MODELS / "draft", 1, 0)
+    extra = both.rank.kv_per_token - alone.rank.kv_per_token
+    assert both.rank.fixed_kv_bytes == 320 * (alone.rank.kv_per_token + extra)
+
+
+def test_a_separate_draft_model_is_a_group():
+    section = head("draft", "DraftTarget", placement="separate", draft_tensor_parallel_size=2)
+    target, draft = estimate(config(speculative_config=section), num_gpus=0)
+    assert (target.role, draft.role, draft.size, draft.drafts) == ("target", "draft model", 2, True)
+    assert draft.rank.weights == loaded_bytes(MODELS / "draft", 2, 0)
+    assert draft.field == "speculative_config.draft_tensor_parallel_size"
+
+
+def test_a_head_is_on_rank_0_with_the_whole_ends_unless_steps_are_the_device_s():
+    section = head("eagle3", "Eagle3")
+    (alone,) = estimate(config(tensor_parallel_size=2), num_gpus=0)
+    (group,) = estimate(config(tensor_parallel_size=2, speculative_config=section), num_gpus=0)
+    assert (group.bytes_of(1), group.bytes_of(1).heads) == (alone.rank, 0)
+    assert group.bytes_of(0).heads > 0
+    assert group.bytes_of(0).kv_per_token > alone.rank.kv_per_token
+    on_gpu = config(tensor_parallel_size=2, speculative_config=section, device="cuda")
+    (every,) = estimate(on_gpu, num_gpus=2)
+    assert every.first is None
+    assert every.rank.graphs > 0
+    assert 0 < every.rank.heads < group.bytes_of(0).heads  # no copies of what is sharded
+
+
+def test_a_separate_head_has_the_ends_to_itself():
+    section = head("mtp", "MTP", placement="separate")
+    target, apart = estimate(config(device="cuda", speculative_config=section), num_gpus=2)
+    assert target.rank.graphs == 0  # its steps come to the host, which sends hidden states
+    assert apart.follows_target
+    assert apart.drafts
+    assert apart.rank.heads > loaded_bytes(MODELS / "target", 1, 0) // 20
+    assert apart.rank.kv_per_token > 0
