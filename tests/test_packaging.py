@@ -14,7 +14,7 @@ import tomllib
 import outrider
 
 ROOT = Path(outrider.__file__).resolve().parent
-APART = {"tests", "k8s", "build", "dist"}  # beside the package, not in it
+APART = {"tests", "k8s", "examples", "build", "dist"}  # beside the package, not in it
 ASSETS = {
     ".py",
     ".json",

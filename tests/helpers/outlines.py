@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,74 @@ def deepseek_r1(folder: Path) -> Path:
         folder, config, in_fp8(shapes | beside),
         quantization_config=quantised, num_nextn_predict_layers=1,
     )  # fmt: skip
+
+
+def llama3(folder: Path, hidden: int, layers: int, heads: int, wide: int, **keys: Any) -> Path:
+    """A Llama 3 of these sizes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=128256, hidden_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, intermediate_size=wide,
+        max_position_embeddings=131072, architectures=["LlamaForCausalLM"], **keys,
+    )  # fmt: skip
+    return write_model(folder, config, bf16(meta_model(config)))
+
+
+def llama4_maverick(folder: Path) -> Path:
+    """The text model of Llama-4 Maverick."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "llama4_text", num_local_experts=128, interleave_moe_layer_step=2,
+        num_hidden_layers=48, max_position_embeddings=1048576,
+        architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+    return write_model(folder, config, bf16(meta_model(config)))
+
+
+def llama4_eagle3(folder: Path) -> Path:
+    """An EAGLE-3 head of it, with a vocabulary of its own."""
+    hidden, heads, kv_heads, dim, wide, vocab, own = 5120, 40, 8, 128, 32768, 202048, 64000
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
+        "intermediate_size": wide, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
+        "vocab_size": vocab, "draft_vocab_size": own, "max_position_embeddings": 8192,
+        "rope_theta": 500000.0, "hidden_act": "silu",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads * dim, 2 * hidden),
+        "self_attn.k_proj": (kv_heads * dim, 2 * hidden),
+        "self_attn.v_proj": (kv_heads * dim, 2 * hidden),
+        "self_attn.o_proj": (hidden, heads * dim),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (hidden,)),
+    }
+    shapes: Shapes = {f"midlayer.{name}.weight": ("BF16", shape) for name, shape in layer.items()}
+    shapes |= {
+        "fc.weight": ("BF16", (hidden, 3 * hidden)),
+        "norm.weight": ("BF16", (hidden,)),
+        "lm_head.weight": ("BF16", (own, hidden)),
+    }
+    # Ids are read, not only their shapes: the first `own` tokens are the draft's.
+    shapes["d2t"] = "I64", (own,)
+    write_sparse(folder / "model.safetensors", shapes)
+    return folder
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "DeepSeek-R1": deepseek_r1,
+    "Llama-3.1-8B-Instruct": lambda folder: llama3(folder, 4096, 32, 32, 14336),
+    "Llama-3.2-1B-Instruct": lambda folder: llama3(
+        folder, 2048, 16, 32, 8192, tie_word_embeddings=True
+    ),
+    "Llama-3.3-70B-Instruct": lambda folder: llama3(folder, 8192, 80, 64, 28672),
+    "Llama-4-Maverick-17B-128E-Instruct": llama4_maverick,
+    "Llama-4-Maverick-17B-128E-Eagle3": llama4_eagle3,
+}
+"""By the folder's name in the examples."""

@@ -1,0 +1,111 @@
+"""`examples/`: `outrider check` accepts each, with checkpoints of full size, and plans it.
+
+The checkpoints are sparse files with the real names and shapes (`helpers/outlines.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from outrider.cli.app import app
+from outrider.tests.helpers import outlines
+from outrider.tests.helpers.files import ROOT
+from outrider.tests.helpers.kubernetes import manifests
+
+FILES = sorted((ROOT / "examples").glob("*.yaml"))
+README = (ROOT / "examples" / "README.md").read_text()
+MODELS = "/models/"
+IN_K8S = {
+    "deepseek-r1-mtp.yaml": "outrider-deepseek-mtp",
+    "llama4-eagle3.yaml": "outrider-llama4-eagle",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def check(file: Path, folder: Path, models: Path, *args: str) -> Result:
+    """The command on an example whose checkpoints are in `models`."""
+    text = file.read_text()
+    for name in re.findall(rf" {MODELS}(\S+)", text):
+        if not (models / name).exists():
+            outlines.MAKERS[name](models / name)
+    copy = folder / file.name
+    copy.write_text(text.replace(f" {MODELS}", f" {models}/").replace(" demo/", f" {ROOT}/demo/"))
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["check", str(copy), *args])
+
+
+def described(file: Path) -> str:
+    """The nodes in the example's comment."""
+    found = re.search(r"--nodes (\S+)", file.read_text())
+    return found[1] if found else "4cpu-8G"
+
+
+def plan(result: Result) -> list[list[str]]:
+    lines = result.stderr.partition("Plan: GiB of each device, estimated")[2].splitlines()
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+
+
+def test_the_page_lists_every_example() -> None:
+    assert sorted(re.findall(r"^\| \[(\S+\.yaml)\]\(\1\) \|", README, re.MULTILINE)) == [
+        file.name for file in FILES
+    ]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_an_example_is_sound_and_finds_room(file: Path, tmp_path: Path, models: Path) -> None:
+    result = check(file, tmp_path, models, "--nodes", described(file))
+    assert result.exit_code == 0, result.stderr
+    for row in plan(result):
+        assert float(row[7]) <= float(row[8]), row
+    assert "Without a worker" not in result.stderr, "a node that nothing uses"
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "complaint"),
+    [
+        ("deepseek-r1-mtp.yaml", "8xH100-80G", "16 ranks of 1 GPU each"),
+        ("deepseek-r1-mtp.yaml", "2x8xL40S-48G", "the target have room for|the target need"),
+        ("llama4-eagle3.yaml", "8xH100-80G", "on nodes with H200, all on one node"),
+        ("drafter-nodes.yaml", "4xH100-80G", "no place for the draft model"),
+        ("single-gpu.yaml", "1xL4-24G", "rank 0 of the target need"),
+    ],
+)
+def test_what_is_too_small_is_named(
+    name: str, nodes: str, complaint: str, tmp_path: Path, models: Path
+) -> None:
+    result = check(ROOT / "examples" / name, tmp_path, models, "--nodes", nodes)
+    assert result.exit_code == 1, result.stderr
+    assert re.search(complaint, result.stderr), result.stderr
+
+
+def test_deepseek_s_estimate_is_the_published_size(tmp_path: Path, models: Path) -> None:
+    """671 billion parameters, in FP8 but for embeddings, norms and routers; 576 latent values a
+    layer, and the MTP module's keys and values as its own module would store them."""
+    file = ROOT / "examples" / "deepseek-r1-mtp.yaml"
+    rows = plan(check(file, tmp_path, models, "--nodes", described(file)))
+    assert [row[:3] for row in rows] == [
+        ["node 0 (H100)", "GPU 0-7", "target 0-7"],
+        ["node 1 (H100)", "GPU 0-7", "target 8-15"],
+    ]
+    weights, kv, tokens = float(rows[0][3]), float(rows[0][6]), int(rows[0][9].replace(",", ""))
+    assert 671e9 / 16 < weights * 2**30 < 1.06 * 671e9 / 16
+    elements = 61 * 576 + 128 * (128 + 64 + 128)
+    assert kv * 2**30 / tokens == pytest.approx(2 * elements, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "service"), IN_K8S.items())
+def test_the_manifest_has_the_example_s_settings(name: str, service: str) -> None:
+    example: dict[str, Any] = yaml.safe_load((ROOT / "examples" / name).read_text())
+    found = {each["metadata"]["name"]: each for each in map(manifests.load, manifests.PATHS)}
+    (application,) = manifests.serve_config(found[service])["applications"]
+    own = {key: each for key, each in application["args"].items() if key != "serve"}
+    assert own == example
