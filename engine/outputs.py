@@ -10,6 +10,7 @@ statistics.
 from __future__ import annotations
 
 import codecs
+import html
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ..scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
 from .chat.reader import overlap
 
 _CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text
+TARGET = "target"  # the origin of the tokens that the target drew itself
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -236,6 +238,50 @@ class RequestOutput:
         """Of all completions together."""
         return add_usage([output.speculation for output in self.outputs])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the prompt, and each completion with its drafted tokens coloured.
+
+        The colours need `speculation_trace`; without it, the text is plain.
+        """
+        prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} tokens"
+        parts = [f'<span style="opacity:0.6">{html.escape(prompt)}</span>']
+        if self.error is not None:
+            parts.append(f'<div style="color:#c62828">{html.escape(self.error)}</div>')
+        parts += [_completion_html(output) for output in self.outputs]
+        style = "white-space:pre-wrap;font-family:monospace"
+        return f'<div style="{style}">{"<hr>".join(parts)}</div>'
+
+
+_ORIGIN_COLOURS = ("46,125,50", "2,119,189", "106,27,154", "239,108,0", "0,131,143")
+
+
+def _completion_html(output: CompletionOutput) -> str:
+    """One completion: tokens by origin, rejected guesses on hover, and its counts."""
+    usage = output.speculation
+    counts = (
+        f"{len(output.token_ids)} tokens in {usage.num_steps} steps; "
+        f"accepted {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafted"
+    )
+    legend: dict[str, str] = {}
+    spans = []
+    for step in output.speculation_trace or ():
+        rejected = [guess["text"] for guess in step["draft"] if not guess["accepted"]]
+        title = f' title="{html.escape("rejected: " + " | ".join(rejected))}"' if rejected else ""
+        for token in step["tokens"]:
+            text = html.escape(token["text"])
+            if token["origin"] == TARGET:
+                spans.append(f"<span{title}>{text}</span>")
+                continue
+            colour = _ORIGIN_COLOURS[len(legend) % len(_ORIGIN_COLOURS)]
+            colour = legend.setdefault(token["origin"], colour)
+            spans.append(f'<span style="background:rgba({colour},0.25)"{title}>{text}</span>')
+    names = "".join(
+        f' <span style="background:rgba({colour},0.25)">{html.escape(origin)}</span>'
+        for origin, colour in legend.items()
+    )
+    body = "".join(spans) or html.escape(output.text)
+    return f'<div>{body}</div><div style="font-size:0.85em;opacity:0.7">{counts}{names}</div>'
+
 
 def add_usage(usages: list[SpeculationUsage]) -> SpeculationUsage:
     """Sums; the drafter's name is the first that proposed, else the first that was asked."""
@@ -262,9 +308,6 @@ class Chunk:
     pieces: tuple[str, ...] = ()  # what each token adds, stop strings included
     trace: StepTrace | None = None
     step: int = -1  # of the request's steps that emitted, the first is 0
-
-
-TARGET = "target"  # the origin of the tokens that the target drew itself
 
 
 def traced(chunk: Chunk, vocabulary: Vocabulary) -> dict[str, Any]:

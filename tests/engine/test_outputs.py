@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from outrider.engine.outputs import Assembler, Vocabulary, add_usage
+from outrider.engine.outputs import Assembler, RequestOutput, Vocabulary, add_usage
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Delta, SpeculationUsage, TokenLogprobs
+from outrider.scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
 
 EOS = 299
 
@@ -134,3 +136,28 @@ def test_logprobs_and_late_statistics(tokenizer: Any) -> None:
     assert output.logprobs[0][ids[0]].logprob == -1.0
     assert output.logprobs[0][ids[0]].rank == 7
     assert output.logprobs[0][ids[0] + 1].rank == 1
+
+
+def test_a_notebook_shows_drafted_tokens_by_origin_and_escapes_text(tokenizer: Any) -> None:
+    ids = tokenizer.encode("the cat sat")
+    guess = tokenizer.encode(" dog")[-1]
+    trace = StepTrace(
+        tokens=(ids[0], guess), parents=(-1, 0), origins=("n<g>ram", "head"), path=(0,)
+    )
+    assembler = Assembler(Vocabulary(tokenizer), SamplingParams(), EOS)
+    assembler.push(Delta("r", tuple(ids), finish_reason="length", trace=trace))
+    output = RequestOutput("r", "<b>", [1], [assembler.output()], finished=True)
+    page = output._repr_html_()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    drafted = re.findall(r'<span style="background:[^"]*" title="([^"]*)">([^<]*)</span>', page)
+    rejected = assembler.vocabulary.token_text(guess)
+    assert drafted == [(f"rejected: {rejected}", tokenizer.decode(ids[:1]))]
+    assert re.search(r'<span style="background:[^"]*">n&lt;g&gt;ram</span>', page)  # the legend
+    failed = RequestOutput("r", None, [1, 2], [], finished=True, error="too <long>")
+    assert "2 tokens" in failed._repr_html_()
+    assert "too &lt;long&gt;" in failed._repr_html_()
+    untraced = replace(assembler.output(), speculation_trace=None)
+    shown = RequestOutput("r", "p", [1], [untraced], finished=True)._repr_html_()
+    assert tokenizer.decode(ids) in shown
+    assert "background" not in shown
