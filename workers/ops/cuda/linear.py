@@ -55,25 +55,54 @@ def decoded(stored, KIND: tl.constexpr):
 
 
 @triton.jit
+def of_groups(
+    groups,  # [OUT, num_groups], scales or zeros
+    column,  # [BLOCK_N]
+    inside,  # [BLOCK_N] bool
+    begin,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # [BLOCK_N, BLOCK_K] float32, or [BLOCK_N, 1] where the whole depth is in one group
+    """A group's value for each of its columns `[begin, begin + BLOCK_K)`, loaded once a group."""
+    NUM_GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    row = groups + column * NUM_GROUPS
+    if NUM_GROUPS == 1:
+        return tl.load(row, mask=inside, other=0).to(tl.float32)[:, None]
+    elif GROUP % BLOCK_K == 0:
+        return tl.load(row + begin // GROUP, mask=inside, other=0).to(tl.float32)[:, None]
+    else:
+        # Columns in runs that lie in one group each: a power of two that divides GROUP.
+        POWER: tl.constexpr = GROUP & -GROUP
+        RUN: tl.constexpr = POWER if POWER < BLOCK_K else BLOCK_K
+        first = begin + tl.arange(0, BLOCK_K // RUN) * RUN
+        both = inside[:, None] & (first < IN)[None, :]
+        found = tl.load(row[:, None] + (first // GROUP)[None, :], mask=both, other=0)
+        wide = tl.broadcast_to(
+            found.to(tl.float32)[:, :, None], [column.shape[0], BLOCK_K // RUN, RUN]
+        )
+        return tl.reshape(wide, [column.shape[0], BLOCK_K])
+
+
+@triton.jit
 def scaled(
-    wide,  # [BLOCK_K, BLOCK_N] float32, codes
+    wide,  # [BLOCK_N, BLOCK_K] float32, codes
     scales,  # [OUT, num_groups]
     zeros,  # alike uint8, or None
     column,  # [BLOCK_N]
-    depth,  # [BLOCK_K]
-    both,  # [BLOCK_K, BLOCK_N] bool
+    inside,  # [BLOCK_N] bool
+    begin,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """(code - zero) * scale of the code's group."""
-    NUM_GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
-    place = column[None, :] * NUM_GROUPS + (depth // GROUP)[:, None]
     if zeros is not None:
-        wide = wide - tl.load(zeros + place, mask=both, other=0).to(tl.float32)
+        wide = wide - of_groups(zeros, column, inside, begin, IN, GROUP, BLOCK_K)
     elif OFFSET:
         wide = wide - OFFSET
-    return wide * tl.load(scales + place, mask=both, other=0.0).to(tl.float32)
+    return wide * of_groups(scales, column, inside, begin, IN, GROUP, BLOCK_K)
 
 
 @triton.jit
@@ -99,31 +128,25 @@ def add_step(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`total` and the product over `BLOCK_K` of the depth."""
-    kind: tl.constexpr = states.dtype.element_ty
-    if KIND == NIBBLES:
-        pair = begin // 2 + tl.arange(0, BLOCK_K // 2)
-        deep = pair < IN // 2
-        both = deep[:, None] & inside[None, :]
-        place = values + column[None, :] * (IN // 2) + pair[:, None]
-        stored = tl.load(place, mask=both, other=0)
-        for odd in tl.static_range(2):
-            depth = 2 * pair + odd
-            read = read_rows(states, factor, depth, real, deep)
-            wide = ((stored >> (4 * odd)) & 15).to(tl.float32)
-            wide = scaled(wide, scales, zeros, column, depth, both, IN, GROUP, OFFSET)
-            total = dot(read, wide.to(kind), total)
+    depth = begin + tl.arange(0, BLOCK_K)
+    deep = depth < IN
+    read = read_rows(states, factor, depth, real, deep)
+    if KIND == PLAIN:
+        place = values + column[None, :] * IN + depth[:, None]
+        weight = tl.load(place, mask=deep[:, None] & inside[None, :], other=0)
     else:
-        depth = begin + tl.arange(0, BLOCK_K)
-        deep = depth < IN
-        both = deep[:, None] & inside[None, :]
-        read = read_rows(states, factor, depth, real, deep)
-        weight = tl.load(values + column[None, :] * IN + depth[:, None], mask=both, other=0)
-        if KIND != PLAIN:
-            wide = decoded(weight, KIND)
-            wide = scaled(wide, scales, zeros, column, depth, both, IN, GROUP, OFFSET)
-            weight = wide.to(kind)
-        total = dot(read, weight, total)
-    return total
+        if KIND == NIBBLES:
+            pair = begin // 2 + tl.arange(0, BLOCK_K // 2)
+            place = values + column[:, None] * (IN // 2) + pair[None, :]
+            stored = tl.load(place, mask=inside[:, None] & (pair < IN // 2)[None, :], other=0)
+            stored = tl.interleave(stored & 15, stored >> 4)
+        else:
+            place = values + column[:, None] * IN + depth[None, :]
+            stored = tl.load(place, mask=inside[:, None] & deep[None, :], other=0)
+        wide = decoded(stored, KIND)
+        wide = scaled(wide, scales, zeros, column, inside, begin, IN, GROUP, OFFSET, BLOCK_K)
+        weight = tl.trans(wide.to(states.dtype.element_ty))
+    return dot(read, weight, total)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,18 @@ def resources(made) -> dict[str, int]:
     found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
     assert found, text
     return {name: int(value) for name, value in found}
+
+
+def loads(made) -> Counter[int]:
+    """Instructions that load global memory, by the bytes that each loads for a thread."""
+    text, found = made.asm["ptx"], Counter()
+    for width in re.findall(r"cp\.async\.c[ag]\S+ .*?\], (0x\w+|\d+)", text):
+        found[int(width, 0)] += 1
+    for vector, bits in re.findall(
+        r"ld\.global(?:\.(?!v\d|[bufs]\d)\w+)*(\.v\d)?\.[bufs](\d+)", text
+    ):
+        found[int(vector[2:] or 1) * int(bits) // 8] += 1
+    return found
 
 
 def launch_attention(spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False):
@@ -277,6 +290,33 @@ def test_quantised_products_and_experts(compiled, kind):
     mixture = CudaOps(CPU).pack_experts(Experts(gate_up, down, Gate(GateKind.SILU)))
     mixture(states[:5, :256], torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
     assert {"_product_kernel", "_sum_kernel", "_gate_up_kernel", "_down_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("compiler", ["sm90"], indirect=True)
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("group", [32, 128, 4096])
+def test_quantised_products_load_a_scale_per_group(compiler, rows, group):
+    """Not one per weight. Codes and states are loaded 8 or 16 bytes at a time.
+
+    A thread of 128 has two of the 64 columns at most, in each of the steps that are in flight.
+    """
+    from outrider.workers.ops.cuda.linear import TiledProduct
+
+    found = {}
+    for kind in KINDS:
+        weight = weight_of(kind, (4096, 4096), torch.bfloat16, group)
+        states = torch.zeros(rows, 4096, dtype=torch.bfloat16)
+        TiledProduct(weight, None, 132, fixed_rows=False)(states)
+        found[kind] = loads(compiler.of("_product_kernel")[-1])
+    steps, per_step = 3, 16 * 64 * 2 // 128 // 16 * max(1, rows // 16)  # of a pipeline; of states
+    assert found["plain"] == {16: steps * (per_step + 4)}
+    for kind, widths in found.items():
+        narrow = sum(count for width, count in widths.items() if width < 8)
+        wide = sum(width * count for width, count in widths.items() if width >= 8)
+        per_byte = {"plain": 4, "int4": 1, "int4 zeros": 1}.get(kind, 2)
+        assert wide == 16 * steps * (per_step + per_byte), (kind, widths)
+        most = 0 if kind == "plain" else 2 * steps if kind.endswith("zeros") else steps
+        assert narrow <= most, (kind, widths)
 
 
 def test_invariant_attention(compiled, monkeypatch):

@@ -30,6 +30,18 @@ def test_products(kind, dtype):
     assert TiledProduct(weight, bias, 4, fixed_rows=True)(states[:0]).shape == (0, 16)
 
 
+@pytest.mark.parametrize("group", [1, 7, 12, 16, 48, 64, 96, 128, 192, 1000])
+def test_groups_of_any_size(group):
+    """Smaller and larger than a tile, and such as tiles cut."""
+    torch.manual_seed(0)
+    for kind in ("fp8", "int4 zeros", "uint8 zeros"):
+        weight = weight_of(kind, (70, 200), torch.bfloat16, group)
+        states = torch.randn(3, 200).bfloat16()
+        wanted = torch.nn.functional.linear(states.float(), wide(weight).float())
+        found = TiledProduct(weight, None, 1, fixed_rows=False)(states)
+        assert_close(found, wanted.bfloat16(), 4.0)
+
+
 def test_products_per_head():
     torch.manual_seed(0)
     weight, states = torch.randn(3, 20, 24), torch.randn(70, 3, 40)[..., 8:32]
