@@ -27,7 +27,7 @@ from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Ver
 from .attention import KVCache, KVShape
 from .collective import Collective
 from .head_attention import PagedAttend, PagedLevels, committed_rows
-from .head_layers import load_head
+from .head_layers import attention_specs, load_head
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
 from .model.target import whole_ends
@@ -114,6 +114,9 @@ class HeadRunner:
     def attach(self, cache: KVCache) -> None:
         """Sets the cache that holds the head's rows."""
         self._cache, self.block_size = cache, cache.block_size
+        for block_size in (cache.block_size, 1):  # of a step, and of a draft that grows
+            specs = attention_specs(self.head.module)
+            self.planned.ops.warm_up(specs, self.target.dtype, block_size)
         self.forget()
 
     def run(

@@ -69,6 +69,13 @@ class _Normed:
         return self._ops.norm(states, self._norm).clone()  # the next norm reuses its buffer
 
 
+def attention_specs(head: nn.Module) -> list[AttentionSpec]:
+    """Of the layers that run on a stack."""
+    decodes = [getattr(module, "decode", None) for module in head.modules()]
+    stacks = [each.stack for each in decodes if isinstance(each, StackedLayers)]
+    return [layer.attention.spec for stack in stacks for layer in stack.layers]
+
+
 def load_head(
     config: HeadConfig,
     target: TargetFacts,

@@ -162,6 +162,9 @@ class Worker:
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
         """Creates the KV caches; afterwards messages can be handled."""
         spec, report = self._spec, DeviceStepReport(False, self._step_obstacle)
+        for name, part in (("target", spec.target), ("draft", spec.draft)):
+            if part is not None:
+                self._models[name].warm_up(part.block_size)
         if spec.target is not None:
             self._target = TargetService(
                 self._models["target"],

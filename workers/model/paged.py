@@ -13,6 +13,7 @@ from ...scheduler.types import StepInput
 from ..attention import KVCache, KVShape
 from ..collective import Collective
 from ..ops import PlannedOps
+from ..ops.protocol import AttentionSpec
 from .info import ModelInfo
 
 
@@ -30,6 +31,9 @@ class Runner(Protocol):
 
     kv_shapes: tuple[KVShape, ...]
     """What each layer stores for one token."""
+
+    attention_specs: tuple[AttentionSpec, ...]
+    """Each layer's attention on this rank."""
 
     planned: PlannedOps
     """The operations that it runs on, for others' layers too."""
@@ -76,6 +80,11 @@ class PagedModel:
         """An empty cache; a colocated head's layers come after the target's, in the same blocks."""
         shapes = (*self.kv_shapes, *extra_layers)
         return KVCache(shapes, num_blocks, block_size, self.info.dtype, self.device)
+
+    def warm_up(self, block_size: int) -> None:
+        """Compiles what attention over blocks of that size may need."""
+        runner = self.runner
+        runner.planned.ops.warm_up(runner.attention_specs, self.info.dtype, block_size)
 
     def kv_bytes_per_token(self) -> int:
         """Of this rank, all layers."""

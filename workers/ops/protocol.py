@@ -13,7 +13,7 @@ implementation may branch on is in the frozen descriptions below and in shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -159,6 +159,9 @@ class Ops(Protocol):
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         """A plan whose arrays were made elsewhere, with what the implementation adds to one."""
+
+    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+        """Compiles all that attention of these layers may need, before the first request."""
 
     def pack(
         self,

@@ -6,7 +6,7 @@ whole contexts and pads every sequence to the longest: correct for every step, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class ReferenceOps:
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return plan_step(step, cache.block_size, cache.device)
+
+    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+        """There is nothing to compile."""
 
     def adopt(self, plan: PagedStep) -> PagedStep:
         return plan

@@ -574,6 +574,7 @@ class FamilyRunner:
         self._info = info
         self.planned = PlannedOps(model.ops)
         self.kv_shapes: tuple[KVShape, ...] = model.kv_shapes
+        self.attention_specs = tuple([layer.attention.spec for layer in model.layers])
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]

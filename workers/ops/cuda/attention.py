@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from .linear import dot
 #
 # A program computes up to BLOCK_M queries of one sequence that share a key head: rows times the
 # query heads of a group, so that a decode step of a grouped model fills a product's tile too. It
-# walks over a part of the keys (`SPLITS`), tile by tile, with an online softmax; a second kernel
+# walks over a part of the keys (a split), tile by tile, with an online softmax; a second kernel
 # adds the parts. Which sequence a program belongs to, where its keys begin and end, and what is
 # visible is read on the device; `workers/ops/plan.py` defines it.
 #
@@ -28,6 +30,9 @@ from .linear import dot
 # Sources: Dao 2023, FlashAttention-2, arXiv:2307.08691; Dao, Haziza, Massa, Sizov 2023,
 # Flash-Decoding; Kwon et al. 2023, PagedAttention, arXiv:2309.06180; ancestor masks as in
 # Miao et al. 2023, SpecInfer, arXiv:2305.09781.
+
+Arguments = tuple[Any, ...]
+"""Of a kernel, in its order."""
 
 MINUS = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -148,7 +153,6 @@ def _bounds(
     split,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHARE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -164,7 +168,7 @@ def _bounds(
         begin = tl.maximum(tl.maximum(begin, 0) // BLOCK_N * BLOCK_N, split * SHARE)
         end = tl.minimum((split + 1) * SHARE, end)
     else:
-        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2)) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(begin + share, end)
     free = begin
@@ -210,11 +214,11 @@ def _part(place, real, begin: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.cons
 
 @triton.jit
 def _store(out, sums_out, item, num_items, split, real, peak, total, sums,
-           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr):  # fmt: skip
     """The result of each query and head, or this split's part with the logarithm of its sum."""
     known = tl.where(total == 0.0, 1.0, total)
     result = sums / known[:, None]
-    if SPLITS > 1:
+    if IS_SPLIT:
         item = split.to(tl.int64) * num_items + item
         level = tl.where(total == 0.0, MINUS, peak + tl.log2(known))
         tl.store(sums_out + item, level, mask=real)
@@ -224,13 +228,19 @@ def _store(out, sums_out, item, num_items, split, real, peak, total, sums,
     tl.store(place, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+_SIZES = ("num_rows", "num_seqs", "max_blocks", "num_words")
+_ARRAYS = ("sums_out", "sinks", "positions", "row_index", "query_start", "context_lens",
+           "tree_start", "block_tables", "ancestors")  # fmt: skip
+
+
+# A step's sizes and the addresses of its arrays are not compiled in: see `variants`.
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ARRAYS)
 def attend_kernel(
     query,  # [num_rows, NUM_HEADS, HEAD_DIM]
     keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM]; the keys if they are shared
-    out,  # [num_rows, NUM_HEADS, VALUE_DIM], or [SPLITS, num_rows, ...] float32
-    sums_out,  # [SPLITS, num_rows, NUM_HEADS] float32, unused with one split
+    out,  # [num_rows, NUM_HEADS, VALUE_DIM], or [num_splits, num_rows, ...] float32
+    sums_out,  # [num_splits, num_rows, NUM_HEADS] float32, unused with one split
     sinks,  # [NUM_HEADS] float32, or None
     positions, row_index,  # [num_rows]
     query_start, context_lens, tree_start,  # per sequence
@@ -239,11 +249,11 @@ def attend_kernel(
     num_rows, num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHARED: tl.constexpr, IS_SPLIT: tl.constexpr, SHARE: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr,
     DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, NUM_KV_HEADS, SPLITS)."""
+    """Grid: (blocks of queries, NUM_KV_HEADS, num_splits)."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq, first = block, block * 0
@@ -262,8 +272,7 @@ def attend_kernel(
     position = tl.load(positions + row, mask=real, other=FAR)
     start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
     begin, free, end = _bounds(
-        index, position, start, context + query_len, split, WINDOW, CHUNK, SPLITS, SHARE,
-        BLOCK_N,
+        index, position, start, context + query_len, split, WINDOW, CHUNK, SHARE, BLOCK_N,
     )  # fmt: skip
 
     peak, total = _before(sinks, head, real, split, BLOCK_M)
@@ -305,78 +314,56 @@ def attend_kernel(
         scores = tl.where(seen, scores, MINUS)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
     _store(out, sums_out, item, num_rows * NUM_HEADS, split, real, peak, total, sums,
-           VALUE_DIM, BLOCK_V, SPLITS)  # fmt: skip
+           VALUE_DIM, BLOCK_V, IS_SPLIT)  # fmt: skip
 
 
 # -- the second half of split attention: a row's parts, weighted by their sums of exponentials
 
 
-@triton.jit
-def _weighted(
-    parts, level, height, split, columns, num_items, item,
-    SPLITS: tl.constexpr, VALUE_DIM: tl.constexpr,
-):  # fmt: skip
-    """All parts at once."""
-    weights = tl.exp2(level - height)
-    total = tl.sum(weights, axis=0)
-    place = parts + (split * num_items + item)[:, None] * VALUE_DIM + columns[None, :]
-    mask = (split < SPLITS)[:, None] & (columns < VALUE_DIM)[None, :]
-    part = tl.load(place, mask=mask, other=0.0)
-    return tl.sum(part * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_items"])
 def _combine_kernel(
-    parts,  # [SPLITS, num_items, VALUE_DIM] float32, each normalised
-    sums,  # [SPLITS, num_items] float32, base-2 logarithms of sums of exponentials
+    parts,  # [num_splits, num_items, VALUE_DIM] float32, each normalised
+    sums,  # [num_splits, num_items] float32, base-2 logarithms of sums of exponentials
     out,  # [num_items, VALUE_DIM]
+    num_splits,
     num_items,
-    SPLITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    IN_ORDER: tl.constexpr,
 ):
+    """`BLOCK_S` parts at a time; parts beyond a row's keys add zeros, however many there are."""
     item = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_S).to(tl.int64)
+    lane = tl.arange(0, BLOCK_S)
     columns = tl.arange(0, BLOCK_V)
-    level = tl.load(sums + split * num_items + item, mask=split < SPLITS, other=float("-inf"))
-    peak = tl.max(level, axis=0)
-    height = tl.where(peak == float("-inf"), 0.0, peak)
-    if IN_ORDER:  # parts beyond a row's keys add zeros, however many there are
-        total = tl.zeros([], tl.float32)
-        result = tl.zeros([BLOCK_V], tl.float32)
-        place = item
-        for _ in range(SPLITS):
-            weight = tl.exp2(tl.load(sums + place) - height)
-            part = parts + place * VALUE_DIM + columns
-            total += weight
-            result += tl.load(part, mask=columns < VALUE_DIM, other=0.0) * weight
-            place += num_items
-        result = result / tl.where(total == 0.0, 1.0, total)
-    else:
-        result = _weighted(parts, level, height, split, columns, num_items, item, SPLITS, VALUE_DIM)
+    peak = tl.full([BLOCK_S], MINUS, tl.float32)
+    for begin in range(0, num_splits, BLOCK_S):
+        place = sums + (begin + lane).to(tl.int64) * num_items + item
+        peak = tl.maximum(peak, tl.load(place, mask=begin + lane < num_splits, other=MINUS))
+    height = tl.max(peak, axis=0)
+    height = tl.where(height == MINUS, 0.0, height)
+    total = tl.zeros([], tl.float32)
+    result = tl.zeros([BLOCK_V], tl.float32)
+    for begin in range(0, num_splits, BLOCK_S):
+        split = (begin + lane).to(tl.int64)
+        inside = begin + lane < num_splits
+        level = tl.load(sums + split * num_items + item, mask=inside, other=MINUS)
+        weights = tl.exp2(level - height)
+        place = parts + (split * num_items + item)[:, None] * VALUE_DIM + columns[None, :]
+        mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+        total += tl.sum(weights, axis=0)
+        result += tl.sum(tl.load(place, mask=mask, other=0.0) * weights[:, None], axis=0)
+    result = result / tl.where(total == 0.0, 1.0, total)
     target = out + item * VALUE_DIM + columns
     tl.store(target, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
 
 
-def combine(
-    parts: Tensor,  # [num_splits, num_rows, num_heads, value_dim] float32
-    sums: Tensor,  # [num_splits, num_rows, num_heads] float32
-    out: Tensor,  # [num_rows, num_heads, value_dim], written
-    *,
-    in_order: bool = False,
-) -> None:
-    """A row that sees nothing in any part becomes zeros.
+_BLOCK_S = 8
 
-    With `in_order`, parts are added one by one, so that empty ones behind do not change the bits.
-    """
-    num_splits, num_rows, num_heads, value_dim = parts.shape
-    assert parts.dtype == sums.dtype == torch.float32, (parts.dtype, sums.dtype)
-    _combine_kernel[(num_rows * num_heads,)](
-        parts, sums, out, num_rows * num_heads, num_splits, value_dim,
-        triton.next_power_of_2(num_splits), triton.next_power_of_2(value_dim), in_order,
-    )  # fmt: skip
+
+def _combine_arguments(out: Any, spec: AttentionSpec, num_splits: int, num_items: int) -> Arguments:
+    """Of `_combine_kernel`, behind parts and sums."""
+    sizes = (spec.value_dim, _BLOCK_S, triton.next_power_of_2(spec.value_dim))
+    return (out, num_splits, num_items, *sizes)
 
 
 MAX_SPLITS = 64
@@ -385,6 +372,7 @@ PROGRAMS_PER_PROCESSOR = 2
 FIXED = 0
 """As `splits`: parts of `FIXED_KEYS` keys from the first key on, and tiles of fixed sizes."""
 FIXED_KEYS = 2048
+FIXED_QUERIES = 64
 _MIN_TILE = 16  # the smallest side of a matrix product on tensor cores
 
 
@@ -441,6 +429,80 @@ def num_splits(programs: int, max_key_len: int, num_processors: int) -> int:
     return 1 if most < 2 else 1 << (most.bit_length() - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compiled into `attend_kernel`, beside a layer's own facts."""
+
+    tile: Tiles
+    one_block: bool  # each sequence's queries fit into one tile
+    is_split: bool
+    is_fixed: bool
+
+    @staticmethod
+    def of(
+        spec: AttentionSpec, max_query_len: int, itemsize: int, *, is_split: bool, is_fixed: bool
+    ) -> Variant:
+        """For queries of at most that length."""
+        tile = tiles(spec, FIXED_QUERIES if is_fixed else max_query_len, itemsize)
+        group = spec.num_heads // spec.num_kv_heads
+        return Variant(tile, max_query_len * group <= tile.queries, is_split, is_fixed)
+
+    def constants(self, spec: AttentionSpec, block_size: int) -> Arguments:
+        """The kernel's, of a layer in blocks of that size."""
+        tile = self.tile
+        shares_tile = spec.shared_values and tile.dim_low == tile.values == spec.value_dim
+        return (
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, block_size,
+            spec.window or 0, spec.chunk or 0, spec.softcap is not None, shares_tile,
+            self.is_split, FIXED_KEYS if self.is_fixed else 0, self.one_block,
+            tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
+        )  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
+
+
+def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Variant]:
+    """Every variant of a layer that any step can need: 2 to 8.
+
+    Sizes of a step and addresses of its arrays are no part of one, the longest query is by its
+    tile alone, and the number of splits by whether there are several.
+    """
+    found: list[Variant] = []
+    max_query_len = 1
+    while not found or found[-1].one_block:
+        for is_split in (False, True):
+            found.append(
+                Variant.of(spec, max_query_len, itemsize, is_split=is_split, is_fixed=is_fixed)
+            )
+        max_query_len *= 2
+    return list(dict.fromkeys(found))
+
+
+def warm_up(
+    specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int, *, is_fixed: bool
+) -> int:
+    """Compiles every variant of these layers and launches none; returns the number of kernels."""
+    made: set[int] = set()
+    for spec in specs:
+        to_value_head = spec.head_dim if spec.shared_values else spec.value_dim
+        strides = (to_value_head * spec.num_kv_heads, to_value_head)
+        sinks = None if spec.sinks is None else spec.sinks.dtype
+        for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed):
+            parts = torch.float32 if variant.is_split else dtype
+            kernel = attend_kernel.warmup(
+                dtype, dtype, dtype, parts, parts, sinks, *[torch.int32] * 6, torch.int64,
+                2, 2, 2, 2, *strides, 1.0, 1.0, *variant.constants(spec, block_size),
+                grid=(1,), **variant.options,
+            )  # fmt: skip
+            made.add(id(kernel))
+        behind = _combine_arguments(dtype, spec, 2, 2)
+        made.add(id(_combine_kernel.warmup(torch.float32, torch.float32, *behind, grid=(1,))))
+    return len(made)
+
+
 def attend(
     query: Tensor,  # [num_rows, num_heads, head_dim]
     keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
@@ -459,24 +521,22 @@ def attend(
     assert query.is_contiguous(), query.stride()
     assert keys.is_contiguous(), keys.stride()
     group = spec.num_heads // spec.num_kv_heads
-    fixed = splits == FIXED
-    tile = tiles(spec, 64 if fixed else plan.max_query_len, query.element_size())
-    one_block = plan.max_query_len * group <= tile.queries
+    is_fixed, max_query_len, itemsize = splits == FIXED, plan.max_query_len, query.element_size()
+    variant = Variant.of(spec, max_query_len, itemsize, is_split=False, is_fixed=is_fixed)
     blocks = plan.num_seqs
-    if not one_block:
-        blocks = num_programs(num_rows, plan.num_seqs, group, tile.queries)
-    share = FIXED_KEYS if fixed else 0
-    if fixed:
+    if not variant.one_block:
+        blocks = num_programs(num_rows, plan.num_seqs, group, variant.tile.queries)
+    if is_fixed:
         splits = max(1, triton.cdiv(plan.max_key_len, FIXED_KEYS))
     if splits is None:
-        bounds = [bound + plan.max_query_len for bound in (spec.window, spec.chunk) if bound]
+        bounds = [bound + max_query_len for bound in (spec.window, spec.chunk) if bound]
         reach = min(plan.max_key_len, *bounds) if bounds else plan.max_key_len
         splits = num_splits(blocks * spec.num_kv_heads, reach, num_processors)
-    shares_tile = spec.shared_values and tile.dim_low == tile.values == spec.value_dim
     if spec.shared_values:
         values = keys
     parts, sums = out, out
     if splits > 1:
+        variant = replace(variant, is_split=True)
         parts = torch.empty((splits, *size), dtype=torch.float32, device=query.device)
         sums = torch.empty((splits, *size[:2]), dtype=torch.float32, device=query.device)
     attend_kernel[(blocks, spec.num_kv_heads, splits)](
@@ -485,11 +545,10 @@ def attend(
         plan.block_tables, plan.ancestors,
         num_rows, plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
         values.stride(0), values.stride(1), float(spec.scale), float(spec.softcap or 0.0),
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, plan.block_size,
-        spec.window or 0, spec.chunk or 0, spec.softcap is not None, shares_tile,
-        splits, share, one_block, tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        *variant.constants(spec, plan.block_size), **variant.options,
     )  # fmt: skip
-    if splits > 1:
-        combine(parts, sums, out, in_order=fixed)
+    if splits > 1:  # a row that sees nothing in any part becomes zeros
+        num_items = num_rows * spec.num_heads
+        behind = _combine_arguments(out, spec, splits, num_items)
+        _combine_kernel[(num_items,)](parts, sums, *behind)
     return out

@@ -41,7 +41,7 @@ class Alignment:
     block_rows: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _align_kernel(
     chosen,  # [num_pairs]
     pairs,  # [num_blocks * ROWS] int32, written
@@ -98,7 +98,7 @@ def align(chosen: Tensor, num_experts: int, block_rows: int) -> Alignment:
 _DEPTH = 64  # columns of a step of a product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     states,  # [num_tokens, HIDDEN]
     weight,  # [num_experts, 2 * WIDTH, HIDDEN], or its codes
@@ -169,7 +169,7 @@ def _gate_up_kernel(
     tl.store(place, result, mask=real[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     inner,  # [num_pairs, WIDTH]
     weight,  # [num_experts, HIDDEN, WIDTH], or its codes

@@ -149,7 +149,7 @@ def add_step(
     return dot(read, weight, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     states,  # [num_rows, num_heads, IN], rows `to_row` and heads `to_head` elements apart
     values,  # [num_heads, OUT, IN], or [num_heads, OUT, IN / 2]

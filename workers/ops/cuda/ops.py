@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -29,12 +32,14 @@ from ..protocol import (
 from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepared_heads, route, route_by_row
 from . import elementwise
-from .attention import FIXED, attend
+from .attention import FIXED, attend, warm_up
 from .draw import draw, gumbel_argmax
 from .edit import edit, logprobs
 from .experts import CudaMixture
-from .linear import TiledProduct
+from .linear import INTERPRETED, TiledProduct
 from .prepare import can_prepare, prepare_and_store
+
+log = logging.getLogger(__name__)
 
 INTERPRETED_PROCESSORS = 4  # stands in for a device's where kernels run under the interpreter
 
@@ -60,6 +65,14 @@ class CudaOps(ReferenceOps):
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return CudaMixture(experts)
+
+    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+        if INTERPRETED.value:  # there is nothing to compile
+            return
+        begin = time.perf_counter()
+        count = warm_up(dict.fromkeys(specs), dtype, block_size, is_fixed=self._splits == FIXED)
+        spent_s = time.perf_counter() - begin
+        log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         return elementwise.norm(states, norm)

@@ -92,7 +92,7 @@ def _prepared(
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "slots"])
 def _prepare_kernel(
     joined,  # [num_rows, joined width]: queries, keys, values
     to_row,

@@ -29,10 +29,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles"),
 ]
 CPU = torch.device("cpu")
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int32: "i32", torch.int64: "i64", torch.int8: "i8", torch.uint8: "u8",
-}  # fmt: skip
 # Architecture, threads of a warp, and the bytes of shared memory that a program may use.
 TARGETS = {
     "sm80": ("cuda", 80, 32, 163 << 10),
@@ -44,10 +40,10 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 class Compiler:
-    """Compiles what a launch would compile: as a launch does, for arguments that are 1, and for
-    those and addresses that are multiples of 16. Every variant of a kernel is compiled once."""
+    """Compiles what a launch would compile, by Triton's own look at the arguments. Every variant of
+    a kernel is compiled once; without `compiles` they are only told apart."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, compiles: bool = True) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import make_backend
 
@@ -56,30 +52,24 @@ class Compiler:
         self.backend = make_backend(self.target)
         self.launches: list[str] = []
         self.variants: dict[tuple, object] = {}  # by name and specialisation
+        self._compiles = compiles
 
-    def run(self, kernel, *args, grid, warmup, **kwargs):
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        assert not kwargs, kwargs
-        variant = [self._special(*pair) for pair in zip(kernel.params, args, strict=True)]
+    def run(self, kernel, *args, grid, warmup, **options):
+        from triton.runtime.jit import create_function_from_signature
+
+        assert options.keys() <= set(OPTIONS), options
+        bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        _, special, _ = bind(*args, **options)
+        variant = [
+            ("constexpr", value) if param.is_constexpr else known
+            for param, value, known in zip(kernel.params, args, special, strict=True)
+        ]
         key = (kernel.__name__, tuple(map(str, variant)), tuple(options.items()))
         self.launches.append(kernel.__name__)
         if key not in self.variants:
-            self.variants[key] = self._compiled(kernel, variant, options)
-
-    def _special(self, param, value) -> tuple:
-        """A type, then what is known about the value; a constant as the value of "constexpr"."""
-        if param.is_constexpr or value is None:
-            return "constexpr", value
-        if isinstance(value, torch.Tensor):
-            return f"*{TYPES[value.dtype]}", "D" if value.data_ptr() % 16 == 0 else ""
-        if isinstance(value, float):
-            return "fp32", ""
-        if not param.do_not_specialize:
-            if value == 1:
-                return "constexpr", 1
-            if value % 16 == 0 and not param.do_not_specialize_on_alignment:
-                return "i32", "D"
-        return "i32" if -(2**31) <= value < 2**31 else "i64", ""
+            made = self._compiled(kernel, variant, options) if self._compiles else object()
+            self.variants[key] = made
+        return self.variants[key]
 
     def _compiled(self, kernel, variant, options):
         from triton.compiler import ASTSource

@@ -1,0 +1,126 @@
+"""Kernels have few variants, and those of attention are listed: no step compiles another.
+
+Variants are told apart by Triton's own look at the arguments of a launch; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.bench.gpu.inputs import random_tree, step_of, weight_of
+from outrider.bench.gpu.machine import Machine, Size, random_model
+from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+CPU = torch.device("cpu")
+LLAMA = Size(
+    num_layers=1, hidden=128, inner=96, num_heads=16, num_kv_heads=4, head_dim=32, vocab=64
+)
+NUM_PROCESSORS = 132
+SPECS = {
+    "llama": AttentionSpec(32, 8, 128, 128, 0.1),
+    "one head a group": AttentionSpec(8, 8, 64, 64, 0.1, window=4096, softcap=30.0),
+    "odd groups": AttentionSpec(28, 4, 128, 128, 0.1, sinks=torch.zeros(28)),
+    "latent": AttentionSpec(128, 1, 576, 512, 0.1, shared_values=True),
+}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What tells launches apart, without compiling or launching."""
+    from triton.runtime.jit import JITFunction
+
+    from outrider.tests.workers.ops.cuda.test_compiled import Compiler
+
+    made = Compiler("sm90", compiles=False)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: made.run(*args, **kwargs))
+    return made
+
+
+def of(seen, name: str) -> set:
+    return {key for key in seen.variants if key[0] == name}
+
+
+def random_steps(rng, count: int, *, longest: int = 4000):
+    """Prompts in chunks, single tokens, chains and trees, of 1 to 8 sequences."""
+    for _ in range(count):
+        num_seqs = int(rng.integers(1, 9))
+        lengths = [
+            (int(rng.integers(longest)) * int(rng.random() < 0.7),
+             int(rng.integers(1, 500)) if rng.random() < 0.7 else 1)
+            for _ in range(num_seqs)
+        ]  # fmt: skip
+        trees = [
+            random_tree(rng, int(rng.integers(80))) if rng.random() < 0.3 else []
+            for _ in range(num_seqs)
+        ]
+        yield step_of(rng, lengths, trees, 16)
+
+
+def test_300_random_steps_of_a_model(seen):
+    """Those of attention are among the listed, and no other kernel has more than two."""
+    machine = Machine(CPU, torch.bfloat16, LLAMA, rounds=1, is_dry=True)
+    machine.ops.num_processors = NUM_PROCESSORS
+    model, _ = random_model(machine)
+    machine.ops.warm_up([layer.attention.spec for layer in model.layers], torch.bfloat16, 16)
+    listed = set(seen.variants)
+    assert len(of(seen, "attend_kernel")) == 8
+    assert len(of(seen, "_combine_kernel")) == 1
+    seen.launches.clear()
+    for step, num_blocks in random_steps(np.random.default_rng(0), 300):
+        cache = KVCache(model.kv_shapes, num_blocks, 16, torch.bfloat16, CPU)
+        with torch.inference_mode():
+            model.forward(machine.ops.plan(step, cache), cache, torch.arange(step.num_seqs))
+    assert seen.launches.count("attend_kernel") == 300
+    for name in ("attend_kernel", "_combine_kernel"):
+        assert of(seen, name) <= listed
+    for name in set(seen.launches) - {"attend_kernel"}:
+        assert len(of(seen, name)) <= 2, name
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_launch_of_attention_is_listed(seen, name, invariant):
+    from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
+
+    spec = SPECS[name]
+    ops = InvariantCudaOps(CPU) if invariant else CudaOps(CPU)
+    ops.num_processors = NUM_PROCESSORS
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, 0 if spec.shared_values else spec.value_dim)
+    ops.warm_up([spec], torch.bfloat16, 16)
+    listed = set(seen.variants)
+    num_listed = len(of(seen, "attend_kernel"))
+    assert num_listed <= (4 if invariant else 8)
+    for step, num_blocks in random_steps(np.random.default_rng(1), 25, longest=9000):
+        cache = KVCache([shape], num_blocks, 16, torch.bfloat16, CPU)
+        joined = torch.zeros(len(step.token_ids), spec.joined_width, dtype=torch.bfloat16)
+        ops.rope_store_attend(joined, None, None, ops.plan(step, cache), cache, 0, spec)
+    assert {key for key in seen.variants if key[0] != "_prepare_kernel"} <= listed
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_products_and_experts_of_any_number_of_rows(seen, kind):
+    """A product's tiles have three sizes, and the depth is cut or not."""
+    from outrider.workers.ops.cuda.linear import TiledProduct
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    product = TiledProduct(
+        weight_of(kind, (256, 2048), torch.bfloat16), None, NUM_PROCESSORS, fixed_rows=False
+    )
+    gate_up, down = (weight_of(kind, shape, torch.bfloat16) for shape in ((4, 64, 64), (4, 64, 32)))
+    mixture = CudaOps(CPU).pack_experts(Experts(gate_up, down, Gate(GateKind.SILU)))
+    for rows in (*range(1, 130), 512, 1000, 4096):
+        product(torch.zeros(rows, 2048, dtype=torch.bfloat16))
+        states = torch.zeros(rows, 64, dtype=torch.bfloat16)
+        mixture(states, torch.zeros(rows, 2, dtype=torch.int64), torch.ones(rows, 2))
+    counts = {name: len(of(seen, name)) for name in set(seen.launches)}
+    assert counts == {
+        "_product_kernel": 4, "_sum_kernel": 1, "_align_kernel": 3,
+        "_gate_up_kernel": 3, "_down_kernel": 3,
+    }  # fmt: skip
