@@ -30,7 +30,8 @@ def check(
         Path | None,
         typer.Argument(
             metavar="CONFIG",
-            help="YAML or JSON: our keys, TensorRT-LLM's, vLLM's JSON; or a checkpoint's folder.",
+            help="YAML or JSON: our keys, TensorRT-LLM's, vLLM's JSON; or a checkpoint: a "
+            "folder or a GGUF file.",
         ),
     ] = None,
     load: Annotated[
@@ -63,7 +64,8 @@ def check(
             raise ConfigError.at(
                 "config", f"{file} is part of a checkpoint; give its folder, {file.parent}"
             )
-        given = {"model": str(file)} if file.is_dir() else {"config": file}
+        is_model = file.is_dir() or file.suffix.lower() == ".gguf"
+        given = {"model": str(file)} if is_model else {"config": file}
         engine = engine.model_copy(update=given)
     config = engine.resolve()
     section = serve_section(engine, {})

@@ -33,7 +33,7 @@ from pydantic_core import PydanticUndefined
 from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
 from ..config.compat.table import LLAMA_CPP, To
 from ..config.compat.translate import merge, translate_engine
-from ..config.hub import is_hub_id
+from ..config.hub import needs_folder
 from ..config.strict import read_mapping
 from ..errors import ConfigError
 from ..scheduler.sampling import SamplingParams
@@ -310,13 +310,13 @@ _SECTION_OPTIONS = {*_LookupFields.model_fields, "draft_model", "drafter", "max_
 
 
 def _with_folders(config: EngineConfig) -> EngineConfig:
-    """`config` with the folders of the Hugging Face ids in it, if there are any."""
+    """`config` with the folders of the Hugging Face ids and GGUF files in it, if there are any."""
     sources = [config.model, config.tokenizer or ""]
     sources += [
         getattr(each, "speculative_model", None) or ""
         for each in config.speculative_config.sections
     ]
-    if not any(map(is_hub_id, sources)):  # nor load what resolving them takes
+    if not any(map(needs_folder, sources)):  # nor load what resolving them takes
         return config
     from ..engine.checkpoints import resolved
 

@@ -122,7 +122,7 @@ def serve(
     deploy: DeployOptions,
     access: AccessOptions,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.")
+        str | None, typer.Argument(metavar="MODEL", help="Checkpoint: a folder or a GGUF file.")
     ] = None,
     address: Annotated[
         str | None,

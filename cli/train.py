@@ -101,17 +101,18 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _folder(given: dict[str, Any]) -> Path:
-    """The target's folder, also where it is a Hugging Face id."""
+    """The target's folder, also where it is a Hugging Face id or a GGUF file."""
     target: Path = given["target"]
-    from ..config.hub import is_hub_id
+    from ..config.hub import needs_folder
 
-    if not is_hub_id(str(target)):
+    if not needs_folder(str(target)):
         return target
     from ..workers.model.checkpoint.hub import local_folder
 
     return Path(
         local_folder(
             *(str(target), "TARGET"),
+            needs_tokenizer=True,
             trust_remote_code=bool(given.get("trust_remote_code")),
             allow_pickle=bool(given.get("allow_pickle")),
         )

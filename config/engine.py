@@ -50,7 +50,9 @@ class ResourcesConfig(Strict):
 class EngineConfig(Strict):
     """One engine: a target, its drafter, its scheduler."""
 
-    model: str = Field(description="Folder of the checkpoint (safetensors), or a Hugging Face id.")
+    model: str = Field(
+        description="Folder of the checkpoint (safetensors), a GGUF file, or a Hugging Face id."
+    )
     served_model_name: str | None = None
     """Name for clients; default: the last part of the model's path."""
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face id.")

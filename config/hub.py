@@ -14,6 +14,11 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not Path(source).exists()
 
 
+def needs_folder(source: str) -> bool:
+    """Whether `source` is an id, or a GGUF file by its name: no folder as yet."""
+    return source.lower().endswith(".gguf") or is_hub_id(source)
+
+
 def only_pickled(folder: Path) -> str:
     """Why weights in torch's own format are not read."""
     return (

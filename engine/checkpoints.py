@@ -1,4 +1,5 @@
-"""A configuration whose Hugging Face ids have become folders, and its sampling defaults."""
+"""A configuration whose Hugging Face ids and GGUF files have become folders, and its sampling
+defaults."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ def resolved(config: EngineConfig) -> EngineConfig:
     """`config` with folders for all checkpoints; unchanged where they are folders already.
 
     Raises:
-        CheckpointError: one is neither here nor on the Hub; names the field.
+        CheckpointError: one is neither here nor on the Hub, or a GGUF file that is damaged or not
+            read; names the field.
     """
     from ..workers.model.checkpoint.hub import local_folder
 
     place: Callable[..., str] = partial(local_folder, **trust(config))
-    changes: dict[str, Any] = {"model": place(config.model, "model", revision=config.revision)}
+    has_own = config.tokenizer is None
+    changes: dict[str, Any] = {
+        "model": place(config.model, revision=config.revision, needs_tokenizer=has_own)
+    }
     if config.tokenizer is not None:
-        changes["tokenizer"] = place(config.tokenizer, "tokenizer")
+        changes["tokenizer"] = place(config.tokenizer, "tokenizer", needs_tokenizer=True)
     old = config.speculative_config
     sections = [_placed(section, place) for section in old.sections]
     if old.sections == (old,):
@@ -49,7 +54,12 @@ def _placed(section: SpeculationBase, place: Any) -> SpeculationBase:
     source = getattr(section, "speculative_model", None)
     if not isinstance(section, (DraftModelConfig, HeadConfig)) or not source:
         return section
-    folder = place(source, "speculative_config.speculative_model")
+    field = "speculative_config.speculative_model"
+    if isinstance(section, HeadConfig) and source.lower().endswith(".gguf"):
+        raise CheckpointError.at(
+            field, f"{source!r}: heads are folders; a GGUF file is a target or a draft model"
+        )
+    folder = place(source, field)
     if folder == source:
         return section
     return section.model_copy(update={"speculative_model": folder})

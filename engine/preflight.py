@@ -213,6 +213,7 @@ def _facts(
     config: EngineConfig, target: ModelInfo, device: torch.device | None, kv_bytes: int | None
 ) -> dict[str, Any]:
     """What the target's configuration contains, for people."""
+    from ..workers.model.checkpoint.hub import unpacked_from
     from ..workers.ops.cpu import KERNEL_DTYPES
     from ..workers.ops.table import describe
 
@@ -230,6 +231,9 @@ def _facts(
         facts["kernels"] = describe(target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
+    if (file := unpacked_from(Path(config.model))) is not None:
+        num_bytes = (Path(config.model) / "model.safetensors").stat().st_size
+        facts["GGUF file"] = f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB"
     return facts
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
+
+from outrider.tests.helpers.gguf_files import write_gguf
 
 LOCAL = ("--executor", "local")
 
@@ -169,3 +172,22 @@ def test_load_starts_and_stops_the_workers(outrider_cli, model):
     result = outrider_cli("check", "-m", model, *LOCAL, "--num-kv-blocks", 64, "--load")
     assert result.exit_code == 0, result.stderr
     assert "decoded a token" in result.stderr
+
+
+def test_a_gguf_file(outrider_cli, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(model, tmp_path / "x.gguf", "Q4_0")
+    result = outrider_cli("check", file, "--spec-type", "ngram")
+    assert result.exit_code == 0, result.stderr
+    assert yaml.safe_load(result.stdout)["served_model_name"] == "x.gguf"
+    assert "unpacked, its weights take 0.00 GiB" in " ".join(result.stderr.split())
+    result = outrider_cli("check", "-m", file, "-md", file)
+    assert result.exit_code == 0, result.stderr
+    file.write_bytes(file.read_bytes()[:1000])
+    for command in ("check", "serve"):
+        refused(outrider_cli(command, file), "model: ", "x.gguf", "may be truncated")
+    refused(
+        outrider_cli("check", "-m", model, "-md", file),
+        "speculative_config.speculative_model: ",
+        "may be truncated",
+    )

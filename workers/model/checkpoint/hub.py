@@ -1,19 +1,28 @@
-"""Hugging Face ids as folders: `org/name` or `org/name@revision` through the Hub's cache.
+"""Names of checkpoints as folders: ids of the Hub through its cache, GGUF files through ours.
 
-A rank on another node is given the folder of the engine's node; where that is a snapshot in the
-Hub's cache, the same commit is fetched into the cache of the rank's own node.
+`org/name` or `org/name@revision` is fetched; a GGUF file is unpacked once. A rank on another node
+is given the folder of the engine's node: where that is a snapshot in the Hub's cache, the same
+commit is fetched into the cache of the rank's own node; where it is an unpacked GGUF file, its path
+within the cache is the file's own, and the rank's node unpacks the file that it has there.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import logging
+import os
 import re
-from contextlib import suppress
+import shutil
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ....config.hub import is_hub_id, only_pickled
 from ....errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -28,15 +37,24 @@ def local_folder(
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    needs_tokenizer: bool = False,
 ) -> str:
     """The folder that holds `source`; fetched with a progress bar if it is not in the cache.
 
-    A path is returned as it is. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are obeyed.
+    A path is returned as it is, but of a GGUF file the folder into which it is unpacked. HF_TOKEN,
+    HF_HOME and HF_HUB_OFFLINE are obeyed.
+
+    Args:
+        needs_tokenizer: whether a GGUF file without one that can be made is an error.
 
     Raises:
         CheckpointError: there is no such repository or revision, no right to read it, or no
-            network and nothing in the cache; names `field`.
+            network and nothing in the cache; a GGUF file is damaged or not read; names `field`.
     """
+    if not Path(source).exists():
+        source = unpacked_from(Path(source)) or source
+    if _is_gguf(Path(source)):
+        return _unpacked(Path(source), field, needs_tokenizer=needs_tokenizer)
     if Path(source).exists():
         return source
     if snapshot := _SNAPSHOT.search(source):
@@ -89,6 +107,114 @@ def _first(error: BaseException) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
 
 
+# GGUF files.
+
+_UNPACKED = re.compile(r"/outrider/gguf(/.+)/[0-9a-f]{16}/?$")
+_LAYOUT: Final = 1  # of an unpacked folder; another number unpacks anew
+_ELSEWHERE: Final = "; XDG_CACHE_HOME chooses another folder for caches"
+
+
+def unpacked_from(folder: Path) -> str | None:
+    """The GGUF file of which `folder` holds the model, if it does."""
+    found = _UNPACKED.search(str(folder))
+    return None if found is None else found[1]
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether there is such a file, by its ending or its first letters."""
+    if not path.is_file():
+        return False
+    with suppress(OSError), path.open("rb") as opened:
+        return path.suffix.lower() == ".gguf" or opened.read(4) == b"GGUF"
+    return True
+
+
+def _unpacked(file: Path, field: str, *, needs_tokenizer: bool) -> str:
+    """The folder of a GGUF file; unpacks it if that has not been done.
+
+    Raises:
+        CheckpointError: the file is damaged or not read, or the cache has no room or cannot be
+            written; names `field`, or the tokenizer.
+    """
+    from .gguf import shards_of
+
+    file = Path(os.path.abspath(file))
+    folder: Path | None = None
+    try:
+        files = shards_of(file)
+        folder = _place(files)
+        is_there = (folder / "config.json").is_file()
+        if not is_there or (needs_tokenizer and not (folder / "tokenizer.json").is_file()):
+            _unpack(files, folder, needs_tokenizer=needs_tokenizer)
+    except OSError as error:
+        where = error.filename or folder
+        raise CheckpointError.at(
+            field, f"{file} cannot be unpacked: {where}: {error.strerror or error}{_ELSEWHERE}"
+        ) from None
+    except CheckpointError as error:
+        if error.field != "model":
+            raise
+        raise CheckpointError.at(field, _left_out(file) or f"{file}: {error.message}") from None
+    return str(folder)
+
+
+def _place(files: list[Path]) -> Path:
+    """The folder of the files with this path, these sizes and these times of change."""
+    stats = [each.stat() for each in files]
+    facts = [_LAYOUT, *((each.st_size, each.st_mtime_ns) for each in stats)]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return base / "outrider" / "gguf" / files[0].relative_to("/") / key
+
+
+def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
+    """Checks everything but the weights, writes all beside `folder`, and renames it.
+
+    A process that begins while another unpacks the same file waits for it.
+    """
+    from .gguf_checkpoint import read_model, write_checkpoint, write_tokenizer
+
+    model = read_model(files)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as lock:
+        _lock(folder.with_name(f"{folder.name}.lock"), lock)
+        if (folder / "config.json").is_file():  # by another process
+            if needs_tokenizer and not (folder / "tokenizer.json").is_file():
+                write_tokenizer(folder, model)
+            return
+        for rest in folder.parent.glob(f"{folder.name}.*.partial"):  # of one that was interrupted
+            shutil.rmtree(rest, ignore_errors=True)
+        gib, free = model.num_bytes / 2**30, shutil.disk_usage(folder.parent).free
+        log.warning(
+            "%s (%s) is unpacked to %s; its weights take %.2f GiB there, and %.2f GiB of memory as "
+            "%s",
+            *(files[0], model.kinds, folder, gib, gib, model.dtype),
+        )
+        if free < model.num_bytes:
+            raise CheckpointError(
+                f"unpacking needs {gib:,.2f} GiB, and {free / 2**30:,.2f} GiB are free at "
+                f"{folder.parent}{_ELSEWHERE}"
+            )
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        try:
+            scratch.mkdir()
+            write_checkpoint(scratch, model, needs_tokenizer=needs_tokenizer)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Takes a file's lock until the stack is closed; nothing where files have no locks."""
+    opened = stack.enter_context(path.open("w"))
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+    except OSError as error:
+        log.info("%s cannot be locked: %s", path, error)
+
+
+# Folders.
+
 INDEX_NAME: Final = "model.safetensors.index.json"
 PICKLED: Final = "pytorch_model.bin"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
@@ -134,10 +260,15 @@ _LFS = b"version https://git-lfs"
 
 def unreadable(file: Path, error: BaseException) -> str:
     """Why a file of a checkpoint is not what its name says: `error`, or that Git left it out."""
+    return _left_out(file) or f"{file} cannot be read, it may be truncated: {error}"
+
+
+def _left_out(file: Path) -> str:
+    """That there is only a pointer to the file, if that is so."""
     with suppress(OSError), file.open("rb") as opened:
         if opened.read(len(_LFS)) == _LFS:
             return f"{file} is a pointer of Git LFS, not the file; `git lfs pull` fetches it"
-    return f"{file} cannot be read, it may be truncated: {error}"
+    return ""
 
 
 def read_mapping(file: Path) -> dict[str, Any]:

@@ -1,0 +1,689 @@
+"""A GGUF file's model as a checkpoint in Hugging Face's layout.
+
+config.json comes from the metadata, the tokenizer is what transformers makes of it, and weights are
+dequantised by the `gguf` library; rows and names become those of transformers' modules.
+
+What the files' writers change in names and values: llama.cpp, conversion/.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from ....errors import CheckpointError
+from .gguf import Tensor, read_files
+
+log = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
+_CHUNK_ELEMENTS = 2**24  # dequantised at once
+_MAX_LAYERS = 4096
+_PLAIN = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+
+
+# Architectures: how metadata and names of tensors become transformers'.
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the files hold; values of the metadata are checked where they are read."""
+
+    data: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    name: str  # general.architecture
+    read: set[str] = field(default_factory=set)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(f"{self.name}.{key}")
+        return self.data.get(f"{self.name}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None, most: int = 2**31) -> int:
+        """A positive number; of an array with one value a layer, the one that all have."""
+        value = self.get(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if type(value) is not int or not 0 < value <= most:
+            raise self.wrong(key, value, f"an integer from 1 to {most:,}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.wrong(key, value, "a positive number")
+        return float(str(np.float32(value)))  # as it was written before it became a float32
+
+    def has(self, name: str) -> bool:
+        """Whether the first layer has such a tensor."""
+        return f"blk.0.{name}" in self.tensors
+
+    def values(self, name: str) -> np.ndarray | None:
+        """A small tensor's values; None: there is none."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.num_elements > 65536 or tensor.kind not in _PLAIN:
+            raise CheckpointError(f"{name} has {tensor.num_elements:,} values of {tensor.kind}")
+        return np.concatenate([each.ravel() for each in _blocks(_Part(name, tensor))])
+
+    def wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
+        shown = "missing" if value is None else repr(value)[:80]
+        return CheckpointError(f"{self.name}.{key} is {shown}; expected {wanted}")
+
+
+_Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # keys beside those of every model
+_DENSE = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
+    }
+)
+_HEAD_NORMS = MappingProxyType(
+    {f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")}
+)
+_SANDWICH = MappingProxyType(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+_EXPERTS = MappingProxyType(
+    {
+        "ffn_gate_inp": "mlp.gate",
+        **{f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    model_type: str
+    class_name: str
+    layer: Mapping[str, str] = field(
+        default_factory=lambda: _DENSE
+    )  # names of a layer's modules; {}: one an expert
+    extra: _Extra = lambda source, config: {}
+    is_permuted: bool = False  # rows of q and k, from halves of a head to pairs
+    adds_one: bool = False  # to the weights of norms
+
+
+def _biases(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_bias": source.has("attn_q.bias"),
+        "mlp_bias": source.has("ffn_gate.bias"),
+    }
+
+
+def _moe(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": source.integer("expert_count", most=65536),
+        "num_experts_per_tok": source.integer("expert_used_count", most=65536),
+        "moe_intermediate_size": source.integer("expert_feed_forward_length"),
+    }
+
+
+def _qwen2_moe(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    shared = source.integer("expert_shared_feed_forward_length")
+    return _moe(source, config) | {
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": False,
+    }
+
+
+def _mixtral(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_local_experts": source.integer("expert_count", most=65536),
+        "num_experts_per_tok": source.integer("expert_used_count", most=65536),
+        "sliding_window": None,
+    }
+
+
+def _granite(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    return _biases(source, config) | {
+        "embedding_multiplier": source.number("embedding_scale", 1.0),
+        "residual_multiplier": source.number("residual_scale", 1.0),
+        "logits_scaling": source.number("logit_scale", 1.0),
+        "attention_multiplier": source.number("attention.scale", config["head_dim"] ** -0.5),
+    }
+
+
+def _gemma2(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    # Of the 27B models, which have 46 and 62 layers, it is the width of a head of the hidden state.
+    is_27b = config["num_hidden_layers"] in (46, 62)
+    scale = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": scale if is_27b else config["head_dim"],
+        "sliding_window": source.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": source.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": source.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    soft_cap = source.get("final_logit_softcapping")
+    local = source.number("rope.freq_base_swa", 10_000.0)
+    return _gemma2(source, config) | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": soft_cap,
+        "sliding_window": source.integer("attention.sliding_window", 1024),
+        "sliding_window_pattern": source.integer("attention.sliding_window_pattern", 6),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _phi3(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    width = config["hidden_size"] // config["num_attention_heads"]
+    length = config["max_position_embeddings"]
+    original = source.integer("rope.scaling.original_context_length", length)
+    window = source.get("attention.sliding_window") or None
+    rope = config["rope_parameters"]
+    rope["partial_rotary_factor"] = source.integer("rope.dimension_count", width) / width
+    factors = [source.values(f"rope_factors_{each}.weight") for each in ("long", "short")]
+    long, short = (None if each is None else each.tolist() for each in factors)
+    if long is not None or short is not None:
+        rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    source.get("rope.scaling.attn_factor")  # transformers computes it from the two lengths
+    return {"original_max_position_embeddings": original, "sliding_window": window}
+
+
+_MIXTRAL: Final = _Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    _DENSE
+    | {"ffn_gate_inp": "block_sparse_moe.gate"}
+    | {
+        f"ffn_{each}_exps": f"block_sparse_moe.experts.{{}}.{theirs}"
+        for each, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+    },
+    _mixtral,
+    is_permuted=True,
+)
+ARCHITECTURES: Final = MappingProxyType(
+    {
+        "llama": _Architecture("llama", "LlamaForCausalLM", extra=_biases, is_permuted=True),
+        "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
+        "qwen2moe": _Architecture(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            _DENSE
+            | _EXPERTS
+            | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+            | {
+                f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj"
+                for each in ("gate", "up", "down")
+            },
+            _qwen2_moe,
+        ),
+        "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _DENSE | _HEAD_NORMS),
+        "qwen3moe": _Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _DENSE | _HEAD_NORMS | _EXPERTS,
+            lambda source, config: _moe(source, config) | {"norm_topk_prob": True},
+        ),
+        "gemma": _Architecture("gemma", "GemmaForCausalLM", adds_one=True),
+        "gemma2": _Architecture(
+            "gemma2", "Gemma2ForCausalLM", _DENSE | _SANDWICH, _gemma2, adds_one=True
+        ),
+        "gemma3": _Architecture(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            _DENSE | _HEAD_NORMS | _SANDWICH,
+            _gemma3,
+            adds_one=True,
+        ),
+        "phi3": _Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            _DENSE | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+            _phi3,
+        ),
+        "granite": _Architecture("granite", "GraniteForCausalLM", extra=_granite, is_permuted=True),
+        "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", extra=_biases, is_permuted=True),
+        "olmo2": _Architecture(
+            "olmo2",
+            "Olmo2ForCausalLM",
+            _DENSE
+            | _HEAD_NORMS
+            | {
+                "post_attention_norm": "post_attention_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm",
+            },
+        ),
+    }
+)
+"""What is read, by `general.architecture`."""
+_ENDS = MappingProxyType(
+    {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+)
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
+    """The architecture, and what config.json holds.
+
+    Raises:
+        CheckpointError: the architecture is not read, or a key is missing or out of range.
+    """
+    if (kind := source.data.get("general.type", "model")) != "model":
+        raise CheckpointError(f"general.type is {kind!r}; models are read")
+    found = ARCHITECTURES.get(source.name)
+    if found is None:
+        raise CheckpointError(
+            f"general.architecture is {source.name!r}, which is not read; read: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if source.name == "llama" and source.get("expert_count"):
+        found = _MIXTRAL
+    for name in ("token_embd.weight", "output_norm.weight"):
+        if name not in source.tensors:
+            raise CheckpointError(f"it has no tensor {name}")
+    hidden, heads = source.integer("embedding_length"), source.integer("attention.head_count")
+    head_dim = source.integer("attention.key_length", max(1, hidden // heads), most=65536)
+    if source.integer("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError("keys and values have heads of different widths; that is not read")
+    config: dict[str, Any] = {
+        "architectures": [found.class_name],
+        "model_type": found.model_type,
+        "dtype": _dtype(source.tensors.values()),
+        "vocab_size": source.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": source.integer("feed_forward_length"),
+        "num_hidden_layers": source.integer("block_count", most=_MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": source.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": source.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in source.tensors,
+        "rope_parameters": _rope(source, head_dim),
+    }
+    config |= found.extra(source, config)
+    for token in ("bos", "eos", "pad"):
+        key = "padding" if token == "pad" else token
+        config[f"{token}_token_id"] = source.data.get(f"tokenizer.ggml.{key}_token_id")
+    passed = {"vocab_size", "rope.dimension_count", "rope.scaling.finetuned"}
+    unread = sorted(
+        key
+        for key in source.data
+        if key.startswith(f"{source.name}.")
+        and key not in source.read
+        and key.removeprefix(f"{source.name}.") not in passed
+    )
+    if unread:
+        log.warning("keys of the GGUF file that are not read: %s", ", ".join(unread))
+    return found, config
+
+
+def _dtype(tensors: Iterable[Tensor]) -> str:
+    """The type of the matrices: bfloat16 where any is quantised, else that of most values."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            kind = _PLAIN.get(tensor.kind, "")
+            counts[kind] = counts.get(kind, 0) + tensor.num_elements
+    return "bfloat16" if "" in counts or not counts else max(counts, key=lambda key: counts[key])
+
+
+def _rope(source: _Source, head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": source.number("rope.freq_base", 10_000.0),
+    }
+    kind = source.get("rope.scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
+    elif kind not in ("none", "longrope"):
+        raise source.wrong("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    if kind == "yarn":
+        original = source.integer("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original
+        for key in ("beta_fast", "beta_slow"):
+            if source.get(f"rope.scaling.yarn_{key}") is not None:
+                rope[key] = source.number(f"rope.scaling.yarn_{key}")
+    factors = source.values("rope_freqs.weight")
+    return rope if factors is None else rope | _llama3(factors, rope["rope_theta"], head_dim)
+
+
+def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+    """The configuration of Llama 3's rope, whose divisors of frequencies a file holds instead.
+
+    Args:
+        factors: [head_dim / 2].
+    """
+    if factors.shape == (head_dim // 2,):
+        waves = 2 * math.pi * theta ** (2 * np.arange(head_dim // 2) / head_dim)
+        largest, low, high = float(factors.max()), 1.0, 4.0
+        for length in (8192, 4096, 2048, 16384, 32768, 65536, 131072):
+            smooth = np.clip((length / waves - low) / (high - low), 0, 1)
+            if np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
+                if largest == 1:
+                    return {}
+                return {
+                    "rope_type": "llama3",
+                    "factor": largest,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": length,
+                }
+    raise CheckpointError("rope_freqs.weight has other values than Llama 3's; that is not read")
+
+
+# Weights.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of the folder: rows of a file's tensor."""
+
+    name: str
+    tensor: Tensor
+    begin: int = 0
+    end: int | None = None  # of rows; None: all
+    shape: tuple[int, ...] = ()  # (): the tensor's own
+    order: np.ndarray | None = None  # rows of the file's tensor, in the order of the folder's
+    shift: float = 0.0  # added to every value
+
+
+def _parts(source: _Source, found: _Architecture, config: Mapping[str, Any]) -> list[_Part]:
+    """Every tensor of the folder.
+
+    Raises:
+        CheckpointError: a tensor is not one of the architecture's, or missing in a layer.
+    """
+    parts: list[_Part] = []
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in source.tensors.items():
+        shift = -1.0 if found.adds_one and name.endswith("norm.weight") else 0.0
+        if name in _ENDS:
+            parts.append(_Part(_ENDS[name], tensor, shift=shift))
+            continue
+        if name in _ROPE_TENSORS:
+            continue
+        match = _LAYER.fullmatch(name)
+        theirs = None if match is None else found.layer.get(match[2])
+        if match is None or theirs is None or int(match[1]) >= config["num_hidden_layers"]:
+            raise CheckpointError(f"{name} is no tensor of {source.name!r} models that is read")
+        layers.setdefault(int(match[1]), {})[f"{match[2]}.{match[3]}"] = tensor.shape
+        prefix = f"model.layers.{int(match[1])}."
+        if "{}" in theirs:
+            parts += _experts(f"{prefix}{theirs}.{match[3]}", tensor)
+            continue
+        order, shape = None, tensor.shape
+        if found.is_permuted and match[2] in ("attn_q", "attn_k"):
+            heads = "attention" if match[2] == "attn_q" else "key_value"
+            order = _halves(tensor, config[f"num_{heads}_heads"])
+        if match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            shape = (1, *tensor.shape)
+        parts.append(
+            _Part(f"{prefix}{theirs}.{match[3]}", tensor, shape=shape, order=order, shift=shift)
+        )
+    for number in range(config["num_hidden_layers"]):
+        own = layers.get(number, {})
+        for name, shape in layers.get(0, own).items():
+            if own.get(name) != shape:
+                raise CheckpointError(
+                    f"blk.{number}.{name} has the shape {own.get(name, 'of no tensor')}, and that "
+                    f"of layer 0 {shape}"
+                )
+    if not layers:
+        raise CheckpointError("it has no layers")
+    return parts
+
+
+def _experts(name: str, tensor: Tensor) -> Iterator[_Part]:
+    """A part for each expert of a tensor [experts, out, in]."""
+    if len(tensor.shape) != 3:
+        raise CheckpointError(f"{tensor.name} has {len(tensor.shape)} dimensions, not 3")
+    count, rows, width = tensor.shape
+    for each in range(count):
+        yield _Part(name.format(each), tensor, each * rows, (each + 1) * rows, (rows, width))
+
+
+def _halves(tensor: Tensor, heads: int) -> np.ndarray:
+    """The order of rows in which each head's even rows come first, as transformers rotates them."""
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        raise CheckpointError(f"{tensor.name} has {rows} rows for {heads} heads")
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
+
+
+def _blocks(part: _Part) -> Iterator[np.ndarray]:
+    """The values of a part as float32 [rows, width], some rows at a time."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    tensor = part.tensor
+    is_row = len(tensor.shape) == 1 and tensor.kind not in _PLAIN
+    width = tensor.shape[-1] if len(tensor.shape) > 1 or is_row else 1
+    rows = tensor.num_elements // width
+    raw = np.memmap(
+        tensor.file, np.uint8, "r", tensor.offset, shape=(rows, tensor.num_bytes // rows)
+    )
+    begin, end = part.begin, rows if part.end is None else part.end
+    step = max(1, _CHUNK_ELEMENTS // width)
+    for first in range(begin, end, step):
+        chosen = slice(first, min(first + step, end))
+        chunk = np.array(raw[chosen if part.order is None else part.order[chosen]])
+        yield dequantize(chunk, GGMLQuantizationType[tensor.kind]) + np.float32(part.shift)
+
+
+def _write_weights(file: Path, parts: list[_Part], dtype: str) -> None:
+    """Writes a safetensors file, a few rows at a time."""
+    import torch
+    from tqdm import tqdm
+
+    kind, size = getattr(torch, dtype), getattr(torch, dtype).itemsize
+    letters = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    total = 0
+    for part in parts:
+        shape = part.shape or part.tensor.shape
+        num_bytes = math.prod(shape) * size
+        header[part.name] = {
+            "dtype": letters,
+            "shape": list(shape),
+            "data_offsets": [total, total + num_bytes],
+        }
+        total += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (
+        file.open("wb") as opened,
+        tqdm(
+            total=total, unit="B", unit_scale=True, disable=None, desc=f"Unpacking {file.name}"
+        ) as bar,
+    ):
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for part in parts:
+            for block in _blocks(part):
+                values = torch.from_numpy(block).to(kind)
+                opened.write(values.view(torch.uint8).numpy().data)
+                bar.update(values.numel() * size)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+# The tokenizer.
+
+# How texts are cut before merges, by `tokenizer.ggml.pre`: as transformers cuts them by that name,
+# as GPT-2 does, or that and every digit alone.
+_KNOWN_CUTS: Final = frozenset(
+    {
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
+        *("qwen2", "deepseek-r1-qwen", "megrez", "qwen35", "gpt-4o", "llama4"),
+    }
+)
+_GPT2_CUTS: Final = frozenset({"gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "default", ""})
+_DIGIT_CUTS: Final = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
+_UNUSED: Final = 5  # of tokenizer.ggml.token_type
+
+
+def write_tokenizer(folder: Path, model: GgufModel) -> None:
+    """Writes the tokenizer's files and the chat template.
+
+    Raises:
+        CheckpointError: the file's tokenizer is of a kind that transformers does not make; names
+            the field `tokenizer`.
+    """
+    file, meta = model.files[0], model.meta
+    kind, cut = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "")
+    hint = "set tokenizer to a folder with the model's own"
+    if kind == "gpt2" and cut not in _KNOWN_CUTS | _GPT2_CUTS | _DIGIT_CUTS:
+        raise CheckpointError.at(
+            "tokenizer", f"{file}: tokenizer.ggml.pre is {cut!r}, which is not read; {hint}"
+        )
+    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not tokens:
+        raise CheckpointError.at(
+            "tokenizer",
+            f"{file}: tokenizer.ggml.model is {kind!r}; read with its tokens: gpt2, llama; {hint}",
+        )
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging as theirs
+
+    level = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        made = PreTrainedTokenizerFast.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True
+        )
+        made.save_pretrained(folder)
+    except Exception as error:  # noqa: BLE001, of what the metadata holds, anything
+        raise CheckpointError.at(
+            "tokenizer", f"{file}: none can be made of its metadata: {error!r}; {hint}"
+        ) from None
+    finally:
+        theirs.set_verbosity(level)
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = stored["model"]["vocab"]
+    if isinstance(types, list) and isinstance(vocabulary, dict):  # placeholders are no tokens
+        for token, number in zip(tokens, types, strict=False):
+            if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
+                vocabulary.pop(token, None)
+    stored["added_tokens"] = [
+        each for each in stored["added_tokens"] if each["id"] < len(tokens)
+    ]  # others are transformers' own, of which the model has no rows
+    if kind == "gpt2" and cut in _DIGIT_CUTS:
+        stored["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+                | {"use_regex": True},
+            ],
+        }
+    if kind == "gpt2" and cut in ("default", ""):
+        log.warning("%s: it does not say how texts are cut (tokenizer.ggml.pre); as GPT-2's", file)
+    (folder / "tokenizer.json").write_text(json.dumps(stored, ensure_ascii=False), "utf-8")
+    named = folder / "tokenizer_config.json"
+    settings = json.loads(named.read_text(encoding="utf-8"))
+    for key in ("is_local", "local_files_only"):
+        settings.pop(key, None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    named.write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def _generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that end a text, and defaults of sampling."""
+    ends = [meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
+    chosen: dict[str, Any] = {
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(each for each in ends if each is not None)) or None,
+    }
+    for ours, theirs in (("temperature", "temp"), *((key, key) for key in _SAMPLING)):
+        chosen[ours] = meta.get(f"general.sampling.{theirs}")
+    return {key: value for key, value in chosen.items() if value is not None}
+
+
+_SAMPLING: Final = ("top_k", "top_p", "min_p")
+
+
+# The checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """What is known of a model before any weight is read."""
+
+    files: list[Path]
+    meta: Mapping[str, Any]
+    config: dict[str, Any]  # of config.json
+    parts: list[_Part]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights, once dequantised."""
+        size = 4 if self.dtype == "float32" else 2
+        return size * sum(math.prod(part.shape or part.tensor.shape) for part in self.parts)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.config["dtype"])
+
+    @property
+    def kinds(self) -> str:
+        """The types of the file's matrices, the most frequent first."""
+        counts: dict[str, int] = {}
+        for tensor in {part.tensor.name: part.tensor for part in self.parts}.values():
+            if len(tensor.shape) > 1:
+                counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.num_elements
+        return ", ".join(sorted(counts, key=lambda kind: -counts[kind]))
+
+
+def read_model(files: list[Path]) -> GgufModel:
+    """Reads the headers of a model's files, in their order.
+
+    Raises:
+        CheckpointError: a file is damaged, or of an architecture or with types that are not read.
+    """
+    meta, tensors = read_files(files)
+    name = meta.get("general.architecture")
+    source = _Source(meta, tensors, name if isinstance(name, str) else "")
+    found, config = _make_config(source)
+    return GgufModel(files, meta, config, _parts(source, found, config))
+
+
+def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -> None:
+    """Writes the files of a checkpoint: those first that may refuse the model.
+
+    Raises:
+        CheckpointError: no tokenizer can be made, and one is needed.
+        OSError: the disk is full, or the folder cannot be written to.
+    """
+    try:
+        write_tokenizer(folder, model)
+    except CheckpointError as error:
+        if needs_tokenizer:
+            raise
+        log.warning("%s", error.message)
+    for name, content in (
+        ("generation_config.json", _generation_config(model.meta)),
+        ("config.json", model.config),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2), "utf-8")
+    _write_weights(folder / "model.safetensors", model.parts, model.dtype)
