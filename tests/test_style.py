@@ -33,6 +33,7 @@ LAYERS = {
         "bench", "cli",
     },
     "client.py": set(),
+    "k8s": set(),
     "docs": {"config", "scheduler", "cluster", "serve_llm", "data"},
     "__init__.py": {"scheduler", "engine", "cluster"},
     "__main__.py": {"cli"},
@@ -276,7 +277,7 @@ def file_tails() -> set[str]:
     files += [
         *(ROOT / "bench").glob("*.md"),
         *(ROOT / "demo").rglob("*/"),
-        *(ROOT / "k8s").iterdir(),
+        *(ROOT / "k8s").rglob("*"),
     ]
     tails = set()
     for file in files:

@@ -22,8 +22,11 @@ FILES = sorted((ROOT / "examples").glob("*.yaml"))
 README = (ROOT / "examples" / "README.md").read_text()
 MODELS = "/models/"
 IN_K8S = {
-    "deepseek-r1-mtp.yaml": "outrider-deepseek-mtp",
-    "llama4-eagle3.yaml": "outrider-llama4-eagle",
+    "single-gpu.yaml": "single-gpu",
+    "tp8.yaml": "tp8",
+    "deepseek-r1-mtp.yaml": "deepseek-r1",
+    "llama4-eagle3.yaml": "llama4-maverick",
+    "drafter-nodes.yaml": "drafter-nodes",
 }
 
 
@@ -102,10 +105,13 @@ def test_deepseek_s_estimate_is_the_published_size(tmp_path: Path, models: Path)
     assert kv * 2**30 / tokens == pytest.approx(2 * elements, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "service"), IN_K8S.items())
-def test_the_manifest_has_the_example_s_settings(name: str, service: str) -> None:
+@pytest.mark.parametrize(("name", "overlay"), IN_K8S.items())
+def test_the_overlay_has_the_example_s_settings(name: str, overlay: str) -> None:
+    """For all but the CPUs, where a pod has limits that a machine has not."""
+    assert {*IN_K8S, "cpu-demo.yaml"} == {file.name for file in FILES}
     example: dict[str, Any] = yaml.safe_load((ROOT / "examples" / name).read_text())
-    found = {each["metadata"]["name"]: each for each in map(manifests.load, manifests.PATHS)}
-    (application,) = manifests.serve_config(found[service])["applications"]
+    path = manifests.OVERLAYS / overlay
+    assert yaml.safe_load((path / "args.yaml").read_text()) == example
+    (application,) = manifests.serve_config(manifests.load(path))["applications"]
     own = {key: each for key, each in application["args"].items() if key != "serve"}
     assert own == example

@@ -1,4 +1,4 @@
-"""The demo manifest's application on a local Ray, deployed as KubeRay does: over the dashboard."""
+"""The CPU overlay's application on a local Ray, deployed as KubeRay does: over the dashboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ray._private.authentication.http_token_authentication import (
 from outrider.tests.helpers.kubernetes import manifests
 from outrider.tests.helpers.ports import free_port
 
-DEMO = manifests.ROOT / "k8s" / "demo-cpu.yaml"
 IN_IMAGE = "/opt/models"
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef add_three(a, b, c):\n    return"
 
@@ -27,7 +26,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef add_three(a, b, c):\n    ret
 @pytest.fixture
 def dashboard() -> Iterator[str]:
     """A Ray with the demo worker's CPUs; the address of its dashboard."""
-    (group,) = manifests.workers(manifests.load(DEMO))
+    (group,) = manifests.workers(manifests.load(manifests.DEMO))
     context = ray.init(
         address="local",
         num_cpus=int(manifests.ray_resources(group)["CPU"]),
@@ -71,7 +70,7 @@ def replicas(status: dict[str, Any]) -> set[str]:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_demo_answers_and_changes_its_switches_in_place(dashboard: str) -> None:
-    config = copy.deepcopy(manifests.serve_config(manifests.load(DEMO)))
+    config = copy.deepcopy(manifests.serve_config(manifests.load(manifests.DEMO)))
     (app,) = config["applications"]
     ports = [free_port(), free_port()]
     assert len(set(ports)) == 2
@@ -100,6 +99,13 @@ def test_the_demo_answers_and_changes_its_switches_in_place(dashboard: str) -> N
     with_drafts = texts()
     assert len(with_drafts) == 1
     assert with_drafts != {""}
+
+    events = httpx.post(
+        f"{urls[1]}/v1/completions", json=manifests.request_of_the_page(), timeout=60
+    ).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2]]
+    assert "".join(choice["text"] for choices in pieces for choice in choices).strip()
 
     (engine,) = [item for item in app["deployments"] if item["name"] == "Engine"]
     engine["user_config"] = {"enabled": False, "max_draft_len": 0}

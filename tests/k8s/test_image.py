@@ -73,7 +73,7 @@ def test_pythons_entry_points_are_on_path_in_login_shells_too() -> None:
 
 
 def test_the_demo_models_are_where_the_manifest_looks() -> None:
-    demo = manifests.load(manifests.ROOT / "k8s" / "demo-cpu.yaml")
+    demo = manifests.load(manifests.DEMO)
     (app,) = manifests.serve_config(demo)["applications"]
     in_image, name = app["args"]["model"].rsplit("/", 1)
     assert re.search(rf"ln -s \S+/outrider/demo/models {in_image}$", TEXT, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Every manifest against KubeRay's schemas, and against what no schema says.
+"""Every overlay against KubeRay's schemas, and against what no schema says.
 
 `OUTRIDER_CRDS` names a folder with the CustomResourceDefinitions as KubeRay ships them.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,22 +20,12 @@ from outrider.tests.helpers.kubernetes import crd, manifests
 every_manifest = pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
 
 
-@pytest.fixture(scope="session")
-def schemas() -> dict[tuple[str, str], crd.Schema]:
-    folder = os.environ.get("OUTRIDER_CRDS")
-    if not folder:
-        pytest.skip("OUTRIDER_CRDS is not set: no folder with KubeRay's CRDs to validate against")
-    found = crd.load_schemas(Path(folder))
-    assert found, f"OUTRIDER_CRDS={folder}: no CustomResourceDefinition found"
-    return found
-
-
 def complaints(manifest: dict[str, Any], schemas: dict[tuple[str, str], crd.Schema]) -> list[str]:
     return crd.check(manifest, schemas[manifest["apiVersion"], manifest["kind"]])
 
 
 def test_there_are_manifests() -> None:
-    assert {path.name for path in manifests.PATHS} >= {"demo-cpu.yaml", "single-gpu.yaml"}
+    assert {path.name for path in manifests.PATHS} >= {"cpu", "single-gpu", "deepseek-r1"}
 
 
 @every_manifest
@@ -90,7 +79,7 @@ def test_a_fault_is_found(
     complaint: str,
     schemas: dict[tuple[str, str], crd.Schema],
 ) -> None:
-    manifest = copy.deepcopy(manifests.load(manifests.ROOT / "k8s" / "demo-cpu.yaml"))
+    manifest = copy.deepcopy(manifests.load(manifests.DEMO))
     spoil(manifest)
     errors = complaints(manifest, schemas)
     assert len(errors) == 1

@@ -7,19 +7,22 @@ import json
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from outrider.tests.helpers.kubernetes import crd, manifests
+from outrider.k8s import chart
+from outrider.tests.helpers.kubernetes import crd, helm, manifests
 
 TEXT = (manifests.ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 SHELL = re.sub(r"\\\n\s*", "", "".join(text for kind, text in BLOCKS if kind == "sh"))
 COMMANDS = [shlex.split(line) for line in SHELL.splitlines()]
 EXAMPLES = [crd.load_documents(text)[0] for kind, text in BLOCKS if kind == "yaml"]
-DEMO = manifests.load(manifests.ROOT / "k8s" / "demo-cpu.yaml")
+DEMO = manifests.load(manifests.DEMO)
 
 
 def commands(*start: str) -> list[list[str]]:
@@ -33,23 +36,98 @@ def example(kind: str) -> dict[str, Any]:
     return found
 
 
-def pod_schema() -> crd.Schema:
+def overlay(tmp_path: Path, name: str, text: str) -> Path:
+    """An overlay of the page in a copy of `k8s/`."""
+    copied = shutil.copytree(manifests.ROOT / "k8s", tmp_path / "k8s") / "overlays" / name
+    copied.mkdir(exist_ok=True)
+    (copied / "kustomization.yaml").write_text(text, encoding="utf-8")
+    return Path(copied)
+
+
+def cluster_schema() -> crd.Schema:
     folder = os.environ.get("OUTRIDER_CRDS")
     if not folder:
         pytest.skip("OUTRIDER_CRDS is not set: no folder with KubeRay's CRDs to validate against")
-    schema = crd.load_schemas(Path(folder))["ray.io/v1", "RayCluster"]
-    return schema["properties"]["spec"]["properties"]
+    return crd.load_schemas(Path(folder))["ray.io/v1", "RayCluster"]["properties"]["spec"]
 
 
-def test_the_table_lists_every_manifest() -> None:
-    assert sorted(re.findall(r"^\| `(\S+\.yaml)` \|", TEXT, re.MULTILINE)) == [
-        path.name for path in manifests.PATHS
-    ]
+def pod_schema() -> crd.Schema:
+    return cluster_schema()["properties"]
 
 
-def test_applied_files_exist() -> None:
+def rows(title: str) -> list[str]:
+    """First cells of a table's rows."""
+    table = TEXT.partition(f"| {title} |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+
+def test_the_tables_list_every_overlay_component_and_folder() -> None:
+    assert sorted(rows("overlay")) == [path.name for path in manifests.PATHS]
+    k8s = manifests.ROOT / "k8s"
+    assert sorted(rows("component")) == sorted(
+        path.parent.name for path in k8s.glob("components/*/kustomization.yaml")
+    )
+    folders = [path for path in k8s.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(rows("folder")) == sorted(f"{path.name}/" for path in folders)
+
+
+def test_applied_overlays_exist() -> None:
     for command in commands("kubectl", "apply"):
-        assert (manifests.ROOT / command[-1]).is_file()
+        assert command[2] == "-k"
+        assert (manifests.ROOT / command[3]) in manifests.PATHS
+
+
+@pytest.mark.parametrize("verb", ["install", "upgrade"])
+def test_releases_have_values_that_the_chart_takes(verb: str) -> None:
+    found = [each for each in commands("helm", verb) if "k8s/chart" in each]
+    assert found
+    schema = json.loads((chart.CHART / "values.schema.json").read_text())
+    for command in found:
+        given: dict[str, Any] = {}
+        for option, value in zip(command[4::2], command[5::2], strict=True):
+            if option == "-f":
+                (preset,) = crd.load_documents((manifests.ROOT / value).read_text())
+                given = helm.merge(given, preset)
+                continue
+            assert option == "--set"
+            path, text = value.split("=")
+            for key in reversed(path.split(".")):
+                text = {key: int(text) if isinstance(text, str) and text.isdigit() else text}
+            given = helm.merge(given, text)
+        jsonschema.validate(given, schema)
+        helm.template(chart.CHART, command[2], given)
+
+
+def test_the_overlay_on_another_is_valid(tmp_path: Path) -> None:
+    """Two engines, each in a pod of its own, with an ingress on both; keys; another image."""
+    assert "`k8s/overlays/own/kustomization.yaml`" in TEXT
+    (text,) = [text for kind, text in BLOCKS if kind == "yaml" and "nameSuffix: -own" in text]
+    found = manifests.load(overlay(tmp_path, "own", text))
+    assert crd.check(found["spec"]["rayClusterConfig"], cluster_schema()) == []
+    (group,) = manifests.workers(found)
+    (app,) = manifests.serve_config(found)["applications"]
+    engine, ingress = app["deployments"]
+    assert engine["num_replicas"] == ingress["num_replicas"] == manifests.num_pods(group) == 2
+    assert group["minReplicas"] == group["maxReplicas"] == 2
+    assert manifests.serve_section(found).access.keys_file == "/etc/outrider/keys.yaml"
+    for each in manifests.groups(found):
+        assert manifests.ray_container(each)["image"] == "registry.example/outrider:0.1.0-gpu"
+
+
+def test_the_secret_with_keys_is_the_one_that_is_mounted() -> None:
+    (command,) = commands("kubectl", "create", "secret", "generic")
+    production = manifests.load(manifests.OVERLAYS / "tp8-production")
+    (group,) = manifests.workers(production)
+    spec = group["template"]["spec"]
+    (volume,) = [each for each in spec["volumes"] if "secret" in each]
+    assert command[4:] == [volume["secret"]["secretName"], "--from-file=keys.yaml"]
+    (mount,) = [
+        each
+        for each in manifests.ray_container(group)["volumeMounts"]
+        if each["name"] == volume["name"]
+    ]
+    file = manifests.serve_section(production).access.keys_file
+    assert file == f"{mount['mountPath']}/keys.yaml"
 
 
 def test_names_are_the_manifest_s() -> None:
@@ -61,11 +139,14 @@ def test_names_are_the_manifest_s() -> None:
     assert forward[2:] == [f"service/{name}-serve-svc", f"{port}:{port}"]
 
 
-def test_the_request_is_for_the_served_model() -> None:
-    (curl,) = commands("curl")
+def test_the_request_is_a_stream_of_the_served_model() -> None:
+    """`test_deploy.py` sends it."""
     (app,) = manifests.serve_config(DEMO)["applications"]
-    body = json.loads(curl[curl.index("-d") + 1])
+    body = manifests.request_of_the_page()
     assert body["model"] == app["args"]["served_model_name"]
+    assert body["stream"] is True
+    (curl,) = commands("curl")
+    assert json.loads(curl[curl.index("-d") + 1]) == body
 
 
 def test_images_are_built_as_the_dockerfile_says() -> None:
@@ -78,19 +159,28 @@ def test_images_are_built_as_the_dockerfile_says() -> None:
                 assert f"ARG {argument.split('=')[0]}=" in dockerfile
 
 
-def test_the_switches_are_accepted() -> None:
-    (switches,) = [item for item in EXAMPLES if "deployments" in item]
+def test_the_switches_are_accepted(tmp_path: Path) -> None:
+    (switches,) = [item for item in EXAMPLES if "configMapGenerator" in item and len(item) == 1]
     (app,) = copy.deepcopy(manifests.serve_config(DEMO)["applications"])
-    (changed,) = switches["deployments"]
-    (engine,) = [item for item in app["deployments"] if item["name"] == changed["name"]]
-    assert set(changed["user_config"]) == set(engine["user_config"])
-    longest = app["args"]["speculative_config"]["max_draft_len"]
-    assert 0 <= changed["user_config"]["max_draft_len"] <= longest
+    text = (manifests.DEMO / "kustomization.yaml").read_text()
+    (kustomization,) = crd.load_documents(text)
+    (own,) = kustomization["configMapGenerator"]
+    (changed,) = switches["configMapGenerator"]
+    assert {**changed, "literals": None} == {**own, "literals": None}
+    text = json.dumps({**kustomization, **switches})
+    (after,) = manifests.serve_config(manifests.load(overlay(tmp_path, "cpu", text)))[
+        "applications"
+    ]
+    engine, before = after["deployments"][0], app["deployments"][0]
+    assert engine["user_config"] == {"enabled": True, "max_draft_len": 4} != before["user_config"]
+    assert app["args"]["speculative_config"]["max_draft_len"] >= 4
+    engine["user_config"] = before["user_config"]
+    assert after == app  # nothing else changes
 
 
 def test_the_claim_is_the_one_that_is_mounted() -> None:
     claim = example("PersistentVolumeClaim")
-    (group,) = manifests.workers(manifests.load(manifests.ROOT / "k8s" / "single-gpu.yaml"))
+    (group,) = manifests.workers(manifests.load(manifests.OVERLAYS / "single-gpu"))
     (mounted,) = [
         volume["persistentVolumeClaim"]
         for volume in group["template"]["spec"]["volumes"]
@@ -103,8 +193,16 @@ def test_the_claim_is_the_one_that_is_mounted() -> None:
     assert crd.check(claim["spec"], template) == []
 
 
+def policy_of_the_component() -> dict[str, Any]:
+    folder = manifests.OVERLAYS / "tp8-production"
+    (found,) = [each for each in manifests.resources(folder) if each["kind"] == "NetworkPolicy"]
+    assert set(found) == {"apiVersion", "kind", "metadata", "spec"}
+    assert (found["apiVersion"], set(found["metadata"])) == ("networking.k8s.io/v1", {"name"})
+    return found
+
+
 def test_the_policy_is_valid() -> None:
-    policy = example("NetworkPolicy")["spec"]
+    policy = policy_of_the_component()["spec"]
     assert set(policy) == {"podSelector", "policyTypes", "ingress"}
     # KubeRay's own rules have the shape of a NetworkPolicy's.
     rules = pod_schema()["networkPolicy"]["properties"]["head"]["properties"]["ingressRules"]
@@ -112,11 +210,14 @@ def test_the_policy_is_valid() -> None:
 
 
 def test_the_policy_opens_the_ingresses_port_to_clients_and_the_dashboard_to_the_operator() -> None:
-    own, operator, clients = example("NetworkPolicy")["spec"]["ingress"]
+    own, operator, clients = policy_of_the_component()["spec"]["ingress"]
     assert "ports" not in own
-    assert own["from"] == [{"podSelector": example("NetworkPolicy")["spec"]["podSelector"]}]
+    assert own["from"] == [{"podSelector": policy_of_the_component()["spec"]["podSelector"]}]
     head = {
         each["name"]: each["containerPort"] for each in manifests.ports(manifests.groups(DEMO)[0])
     }
     assert [each["port"] for each in operator["ports"]] == [head["dashboard"]]
     assert [each["port"] for each in clients["ports"]] == [head["serve"]]
+    (client,) = clients["from"]
+    ((label, value),) = client["podSelector"]["matchLabels"].items()
+    assert f'`{label}: "{value}"`' in TEXT

@@ -1,16 +1,20 @@
-"""Readers of `k8s/*.yaml`, shared by the tests of this folder."""
+"""Readers of what the overlays of `k8s/` apply, shared by the tests of it."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from outrider.cluster.serve.args import ServeConfig, read_args
-from outrider.tests.helpers.kubernetes import crd
+from outrider.tests.helpers.kubernetes import crd, kustomize
 
 ROOT = Path(__file__).resolve().parents[3]
-PATHS = sorted((ROOT / "k8s").glob("*.yaml"))
+OVERLAYS = ROOT / "k8s" / "overlays"
+PATHS = sorted(path.parent for path in OVERLAYS.glob("*/kustomization.yaml"))
+DEMO = OVERLAYS / "cpu"
 _SUFFIXES = {
     **{suffix: 1000**power for power, suffix in enumerate(["", "k", "M", "G", "T", "P", "E"])},
     **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", start=1)},
@@ -18,11 +22,22 @@ _SUFFIXES = {
 }
 
 
+def resources(path: Path) -> list[dict[str, Any]]:
+    """All that an overlay applies."""
+    return kustomize.build(path)
+
+
 def load(path: Path) -> dict[str, Any]:
-    """The one RayService of a manifest."""
-    documents = crd.load_documents(path.read_text(encoding="utf-8"))
-    assert len(documents) == 1, f"{path.name}: expected one document, found {len(documents)}"
-    return documents[0]
+    """The one RayService of an overlay."""
+    (found,) = [each for each in resources(path) if each["kind"] == "RayService"]
+    return found
+
+
+def request_of_the_page() -> dict[str, Any]:
+    """The body of the completion that `k8s/README.md` asks for."""
+    page = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
+    (body,) = re.findall(r"^  -d '(.*)'$", page, re.MULTILINE)
+    return json.loads(body)
 
 
 def serve_config(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""The Helm chart's templates and presets, from the overlays that `kubectl kustomize` renders.
+
+`python -m outrider.k8s.chart` writes them; a test fails where one is out of date.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Manifest = dict[str, Any]
+Render = Callable[[Path], list[Manifest]]
+
+_K8S = Path(__file__).resolve().parent
+CHART = _K8S / "chart"
+_ALL = "tp8-production"  # the overlay that has every component: the templates are made of it
+_HEAD = "{{- /* Written by chart.py from the overlay %s. */ -}}\n"
+_PODS = """{{- $pods := 0 }}
+{{- range .Values.workers }}
+{{- $pods = add $pods (mul .replicas .hosts) }}
+{{- end }}
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a template has at a path of the manifest."""
+
+    value: str | None = None  # an expression for a number or a text
+    block: str | None = None  # an expression for a mapping
+    when: str | None = None  # the condition on which the path is there
+    each: str | None = None  # the list of which every item is one like the manifest's first
+
+
+_GPU = 'hasKey .resources "nvidia.com/gpu"'
+_RDMA = 'hasKey .resources "rdma/ib"'
+_KEYS = "$.Values.apiKeysSecret"
+_GROUPS = "spec/rayClusterConfig/workerGroupSpecs"
+_POD = f"{_GROUPS}/workers/template/spec"
+_WORKER = f"{_POD}/containers/ray-worker"
+_HEAD_POD = "spec/rayClusterConfig/headGroupSpec/template/spec"
+_GCS = "spec/rayClusterConfig/gcsFaultToleranceOptions"
+_APP = "applications/outrider"
+_ENGINE = "the engine's"  # in `args`
+_NAMES = ("name", "groupName")  # first, and in paths
+_IMAGE = Place(value='printf "%s:%s" $.Values.image.repository $.Values.image.tag')
+_PULL = Place(value="$.Values.image.pullPolicy")
+_SECRET = "$.Values.image.pullSecret"
+_PLACES = {
+    "metadata/name": Place(value=".Release.Name"),
+    "spec/upgradeStrategy": Place(when=".Values.upgradeStrategy"),
+    "spec/upgradeStrategy/type": Place(value=".Values.upgradeStrategy"),
+    "spec/rayClusterDeletionDelaySeconds": Place(
+        value=".Values.deletionDelaySeconds", when=".Values.deletionDelaySeconds"
+    ),
+    _GCS: Place(when=".Values.redis.address"),
+    f"{_GCS}/redisAddress": Place(value=".Values.redis.address"),
+    f"{_GCS}/redisPassword/valueFrom/secretKeyRef/name": Place(
+        value=".Values.redis.passwordSecret"
+    ),
+    f"{_HEAD_POD}/imagePullSecrets": Place(when=_SECRET),
+    f"{_HEAD_POD}/imagePullSecrets/outrider-registry/name": Place(value=_SECRET),
+    f"{_HEAD_POD}/containers/ray-head/image": _IMAGE,
+    f"{_HEAD_POD}/containers/ray-head/imagePullPolicy": _PULL,
+    f"{_HEAD_POD}/containers/ray-head/resources": Place(block=".Values.head.resources"),
+    _GROUPS: Place(each=".Values.workers"),
+    f"{_GROUPS}/workers/groupName": Place(value=".name"),
+    f"{_GROUPS}/workers/replicas": Place(value=".replicas"),
+    f"{_GROUPS}/workers/minReplicas": Place(value=".replicas"),
+    f"{_GROUPS}/workers/maxReplicas": Place(value=".replicas"),
+    f"{_GROUPS}/workers/numOfHosts": Place(value=".hosts"),
+    f"{_POD}/imagePullSecrets": Place(when=_SECRET),
+    f"{_POD}/imagePullSecrets/outrider-registry/name": Place(value=_SECRET),
+    f"{_POD}/nodeSelector": Place(block=".nodeSelector", when=".nodeSelector"),
+    f"{_POD}/tolerations": Place(when=_GPU),
+    f"{_WORKER}/env": Place(when=_GPU),
+    f"{_WORKER}/env/NCCL_NET": Place(when=_RDMA),
+    f"{_WORKER}/image": _IMAGE,
+    f"{_WORKER}/imagePullPolicy": _PULL,
+    f"{_WORKER}/resources/limits": Place(block=".resources"),
+    f"{_WORKER}/resources/requests": Place(block=".resources"),
+    f"{_WORKER}/securityContext/capabilities/add": Place(when=_RDMA),
+    f"{_WORKER}/volumeMounts/models": Place(when=_GPU),
+    f"{_WORKER}/volumeMounts/cache": Place(when=_GPU),
+    f"{_WORKER}/volumeMounts/api-keys": Place(when=_KEYS),
+    f"{_POD}/volumes/shm/emptyDir/sizeLimit": Place(value=".shm"),
+    f"{_POD}/volumes/models": Place(when=_GPU),
+    f"{_POD}/volumes/models/persistentVolumeClaim/claimName": Place(value="$.Values.modelsClaim"),
+    f"{_POD}/volumes/cache": Place(when=_GPU),
+    f"{_POD}/volumes/api-keys": Place(when=_KEYS),
+    f"{_POD}/volumes/api-keys/secret/secretName": Place(value=_KEYS),
+    # Of `serveConfigV2`.
+    f"{_APP}/deployments/Engine/num_replicas": Place(value=".Values.engines"),
+    f"{_APP}/deployments/Engine/user_config": Place(block=".Values.speculation"),
+    f"{_APP}/deployments/Ingress/num_replicas": Place(value="$pods"),
+    f"{_APP}/args/serve/access": Place(when=_KEYS),
+    f"{_APP}/args/{_ENGINE}": Place(block=".Values.args"),
+}
+
+
+def files(render: Render) -> dict[Path, str]:
+    """The text of every file that is written, by its path."""
+    overlays = sorted(path.parent for path in _K8S.glob("overlays/*/kustomization.yaml"))
+    rendered = {path.name: render(path) for path in overlays}
+    written = {
+        CHART / "presets" / f"{name}.yaml": f"# Written by chart.py from the overlay {name}.\n"
+        + yaml.safe_dump(preset(manifests), sort_keys=False, width=1000)
+        for name, manifests in rendered.items()
+    }
+    kinds = {each["kind"]: each for each in rendered[_ALL]}
+    head = _HEAD % _ALL
+    written[CHART / "templates" / "rayservice.yaml"] = head + _rayservice(kinds["RayService"])
+    policy = "".join(f"{line}\n" for line in _mapping(kinds["NetworkPolicy"], ""))
+    written[CHART / "templates" / "network-policy.yaml"] = (
+        f"{head}{{{{- if .Values.networkPolicy }}}}\n{policy}{{{{- end }}}}\n"
+    )
+    return written
+
+
+def preset(manifests: list[Manifest]) -> Manifest:
+    """The values with which the chart renders what an overlay does."""
+    (service,) = [each for each in manifests if each["kind"] == "RayService"]
+    spec = service["spec"]
+    cluster = spec["rayClusterConfig"]
+    (app,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    engine = next(each for each in app["deployments"] if each["name"] == "Engine")
+    pod = cluster["headGroupSpec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    repository, tag = container["image"].split(":")
+    secrets = pod.get("imagePullSecrets", [{"name": ""}])
+    values: Manifest = {
+        "image": {
+            "repository": repository,
+            "tag": tag,
+            "pullPolicy": container["imagePullPolicy"],
+            "pullSecret": secrets[0]["name"],
+        },
+        "args": {key: each for key, each in app["args"].items() if key != "serve"},
+        "engines": engine["num_replicas"],
+        "speculation": engine["user_config"],
+        "workers": [_workers(group) for group in cluster["workerGroupSpecs"]],
+        "networkPolicy": any(each["kind"] == "NetworkPolicy" for each in manifests),
+        "upgradeStrategy": spec.get("upgradeStrategy", {}).get("type", ""),
+        "deletionDelaySeconds": spec.get("rayClusterDeletionDelaySeconds", 0),
+    }
+    for volume in cluster["workerGroupSpecs"][0]["template"]["spec"]["volumes"]:
+        if "secret" in volume:
+            values["apiKeysSecret"] = volume["secret"]["secretName"]
+        if "persistentVolumeClaim" in volume:
+            values["modelsClaim"] = volume["persistentVolumeClaim"]["claimName"]
+    if store := cluster.get("gcsFaultToleranceOptions"):
+        secret = store["redisPassword"]["valueFrom"]["secretKeyRef"]["name"]
+        values["redis"] = {"address": store["redisAddress"], "passwordSecret": secret}
+    return values
+
+
+def _workers(group: Manifest) -> Manifest:
+    spec = group["template"]["spec"]
+    (shm,) = [each["emptyDir"] for each in spec["volumes"] if each["name"] == "shm"]
+    return {
+        "name": group["groupName"],
+        "replicas": group["replicas"],
+        "hosts": group["numOfHosts"],
+        "resources": spec["containers"][0]["resources"]["limits"],
+        "shm": shm["sizeLimit"],
+        "nodeSelector": spec.get("nodeSelector", {}),
+    }
+
+
+def _rayservice(service: Manifest) -> str:
+    spec = dict(service["spec"])
+    config = yaml.safe_load(spec.pop("serveConfigV2"))
+    (app,) = config["applications"]
+    app["args"] = {_ENGINE: {}, "serve": app["args"]["serve"]}
+    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    group["template"]["spec"].setdefault("nodeSelector", {})
+    lines = [*_mapping({**service, "spec": spec}), "  serveConfigV2: |", *_mapping(config, depth=4)]
+    return _PODS + "".join(f"{line}\n" for line in lines)
+
+
+def _mapping(mapping: Manifest, path: str = "", depth: int = 0) -> Iterator[str]:
+    """Lines of a mapping, with expressions at the places of the table.
+
+    Args:
+        depth: spaces before each key.
+    """
+    for key in sorted(mapping, key=lambda key: (key not in _NAMES, key)):
+        value, at, indent = mapping[key], f"{path}/{key}".removeprefix("/"), " " * depth
+        place = _PLACES.get(at, Place())
+        if place.when:
+            yield f"{{{{- if {place.when} }}}}"
+        if place.value:
+            yield f"{indent}{key}: {{{{ toYaml ({place.value}) }}}}"
+        elif place.block:
+            if key != _ENGINE:  # whose keys are beside `serve`
+                yield f"{indent}{key}:"
+                depth += 2
+            yield f"{indent}{{{{- toYaml {place.block} | nindent {depth} }}}}"
+            depth = len(indent)
+        elif isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _mapping(value, at, depth + 2)
+        elif isinstance(value, list) and value:
+            yield f"{indent}{key}:"
+            yield from _items(value, at, depth)
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+        if place.when:
+            yield "{{- end }}"
+
+
+def _items(items: list[Any], path: str, depth: int) -> Iterator[str]:
+    each, indent = _PLACES.get(path, Place()).each, " " * depth
+    if each:
+        yield f"{{{{- range {each} }}}}"
+    for item in items:
+        if not isinstance(item, dict):
+            yield f"{indent}- {_scalar(item)}"
+            continue
+        at = f"{path}/{next((item[key] for key in _NAMES if key in item), '-')}"
+        when = _PLACES.get(at, Place()).when
+        if when:
+            yield f"{{{{- if {when} }}}}"
+        first, *rest = _mapping(item, at, depth + 2)
+        yield f"{indent}- {first.lstrip()}"
+        yield from rest
+        if when:
+            yield "{{- end }}"
+    if each:
+        yield "{{- end }}"
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+
+
+def _by_kubectl(overlay: Path) -> list[Manifest]:
+    command = ["kubectl", "kustomize", str(overlay)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    return list(yaml.safe_load_all(printed.stdout))
+
+
+if __name__ == "__main__":
+    for path, text in files(_by_kubectl).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

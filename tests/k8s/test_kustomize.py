@@ -1,0 +1,156 @@
+"""The overlays are kustomize's: the renderer of the tests agrees with `kubectl`, and is strict."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.tests.helpers.kubernetes import crd, kustomize, manifests
+
+K8S = manifests.ROOT / "k8s"
+COMPONENTS = sorted(path.parent.name for path in K8S.glob("components/*/kustomization.yaml"))
+
+every_component = pytest.mark.parametrize("name", COMPONENTS)
+
+
+def by_kubectl(folder: Path) -> list[dict[str, Any]]:
+    command = shutil.which("kubectl")
+    if command is None:
+        pytest.skip("kubectl is not installed: nothing to compare the tests' renderer with")
+    printed = subprocess.run(
+        [command, "kustomize", folder], check=True, capture_output=True, text=True, timeout=120
+    )
+    return crd.load_documents(printed.stdout)
+
+
+def by_name(resources: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in resources}
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of `k8s/` to spoil."""
+    return Path(shutil.copytree(K8S, tmp_path / "k8s"))
+
+
+def spoil(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", manifests.PATHS, ids=lambda path: path.name)
+def test_kubectl_renders_the_same(path: Path) -> None:
+    assert by_name(by_kubectl(path)) == by_name(manifests.resources(path))
+
+
+def with_components(copied: Path, overlay: str, *names: str) -> Path:
+    """The overlay with more components."""
+    file = copied / "overlays" / overlay / "kustomization.yaml"
+    spec = yaml.safe_load(file.read_text())
+    spec["components"] = [
+        *spec.get("components", []), *(f"../../components/{name}" for name in names)
+    ]  # fmt: skip
+    file.write_text(yaml.safe_dump(spec, sort_keys=False))
+    return file.parent
+
+
+def composed(copied: Path, name: str) -> Path:
+    """The smallest overlay, with a component and what that one needs."""
+    needs = {"eight-gpus": ["gpu"], "rdma": ["gpu", "eight-gpus"]}.get(name, [])
+    return with_components(copied, "cpu", *needs, name)
+
+
+@every_component
+def test_a_component_makes_a_difference_that_is_valid(
+    name: str, copied: Path, schemas: dict[tuple[str, str], crd.Schema]
+) -> None:
+    folder = composed(copied, name)
+    assert by_name(kustomize.build(folder)) != by_name(manifests.resources(manifests.DEMO))
+    found = manifests.load(folder)
+    assert crd.check(found, schemas[found["apiVersion"], found["kind"]]) == []
+
+
+@every_component
+def test_kubectl_composes_the_same(name: str, copied: Path) -> None:
+    folder = composed(copied, name)
+    assert by_name(by_kubectl(folder)) == by_name(kustomize.build(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "complaint"),
+    [
+        ("base/kustomization.yaml", "resources:", "resource:", "unknown fields"),
+        ("overlays/tp8/kustomization.yaml", "components/gpu", "components/gpus", "no kustomiz"),
+        ("overlays/tp8/kustomization.yaml", "nameSuffix", "nameSufix", "unknown fields"),
+        ("overlays/tp8/kustomization.yaml", "[args.yaml]", "[arg.yaml]", "no file arg.yaml"),
+        ("overlays/two-nodes/kustomization.yaml", "/replicas", "/replica", "there is no replica"),
+        ("components/gpu/workers.yaml", "volumeMounts/-", "volumeMount/-", "no volumeMount"),
+        ("components/gpu/workers.yaml", "op: copy", "op: duplicate", "no operation"),
+        ("components/gpu/kustomization.yaml", "kind: RayService", "kind: RayServe", "nothing is"),
+        ("components/eight-gpus/kustomization.yaml", "value:", "values:", "expected"),
+        ("settings/serve-config.yaml", "data.engines", "data.engine", "there is no engine"),
+        ("settings/serve-config.yaml", "index: 7", "index: 9", "not between two of"),
+        ("settings/serve-config.yaml", "# args.yaml", "# arg.yaml", "not between two of"),
+        ("base/rayservice.yaml", "name: outrider", "name: outrider\n  name: x", "given twice"),
+    ],
+)
+def test_a_planted_mistake_is_found(
+    file: str, old: str, new: str, complaint: str, copied: Path
+) -> None:
+    spoil(copied / file, old, new)
+    overlay = copied / "overlays" / ("two-nodes" if "two-nodes" in file else "tp8")
+    with pytest.raises((kustomize.KustomizeError, yaml.YAMLError), match=complaint):
+        kustomize.build(overlay)
+
+
+def test_a_mistake_in_a_patch_reaches_the_schemas(
+    copied: Path, schemas: dict[tuple[str, str], crd.Schema]
+) -> None:
+    """What kustomize takes as it is, the schemas of KubeRay then refuse."""
+    spoil(copied / "components/gpu/workers.yaml", "/tolerations", "/toleration")
+    found = manifests.load(copied / "overlays" / "tp8")
+    (complaint,) = crd.check(found, schemas[found["apiVersion"], found["kind"]])
+    assert "spec.toleration: unknown field" in complaint
+
+
+def test_numbers_of_settings_are_numbers(copied: Path) -> None:
+    """They are written between quotes, with a tag."""
+    overlay = copied / "overlays" / "cpu"
+    spoil(
+        overlay / "kustomization.yaml",
+        "literals: [",
+        "literals: [engines=3, ingresses=2, speculation=false, ",
+    )
+    (app,) = manifests.serve_config(manifests.load(overlay))["applications"]
+    engine, ingress = app["deployments"]
+    assert [engine["num_replicas"], ingress["num_replicas"]] == [3, 2]
+    assert engine["user_config"] == {"enabled": False, "max_draft_len": 8}
+
+
+def stacked(copied: Path) -> Path:
+    own = copied / "overlays" / "own"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        "resources: [../tp8]\nnameSuffix: -own\ntransformers: [../../settings]\n"
+        "configMapGenerator:\n  - {name: settings, behavior: merge, literals: [max_draft_len=4]}\n"
+    )
+    return own
+
+
+def test_an_overlay_on_another_may_change_its_settings(copied: Path) -> None:
+    found = manifests.load(stacked(copied))
+    assert found["metadata"]["name"] == "outrider-tp8-own"
+    (app,) = manifests.serve_config(found)["applications"]
+    assert app["deployments"][0]["user_config"]["max_draft_len"] == 4
+
+
+def test_kubectl_changes_the_same(copied: Path) -> None:
+    own = stacked(copied)
+    assert by_name(by_kubectl(own)) == by_name(kustomize.build(own))
