@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and tensors, checked before any library reads the file.
+"""GGUF files: metadata and tensors, checked before any library reads the file.
 
 The `gguf` library and transformers trust the counts and offsets that a file states. Here every
 number is compared with what there is: a file that lies costs one error and little memory.
@@ -35,6 +35,8 @@ READABLE: Final = (
     *("Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL"),
     *("IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
+PLAIN = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+"""Types that are not quantised, and torch's names of them."""
 _SCALARS = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q"}
     | {12: "<d"}
@@ -56,6 +58,15 @@ class Tensor:
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Values of a row; those of a vector that is not quantised are rows of one."""
+        return 1 if len(self.shape) == 1 and self.kind in PLAIN else self.shape[-1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_elements // self.width
 
 
 @dataclass(slots=True)
@@ -241,3 +252,14 @@ def read_files(files: list[Path]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"split.tensors.count is {total!r}, and the parts have {len(tensors)}"
         )
     return meta, tensors
+
+
+def read_rows(tensor: Tensor, rows: slice | np.ndarray) -> np.ndarray:
+    """The values of some rows as float32 [rows, width], dequantised by the `gguf` library."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    shape = (tensor.num_rows, tensor.num_bytes // tensor.num_rows)
+    raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, shape)
+    values: np.ndarray = dequantize(np.array(raw[rows]), GGMLQuantizationType[tensor.kind])
+    return values

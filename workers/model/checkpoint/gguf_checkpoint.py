@@ -13,24 +13,28 @@ import logging
 import math
 import os
 import re
-import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ....errors import CheckpointError
-from .gguf import Tensor, read_files
+from .gguf import PLAIN, Tensor, read_files, read_rows
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
-_CHUNK_ELEMENTS = 2**24  # dequantised at once
+_CHUNK_ELEMENTS = 2**22  # dequantised at once
 _MAX_LAYERS = 4096
-_PLAIN = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+_TOKENS: Final = "tokenizer.ggml.tokens"
 
 
 # Architectures: how metadata and names of tensors become transformers'.
@@ -62,7 +66,7 @@ class _Source:
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
-        return float(str(np.float32(value)))  # as it was written before it became a float32
+        return float(_shortest(value))
 
     def has(self, name: str) -> bool:
         """Whether the first layer has such a tensor."""
@@ -73,13 +77,18 @@ class _Source:
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.num_elements > 65536 or tensor.kind not in _PLAIN:
+        if tensor.num_elements > 65536 or tensor.kind not in PLAIN:
             raise CheckpointError(f"{name} has {tensor.num_elements:,} values of {tensor.kind}")
-        return np.concatenate([each.ravel() for each in _blocks(_Part(name, tensor))])
+        return read_rows(tensor, slice(None)).ravel()
 
     def wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
         shown = "missing" if value is None else repr(value)[:80]
         return CheckpointError(f"{self.name}.{key} is {shown}; expected {wanted}")
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as it was written before it became one: 0.6, not 0.6000000238."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 _Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # keys beside those of every model
@@ -300,6 +309,9 @@ def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in source.tensors:
             raise CheckpointError(f"it has no tensor {name}")
+    rows, tokens = source.tensors["token_embd.weight"].shape[0], source.data.get(_TOKENS)
+    if isinstance(tokens, list) and len(tokens) > rows:
+        raise CheckpointError(f"it has {len(tokens):,} tokens, and token_embd.weight {rows:,} rows")
     hidden, heads = source.integer("embedding_length"), source.integer("attention.head_count")
     head_dim = source.integer("attention.key_length", max(1, hidden // heads), most=65536)
     if source.integer("attention.value_length", head_dim) != head_dim:
@@ -308,7 +320,7 @@ def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
         "architectures": [found.class_name],
         "model_type": found.model_type,
         "dtype": _dtype(source.tensors.values()),
-        "vocab_size": source.tensors["token_embd.weight"].shape[0],
+        "vocab_size": rows,
         "hidden_size": hidden,
         "intermediate_size": source.integer("feed_forward_length"),
         "num_hidden_layers": source.integer("block_count", most=_MAX_LAYERS),
@@ -342,7 +354,7 @@ def _dtype(tensors: Iterable[Tensor]) -> str:
     counts: dict[str, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1:
-            kind = _PLAIN.get(tensor.kind, "")
+            kind = PLAIN.get(tensor.kind, "")
             counts[kind] = counts.get(kind, 0) + tensor.num_elements
     return "bfloat16" if "" in counts or not counts else max(counts, key=lambda key: counts[key])
 
@@ -470,60 +482,27 @@ def _halves(tensor: Tensor, heads: int) -> np.ndarray:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
 
 
-def _blocks(part: _Part) -> Iterator[np.ndarray]:
-    """The values of a part as float32 [rows, width], some rows at a time."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    tensor = part.tensor
-    is_row = len(tensor.shape) == 1 and tensor.kind not in _PLAIN
-    width = tensor.shape[-1] if len(tensor.shape) > 1 or is_row else 1
-    rows = tensor.num_elements // width
-    raw = np.memmap(
-        tensor.file, np.uint8, "r", tensor.offset, shape=(rows, tensor.num_bytes // rows)
-    )
-    begin, end = part.begin, rows if part.end is None else part.end
-    step = max(1, _CHUNK_ELEMENTS // width)
-    for first in range(begin, end, step):
-        chosen = slice(first, min(first + step, end))
-        chunk = np.array(raw[chosen if part.order is None else part.order[chosen]])
-        yield dequantize(chunk, GGMLQuantizationType[tensor.kind]) + np.float32(part.shift)
-
-
-def _write_weights(file: Path, parts: list[_Part], dtype: str) -> None:
-    """Writes a safetensors file, a few rows at a time."""
+def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The values of all parts, in order, some rows at a time; threads dequantise ahead."""
     import torch
-    from tqdm import tqdm
 
-    kind, size = getattr(torch, dtype), getattr(torch, dtype).itemsize
-    letters = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    total = 0
-    for part in parts:
-        shape = part.shape or part.tensor.shape
-        num_bytes = math.prod(shape) * size
-        header[part.name] = {
-            "dtype": letters,
-            "shape": list(shape),
-            "data_offsets": [total, total + num_bytes],
-        }
-        total += num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (
-        file.open("wb") as opened,
-        tqdm(
-            total=total, unit="B", unit_scale=True, disable=None, desc=f"Unpacking {file.name}"
-        ) as bar,
-    ):
-        opened.write(struct.pack("<Q", len(text)) + text)
+    def convert(part: _Part, first: int, last: int) -> torch.Tensor:
+        chosen = slice(first, last) if part.order is None else part.order[first:last]
+        return torch.from_numpy(read_rows(part.tensor, chosen) + np.float32(part.shift)).to(dtype)
+
+    count = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(count) as pool:
+        waiting: deque[Future[torch.Tensor]] = deque()
         for part in parts:
-            for block in _blocks(part):
-                values = torch.from_numpy(block).to(kind)
-                opened.write(values.view(torch.uint8).numpy().data)
-                bar.update(values.numel() * size)
-        opened.flush()
-        os.fsync(opened.fileno())
+            rows, width = part.tensor.num_rows, part.tensor.width
+            step = max(1, _CHUNK_ELEMENTS // width)
+            end = rows if part.end is None else part.end
+            for first in range(part.begin, end, step):
+                waiting.append(pool.submit(convert, part, first, min(first + step, end)))
+                if len(waiting) > 2 * count:
+                    yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # The tokenizer.
@@ -540,7 +519,16 @@ _GPT2_CUTS: Final = frozenset({"gpt-2", "mpt", "olmo", "jais", "phi-2", "trillio
 _DIGIT_CUTS: Final = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-_UNUSED: Final = 5  # of tokenizer.ggml.token_type
+_SAMPLING: Final = ("top_k", "top_p", "min_p")  # general.sampling
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+# Tokens after which a turn or a text is over, whatever the file's keys say, as for llama.cpp.
+_ENDS_OF_TURNS: Final = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>"),
+        *("<end_of_turn>", "<｜end▁of▁sentence｜>"),
+    }
+)
 
 
 def write_tokenizer(folder: Path, model: GgufModel) -> None:
@@ -557,7 +545,7 @@ def write_tokenizer(folder: Path, model: GgufModel) -> None:
         raise CheckpointError.at(
             "tokenizer", f"{file}: tokenizer.ggml.pre is {cut!r}, which is not read; {hint}"
         )
-    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    tokens = meta.get(_TOKENS)
     if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not tokens:
         raise CheckpointError.at(
             "tokenizer",
@@ -572,31 +560,15 @@ def write_tokenizer(folder: Path, model: GgufModel) -> None:
         made = PreTrainedTokenizerFast.from_pretrained(
             file.parent, gguf_file=file.name, local_files_only=True
         )
-        made.save_pretrained(folder)
     except Exception as error:  # noqa: BLE001, of what the metadata holds, anything
         raise CheckpointError.at(
             "tokenizer", f"{file}: none can be made of its metadata: {error!r}; {hint}"
         ) from None
     finally:
         theirs.set_verbosity(level)
+    made.save_pretrained(folder)
     stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = stored["model"]["vocab"]
-    if isinstance(types, list) and isinstance(vocabulary, dict):  # placeholders are no tokens
-        for token, number in zip(tokens, types, strict=False):
-            if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
-                vocabulary.pop(token, None)
-    stored["added_tokens"] = [
-        each for each in stored["added_tokens"] if each["id"] < len(tokens)
-    ]  # others are transformers' own, of which the model has no rows
-    if kind == "gpt2" and cut in _DIGIT_CUTS:
-        stored["pre_tokenizer"] = {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-                | {"use_regex": True},
-            ],
-        }
+    _mend(stored, meta)
     if kind == "gpt2" and cut in ("default", ""):
         log.warning("%s: it does not say how texts are cut (tokenizer.ggml.pre); as GPT-2's", file)
     (folder / "tokenizer.json").write_text(json.dumps(stored, ensure_ascii=False), "utf-8")
@@ -608,19 +580,46 @@ def write_tokenizer(folder: Path, model: GgufModel) -> None:
     named.write_text(json.dumps(settings, indent=2), "utf-8")
 
 
+def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
+    """Changes what transformers makes of a file to what llama.cpp does with it."""
+    tokens, types = meta[_TOKENS], meta.get("tokenizer.ggml.token_type") or []
+    for token, number in zip(tokens, types, strict=False):
+        if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):  # stands for a row without one
+            stored["model"]["vocab"].pop(token, None)
+    # Tokens that transformers adds on its own have no rows.
+    stored["added_tokens"] = [each for each in stored["added_tokens"] if each["id"] < len(tokens)]
+    if meta["tokenizer.ggml.model"] == "llama":
+        # Every text between special tokens begins with a space more, also where it has one.
+        has_prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        prepend = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+        stored["normalizer"] = {"type": "Sequence", "normalizers": [*prepend, replace]}
+        stored["pre_tokenizer"] = None
+        back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+        decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        stored["decoder"] = {"type": "Sequence", "decoders": decoders}
+    elif meta.get("tokenizer.ggml.pre") in _DIGIT_CUTS:
+        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        digits = {"type": "Digits", "individual_digits": True}
+        cuts = [digits, bytes_ | {"use_regex": True}]
+        stored["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+
+
 def _generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens that end a text, and defaults of sampling."""
     ends = [meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
+    tokens, types = (meta.get(f"tokenizer.ggml.{each}") or [] for each in ("tokens", "token_type"))
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS_OF_TURNS:
+            ends.append(index)
     chosen: dict[str, Any] = {
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(each for each in ends if each is not None)) or None,
     }
-    for ours, theirs in (("temperature", "temp"), *((key, key) for key in _SAMPLING)):
-        chosen[ours] = meta.get(f"general.sampling.{theirs}")
+    for ours, theirs in (("temperature", "temp"), *((each, each) for each in _SAMPLING)):
+        chosen[ours] = _shortest(meta.get(f"general.sampling.{theirs}"))
     return {key: value for key, value in chosen.items() if value is not None}
-
-
-_SAMPLING: Final = ("top_k", "top_p", "min_p")
 
 
 # The checkpoint.
@@ -686,4 +685,10 @@ def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -
         ("config.json", model.config),
     ):
         (folder / name).write_text(json.dumps(content, indent=2), "utf-8")
-    _write_weights(folder / "model.safetensors", model.parts, model.dtype)
+    import torch
+
+    from .weights import write_tensors
+
+    dtype = getattr(torch, model.dtype)
+    shapes = {part.name: part.shape or part.tensor.shape for part in model.parts}
+    write_tensors(folder / "model.safetensors", shapes, dtype, _values(model.parts, dtype))

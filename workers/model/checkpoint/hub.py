@@ -199,6 +199,8 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
         try:
             scratch.mkdir()
             write_checkpoint(scratch, model, needs_tokenizer=needs_tokenizer)
+            if _place(files) != folder:
+                raise CheckpointError("it changed while it was unpacked; start again")
             scratch.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -88,12 +88,12 @@ def test_starts_at_the_same_time(file, caplog):
 
 
 def test_an_interrupted_unpacking_leaves_nothing(file, cache, monkeypatch):
-    def interrupted(part):
-        yield from whole(part)
+    def interrupted(*arguments):
+        yield next(values(*arguments))
         raise KeyboardInterrupt
 
-    whole = gguf_checkpoint._blocks
-    monkeypatch.setattr(gguf_checkpoint, "_blocks", interrupted)
+    values = gguf_checkpoint._values
+    monkeypatch.setattr(gguf_checkpoint, "_values", interrupted)
     with pytest.raises(KeyboardInterrupt):
         local_folder(str(file))
     assert held(cache) == []
@@ -108,6 +108,18 @@ def test_what_a_killed_process_left_is_removed(file, cache):
     folder.rename(rest)
     assert local_folder(str(file)) == str(folder)
     assert not rest.exists()
+
+
+def test_a_file_that_changes_meanwhile(file, cache, monkeypatch):
+    def slow(*arguments):
+        yield from values(*arguments)
+        os.utime(file, (1, 1))
+
+    values = gguf_checkpoint._values
+    monkeypatch.setattr(gguf_checkpoint, "_values", slow)
+    with pytest.raises(CheckpointError, match="x.gguf: it changed while it was unpacked"):
+        local_folder(str(file))
+    assert held(cache) == []
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(file, cache, monkeypatch):
