@@ -414,8 +414,47 @@ def gpu_proof(
         raise OutriderError(f"{num_failed} of {len(rows)} cases failed; see {out / 'proof.md'}")
 
 
+def gpu_model(
+    models: Annotated[
+        str, typer.Option("--models", help="Of Llama-3.1-8B, Llama-3.1-70B, DeepSeek-V3.")
+    ] = "",
+    batches: Annotated[str, typer.Option(help="Sequences of a step, a list.")] = "1,8,64",
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens in the cache of each.")] = 2048,
+    floor_us: Annotated[
+        float, typer.Option(min=0.0, help="What a launch takes at least; an assumption.")
+    ] = 2.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+) -> None:
+    """Computes what steps move and calculate, and their least times on H100 and H200; no GPU."""
+    counts = tuple(numbers("batches", batches, PositiveInt, "numbers like 1,8"))
+    if json_path is not None:
+        check_writable(json_path, "json")
+    from ..bench.gpu_model import Sheet, cells, targets, unusable
+
+    if reason := unusable():
+        raise OutriderError(reason)
+    known = {each.name: each for each in targets()}
+    wanted = _names(models) or list(known)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError.at("models", f"{name!r} is none of {', '.join(known)}")
+    sheet = Sheet(
+        tuple(known[name] for name in wanted),
+        batches=counts,
+        context_len=context_len,
+        floor_us=floor_us,
+    )
+    with err().status("Loading...") as status:
+        rows = list(sheet.rows(status.update))
+    out().print(grid("Arithmetic, not measured", sheet.columns, [cells(row) for row in rows]))
+    if json_path is not None:
+        write_json(json_path, {"rows": rows}, "json")
+        note(f"Wrote {json_path}.")
+
+
 app = typer.Typer(cls=Group, invoke_without_command=True)
 app.callback(epilog=EPILOG)(expand(bench))
 app.command("suite", epilog=EPILOG, cls=Command)(expand(suite))
 app.command("gpu-proof", cls=Command)(gpu_proof)
+app.command("gpu-model", cls=Command)(gpu_model)
 app.command("serve", cls=ServeCommand)(expand(serve))

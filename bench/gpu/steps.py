@@ -37,7 +37,7 @@ from ...workers.head import HeadRunner
 from ...workers.model.family import FamilyModel
 from ...workers.ops import PlannedOps
 from ...workers.seats import Seats, gather
-from .machine import Case, Machine, Row, random_model
+from .machine import Case, Machine, Row, Size, random_model
 
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 32000  # of published heads
@@ -62,14 +62,12 @@ class Work:
         return f"{self.drafter}{nodes}, batch {self.batch}, {self.sampling}"
 
 
-def random_head(machine: Machine, config: Eagle3Config, batch: int) -> HeadRunner:
-    """An EAGLE-3 head beside a target of that size, read from a folder that is written first."""
-    size = machine.size
+def head_files(size: Size) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """The weights of an EAGLE-3 head beside a target of that size, and its config.json."""
     hidden, inner, dim = size.hidden, size.inner, size.head_dim
-    vocab = min(DRAFT_VOCAB, size.vocab)
     captured = sorted({0, size.num_layers // 2, size.num_layers - 1})
     kv_width = size.num_kv_heads * dim
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "midlayer.self_attn.q_proj": (size.num_heads * dim, 2 * hidden),
         "midlayer.self_attn.k_proj": (kv_width, 2 * hidden),
         "midlayer.self_attn.v_proj": (kv_width, 2 * hidden),
@@ -78,29 +76,36 @@ def random_head(machine: Machine, config: Eagle3Config, batch: int) -> HeadRunne
         "midlayer.mlp.up_proj": (inner, hidden),
         "midlayer.mlp.down_proj": (hidden, inner),
         "fc": (hidden, len(captured) * hidden),
-        "lm_head": (vocab, hidden),
+        "lm_head": (min(DRAFT_VOCAB, size.vocab), hidden),
     }
-    tensors = {f"{name}.weight": machine.random(*shape).cpu() for name, shape in shapes.items()}
     norms = ("post_attention_layernorm", "hidden_norm", "input_layernorm")
-    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
-        tensors[f"{name}.weight"] = torch.ones(hidden)
+    shapes |= dict.fromkeys(("norm", *(f"midlayer.{norm}" for norm in norms)), (hidden,))
+    config = {
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "eagle_aux_hidden_state_layer_ids": captured,
+    }
+    return {f"{name}.weight": shape for name, shape in shapes.items()}, config
+
+
+def random_head(machine: Machine, config: Eagle3Config, batch: int) -> HeadRunner:
+    """An EAGLE-3 head beside a target of that size, read from a folder that is written first."""
+    size = machine.size
+    shapes, keys = head_files(size)
+    tensors = {
+        name: machine.random(*shape).cpu() if len(shape) == 2 else torch.ones(shape)
+        for name, shape in shapes.items()
+    }
+    vocab = len(tensors["lm_head.weight"])
     tensors["d2t"] = torch.zeros(vocab, dtype=torch.int64)
     tensors["t2d"] = torch.arange(size.vocab) < vocab
-    (config.folder / "config.json").write_text(
-        json.dumps(
-            {
-                "num_attention_heads": size.num_heads,
-                "num_key_value_heads": size.num_kv_heads,
-                "head_dim": dim,
-                "num_hidden_layers": 1,
-                "rms_norm_eps": 1e-5,
-                "eagle_aux_hidden_state_layer_ids": captured,
-            }
-        )
-    )
+    (config.folder / "config.json").write_text(json.dumps(keys))
     save_file(tensors, config.folder / "model.safetensors")
-    facts = TargetFacts(hidden, size.vocab, size.num_layers, machine.dtype, machine.device)
-    table = nn.Embedding.from_pretrained(machine.random(size.vocab, hidden))
+    facts = TargetFacts(size.hidden, size.vocab, size.num_layers, machine.dtype, machine.device)
+    table = nn.Embedding.from_pretrained(machine.random(size.vocab, size.hidden))
     output = nn.Identity()  # the head has an output layer of its own
     return HeadRunner(
         config,
