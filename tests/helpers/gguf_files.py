@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 NAMES = {
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"},
-    **{"mixtral": "llama"},
+    **{"mixtral": "llama", "gpt_oss": "gpt-oss"},
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
 ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
@@ -110,7 +110,11 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
     ):
-        if config.get(key) is not None and not (key == "sliding_window" and "qwen" in writer.arch):
+        if key == "moe_intermediate_size" and writer.arch == "gpt-oss":
+            add(config["intermediate_size"])
+        elif config.get(key) is not None and not (
+            key == "sliding_window" and "qwen" in writer.arch
+        ):
             add(config[key])
 
 
@@ -146,6 +150,20 @@ def tensors_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> dict
     found: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in weights.items():
+        if kind == "gpt_oss" and (
+            match := re.fullmatch(r"(.+)\.(gate_up|down)_proj(_bias)?", name)
+        ):
+            halves = {"down": tensor}
+            if match[2] == "gate_up":
+                halves = {"gate": tensor[..., ::2], "up": tensor[..., 1::2]}
+            for half, part in halves.items():
+                part = (part if match[3] else part.transpose(1, 2)).contiguous()
+                ending = ".bias" if match[3] else ".weight"
+                found[names.get_name(f"{match[1]}.{half}_proj") + ending] = part
+            continue
+        if name.endswith("sinks"):
+            found[names.get_name(name) + ".weight"] = tensor
+            continue
         if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
             continue

@@ -101,6 +101,7 @@ _DENSE = MappingProxyType(
         **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
     }
 )
+_BESIDE: Final = "beside"  # joined with the tensor of another name
 _HEAD_NORMS = MappingProxyType(
     {f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")}
 )
@@ -129,6 +130,7 @@ class _Architecture:
     extra: _Extra = lambda source, config: {}
     is_permuted: bool = False  # rows of q and k, from halves of a head to pairs
     adds_one: bool = False  # to the weights of norms
+    joins_experts: bool = False  # in tensors [experts, in, out], gate and up in turn
 
 
 def _biases(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +170,16 @@ def _granite(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
         "residual_multiplier": source.number("residual_scale", 1.0),
         "logits_scaling": source.number("logit_scale", 1.0),
         "attention_multiplier": source.number("attention.scale", config["head_dim"] ** -0.5),
+    }
+
+
+def _gpt_oss(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    config["rope_parameters"]["truncate"] = False
+    return {
+        "num_local_experts": source.integer("expert_count", most=65536),
+        "num_experts_per_tok": source.integer("expert_used_count", most=65536),
+        "intermediate_size": source.integer("expert_feed_forward_length"),
+        "sliding_window": source.integer("attention.sliding_window"),
     }
 
 
@@ -266,6 +278,18 @@ ARCHITECTURES: Final = MappingProxyType(
             _phi3,
         ),
         "granite": _Architecture("granite", "GraniteForCausalLM", extra=_granite, is_permuted=True),
+        "gpt-oss": _Architecture(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _DENSE
+            | {
+                **{"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+                **{"attn_sinks": "self_attn.sinks", "ffn_down_exps": "mlp.experts.down_proj"},
+                **{"ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_up_exps": _BESIDE},
+            },
+            _gpt_oss,
+            joins_experts=True,
+        ),
         "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", extra=_biases, is_permuted=True),
         "olmo2": _Architecture(
             "olmo2",
@@ -417,6 +441,9 @@ class _Part:
     shape: tuple[int, ...] = ()  # (): the tensor's own
     order: np.ndarray | None = None  # rows of the file's tensor, in the order of the folder's
     shift: float = 0.0  # added to every value
+    step: int | None = None  # of rows that are converted at once; None: any
+    is_transposed: bool = False  # every `step` rows
+    partner: Tensor | None = None  # whose columns alternate with the tensor's, once transposed
 
 
 def _parts(source: _Source, found: _Architecture, config: Mapping[str, Any]) -> list[_Part]:
@@ -440,6 +467,12 @@ def _parts(source: _Source, found: _Architecture, config: Mapping[str, Any]) -> 
             raise CheckpointError(f"{name} is no tensor of {source.name!r} models that is read")
         layers.setdefault(int(match[1]), {})[f"{match[2]}.{match[3]}"] = tensor.shape
         prefix = f"model.layers.{int(match[1])}."
+        if theirs == _BESIDE:
+            continue
+        if found.joins_experts and (match[2].endswith("_exps") or match[2] == "attn_sinks"):
+            up = source.tensors.get(name.replace("gate", "up")) if "gate" in name else None
+            parts.append(_joined(f"{prefix}{theirs}", tensor, up))
+            continue
         if "{}" in theirs:
             parts += _experts(f"{prefix}{theirs}.{match[3]}", tensor)
             continue
@@ -474,6 +507,20 @@ def _experts(name: str, tensor: Tensor) -> Iterator[_Part]:
         yield _Part(name.format(each), tensor, each * rows, (each + 1) * rows, (rows, width))
 
 
+def _joined(name: str, tensor: Tensor, partner: Tensor | None) -> _Part:
+    """gpt-oss's experts: [experts, in, out] and, of biases, [experts, out]."""
+    if partner is not None and partner.shape != tensor.shape:
+        raise CheckpointError(f"{tensor.name} and {partner.name} have different shapes")
+    twice = 1 if partner is None else 2
+    if len(tensor.shape) != 3:
+        name += "_bias" if tensor.name.endswith(".bias") else ""
+        shape = (*tensor.shape[:-1], twice * tensor.shape[-1])
+        return _Part(name, tensor, shape=shape, partner=partner)
+    count, rows, width = tensor.shape
+    shape = (count, width, twice * rows)
+    return _Part(name, tensor, shape=shape, step=rows, is_transposed=True, partner=partner)
+
+
 def _halves(tensor: Tensor, heads: int) -> np.ndarray:
     """The order of rows in which each head's even rows come first, as transformers rotates them."""
     rows = tensor.shape[0]
@@ -488,14 +535,18 @@ def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
     def convert(part: _Part, first: int, last: int) -> torch.Tensor:
         chosen = slice(first, last) if part.order is None else part.order[first:last]
-        return torch.from_numpy(read_rows(part.tensor, chosen) + np.float32(part.shift)).to(dtype)
+        pair = [read_rows(each, chosen) for each in (part.tensor, part.partner) if each is not None]
+        if part.is_transposed:
+            pair = [each.T for each in pair]
+        values = pair[0] if part.partner is None else np.stack(pair, -1).reshape(len(pair[0]), -1)
+        return torch.from_numpy(values + np.float32(part.shift)).to(dtype)
 
     count = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(count) as pool:
         waiting: deque[Future[torch.Tensor]] = deque()
         for part in parts:
             rows, width = part.tensor.num_rows, part.tensor.width
-            step = max(1, _CHUNK_ELEMENTS // width)
+            step = part.step or max(1, _CHUNK_ELEMENTS // width)
             end = rows if part.end is None else part.end
             for first in range(part.begin, end, step):
                 waiting.append(pool.submit(convert, part, first, min(first + step, end)))
@@ -526,7 +577,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
 _ENDS_OF_TURNS: Final = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>"),
-        *("<end_of_turn>", "<｜end▁of▁sentence｜>"),
+        *("<end_of_turn>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>"),
     }
 )
 
@@ -610,8 +661,10 @@ def _generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens that end a text, and defaults of sampling."""
     ends = [meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
     tokens, types = (meta.get(f"tokenizer.ggml.{each}") or [] for each in ("tokens", "token_type"))
+    # Where "<|return|>" ends an answer, "<|end|>" ends one of its messages.
+    texts = _ENDS_OF_TURNS - {"<|end|>" if "<|return|>" in tokens else ""}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-        if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS_OF_TURNS:
+        if kind in (_CONTROL, _USER_DEFINED) and token in texts:
             ends.append(index)
     chosen: dict[str, Any] = {
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),

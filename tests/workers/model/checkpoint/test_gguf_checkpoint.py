@@ -72,6 +72,13 @@ CASES = {
         **{"residual_multiplier": 0.5, "logits_scaling": 4.0},
     },
     "smollm3": {"num_hidden_layers": 5},
+    "gpt_oss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False},
+            "original_max_position_embeddings": 16,
+        },
+    },
     "olmo2": {},
 }
 
@@ -83,10 +90,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def random_model(case, folder):
+def random_model(case, folder, **keys):
     """Saves a small model with a random value in every weight; returns it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case.partition(",")[0], **{**SMALL, **CASES[case]})
+    config = AutoConfig.for_model(case.partition(",")[0], **{**SMALL, **CASES[case], **keys})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -144,6 +151,23 @@ def test_weights_of_every_type_that_the_library_writes(kind, tmp_path):
         else:
             most = 2.3 * tensor.float().abs().max() / steps[kind]
             assert difference.max() <= most, name
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+def test_quantised_experts_that_are_joined(kind, tmp_path):
+    """gpt-oss's: rows of files are columns of the folder's, gate and up in turn."""
+    number = gguf.GGMLQuantizationType[kind]
+    random_model("gpt_oss", tmp_path / "model", intermediate_size=64)
+    folder = local_folder(str(write_gguf(tmp_path / "model", tmp_path / "x.gguf", kind)))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    wanted, found = (
+        load_file(Path(each) / "model.safetensors")[name] for each in (tmp_path / "model", folder)
+    )
+    for column in (0, 1):
+        rows = wanted[..., column::2].transpose(1, 2).numpy()
+        values = gguf.quants.dequantize(gguf.quants.quantize(rows, number), number)
+        columns = torch.from_numpy(values).transpose(1, 2).bfloat16()
+        assert torch.equal(found[..., column::2], columns)
 
 
 def q4_k(block: bytes) -> list[float]:
@@ -348,6 +372,20 @@ def test_sentencepiece(has_prefix, has_bos, tmp_path):
     assert made("<|im_end|>", add_special_tokens=False)["input_ids"] == [end]
     stored = json.loads((Path(folder) / "generation_config.json").read_text())
     assert stored["eos_token_id"] == [2, end], "also where no key says so"
+
+
+@pytest.mark.parametrize("is_harmony", [False, True])
+def test_the_end_of_a_message_is_not_that_of_an_answer(is_harmony, tmp_path):
+    stored = json.loads((DEMO / "draft" / "tokenizer.json").read_text())
+    tokens = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].get)
+    tokens[500] = "<|end|>"
+    if is_harmony:
+        tokens[501:503] = ["<|return|>", "<|call|>"]
+    types = [3 if token.startswith("<|") and len(token) > 3 else 1 for token in tokens]
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    folder = local_folder(str(write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys=keys)))
+    ends = json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == ([1, 501, 502] if is_harmony else [1, 500])
 
 
 def test_defaults_of_sampling_come_along(tmp_path):
