@@ -56,7 +56,12 @@ def write_gguf(
         _add_tokenizer(writer, folder, config, pre)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(key, None)
-        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         kinds.get(type(value), writer.add_array)(key, value)
     number = gguf.GGMLQuantizationType[kind]
     for tensor_name, tensor in tensors_of(config, weights).items():
@@ -207,3 +212,33 @@ def _rope_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             smooth = (length / wave - low) / (high - low)
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return {"rope_freqs.weight": torch.tensor(factors, dtype=torch.float32)}
+
+
+def one_layer(
+    file: Path,
+    kind: str,
+    raw: np.ndarray,
+    writer: gguf.GGUFWriter | None = None,
+    vocab_size: int = 32,
+) -> Path:
+    """A Llama with one layer 512 wide, of which one matrix [6, 512] has the given rows of bytes."""
+    writer = writer or gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(512)
+    writer.add_feed_forward_length(6)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, shape in (
+        *(("token_embd", (vocab_size, 512)), ("output_norm", (512,)), ("blk.0.attn_norm", (512,))),
+        *((f"blk.0.attn_{each}", (512, 512)) for each in ("q", "k", "v", "output")),
+        *(("blk.0.ffn_norm", (512,)), ("blk.0.ffn_up", (6, 512)), ("blk.0.ffn_down", (512, 6))),
+    ):
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    number = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor("blk.0.ffn_gate.weight", raw, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

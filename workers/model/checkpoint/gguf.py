@@ -41,7 +41,7 @@ _SCALARS = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q"}
     | {12: "<d"}
 )
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,8 @@ class _Cursor:
             raise CheckpointError(f"{what} is not UTF-8") from None
 
     def value(self, kind: int, key: str) -> Any:
+        if kind == _FLOAT:  # as it was written before it became one: 0.6, not 0.6000000238
+            return float(str(np.float32(self.number(_SCALARS[kind], key))))
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
         if kind == _STRING:

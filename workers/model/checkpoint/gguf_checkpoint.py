@@ -25,6 +25,7 @@ import numpy as np
 
 from ....errors import CheckpointError
 from .gguf import PLAIN, Tensor, read_files, read_rows
+from .gguf_tokenizer import generation_config, write_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
 _CHUNK_ELEMENTS = 2**22  # dequantised at once
 _MAX_LAYERS = 4096
-_TOKENS: Final = "tokenizer.ggml.tokens"
 
 
 # Architectures: how metadata and names of tensors become transformers'.
@@ -66,7 +66,7 @@ class _Source:
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
-        return float(_shortest(value))
+        return float(value)
 
     def has(self, name: str) -> bool:
         """Whether the first layer has such a tensor."""
@@ -84,11 +84,6 @@ class _Source:
     def wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
         shown = "missing" if value is None else repr(value)[:80]
         return CheckpointError(f"{self.name}.{key} is {shown}; expected {wanted}")
-
-
-def _shortest(value: Any) -> Any:
-    """A float32 as it was written before it became one: 0.6, not 0.6000000238."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 _Extra = Callable[[_Source, dict[str, Any]], dict[str, Any]]  # keys beside those of every model
@@ -193,6 +188,12 @@ def _gemma2(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
         "attn_logit_softcapping": source.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": source.number("final_logit_softcapping", 30.0),
     }
+
+
+def _olmo2(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
+    if window := source.get("attention.sliding_window"):  # OLMo 3
+        raise source.wrong("attention.sliding_window", window, "none")
+    return {}
 
 
 def _gemma3(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
@@ -300,6 +301,7 @@ ARCHITECTURES: Final = MappingProxyType(
                 "post_attention_norm": "post_attention_layernorm",
                 "post_ffw_norm": "post_feedforward_layernorm",
             },
+            _olmo2,
         ),
     }
 )
@@ -333,7 +335,10 @@ def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in source.tensors:
             raise CheckpointError(f"it has no tensor {name}")
-    rows, tokens = source.tensors["token_embd.weight"].shape[0], source.data.get(_TOKENS)
+    rows, tokens = (
+        source.tensors["token_embd.weight"].shape[0],
+        source.data.get("tokenizer.ggml.tokens"),
+    )
     if isinstance(tokens, list) and len(tokens) > rows:
         raise CheckpointError(f"it has {len(tokens):,} tokens, and token_embd.weight {rows:,} rows")
     hidden, heads = source.integer("embedding_length"), source.integer("attention.head_count")
@@ -357,10 +362,16 @@ def _make_config(source: _Source) -> tuple[_Architecture, dict[str, Any]]:
         "rope_parameters": _rope(source, head_dim),
     }
     config |= found.extra(source, config)
+    rope = config["rope_parameters"]
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if source.integer("rope.dimension_count", rotated) != rotated:
+        raise source.wrong(
+            "rope.dimension_count", source.get("rope.dimension_count"), f"{head_dim}"
+        )
     for token in ("bos", "eos", "pad"):
         key = "padding" if token == "pad" else token
         config[f"{token}_token_id"] = source.data.get(f"tokenizer.ggml.{key}_token_id")
-    passed = {"vocab_size", "rope.dimension_count", "rope.scaling.finetuned"}
+    passed = {"vocab_size", "rope.scaling.finetuned"}
     unread = sorted(
         key
         for key in source.data
@@ -556,125 +567,6 @@ def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
             yield waiting.popleft().result()
 
 
-# The tokenizer.
-
-# How texts are cut before merges, by `tokenizer.ggml.pre`: as transformers cuts them by that name,
-# as GPT-2 does, or that and every digit alone.
-_KNOWN_CUTS: Final = frozenset(
-    {
-        *("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
-        *("qwen2", "deepseek-r1-qwen", "megrez", "qwen35", "gpt-4o", "llama4"),
-    }
-)
-_GPT2_CUTS: Final = frozenset({"gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "default", ""})
-_DIGIT_CUTS: Final = frozenset(
-    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-)
-_SAMPLING: Final = ("top_k", "top_p", "min_p")  # general.sampling
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
-# Tokens after which a turn or a text is over, whatever the file's keys say, as for llama.cpp.
-_ENDS_OF_TURNS: Final = frozenset(
-    {
-        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>"),
-        *("<end_of_turn>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>"),
-    }
-)
-
-
-def write_tokenizer(folder: Path, model: GgufModel) -> None:
-    """Writes the tokenizer's files and the chat template.
-
-    Raises:
-        CheckpointError: the file's tokenizer is of a kind that transformers does not make; names
-            the field `tokenizer`.
-    """
-    file, meta = model.files[0], model.meta
-    kind, cut = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "")
-    hint = "set tokenizer to a folder with the model's own"
-    if kind == "gpt2" and cut not in _KNOWN_CUTS | _GPT2_CUTS | _DIGIT_CUTS:
-        raise CheckpointError.at(
-            "tokenizer", f"{file}: tokenizer.ggml.pre is {cut!r}, which is not read; {hint}"
-        )
-    tokens = meta.get(_TOKENS)
-    if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not tokens:
-        raise CheckpointError.at(
-            "tokenizer",
-            f"{file}: tokenizer.ggml.model is {kind!r}; read with its tokens: gpt2, llama; {hint}",
-        )
-    from transformers import PreTrainedTokenizerFast
-    from transformers.utils import logging as theirs
-
-    level = theirs.get_verbosity()
-    theirs.set_verbosity_error()
-    try:
-        made = PreTrainedTokenizerFast.from_pretrained(
-            file.parent, gguf_file=file.name, local_files_only=True
-        )
-    except Exception as error:  # noqa: BLE001, of what the metadata holds, anything
-        raise CheckpointError.at(
-            "tokenizer", f"{file}: none can be made of its metadata: {error!r}; {hint}"
-        ) from None
-    finally:
-        theirs.set_verbosity(level)
-    made.save_pretrained(folder)
-    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    _mend(stored, meta)
-    if kind == "gpt2" and cut in ("default", ""):
-        log.warning("%s: it does not say how texts are cut (tokenizer.ggml.pre); as GPT-2's", file)
-    (folder / "tokenizer.json").write_text(json.dumps(stored, ensure_ascii=False), "utf-8")
-    named = folder / "tokenizer_config.json"
-    settings = json.loads(named.read_text(encoding="utf-8"))
-    for key in ("is_local", "local_files_only"):
-        settings.pop(key, None)
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    named.write_text(json.dumps(settings, indent=2), "utf-8")
-
-
-def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
-    """Changes what transformers makes of a file to what llama.cpp does with it."""
-    tokens, types = meta[_TOKENS], meta.get("tokenizer.ggml.token_type") or []
-    for token, number in zip(tokens, types, strict=False):
-        if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):  # stands for a row without one
-            stored["model"]["vocab"].pop(token, None)
-    # Tokens that transformers adds on its own have no rows.
-    stored["added_tokens"] = [each for each in stored["added_tokens"] if each["id"] < len(tokens)]
-    if meta["tokenizer.ggml.model"] == "llama":
-        # Every text between special tokens begins with a space more, also where it has one.
-        has_prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
-        replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        prepend = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
-        stored["normalizer"] = {"type": "Sequence", "normalizers": [*prepend, replace]}
-        stored["pre_tokenizer"] = None
-        back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
-        decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
-        stored["decoder"] = {"type": "Sequence", "decoders": decoders}
-    elif meta.get("tokenizer.ggml.pre") in _DIGIT_CUTS:
-        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        digits = {"type": "Digits", "individual_digits": True}
-        cuts = [digits, bytes_ | {"use_regex": True}]
-        stored["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
-
-
-def _generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that end a text, and defaults of sampling."""
-    ends = [meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
-    tokens, types = (meta.get(f"tokenizer.ggml.{each}") or [] for each in ("tokens", "token_type"))
-    # Where "<|return|>" ends an answer, "<|end|>" ends one of its messages.
-    texts = _ENDS_OF_TURNS - {"<|end|>" if "<|return|>" in tokens else ""}
-    for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-        if kind in (_CONTROL, _USER_DEFINED) and token in texts:
-            ends.append(index)
-    chosen: dict[str, Any] = {
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(each for each in ends if each is not None)) or None,
-    }
-    for ours, theirs in (("temperature", "temp"), *((each, each) for each in _SAMPLING)):
-        chosen[ours] = _shortest(meta.get(f"general.sampling.{theirs}"))
-    return {key: value for key, value in chosen.items() if value is not None}
-
-
 # The checkpoint.
 
 
@@ -728,13 +620,13 @@ def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -
         OSError: the disk is full, or the folder cannot be written to.
     """
     try:
-        write_tokenizer(folder, model)
+        write_tokenizer(folder, model.files[0], model.meta)
     except CheckpointError as error:
         if needs_tokenizer:
             raise
         log.warning("%s", error.message)
     for name, content in (
-        ("generation_config.json", _generation_config(model.meta)),
+        ("generation_config.json", generation_config(model.meta)),
         ("config.json", model.config),
     ):
         (folder / name).write_text(json.dumps(content, indent=2), "utf-8")

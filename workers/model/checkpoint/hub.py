@@ -172,7 +172,8 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
 
     A process that begins while another unpacks the same file waits for it.
     """
-    from .gguf_checkpoint import read_model, write_checkpoint, write_tokenizer
+    from .gguf_checkpoint import read_model, write_checkpoint
+    from .gguf_tokenizer import write_tokenizer
 
     model = read_model(files)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
         _lock(folder.with_name(f"{folder.name}.lock"), lock)
         if (folder / "config.json").is_file():  # by another process
             if needs_tokenizer and not (folder / "tokenizer.json").is_file():
-                write_tokenizer(folder, model)
+                write_tokenizer(folder, files[0], model.meta)
             return
         for rest in folder.parent.glob(f"{folder.name}.*.partial"):  # of one that was interrupted
             shutil.rmtree(rest, ignore_errors=True)

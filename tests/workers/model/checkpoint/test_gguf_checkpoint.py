@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -12,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider
-from outrider.config import EngineConfig
-from outrider.engine.checkpoints import sampling_defaults
 from outrider.errors import CheckpointError
-from outrider.tests.helpers.gguf_files import write_gguf
+from outrider.tests.helpers.gguf_files import one_layer, write_gguf
 from outrider.workers.model.checkpoint.gguf import READABLE
 from outrider.workers.model.checkpoint.gguf_checkpoint import ARCHITECTURES
 from outrider.workers.model.checkpoint.hub import local_folder
@@ -222,30 +218,6 @@ def test_k_quants_against_a_slow_reference(kind, block_bytes, scales, reference,
     assert torch.equal(found, wanted.float().bfloat16())
 
 
-def one_layer(file, kind, raw, writer=None, vocab_size=32):
-    """A Llama with one layer 512 wide, of which one matrix [6, 512] has the given rows of bytes."""
-    writer = writer or gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(512)
-    writer.add_feed_forward_length(6)
-    writer.add_head_count(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for name, shape in (
-        *(("token_embd", (vocab_size, 512)), ("output_norm", (512,)), ("blk.0.attn_norm", (512,))),
-        *((f"blk.0.attn_{each}", (512, 512)) for each in ("q", "k", "v", "output")),
-        *(("blk.0.ffn_norm", (512,)), ("blk.0.ffn_up", (6, 512)), ("blk.0.ffn_down", (512, 6))),
-    ):
-        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
-    number = gguf.GGMLQuantizationType[kind]
-    writer.add_tensor("blk.0.ffn_gate.weight", raw, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
 @pytest.mark.parametrize("kind", READABLE)
 def test_every_type_that_is_read_is_dequantised(kind, tmp_path):
     number = gguf.GGMLQuantizationType[kind]
@@ -258,168 +230,11 @@ def test_every_type_that_is_read_is_dequantised(kind, tmp_path):
     assert torch.equal(found.float(), torch.from_numpy(wanted).to(found.dtype).float())
 
 
-def test_the_tokenizer_and_the_template_come_along(tmp_path):
-    file = write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys={"tokenizer.ggml.eot_token_id": 7})
-    folder = local_folder(str(file), needs_tokenizer=True)
-    found, wanted = (AutoTokenizer.from_pretrained(each) for each in (folder, DEMO / "draft"))
-    assert found.get_vocab() == wanted.get_vocab(), "transformers' own tokens are not added"
-    text = "def total(values):\n    return sum(values)\n"
-    assert found.decode(found(text)["input_ids"]) == text
-    assert found("<|bos|>x")["input_ids"][0] == 0
-    chat = [{"role": "user", "content": "Hello"}]
-    assert found.apply_chat_template(chat, tokenize=False) == wanted.apply_chat_template(
-        chat, tokenize=False
-    )
-    stored = json.loads((Path(folder) / "generation_config.json").read_text())
-    assert stored == {"bos_token_id": 0, "eos_token_id": [1, 7]}
-
-
-def test_a_beginning_is_added_where_the_file_says_so(tmp_path):
-    file = write_gguf(DEMO / "draft", tmp_path / "x.gguf")
-    writer = gguf.GGUFReader(file)
-    assert "tokenizer.ggml.add_bos_token" not in writer.fields
-    plain = AutoTokenizer.from_pretrained(local_folder(str(file), needs_tokenizer=True))
-    assert plain("x")["input_ids"][0] != 0
-
-
-@pytest.mark.parametrize(
-    ("pre", "count"), [("llama-bpe", 2), ("smollm", 4), ("gpt-2", 1), ("qwen2", 4)]
-)
-def test_texts_are_cut_as_the_file_says(pre, count, tmp_path):
-    file = write_gguf(DEMO / "draft", tmp_path / "x.gguf", pre=pre)
-    made = AutoTokenizer.from_pretrained(local_folder(str(file), needs_tokenizer=True))
-    pieces = made.backend_tokenizer.pre_tokenizer.pre_tokenize_str("1234")
-    assert len(pieces) == count
-
-
-def test_an_unknown_cut_is_refused_unless_a_tokenizer_is_given(tmp_path, caplog):
-    file = str(write_gguf(DEMO / "draft", tmp_path / "x.gguf", pre="another"))
-    with pytest.raises(CheckpointError, match=r"^tokenizer: .*tokenizer\.ggml\.pre is 'another'"):
-        local_folder(file, needs_tokenizer=True)
-    folder = Path(local_folder(file))
-    assert "another" in caplog.text
-    assert not (folder / "tokenizer.json").exists()
-    with pytest.raises(CheckpointError, match=r"^tokenizer: .*'another'"):
-        local_folder(file, needs_tokenizer=True)
-
-
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-LETTERS = f"abcdefgh{SPACE}"
-
-
-def pieces_of(rng) -> tuple[list[str], list[float], list[int]]:
-    """A SentencePiece vocabulary: bytes, pieces that two others make, letters, special tokens."""
-    pieces: dict[str, float] = {}
-
-    def add(piece):
-        if len(piece) > 1 and piece not in pieces:
-            cut = rng.randint(1, len(piece) - 1)
-            add(piece[:cut])
-            add(piece[cut:])
-            pieces[piece] = 0.0
-
-    for _ in range(200):
-        add("".join(rng.choices(LETTERS, k=rng.randint(2, 5))))
-    found = sorted(pieces, key=lambda piece: len(piece) + 2 * rng.random()) + list(LETTERS)
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    types = [2, 3, 3, *[6] * 256, *[1] * len(found), 3]
-    scores = [0.0] * len(special) + [-float(rank) for rank in range(len(found))] + [-1000.0]
-    return [*special, *found, "<|im_end|>"], scores, types
-
-
-def greedy(text, tokens, scores):
-    """SentencePiece's BPE: the best pair first, the leftmost of equals; bytes of what is left."""
-    ids = {token: index for index, token in enumerate(tokens)}
-    symbols = list(text.replace(" ", SPACE))
-    while True:
-        pairs = [(ids.get(a + b), at) for at, (a, b) in enumerate(pairwise(symbols))]
-        known = [(scores[index], -at) for index, at in pairs if index is not None]
-        if not known:
-            break
-        at = -max(known)[1]
-        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    found = []
-    for symbol in symbols:
-        spelled = [f"<0x{byte:02X}>" for byte in symbol.encode()]
-        found += [ids[symbol]] if symbol in ids else [ids[each] for each in spelled]
-    return found
-
-
-@pytest.mark.parametrize(("has_prefix", "has_bos"), [(True, True), (False, False)])
-def test_sentencepiece(has_prefix, has_bos, tmp_path):
-    rng = random.Random(0)
-    tokens, scores, types = pieces_of(rng)
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    if not has_prefix:  # both are true where nothing is said
-        writer.add_add_space_prefix(False)
-    if not has_bos:
-        writer.add_add_bos_token(False)
-    file = one_layer(tmp_path / "x.gguf", "F32", np.zeros((6, 512), np.float32), writer, 1024)
-    folder = local_folder(str(file), needs_tokenizer=True)
-    made = AutoTokenizer.from_pretrained(folder)
-    for _ in range(300):
-        text = "".join(rng.choices("abcdefgh  zé\n", k=rng.randint(1, 12)))
-        found = made(text)["input_ids"]
-        assert found == [1] * has_bos + greedy(" " * has_prefix + text, tokens, scores), repr(text)
-        assert made.decode(found, skip_special_tokens=True) == text
-    end = tokens.index("<|im_end|>")
-    assert made("<|im_end|>", add_special_tokens=False)["input_ids"] == [end]
-    stored = json.loads((Path(folder) / "generation_config.json").read_text())
-    assert stored["eos_token_id"] == [2, end], "also where no key says so"
-
-
-@pytest.mark.parametrize("is_harmony", [False, True])
-def test_the_end_of_a_message_is_not_that_of_an_answer(is_harmony, tmp_path):
-    stored = json.loads((DEMO / "draft" / "tokenizer.json").read_text())
-    tokens = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].get)
-    tokens[500] = "<|end|>"
-    if is_harmony:
-        tokens[501:503] = ["<|return|>", "<|call|>"]
-    types = [3 if token.startswith("<|") and len(token) > 3 else 1 for token in tokens]
-    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    folder = local_folder(str(write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys=keys)))
-    ends = json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == ([1, 501, 502] if is_harmony else [1, 500])
-
-
-def test_defaults_of_sampling_come_along(tmp_path):
-    keys = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
-    folder = local_folder(str(write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys=keys)))
-    found = sampling_defaults(EngineConfig.load({"model": folder}))
-    assert found == {"temperature": 0.6, "top_k": 20}
-
-
 def test_more_tokens_than_rows_are_refused(tmp_path):
     keys = {"tokenizer.ggml.tokens": [f"t{index}" for index in range(4097)]}
     file = write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys=keys)
     with pytest.raises(CheckpointError, match="4,097 tokens, and token_embd.weight 4,096 rows"):
         local_folder(str(file))
-
-
-def test_padding_is_no_token(tmp_path):
-    """A model with more rows than tokens: the names that stand in their place are left out."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((DEMO / "draft" / name).read_text())
-    config = json.loads((DEMO / "draft" / "config.json").read_text()) | {"vocab_size": 4200}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(DEMO / "draft" / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    padding = torch.zeros(4200 - len(embedding), embedding.shape[1], dtype=embedding.dtype)
-    weights["model.embed_tokens.weight"] = torch.cat([embedding, padding])
-    from safetensors.torch import save_file
-
-    save_file(weights, folder / "model.safetensors")
-    made = local_folder(str(write_gguf(folder, tmp_path / "x.gguf")), needs_tokenizer=True)
-    found, wanted = (AutoTokenizer.from_pretrained(each) for each in (made, DEMO / "draft"))
-    assert found.get_vocab() == wanted.get_vocab()
 
 
 @pytest.mark.parametrize(
@@ -437,6 +252,7 @@ def test_padding_is_no_token(tmp_path):
         ({"llama.context_length": "long"}, "context_length is 'long'"),
         ({"llama.rope.scaling.type": "other"}, "scaling.type is 'other'"),
         ({"llama.attention.value_length": 8}, "different widths"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_key(keys, why, tmp_path, cache):
