@@ -107,7 +107,8 @@ class Rank:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         self._rank = rank
-        device = pick_device(self._spec.device)
+        granted = bool(ray.get_gpu_ids())
+        device = pick_device(self._spec.device, granted=granted)
         collective = Collective.connect(
             "nccl" if device.type == "cuda" else "gloo",
             host,

@@ -63,7 +63,15 @@ def place(
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
     """
-    bundle = placement.bundle_of(*needs(spec, resources), accelerator(spec, resources))
+    num_cpus, num_gpus = needs(spec, resources)
+    found = ray.cluster_resources().get("GPU", 0.0)
+    if spec.device == "auto" and found and not num_gpus:
+        log.warning(
+            "device 'auto' is the CPU here: the cluster has %g GPUs, and %d ranks need one each",
+            found,
+            spec.size,
+        )
+    bundle = placement.bundle_of(num_cpus, num_gpus, accelerator(spec, resources))
     totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     strategy = placement.strategy_of(bundle, spec.size, totals, resources)
     lifetime = "detached" if detached else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,9 @@ def check_files(
             import torch  # alone: a worker's modules take seconds more
 
             if not torch.cuda.is_available():
-                raise ConfigError.at("device", "'cuda' was requested but no CUDA device is visible")
+                from ..workers.worker import pick_device
+
+                pick_device("cuda")  # raises, with the reason
 
 
 def preflight(
@@ -229,12 +232,37 @@ def _facts(
     }
     if device is not None and device.type == "cpu" and target.dtype in KERNEL_DTYPES:
         facts["kernels"] = describe(target.dtype)
+    if device is not None:
+        facts |= _gpu_facts(config, device, target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
     if (file := unpacked_from(Path(config.model))) is not None:
         num_bytes = (Path(config.model) / "model.safetensors").stat().st_size
         facts["GGUF file"] = f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB"
     return facts
+
+
+def _gpu_facts(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What of this machine's GPUs is used, and by which kernels."""
+    import torch
+
+    from ..workers.ops import c_compiler, missing_kernels
+    from ..workers.worker import gpu_obstacle
+
+    if device.type != "cuda":
+        reason = gpu_obstacle() if config.device == "auto" else ""
+        return {"GPU": f"not used: {reason}"} if reason else {}
+    found = torch.cuda.get_device_properties(device)
+    missing = missing_kernels(device, dtype)
+    compiler = c_compiler() or "none, as those of the cache suffice"
+    name = f"{found.name}, capability {found.major}.{found.minor}"
+    return {
+        "GPU": f"{torch.cuda.device_count()} x {name}",
+        "CUDA of torch": torch.version.cuda,
+        "kernels": missing or f"triton {version('triton')}; C compiler: {compiler}",
+    }
 
 
 def check_models(config: EngineConfig) -> int:

@@ -314,3 +314,26 @@ def test_a_folder_is_a_checkpoint(outrider_cli, tmp_path, target):
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert any("model.safetensors cannot be read, it may be truncated" in line for line in lines)
     assert any("tokenizer" in line for line in lines)
+
+
+def test_a_gpu_that_cannot_be_used_is_named(outrider_cli, config_file, model, monkeypatch):
+    """With its reason: a line of what was checked with `auto`, an error with `cuda`."""
+    import torch
+
+    from outrider.workers import worker
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(worker, "num_nvidia_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    path = config_file(f"model: {model}\nexecutor: local\n")
+    found = outrider_cli("check", path)
+    assert found.exit_code == 0, found.stderr
+    words = " ".join(found.stderr.split())
+    assert "not used: this machine has 2 NVIDIA GPUs, but torch" in words
+    refused = outrider_cli("check", path, "--device", "cuda")
+    assert refused.exit_code == 1
+    assert "built without CUDA" in " ".join(refused.stderr.split())
+    chosen = outrider_cli("check", path, "--device", "cpu")
+    assert chosen.exit_code == 0
+    assert "NVIDIA" not in chosen.stderr

@@ -1,6 +1,6 @@
 """The operations that a decoder is made of: one protocol, one implementation per kind of device."""
 
-from .factory import make_invariant_ops, make_ops, max_latent_heads, missing_kernels
+from .factory import c_compiler, make_invariant_ops, make_ops, max_latent_heads, missing_kernels
 from .plan import PagedStep, plan_step
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
@@ -11,6 +11,7 @@ __all__ = [
     "PagedStep",
     "PlannedOps",
     "ReferenceOps",
+    "c_compiler",
     "make_invariant_ops",
     "make_ops",
     "max_latent_heads",

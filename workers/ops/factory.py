@@ -5,7 +5,10 @@ Triton is imported only where it is needed: on a device that it compiles for.
 
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +27,32 @@ def missing_kernels(device: torch.device, dtype: torch.dtype | None) -> str:
     if device.type == "cpu" and (dtype is None or dtype in KERNEL_DTYPES):
         return ""
     if device.type == "cuda" and (dtype is None or dtype in CUDA_DTYPES):
-        return "" if has_triton() else "no kernels on cuda without the package triton"
+        lack = triton_lacks()
+        return f"no kernels on cuda without {lack}" if lack else ""
     return f"no kernels for {dtype} on {device.type}"
 
 
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def triton_lacks() -> str:
+    """What Triton does not have here to compile and launch a kernel; "": nothing."""
+    if not has_triton():
+        return "the package triton"
+    if c_compiler() or any(_triton_cache().glob("*/cuda_utils*.so")):
+        return ""
+    return "a C compiler, which Triton needs: gcc, clang, or what CC names"
+
+
+def c_compiler() -> str:
+    """The compiler that Triton takes, once for what launches kernels; "": there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
+
+
+def _triton_cache() -> Path:
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 
 
 def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -38,8 +61,8 @@ def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     Raises:
         ConfigError: there are none for `dtype` on `device`; names `deterministic`.
     """
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_triton()):
-        lack = "" if device.type != "cuda" else " without the package triton"
+    lack = f" without {triton_lacks()}" if device.type == "cuda" and triton_lacks() else ""
+    if device.type not in ("cpu", "cuda") or lack:
         raise ConfigError.at(
             "deterministic",
             f"not available on {device.type}{lack}, where matrix products depend on "

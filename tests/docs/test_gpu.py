@@ -1,0 +1,66 @@
+"""`docs/gpu.md`: its numbers are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import outrider
+from outrider.workers.device_step.seats import MAX_COUNT_BYTES
+from outrider.workers.device_step.shape import MAX_NODES, sizes
+from outrider.workers.verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
+
+PAGE = (Path(outrider.__file__).parent / "docs" / "gpu.md").read_text()
+PLENTY = 1024  # seats
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of a table's rows."""
+    lines = PAGE.partition(f"| {heading} |")[2].splitlines()[2:]
+    table = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def most_seqs(num_nodes: int, of_head: int = 0) -> int:
+    """Sequences of the largest shape with room for such drafts."""
+    fitting = [size for size, length in sizes(PLENTY, of_head) if length > num_nodes]
+    return max(fitting, default=0)
+
+
+def test_shapes_without_a_head():
+    rows = rows_below("nodes of the longest draft | sequences")
+    assert len(rows) == 5
+    for nodes, seqs in rows:
+        for count in map(int, re.findall(r"\d+", nodes)):
+            assert most_seqs(count) == (0 if seqs == "none" else int(seqs)), nodes
+
+
+def test_shapes_with_a_head():
+    rows = rows_below("nodes of a draft, at most | sequences with a whole draft | with half of one")
+    assert len(rows) == 6
+    for nodes, whole, half in (map(int, row) for row in rows):
+        assert most_seqs(nodes, nodes) == whole
+        assert most_seqs(-(-nodes // 2), nodes) == half
+        assert most_seqs(0, nodes) == 256
+    assert int(rows[-1][0]) == MAX_NODES
+
+
+def test_limits_of_a_request():
+    limits = dict(rows_below("request or draft | limit"))
+    assert limits["logit biases"] == f"more than {MAX_BIASES} in a request"
+    assert limits["`min_tokens`"] == f"more than {MAX_ENDS} end tokens"
+    assert limits["`logprobs`"] == f"more than {MAX_TOP} in a request"
+    assert MAX_COUNT_BYTES == 1 << 30
+
+
+def test_reasons_are_those_of_the_code():
+    """Every quoted reason stands in a source file."""
+    root = Path(outrider.__file__).parent / "workers"
+    sources = "".join(path.read_text() for path in root.rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    reasons = [row[2] for row in rows_below("cause | way | reported as")]
+    quoted = [text for each in reasons for text in each.split("`")[1::2] if " " in text]
+    assert len(quoted) == 8
+    for text in quoted:
+        parts = re.split(r"\.\.\.|'torch'|255", text)
+        assert all(part.strip("'") in sources for part in parts), text

@@ -1,0 +1,121 @@
+"""`device: auto` does not leave a GPU idle without a word, and errors give the reason."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.cluster import rank_actors
+from outrider.config import EngineConfig, ResourcesConfig
+from outrider.engine.preflight import _gpu_facts
+from outrider.errors import ConfigError
+from outrider.workers import worker
+from outrider.workers.worker import gpu_obstacle, pick_device
+
+OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose GPUs torch does not see."""
+
+    def make(gpus: int, cuda: str | None = None, error: str = "", visible: str | None = None):
+        def init() -> None:
+            if error:
+                raise RuntimeError(error)
+
+        worker._warn_of_idle_gpus.cache_clear()
+        monkeypatch.setattr(worker, "num_nvidia_gpus", lambda: gpus)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return make
+
+
+REASONS = {
+    "a torch for CPUs": ((2,), "2 NVIDIA GPUs, but torch .* is built without CUDA"),
+    "an old driver": ((1, "12.8", OLD), r"1 NVIDIA GPU, but CUDA 12.8 does not start: .*too old"),
+    "devices that fail": ((8, "12.8"), "8 NVIDIA GPUs, but CUDA 12.8 finds none"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_gpu_that_cannot_be_used(machine, caplog, name):
+    """A warning with the reason, once; an error where one is asked for or reserved."""
+    given, reason = REASONS[name]
+    machine(*given)
+    with caplog.at_level(logging.WARNING):
+        assert pick_device("auto") == pick_device("auto") == torch.device("cpu")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("device 'auto' is the CPU here: this machine has ")
+    with pytest.raises(ConfigError, match=f"no CUDA device is visible: .*{reason}") as error:
+        pick_device("cuda")
+    assert error.value.field == "device"
+    with pytest.raises(ConfigError, match=f"Ray has reserved a GPU .*{reason}") as error:
+        pick_device("auto", granted=True)
+    assert error.value.field == "device"
+    caplog.clear()
+    assert pick_device("cpu", granted=True) == torch.device("cpu")
+    assert not caplog.records, "who asks for a CPU is not warned"
+
+
+@pytest.mark.parametrize(
+    "given", [{"gpus": 0}, {"gpus": 2, "visible": ""}, {"gpus": 2, "visible": "-1"}]
+)
+def test_machines_without_gpus_or_with_hidden_ones(machine, caplog, given):
+    machine(**given)
+    assert gpu_obstacle() == ""
+    assert pick_device("auto") == torch.device("cpu")
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="no CUDA device is visible$"):
+        pick_device("cuda")
+
+
+def test_device_files_are_counted(monkeypatch, tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(worker, "Path", lambda _: tmp_path)
+    assert worker.num_nvidia_gpus() == 3
+
+
+def test_the_facts_of_a_gpu(monkeypatch):
+    """As `outrider check` prints them."""
+    pytest.importorskip("triton")
+    device = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CC", "gcc-13")
+    config = EngineConfig.load({"model": "m"})
+    facts = _gpu_facts(config, torch.device("cuda", 0), torch.bfloat16)
+    assert facts["GPU"] == "8 x NVIDIA H100, capability 9.0"
+    assert facts["CUDA of torch"] == "12.8"
+    assert facts["kernels"].startswith("triton ")
+    assert facts["kernels"].endswith("; C compiler: gcc-13")
+    facts = _gpu_facts(config, torch.device("cuda", 0), torch.float64)
+    assert facts["kernels"] == "no kernels for torch.float64 on cuda"
+
+
+@pytest.mark.parametrize(("device", "size", "warned"), [("auto", 4, True), ("auto", 2, False),
+                                                       ("cpu", 4, False)])  # fmt: skip
+def test_a_cluster_with_too_few_gpus(monkeypatch, caplog, device, size, warned):
+    class Placed(Exception):
+        pass
+
+    def place(*_):
+        raise Placed
+
+    monkeypatch.setattr(rank_actors.ray, "cluster_resources", lambda: {"GPU": 2.0})
+    monkeypatch.setattr(rank_actors.placement, "bundle_of", place)
+    spec = SimpleNamespace(device=device, size=size, target=None, head_target=None)
+    with pytest.raises(Placed):
+        rank_actors.place(spec, ResourcesConfig())
+    assert ("the cluster has 2 GPUs, and 4 ranks need one each" in caplog.text) == warned
