@@ -14,6 +14,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -31,6 +32,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 if TYPE_CHECKING:
     from .cluster.backend import LLM, AsyncLLM
+    from .engine.frontend import LoRARequest
     from .engine.outputs import CompletionOutput, RequestOutput
     from .scheduler.sampling import SamplingParams, StructuredOutputs
 
@@ -42,6 +44,7 @@ def __getattr__(name: str) -> Any:
         "LLM": ".cluster.backend",
         "AsyncLLM": ".cluster.backend",
         "CompletionOutput": ".engine.outputs",
+        "LoRARequest": ".engine.frontend",
         "RequestOutput": ".engine.outputs",
         "SamplingParams": ".scheduler.sampling",
         "StructuredOutputs": ".scheduler.sampling",

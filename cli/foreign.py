@@ -7,6 +7,7 @@
     --speculative-num-steps 3                  --spec-key speculative_num_steps=3
     --spec-draft-p-min 0.4                     --spec-key spec_draft_p_min=0.4
     --enforce-eager                            --engine-key enforce_eager=true
+    --lora-modules a=FOLDER b=FOLDER           --lora-modules a=FOLDER --lora-modules b=FOLDER
 
 Names are those of the tables in `config/compat/`, where each is translated or refused by name.
 Options that a command declares itself are left alone.
@@ -51,6 +52,7 @@ EPILOG = (
     + "."
 )
 _NESTED = "speculative-config."
+_LORA = "--lora-modules"  # takes several values, as in vLLM
 _FOREIGN = {*ENGINE, *SGLANG.keys, *LLAMA_CPP.keys}
 _KEYS = {*SGLANG.keys, *SGLANG.selectors, *LLAMA_CPP.keys, "spec_default"}
 
@@ -88,6 +90,12 @@ def rewrite(args: Sequence[str], native: Collection[str]) -> list[str]:
         if arg == "--":
             return [*done, arg, *rest]
         name, equals, value = arg.partition("=")
+        if name == _LORA or name == _LORA.replace("-modules", "_modules"):
+            values = [value] if equals else []
+            while (rest and not values) or (rest and _is_adapter(rest[0])):
+                values.append(rest.pop(0))
+            done += [part for each in values for part in (_LORA, each)]
+            continue
         if name == "-sc":
             done.append("--speculative-config" + equals + value)
             continue
@@ -189,6 +197,11 @@ def _engine_key(name: str, native: Collection[str]) -> str | None:
     if not is_long:
         return key if key in LLAMA_CPP.engine else None
     return next((each for each in (key, key.removeprefix("no_")) if each in ENGINE), None)
+
+
+def _is_adapter(text: str) -> bool:
+    """Whether an argument behind `--lora-modules` is another adapter."""
+    return text[:1] == "{" or ("=" in text and text[:1] != "-")
 
 
 def _is_number(text: str) -> bool:

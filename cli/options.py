@@ -175,7 +175,8 @@ def _kind(annotation: Any) -> Any:
     if origin is Literal:
         return str
     if origin in (tuple, list):
-        return list.__class_getitem__(inner[0])
+        is_section = isinstance(inner[0], type) and issubclass(inner[0], Strict)
+        return list.__class_getitem__(str if is_section else inner[0])
     if origin in (Union, UnionType):
         values = [each for each in inner if get_origin(each) is not Literal]  # beside names
         return _kind(values[0]) if len(values) == 1 else None

@@ -1,6 +1,7 @@
 """Configuration: read once, checked strictly, frozen."""
 
 from .engine import EngineConfig as EngineConfig
+from .engine import LoraModule as LoraModule
 from .engine import ResourcesConfig as ResourcesConfig
 from .heads import BlockConfig as BlockConfig
 from .heads import DFlashConfig as DFlashConfig

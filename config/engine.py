@@ -6,6 +6,7 @@ TensorRT-LLM's YAML and vLLM's JSON spell differently are translated in `compat/
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,26 @@ class ResourcesConfig(Strict):
     it."""
     placement_strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
     """PACK: ranks share a node if one has room for all; STRICT_PACK: always."""
+
+
+class LoraModule(Strict):
+    """One LoRA adapter of the target, served beside it; also as text: `name=path`, or JSON."""
+
+    name: str = Field(min_length=1, description="Name by which requests choose it.")
+    path: str = Field(min_length=1, description="Folder in PEFT's layout, or a Hugging Face id.")
+    base_model_name: str | None = None
+    """Name of its model in /v1/models; default: the served name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        name, equals, path = given.partition("=")
+        try:
+            return {"name": name, "path": path} if equals and name[:1] != "{" else json.loads(given)
+        except ValueError:
+            raise ValueError("expected name=path, or JSON with name and path") from None
 
 
 class EngineConfig(Strict):
@@ -99,6 +120,12 @@ class EngineConfig(Strict):
     gptq."""
     deterministic: bool = False
     """Outputs whose bits depend on no other request, draft or cache hit."""
+    lora_modules: tuple[LoraModule, ...] = ()
+    """LoRA adapters of the target: name=path, or mappings of name and path."""
+    enable_lora: bool | None = None
+    """vLLM's switch: true confirms that there are lora_modules, false that there are none."""
+    max_lora_rank: int | None = Field(None, ge=1)
+    """Largest rank that an adapter may have; default: any."""
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and output together; default: the checkpoint's."""
@@ -167,6 +194,28 @@ class EngineConfig(Strict):
                     f"deterministic: not available with {key} {value!r}; allowed: "
                     f"{', '.join(map(repr, allowed))}",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_where_they_can_be(self) -> EngineConfig:
+        if self.enable_lora is not None and self.enable_lora != bool(self.lora_modules):
+            have = "there are" if self.lora_modules else "there are no"
+            raise at_key(
+                "enable_lora",
+                f"enable_lora: {str(self.enable_lora).lower()}, and {have} lora_modules; "
+                "they name the adapters that requests may choose",
+            )
+        names = [self.model_name]
+        for module in self.lora_modules:
+            if module.name in names:
+                whose = "a second adapter has" if module.name in names[1:] else "the model has"
+                raise at_key("lora_modules", f"lora_modules: {whose} the name {module.name!r}")
+            names.append(module.name)
+        if self.lora_modules and self.forward == "bridge":
+            raise at_key(
+                "lora_modules",
+                "lora_modules: not available with forward 'bridge'; allowed: 'auto', 'family'",
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -15,7 +16,7 @@ from ..errors import InvalidRequestError, OutriderError, OverloadedError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta
 from .chat.template import Message
-from .frontend import Prompt, RequestOptions
+from .frontend import LoRARequest, Prompt, RequestOptions
 from .llm import LLM, PromptLike, Run
 from .metrics import Metric
 from .outputs import RequestOutput
@@ -107,6 +108,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, after every step. Leaving the loop over it aborts the request.
@@ -116,7 +118,8 @@ class AsyncLLM:
             WorkerError: the request failed. EngineDeadError: the engine is gone.
         """
         parsed = await asyncio.to_thread(self.llm.prompt, prompt)
-        async for output in self._outputs(parsed, sampling_params, request_id, options):
+        wish = self._adapted(options, lora_request)
+        async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
     async def chat(
@@ -129,6 +132,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        lora_request: LoRARequest | str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, of the prompt that the chat template makes of a conversation."""
@@ -140,7 +144,8 @@ class AsyncLLM:
             template_kwargs=template_kwargs,
             tools=tools,
         )
-        async for output in self._outputs(parsed, sampling_params, request_id, options):
+        wish = self._adapted(options, lora_request)
+        async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
     async def abort(self, request_id: str) -> None:
@@ -183,6 +188,15 @@ class AsyncLLM:
         trace: TracebackType | None,
     ) -> None:
         await self.shutdown()
+
+    def _adapted(
+        self, options: RequestOptions | None, wish: LoRARequest | str | None
+    ) -> RequestOptions | None:
+        """`options` with the adapter that is asked for."""
+        if wish is None:
+            return options
+        adapter = self.llm.frontend.adapter_of(wish)
+        return replace(options or RequestOptions(), adapter=adapter)
 
     async def _outputs(
         self,

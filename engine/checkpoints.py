@@ -38,6 +38,11 @@ def resolved(config: EngineConfig) -> EngineConfig:
     }
     if config.tokenizer is not None:
         changes["tokenizer"] = place(config.tokenizer, "tokenizer", needs_tokenizer=True)
+    if config.lora_modules:
+        changes["lora_modules"] = tuple(
+            each.model_copy(update={"path": place(each.path, "lora_modules")})
+            for each in config.lora_modules
+        )
     old = config.speculative_config
     sections = [_placed(section, place) for section in old.sections]
     if old.sections == (old,):

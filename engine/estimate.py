@@ -7,16 +7,18 @@ buffers, which `kv_memory_fraction` leaves room for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig, HeadConfig
 from .checkpoints import resolved, trust
-from .preflight import draft_sections, draft_size, head_sections
+from .preflight import draft_sections, draft_size, head_sections, opened_adapters
 
 if TYPE_CHECKING:
     from ..drafters.heads.protocol import Head
+    from ..workers.model.checkpoint.adapters import Adapter
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo
 
@@ -27,7 +29,7 @@ _CUT_COLLECTIVES = 4  # of a head that is divided: two sums a layer, its entry, 
 class RankBytes:
     """Memory of one rank, in bytes."""
 
-    weights: int  # of its part of the target, and of a colocated draft model
+    weights: int  # of its part of the target and its adapters, and of a colocated draft model
     heads: int = 0  # of a head in this rank, with copies of the target's ends where it needs them
     graphs: int = 0  # of the device step: seats, activations, captured graphs
     kv_per_token: int = 0  # of all caches that this rank has
@@ -90,6 +92,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
         num_gpus,
         num_blocks=config.num_kv_blocks,
         max_model_len=config.max_model_len,
+        adapters=opened_adapters(config),
     )
     made, extra = [], 0
     for field, section in draft_sections(config):
@@ -135,11 +138,12 @@ class _Model:
         *,
         num_blocks: int | None,
         max_model_len: int | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         from ..workers.model.bridge import build_meta
         from ..workers.model.checkpoint.quantised_formats import find_format
         from ..workers.model.family import read_spec
-        from ..workers.model.fit import kv_bytes_per_token, rank_weights
+        from ..workers.model.fit import kv_bytes_per_token, rank_adapters, rank_weights
         from ..workers.model.info import read_model
 
         self.config, self.size = config, size
@@ -154,6 +158,7 @@ class _Model:
         self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
         kept = form if self.on_cuda and self.on_family else None
         self.weights, self.ends = rank_weights(model, size, kept)
+        self.weights += rank_adapters(model, size, adapters)
         self.kv_per_token = kv_bytes_per_token(model, self.info, size, serving) or 0
         self.kv_bytes = self._blocks_bytes(self.kv_per_token)
 

@@ -10,10 +10,12 @@ import hashlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
+from ..config.hub import is_hub_id
 from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams, shown_value
 from ..scheduler.types import IntArray, Request, SpeculationOptions, ints
@@ -57,6 +59,16 @@ class RequestOptions:
     structured_field: str = ""  # the user's name for `structured_outputs`, for messages
     shown_ids: frozenset[int] = frozenset()  # special tokens that `LLM` keeps in the text
     prediction: str | Sequence[int] = ()  # text or token ids that the completion is expected to be
+    adapter: str = ""  # name of a LoRA adapter; empty: the model alone
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """One of the configuration's `lora_modules`, in the form of vLLM's scripts."""
+
+    lora_name: str
+    lora_int_id: int = 1  # vLLM's; the name alone decides here
+    lora_path: str = ""  # the folder of the configuration, or empty
 
 
 class Frontend:
@@ -73,13 +85,15 @@ class Frontend:
     def __init__(
         self, config: EngineConfig, limits: EngineInfo | ModelOutline, tokenizer: Any = None
     ) -> None:
-        self.model_name = config.model_name
+        self.model_name, self.source = config.model_name, config.model
+        self.lora_modules = config.lora_modules
         config = resolved(config)
         self._sampling_defaults = sampling_defaults(config)
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
         # A checkpoint alone has none.
         self.drafters: tuple[str, ...] = getattr(limits, "drafters", ())
+        self.adapters = {each.name: each.path for each in config.lora_modules}  # folders
         self._eos_token_ids = tuple(limits.eos_token_ids)
         self.tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
@@ -221,6 +235,8 @@ class Frontend:
         options = options or RequestOptions()
         check_text("cache_salt", options.tenant)
         self._check_drafters(options.speculation.drafters)
+        if options.adapter:
+            self._check_adapter(options.adapter)
         if sampling.structured_outputs is not None:
             from .structured.grammar import check
 
@@ -257,10 +273,35 @@ class Frontend:
                 speculation=options.speculation,
                 priority=options.priority,
                 tenant=options.tenant,
+                adapter=options.adapter,
                 prediction=prediction,
             )
             for index in range(sampling.n)
         ]
+
+    def adapter_of(self, wish: LoRARequest | str | None) -> str:
+        """The name of an adapter; empty: the model alone. Raises `InvalidRequestError`."""
+        if wish is None:
+            return ""
+        if isinstance(wish, str):
+            wish = LoRARequest(wish)
+        if not isinstance(wish, LoRARequest) or not isinstance(wish.lora_name, str):
+            raise InvalidRequestError.at("lora_request", f"a LoRARequest or a name, got {wish!r}")
+        self._check_adapter(wish.lora_name)
+        given, known = wish.lora_path, self.adapters[wish.lora_name]
+        if given and not is_hub_id(given) and Path(given).resolve() != Path(known).resolve():
+            raise InvalidRequestError.at(
+                "lora_request",
+                f"{shown_value(wish.lora_name)} is served from {known!r}, not from {given!r}",
+            )
+        return wish.lora_name
+
+    def _check_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            known = ", ".join(map(repr, self.adapters)) or "none: set lora_modules"
+            raise InvalidRequestError.at(
+                "lora_request", f"{shown_value(name)} is not served; there is {known}"
+            )
 
     def _check_drafters(self, names: Sequence[str] | None) -> None:
         for name in names or ():

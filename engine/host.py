@@ -225,6 +225,9 @@ class EngineHost:
             target=replace(
                 self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
+                adapters=tuple(
+                    (each.name, str(Path(each.path).resolve())) for each in config.lora_modules
+                ),
             ),
             draft=draft,
             head=_at_its_place(own_head, config.model),

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
@@ -33,7 +33,7 @@ from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, Request
 from .chat.template import Message
 from .checkpoints import resolved
-from .frontend import Frontend, Prompt, RequestOptions
+from .frontend import Frontend, LoRARequest, Prompt, RequestOptions
 from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
 from .outputs import Assembler, RequestOutput, prompt_table
@@ -46,6 +46,7 @@ _POLL_S = 1.0  # interval at which a silent engine is checked
 _BUSY_S = 0.02  # until a queue that others have filled is tried again
 
 OnError = Literal["raise", "return"]
+AdapterWish = LoRARequest | str | None
 Kind = TypeVar("Kind")
 
 
@@ -357,6 +358,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterWish | Sequence[AdapterWish] = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -367,6 +369,7 @@ class LLM:
                 list of those. An array of integers is a list of token ids, its rows are if it has
                 two dimensions.
             sampling_params: one for all, or one per prompt.
+            lora_request: one of `lora_modules` for all, or one per prompt; None: the model alone.
             options: alike, for example a `prediction` for each prompt.
             on_error: "return": a prompt that is refused or fails has its message in
                 `RequestOutput.error`, and the others run.
@@ -378,7 +381,7 @@ class LLM:
             EngineDeadError: the engine is gone; alike, if it went meanwhile and `on_error` is
                 "raise".
         """
-        run = self._run(_as_list(prompts), sampling_params, options, on_error)
+        run = self._run(_as_list(prompts), sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def enqueue(
@@ -386,11 +389,12 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: AdapterWish | Sequence[AdapterWish] = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[str]:
         """Begins as `generate` does and returns the requests' ids; `wait_for_completion` waits."""
-        run = self._run(_as_list(prompts), sampling_params, options, on_error)
+        run = self._run(_as_list(prompts), sampling_params, options, on_error, lora_request)
         run.submit()
         self._enqueued.append((run, on_error))
         return [job.id for job in run.jobs]
@@ -405,10 +409,12 @@ class LLM:
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: AdapterWish = None,
         options: RequestOptions | None = None,
     ) -> Iterator[RequestOutput]:
         """The output so far, after every step; closing the iterator aborts the request."""
-        return self._run([prompt], sampling_params, options, "raise").outputs()
+        run = self._run([prompt], sampling_params, options, "raise", lora_request)
+        return run.outputs()
 
     def chat(
         self,
@@ -420,6 +426,7 @@ class LLM:
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        lora_request: AdapterWish | Sequence[AdapterWish] = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -446,7 +453,7 @@ class LLM:
                 prompts.append(error)
             else:
                 prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
-        run = self._run(prompts, sampling_params, options, on_error)
+        run = self._run(prompts, sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -499,6 +506,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions | Sequence[RequestOptions] | None,
         on_error: OnError,
+        lora_request: AdapterWish | Sequence[AdapterWish],
     ) -> Run:
         """Everything checked, nothing queued yet."""
         if on_error not in get_args(OnError):
@@ -511,6 +519,7 @@ class LLM:
         if options is None:
             options = RequestOptions()
         wishes = _per_prompt("options", RequestOptions, options, len(prompts))
+        wishes = self._adapted(wishes, lora_request)
         for index, given in enumerate(prompts):
             prompt = Prompt(())
             try:
@@ -523,6 +532,22 @@ class LLM:
                     raise _of_prompt(error, index if len(prompts) > 1 else None) from None
                 run.refuse(prompt, error)
         return run
+
+    def _adapted(
+        self, options: list[RequestOptions], wish: AdapterWish | Sequence[AdapterWish]
+    ) -> list[RequestOptions]:
+        """Options of each prompt, with the adapter that is asked for."""
+        if wish is None:
+            return options
+        wishes: list[Any] = [wish] * len(options)
+        if isinstance(wish, (list, tuple)):
+            wishes = list(wish)
+        if len(wishes) != len(options):
+            raise InvalidRequestError.at(
+                "lora_request", f"{len(wishes)} for {len(options)} prompts"
+            )
+        names = map(self.frontend.adapter_of, wishes)
+        return [replace(each, adapter=name) for each, name in zip(options, names, strict=True)]
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """The tokens of a prompt in any form; raises `InvalidRequestError`."""

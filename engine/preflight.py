@@ -23,6 +23,8 @@ from .checkpoints import check_tokenizer_files, resolved, trust
 if TYPE_CHECKING:
     import torch
 
+    from ..workers.model.checkpoint.adapters import Adapter
+    from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo, ModelOutline
 
 log = logging.getLogger(__name__)
@@ -50,8 +52,19 @@ def require_checkpoints(config: EngineConfig) -> None:
     if config.tokenizer is not None and not Path(config.tokenizer).exists():
         raise ConfigError.at("tokenizer", f"{config.tokenizer!r} does not exist")
     check_numbers(Path(config.model), config.tensor_parallel_size, config.max_model_len)
+    opened_adapters(config)
     for head in head_sections(config):
         check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
+
+
+def opened_adapters(config: EngineConfig) -> list[Adapter]:
+    """The target's LoRA adapters; raises `CheckpointError` where one is not to be served."""
+    if not config.lora_modules:
+        return []
+    from ..workers.model.checkpoint.adapters import open_adapters
+
+    modules = [(each.name, each.path) for each in config.lora_modules]
+    return open_adapters(modules, config.max_lora_rank)
 
 
 def check_files(
@@ -171,6 +184,8 @@ def _check_models(
         facts = _facts(config, target, device, kv_bytes)
         with _noting(errors):
             _check_cache(config, kv_bytes, device)
+        with _noting(errors):
+            facts |= _check_adapters(config, serving)
     for field, section in draft_sections(config):
         with _noting(errors):
             draft = _check_draft(config, section, field)
@@ -182,6 +197,19 @@ def _check_models(
         with _noting(errors):
             facts |= _check_heads(config, target)
     return facts
+
+
+def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
+    """What the LoRA adapters are and take, for people; raises where one does not fit."""
+    from ..workers.model.fit import check_adapters
+
+    adapters = opened_adapters(config)
+    if not adapters:
+        return {}
+    path, size = Path(config.model), config.tensor_parallel_size
+    held = check_adapters(path, size, adapters, serving, **trust(config))
+    named = ", ".join(f"{each.name} (rank {each.config.max_rank})" for each in adapters)
+    return {"adapters": named, "adapters per rank": f"{held:,} bytes"}
 
 
 @contextmanager

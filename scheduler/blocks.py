@@ -2,9 +2,9 @@
 
 Blocks are accounted for once, here; every rank holds its own heads' slice of the same blocks, so
 one table serves all shards. A block whose tokens are all computed gets a hash chained over
-everything before it and salted with the tenant (and over the token after it, if the content of the
-block depends on that token: `PagedTokens`). A block without holders stays findable until it is
-allocated again, least recently used first.
+everything before it and salted with the tenant and the adapter (and over the token after it, if the
+content of the block depends on that token: `PagedTokens`). A block without holders stays findable
+until it is allocated again, least recently used first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from collections.abc import Iterable, Sequence
 from .types import IntArray
 
 
-def root_hash(tenant: str) -> bytes:
-    """The hash before a sequence's first block; tenants never share."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"outrider").digest()
+def root_hash(tenant: str, adapter: str = "") -> bytes:
+    """The hash before a sequence's first block; neither tenants nor adapters share."""
+    root = hashlib.blake2b(tenant.encode(), digest_size=16, person=b"outrider").digest()
+    if not adapter:
+        return root
+    return hashlib.blake2b(adapter.encode(), digest_size=16, key=root, person=b"adapter").digest()
 
 
 def chain_hash(parent: bytes, tokens: IntArray) -> bytes:

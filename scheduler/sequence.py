@@ -121,7 +121,8 @@ class PagedTokens:
         self.seat = -1  # at the model's ranks; -1: none
         self.num_sent_tokens = 0  # known to the ranks, as of the last plan
         self.num_sent_blocks = 0  # of `blocks`, alike
-        self._hashes: list[bytes] = [root_hash(request.tenant)]  # [0] is before the first block
+        # [0] is before the first block.
+        self._hashes: list[bytes] = [root_hash(request.tenant, settings.adapter)]
         self._num_cached_blocks = 0
 
     @property

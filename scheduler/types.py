@@ -101,6 +101,7 @@ class Request:
     speculation: SpeculationOptions = SpeculationOptions()
     priority: int = 0  # lower runs first
     tenant: str = ""
+    adapter: str = ""  # name of the LoRA adapter; empty: the model alone
     emitted: IntArray = field(default_factory=lambda: ints([]))  # tokens streamed before a replay
     timeout_s: float | None = None  # what is left of its time as it is sent; None: any
     resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
@@ -249,6 +250,7 @@ class StepInput:
     max_nodes: IntArray | None = None  # [num_seqs], nodes that the sequence might have drafted
     next_tokens: IntArray | None = None  # [num_seqs], the known token after the chunk; -1: none
     masks: Masks | None = None  # of constrained sequences, by logit row; None: there are none
+    adapters: IntArray | None = None  # [num_seqs], 0: the model alone; None: of all
 
     @property
     def num_seqs(self) -> int:
@@ -483,6 +485,7 @@ class SeatSettings:
     frequency_penalty: float = 0.0
     bias_ids: IntArray = field(default_factory=lambda: ints([]))  # [num_biased]
     bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
+    adapter: str = ""  # empty: the model alone
 
     @classmethod
     def of(cls, request: Request) -> SeatSettings:
@@ -506,6 +509,7 @@ class SeatSettings:
             frequency_penalty=sampling.frequency_penalty,
             bias_ids=ints(list(biases)),
             bias_values=np.array(list(biases.values()), dtype=np.float32),
+            adapter=request.adapter,
         )
 
     @classmethod

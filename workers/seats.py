@@ -6,7 +6,8 @@ date, so that no message carries a context. They grow as seats and contexts do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,7 @@ def lay_out(
     step: int = 0,
     kv_moves: IntArray = NO_MOVES,  # [num_moves, 2]
     next_tokens: IntArray | None = None,  # [num_seqs]
+    adapters: IntArray | None = None,  # [num_seqs]
 ) -> StepInput:
     """A step's known tokens with the draft nodes joined on.
 
@@ -131,6 +133,7 @@ def lay_out(
         max_nodes=max_nodes,
         next_tokens=next_tokens,
         masks=None if drafts is None else drafts.masks,
+        adapters=adapters,
     )
 
 
@@ -212,14 +215,21 @@ class Seats:
     Args:
         block_size: tokens in a KV block.
         mirror: their copy on a device, which follows every change.
+        adapters: number of each of the model's adapters, by name; above 0.
     """
 
-    def __init__(self, block_size: int, mirror: DeviceSeats | None = None) -> None:
-        self._block_size, self._mirror = block_size, mirror
+    def __init__(
+        self,
+        block_size: int,
+        mirror: DeviceSeats | None = None,
+        adapters: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._block_size, self._mirror, self._numbers = block_size, mirror, adapters
         self._tokens = np.zeros((1, 64), dtype=np.int32)  # [num_seats, max_tokens]
         self._tables = np.zeros((1, 4), dtype=np.int32)  # [num_seats, max_blocks]
         self._num_tokens = np.zeros(1, dtype=np.int32)  # [num_seats]
         self._columns = np.zeros(1, dtype=_COLUMNS)  # [num_seats]
+        self._adapters = np.zeros(1, dtype=np.int32)  # [num_seats]; 0: the model alone
         self._settings: dict[int, SeatSettings] = {}  # of taken seats
         self._histories: dict[int, _History] = {}  # of seats with penalties
         self._packed: tuple[bytes, SamplingRows] | None = None  # settings of the last step's seats
@@ -262,7 +272,12 @@ class Seats:
             step=plan.step,
             kv_moves=plan.kv_moves,
             next_tokens=following,
+            adapters=self._adapters_of(seats) if self._numbers else None,
         )
+
+    def _adapters_of(self, seats: IntArray) -> IntArray | None:  # [num_seqs], alike
+        found: IntArray = self._adapters[seats]
+        return found if found.any() else None
 
     def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Tokens of the plan's seats."""
@@ -297,12 +312,14 @@ class Seats:
         self._tables = _room_for(self._tables, seat + 1, 0)
         self._num_tokens = _room_for(self._num_tokens, seat + 1)
         self._columns = _room_for(self._columns, seat + 1)
+        self._adapters = _room_for(self._adapters, seat + 1)
         self._tokens[seat, :num_tokens] = opening.tokens
         self._num_tokens[seat] = num_tokens
         *names, _ = _COLUMNS.names or ()
         columns = [getattr(settings, name) for name in names]
         self._columns[seat] = (*columns, opening.num_prompt)
         self._settings[seat] = settings
+        self._adapters[seat] = self._numbers[settings.adapter] if settings.adapter else 0
         self._histories.pop(seat, None)
         if settings.has_penalties:
             prompt, output = np.split(opening.tokens, [opening.num_prompt])

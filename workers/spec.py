@@ -26,6 +26,7 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
+    adapters: tuple[tuple[str, str], ...] = ()  # LoRA adapters of a target: (name, folder)
 
     @property
     def trust(self) -> dict[str, Any]:

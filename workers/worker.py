@@ -151,6 +151,7 @@ class Worker:
                 forward=spec.forward,
                 deterministic=spec.deterministic,
                 known=None if known is None else _known_choice(getattr(known, name)),
+                adapters=spec.adapters,
                 **spec.trust,
             )
         self._load_heads()

@@ -45,6 +45,11 @@ class ServedModel:
         return self.config.model_name
 
     @property
+    def names(self) -> list[str]:
+        """Its own and its adapters'."""
+        return [self.name, *(each.name for each in self.config.lora_modules)]
+
+    @property
     def deployment_name(self) -> str:
         """Of the engine's deployment, where an application has several."""
         return f"{ENGINE}:{self.name.replace('/', '--').replace('#', '-')}"

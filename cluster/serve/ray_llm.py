@@ -19,8 +19,7 @@ from .models import ServedModel
 _ENTRY = "llm_configs"
 # What Ray Serve LLM has beside the fields below, with the reason for refusing it.
 _REFUSED = {
-    "lora_config": "LoRA adapters; merge the adapter into the checkpoint and serve it as a model "
-    "of its own",
+    "lora_config": "adapters are loaded at start; name them in engine_kwargs.lora_modules",
     "accelerator_config": "a machine's accelerator is found at start; TPUs are not supported",
     "callback_config": "engines have no callbacks",
     "experimental_configs": "tokens are sent without batching delay; the number of ingress "
@@ -122,9 +121,13 @@ def read_llm_args(args: dict[str, Any]) -> tuple[list[ServedModel], ServeConfig]
         try:
             mapping = entry if isinstance(entry, dict) else read_mapping(Path(entry), entry)
             model = _served_model(mapping)
-            if model.name in [each.name for each in models]:
+            known = [name for each in models for name in each.names]
+            if model.name in known:
                 field = "model_loading_config.model_id"
                 raise ConfigError.at(field, f"a second model {model.name!r}")
+            if second := next((name for name in model.names if name in known), None):
+                field = "engine_kwargs.lora_modules"
+                raise ConfigError.at(field, f"a second model or adapter {second!r}")
         except ConfigError as error:
             if alone:
                 raise

@@ -44,7 +44,7 @@ class Sampler(IntEnum):
 
     PLAIN = 0  # greedy, or by temperature alone
     SAMPLED = 1  # with cuts or edits: needs the logits of the whole vocabulary
-    HOST = 2  # needs logits or a history on the host
+    HOST = 2  # needs logits or a history on the host, or an adapter
 
     @classmethod
     def of(cls, settings: SeatSettings, *, has_edits: bool = False) -> Sampler:
@@ -52,6 +52,8 @@ class Sampler(IntEnum):
 
         Such requests are SAMPLED, at any temperature.
         """
+        if settings.adapter:
+            return cls.HOST
         if (
             settings.has_penalties
             or settings.min_tokens > 0

@@ -2,12 +2,14 @@
 
 Files are opened (safetensors checks their headers against their sizes), names and shapes are
 compared with the model built on the meta device, and one token goes through it there, so that the
-size of the KV cache is known. `rank_weights` needs no files but config.json.
+size of the KV cache is known. `rank_weights` needs no files but config.json, `rank_adapters` those
+of the adapters.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ from torch import nn
 from ...errors import ConfigError
 from ..ops import ReferenceOps, max_latent_heads
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
+from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.quantised_formats import WeightFormat
 from .checkpoint.weights import Checkpoint
 from .family import read_spec
 from .info import ModelInfo, model_heads, read_model
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
-from .target import Wish, fitting_sources
+from .target import Wish, fitting_sources, needs_family
 
 CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -132,6 +135,64 @@ def rank_weights(model: Any, size: int, kept: WeightFormat | None = None) -> tup
         total += num_bytes
         outside += num_bytes * (name in at_ends)
     return total, outside
+
+
+def check_adapters(
+    path: Path, size: int, adapters: Sequence[Adapter], serving: Serving, **trust: bool
+) -> int:
+    """Bytes of the adapters of a target on a rank.
+
+    Raises:
+        ConfigError: the target is not computed by the family's decoder.
+        CheckpointError: an adapter is another model's; names the tensor.
+    """
+    config, info = read_model(path, size, serving.dtype, **trust)
+    reason = read_spec(config)
+    if isinstance(reason, str):
+        raise ConfigError.at(FIELD, needs_family(path, reason))
+    model = build_meta(config, info.dtype, trust_remote_code=trust.get("trust_remote_code", False))
+    for adapter in adapters:
+        adapter.fit(model)
+    return rank_adapters(model, size, adapters)
+
+
+_JOINED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
+}
+"""Linears of one product."""
+
+
+def rank_adapters(model: Any, size: int, adapters: Sequence[Adapter]) -> int:
+    """Bytes of adapters on a rank, as `family/adapted.py` lays them out.
+
+    Args:
+        model: from `build_meta`, with the modules whole.
+    """
+    plan, modules = ShardPlan(), dict(model.named_modules())
+    if size > 1:
+        plan = plan_shards(model, model_heads(model.config, 0, size), tp_hints(model))
+    products: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if type(module) is nn.Linear:
+            parent, _, leaf = name.rpartition(".")
+            products.setdefault(f"{parent}.{_JOINED.get(leaf, leaf)}", []).append(name)
+    total = 0
+    for names in products.values():
+        for adapter in adapters:
+            parts = [adapter.parts[name] for name in names if name in adapter.parts]
+            if not parts:
+                continue
+            shards = [plan.shards.get(f"{name}.weight") for name in names]
+            rank, width = sum(part.down.shape[0] for part in parts), parts[0].down.shape[1]
+            if shards[0] is not None and shards[0].dim == 1:
+                width = shards[0].length
+            outputs = sum(
+                shard.length if shard is not None and shard.dim == 0 else modules[name].out_features
+                for name, shard in zip(names, shards, strict=True)
+            )
+            total += rank * (width + outputs) * model.dtype.itemsize
+    return total
 
 
 def machine_bytes(device: torch.device) -> int:

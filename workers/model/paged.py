@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -58,11 +59,13 @@ class PagedModel:
         collective: Collective,
         runner: Runner,
         forward_choice: ForwardChoice,
+        adapters: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.module = module  # with the family's forward, only its two ends still have weights
         self.device = device
         self.collective = collective
         self.forward_choice = forward_choice
+        self.adapters = adapters  # number of each LoRA adapter, by name
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
         first = self.kv_shapes[0]

@@ -36,8 +36,9 @@ from .bridge import (
     tied_names,
     tp_hints,
 )
+from .checkpoint.adapters import FIELD, Adapter, open_adapters
 from .checkpoint.weights import Checkpoint, TensorSource
-from .family import FamilyRunner, FamilySpec, build_family, compare, read_spec
+from .family import Adapters, FamilyRunner, FamilySpec, build_family, compare, read_spec
 from .info import TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
 from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
@@ -224,6 +225,7 @@ class _Rank:
     collective: Collective
     trust_remote_code: bool
     allow_pickle: bool
+    adapters: Sequence[Adapter] = ()
 
 
 def load_model(
@@ -238,22 +240,26 @@ def load_model(
     allow_pickle: bool = False,
     deterministic: bool = False,
     known: ForwardChoice | None = None,
+    adapters: Sequence[tuple[str, str]] = (),
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
     `deterministic` takes operations whose rows do not depend on the batch. `known` is what an
     earlier load of the same model on such a device has chosen; the two forwards are not compared
-    again. Every rank has one, or none has.
+    again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that can be served.
-        ConfigError: `forward` is "family", or `deterministic` is asked for, and the family cannot
-            serve this model.
+        CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
+            this model.
+        ConfigError: `forward` is "family", or `deterministic` or adapters are asked for, and the
+            family cannot serve this model.
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
-    rank = _Rank(path, config, info, device, collective, **trust)
+    rank = _Rank(path, config, info, device, collective, **trust, adapters=open_adapters(adapters))
     is_free = ops is None and not deterministic
+    if adapters and forward == "auto":
+        forward = "family"
     spec = _wanted_family(rank, forward, known) if is_free else _read_family(config, forward)
     if isinstance(spec, FamilySpec):
         if ops is None:  # refuses before weights are read
@@ -268,12 +274,19 @@ def load_model(
             f"only the family's decoder is batch-invariant, and it cannot serve "
             f"{str(path)!r}: {spec}; leave `deterministic` out",
         )
+    if adapters:
+        raise ConfigError.at(FIELD, needs_family(path, spec))
     if forward == "family":
         why = f"'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' and 'bridge'"
         raise ConfigError.at("forward", why)
     reads_own = known is None and collective.size == 1 and config.model_type not in TESTED
     with explained(config) if reads_own else nullcontext():
         return _load_bridge(rank, spec, ops, reads_own=reads_own)
+
+
+def needs_family(path: Path, reason: str) -> str:
+    """Why a model that the family cannot serve for `reason` has no adapters."""
+    return f"adapters need the family's decoder, and it cannot serve {str(path)!r}: {reason}"
 
 
 def _load_bridge(rank: _Rank, reason: str, ops: Ops | None, *, reads_own: bool) -> PagedModel:
@@ -325,8 +338,11 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     connect(model, plan, collective, info.vocab_size)
     bridge = BridgeRunner(model, info, ReferenceOps())  # shares no kernel with the family
     wanted = compare.run(bridge, info, device)
+    adapters = None
+    if rank.adapters:
+        adapters = Adapters(rank.adapters, model, plan, info.dtype, device)
     try:
-        decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective)
+        decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective, adapters)
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
     runner = FamilyRunner(decoder, info, collective.size)
@@ -335,13 +351,16 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
     choice = ForwardChoice("family", operations=ops.name)
-    return PagedModel(info, model, device, collective, runner, choice)
+    numbers = {} if adapters is None else adapters.numbers
+    return PagedModel(info, model, device, collective, runner, choice, numbers)
 
 
 def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, ShardPlan]:
     """Transformers' modules with this rank's weights, not yet packed or connected."""
     collective = rank.collective
     model = build_meta(rank.config, rank.info.dtype, trust_remote_code=rank.trust_remote_code)
+    for adapter in rank.adapters:
+        adapter.fit(model)
     heads = model_heads(rank.config, collective.rank, collective.size)
     plan = ShardPlan()
     if collective.size > 1:

@@ -28,7 +28,7 @@ from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.types import StepInput
+from ...scheduler.types import IntArray, StepInput
 from .kernels import compiled
 
 Signals = SimpleQueue[bool]
@@ -139,6 +139,7 @@ class PagedStep:
     max_key_len: int
     host: StepInput | None = None  # the same on the host, where there is such a thing
     turn: Turn | None = None  # of a part of a step
+    adapters: IntArray | None = None  # [num_tokens], on the host; 0: none. None: no row has one
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
     passes: tuple[Any, ...] = ()  # of attention (`prompts.py`); none: the kernel's alone
 
@@ -182,6 +183,7 @@ def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedSt
         max_query_len=max_query_len,
         max_key_len=max_key_len,
         host=step,
+        adapters=None if step.adapters is None else step.adapters.repeat(step.query_lens),
     )
 
 
@@ -210,6 +212,7 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
         tree_start=plan.tree_start[first:last],
         block_tables=plan.block_tables[first:last],
         ancestors=plan.ancestors[rows],
+        adapters=None if plan.adapters is None else plan.adapters[rows],
         max_query_len=int(query_lens.max()),
         max_key_len=int((context_lens + query_lens).max()),
     )

@@ -291,6 +291,8 @@ class ModelCard(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str  # what was loaded: a folder or an id
+    parent: str | None  # of a LoRA adapter: its model
     max_model_len: int
     drafters: list[str]  # those that a request may choose among
     has_chat_template: bool

@@ -28,7 +28,7 @@ class Calls:
     """The endpoints of one model or several, by their paths."""
 
     def __init__(self, *edges: Edge) -> None:
-        self._models = Models({each.model_name: each for each in edges})
+        self._models = Models.of(*edges)
 
     async def answer(self, path: str, body: Any, key: str | None = None) -> dict[str, Any]:
         """The whole answer to `body`.

@@ -149,6 +149,7 @@ class Generation:
     metrics: EdgeMetrics
     timeout_s: float | None = None  # the server's
     max_completions: int | None = None
+    adapter: str = ""  # name of the LoRA adapter; empty: the model alone
     begin_spans: Callable[[Request], CompletionSpans] | None = None
     jobs: list[Job] = field(default_factory=list)
     stream: ResumableStream | None = None
@@ -186,7 +187,7 @@ class Generation:
         sampling = self.frontend.with_defaults(sampling)
         identity, num_prompt = self._call.identity, len(prompt.token_ids)
         sampling = identity.sampling(sampling, num_prompt, self.frontend.max_model_len)
-        options = identity.options(options)
+        options = replace(identity.options(options), adapter=self.adapter)
         self._structured_field = options.structured_field
         if self.stream is not None and sampling.seed is None:
             seed = self.stream.seed(len(self.jobs))
@@ -273,8 +274,12 @@ class Generation:
 
     def head(self, answer_id: str) -> AnswerHead:
         """What every answer and every chunk of one has."""
-        model = self.frontend.model_name
-        return {"id": answer_id, "created": self.created_at, "model": model}
+        return {"id": answer_id, "created": self.created_at, "model": self.model_name}
+
+    @property
+    def model_name(self) -> str:
+        """What the client asked for: the adapter, or the model."""
+        return self.adapter or self.frontend.model_name
 
     def usage(self) -> Usage:
         """OpenAI's usage block, with one on speculation."""

@@ -73,8 +73,11 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 
 
-def document(models: Sequence[str], vocab_size: int) -> dict[str, Any]:
-    """The OpenAPI document of a server of these models; `vocab_size` is the smallest."""
+def document(
+    models: Sequence[str], vocab_size: int, adapters: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The OpenAPI document of a server of these models and adapters of theirs; `vocab_size` is the
+    smallest."""
     bodies = [body for body, _, _ in POSTS.values()]
     shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
     shown += [answer for answer, _ in COMMANDS.values()]
@@ -83,7 +86,8 @@ def document(models: Sequence[str], vocab_size: int) -> dict[str, Any]:
     _, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
     schemas = definitions["$defs"]
     for body in bodies:
-        _complete(schemas[body.__name__], models, vocab_size, body in _STREAMED)
+        schema = schemas[body.__name__]
+        _complete(schema, models, adapters, vocab_size, body in _STREAMED)
     ineffective = {name: {"enum": list(values)} for name, values in UNSUPPORTED.items()}
     ineffective |= {name: {} for name in sorted(IGNORED)}
     foreign = {name: {"enum": list(row.only)} for name, row in REQUEST.items()
@@ -107,14 +111,19 @@ def document(models: Sequence[str], vocab_size: int) -> dict[str, Any]:
 
 
 def _complete(
-    schema: dict[str, Any], models: Sequence[str], vocab_size: int, generates: bool
+    schema: dict[str, Any],
+    models: Sequence[str],
+    adapters: Sequence[str],
+    vocab_size: int,
+    generates: bool,
 ) -> None:
     """Ranges that the body's own model leaves to `SamplingParams` and to the vocabulary."""
     properties = schema["properties"]
     if len(models) == 1:
-        properties["model"] = {"anyOf": [{"const": models[0]}, {"type": "null"}]}
+        names = {"enum": [*models, *adapters]} if adapters else {"const": models[0]}
+        properties["model"] = {"anyOf": [names, {"type": "null"}]}
     else:
-        properties["model"] = {"enum": list(models)}
+        properties["model"] = {"enum": [*models, *adapters]}
         schema["required"] = [*schema.get("required", ()), "model"]
     token_id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     ids = {"type": "array", "items": token_id, "minItems": 1}

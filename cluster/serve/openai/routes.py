@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -61,9 +61,18 @@ from .streaming import EventStream, read_body, until_disconnect
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What serves each model behind one endpoint, by the model's name."""
+    """What serves each model and each adapter behind one endpoint, by name."""
 
-    by_name: Mapping[str, Edge]
+    by_name: Mapping[str, Edge]  # of models
+    adapters: Mapping[str, Edge] = field(default_factory=dict)  # of all models
+
+    @classmethod
+    def of(cls, *edges: Edge) -> Models:
+        """The models of these edges, with their adapters."""
+        adapters = {
+            name: replace(edge, adapter=name) for edge in edges for name in edge.frontend.adapters
+        }
+        return cls({edge.model_name: edge for edge in edges}, adapters)
 
     @property
     def names(self) -> list[str]:
@@ -86,14 +95,19 @@ class Models:
                     "model", f"this server has several models; choose one of {self._listed()}"
                 )
             return self.first
-        if name in self.by_name:
-            return self.by_name[name]
-        base, colon, adapter = name.rpartition(":")
+        found = self.by_name.get(name) or self.adapters.get(name)
+        if found is not None:
+            return found
+        base, colon, adapter = name.rpartition(":")  # as Ray Serve LLM names an adapter
         name = shortened(name)
         if colon and base in self.by_name:
+            known = self.by_name[base].frontend.adapters
+            if adapter in known:
+                return self.adapters[adapter]
+            has = ", ".join(map(repr, known)) or "none"
             raise ModelNotFoundError(
-                f"The model {name!r} does not exist: LoRA adapters ({shortened(adapter)!r}) are "
-                f"not supported; ask for {base!r}",
+                f"The model {name!r} does not exist: {base!r} has no adapter "
+                f"{shortened(adapter)!r}; it has {has}",
                 field="model",
             )
         raise ModelNotFoundError(
@@ -101,19 +115,21 @@ class Models:
         )
 
     def _listed(self) -> str:
-        return ", ".join(map(repr, self.by_name))
+        return ", ".join(map(repr, [*self.by_name, *self.adapters]))
 
 
 def state_routes(models: Models) -> list[Route]:
     """What describes the server: models, health, statistics, metrics, OpenAPI; and what resets."""
-    cards = {name: _card(edge) for name, edge in models.by_name.items()}
+    served = {**models.by_name, **models.adapters}
+    cards = {name: _card(edge) for name, edge in served.items()}
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
-    described = document(models.names, vocab_size)
+    described = document(models.names, vocab_size, list(models.adapters))
     described_page = html_page(described)
 
     async def list_models(request: Request) -> Response:
         down = await _down(models)  # a model that cannot answer is not announced
-        data = [card for name, card in cards.items() if name not in down]
+        up = (name for name, edge in served.items() if edge.frontend.model_name not in down)
+        data = [cards[name] for name in up]
         return JSONResponse({"object": "list", "data": data})
 
     async def get_model(request: Request) -> Response:
@@ -183,11 +199,19 @@ _TOTALS = ("running", "waiting")
 
 
 def _card(edge: Edge) -> dict[str, Any]:
+    parent: str | None = None
+    root = edge.frontend.source
+    if edge.adapter:
+        modules = edge.frontend.lora_modules
+        module = next(each for each in modules if each.name == edge.adapter)
+        root, parent = module.path, module.base_model_name or edge.frontend.model_name
     return {
         "id": edge.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "outrider",
+        "root": root,
+        "parent": parent,
         "max_model_len": edge.frontend.max_model_len,
         "drafters": list(edge.frontend.drafters),
         "has_chat_template": edge.frontend.has_chat_template,
@@ -332,10 +356,11 @@ class Edge:
     offload: Offload = field(default_factory=Offload)
     access: Access = field(default_factory=Access)
     resuming: ResumePolicy = field(default_factory=ResumePolicy)
+    adapter: str = ""  # name of a LoRA adapter that it serves; empty: the model alone
 
     @property
     def model_name(self) -> str:
-        return self.frontend.model_name
+        return self.adapter or self.frontend.model_name
 
     def largest_body(self) -> int:
         """Bytes that the body of the current request may have."""
@@ -352,13 +377,14 @@ class Edge:
             self.metrics,
             self.request_timeout_s,
             self.max_completions,
+            self.adapter,
             None if tracing is None else partial(tracing.begin, headers, model=model),
         )
 
 
 def build_http(*edges: Edge) -> Starlette:
     """The application for an edge per model; the endpoint's settings are those of the first."""
-    models = Models({each.model_name: each for each in edges})
+    models = Models.of(*edges)
     generating = [
         Route(path, _GenerationRoute(models, endpoint), methods=["POST"])
         for path, endpoint in ENDPOINTS.items()

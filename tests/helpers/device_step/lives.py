@@ -143,9 +143,9 @@ def emitted(loop, requests, seed) -> dict[str, tuple[int, ...]]:
     raise AssertionError("the loop did not come to an end")
 
 
-def make(kind, model, drafting, num_blocks, *, on_device):
+def make(kind, model, drafting, num_blocks, *, on_device, **keys):
     speculative = {"decoding_type": "NGram", "max_draft_len": 6}
-    options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 24}
+    options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 24, **keys}
     config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
     appends = kind is OverlapLoop
     scheduler = Scheduler(config, num_blocks, MAX_LEN, tree_drafts=True, ranks_append=appends)

@@ -36,6 +36,7 @@ from ...ops.protocol import (
 )
 from ..info import ModelInfo
 from ..sharding import ShardedOutput, ShardPlan
+from .adapted import Adapters
 from .spec import FamilySpec
 
 Reduce = Callable[[Tensor], Tensor]
@@ -50,6 +51,7 @@ class Builder:
     ops: Ops
     plan: ShardPlan
     collective: Collective
+    adapters: Adapters | None = None
 
     def reduce(self, name: str) -> Reduce:
         """The sum over ranks if module `name` returns a part of one."""
@@ -59,7 +61,16 @@ class Builder:
 
     def pack(self, *linears: Any) -> Projection:
         """One product for linears of one input."""
-        return self.ops.pack(*joined_weight(linears))
+        return self.adapted(self.ops.pack(*joined_weight(linears)), linears)
+
+    def adapted(
+        self, product: Projection, linears: Sequence[Any], rows: Tensor | None = None
+    ) -> Projection:
+        """`product` with the adapters of its `linears`; `rows`: those of their joined outputs that
+        it computes, in order."""
+        if self.adapters is None:
+            return product
+        return self.adapters.beside(self.ops, product, linears, rows)
 
     def norm(self, module: Any) -> Norm:
         """A norm's weights as the operations take them."""
@@ -373,6 +384,7 @@ class FamilyModel(LayerStack):
     embed: Callable[[Tensor], Tensor]  # [num_tokens] to [num_tokens, hidden_size]
     unembed: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] to [num_rows, vocab]
     output: ShardedOutput | None = None  # the same, where every rank has a part of the vocabulary
+    adapters: Adapters | None = None
 
     def forward(
         self,
@@ -395,6 +407,8 @@ class FamilyModel(LayerStack):
         capture: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
         """What the output layer reads, and the inputs of layers `capture`."""
+        if self.adapters is not None:
+            self.adapters.begin(step.plan.adapters, step.cache.device)
         residual = self.embed(step.plan.token_ids)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale

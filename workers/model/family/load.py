@@ -21,6 +21,7 @@ from ...collective import Collective
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, Projection
 from ..sharding import ShardedOutput, ShardPlan
+from .adapted import Adapters
 from .decoder import (
     AttentionBlock,
     Builder,
@@ -43,6 +44,7 @@ def build_family(
     ops: Ops,
     plan: ShardPlan,
     collective: Collective,
+    adapters: Adapters | None = None,
 ) -> FamilyModel:
     """The family's model; the bridge's `model` loses its layers.
 
@@ -51,14 +53,17 @@ def build_family(
     """
     base = getattr(model, model.base_model_prefix, None) or model.model
     prefix = next(name for name, module in model.named_modules() if module is base)
-    builder = Builder(spec, ops, plan, collective)
+    builder = Builder(spec, ops, plan, collective, adapters)
     ropes = read_ropes(base.rotary_emb, spec.rope_kinds)
     layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
+    if adapters is not None:
+        adapters.finish()
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     norm, whole = builder.norm(base.norm), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
     unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
-    return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, embedding, unembed, shard)
+    ends = (embedding, unembed, shard)
+    return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, *ends, adapters)
 
 
 def build_layers(
@@ -164,18 +169,25 @@ def _pack_joined(
     fused = getattr(module, "qkv_proj", None)
     linears = (module.q_proj, module.k_proj, module.v_proj) if fused is None else (fused,)
     weight, bias = joined_weight(linears)
+
+    def product(rows: Tensor | None) -> Projection:
+        parts = (weight, bias) if rows is None else selected(weight, bias, rows)
+        return builder.adapted(builder.ops.pack(*parts), linears, rows)
+
+    rows: Tensor | None = None  # None: all, in order
     gate: Projection | None = None
     if builder.spec.gated_attention:
-        rows = torch.arange(weight.shape[0])
-        pairs = rows[: 2 * spec.key_begin].view(spec.num_heads, 2, spec.head_dim)
-        gate = builder.ops.pack(*selected(weight, bias, pairs[:, 1].flatten()))
-        kept = torch.cat([pairs[:, 0].flatten(), rows[2 * spec.key_begin :]])
-        weight, bias = selected(weight, bias, kept)
+        every = torch.arange(weight.shape[0])
+        pairs = every[: 2 * spec.key_begin].view(spec.num_heads, 2, spec.head_dim)
+        gate = product(pairs[:, 1].flatten())
+        rows = torch.cat([pairs[:, 0].flatten(), every[2 * spec.key_begin :]])
+    num_rows = weight.shape[0] if rows is None else len(rows)
+    if num_rows != spec.joined_width:
+        raise ValueError(f"{num_rows} joined rows, expected {spec.joined_width}")
     if builder.spec.neighbours and spec.rotary_dim:
-        weight, bias = selected(weight, bias, _joined_order(spec))
-    if weight.shape[0] != spec.joined_width:
-        raise ValueError(f"{weight.shape[0]} joined rows, expected {spec.joined_width}")
-    return builder.ops.pack(weight, bias), gate
+        order = _joined_order(spec)
+        rows = order if rows is None else rows[order]
+    return product(rows), gate
 
 
 def _joined_order(spec: AttentionSpec) -> Tensor:  # [spec.joined_width]

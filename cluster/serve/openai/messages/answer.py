@@ -50,7 +50,7 @@ class MessageMaker:
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._generation.frontend.model_name,
+            "model": self._generation.model_name,
             "content": list(self._blocks),
             "stop_reason": reason,
             "stop_sequence": sequence,

@@ -215,7 +215,7 @@ class ResponseMaker:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": self.generation.frontend.model_name,
+            "model": self.generation.model_name,
             "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, LoraModule
 from outrider.engine.frontend import Frontend
 from outrider.errors import EngineDeadError
 
@@ -74,7 +74,7 @@ def test_the_model_field_chooses(site):
     [
         (None, 400, "choose one of 'a', 'b'"),
         ("c", 404, "this server has 'a', 'b'"),
-        ("a:tuned", 404, "LoRA adapters ('tuned') are not supported; ask for 'a'"),
+        ("a:tuned", 404, "'a' has no adapter 'tuned'; it has none"),
     ],
 )
 def test_a_name_that_chooses_none(site, model, status, match):
@@ -106,3 +106,54 @@ def test_a_model_that_is_down_is_not_listed(site):
     site.clients[1].dead = True
     assert site.http.get("/health").status_code == 503
     assert site.http.get("/v1/models").status_code == 503
+
+
+@pytest.fixture
+def adapted(make_engine: Callable[..., Any], config: EngineConfig, limits: Any) -> Iterator[Site]:
+    """One model with two adapters."""
+    modules = (LoraModule(name="sql", path="/x"),
+               LoraModule(name="chat", path="/y", base_model_name="llama"))  # fmt: skip
+    engine = make_engine("the cat sat on the mat. ")
+    clients = [Failing(engine)]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    options = {"lora_modules": modules, "chat_template": template}
+    frontend = Frontend(config.model_copy(update=options), limits)
+    with TestClient(build_http(Edge(clients[0], frontend, EdgeMetrics("tiny")))) as http:
+        yield Site(http, clients)
+
+
+def test_the_model_field_chooses_an_adapter(adapted):
+    engine = adapted.clients[0]._engine
+    messages = [{"role": "user", "content": "a"}]
+    for model, name in ((None, ""), ("tiny", ""), ("sql", "sql"), ("tiny:chat", "chat")):
+        body = {} if model is None else {"model": model}
+        asked = {"max_tokens": 6, **body}
+        for path, given in (
+            ("completions", {"prompt": "x", **asked}),
+            ("chat/completions", {"messages": messages, **asked}),
+            ("messages", {"messages": messages, **asked}),
+            ("responses", {"input": "x", **body}),
+        ):
+            answer = adapted.http.post(f"/v1/{path}", json=given)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == (name or "tiny")
+            assert engine.submitted[-1].adapter == name
+    assert post(adapted, model="tiny:other").status_code == 404
+    assert post(adapted, model="other").status_code == 404
+    assert adapted.http.post("/tokenize", json={"model": "sql", "prompt": "a"}).status_code == 200
+    text = adapted.http.get("/metrics").text
+    assert 'model="tiny"' in text
+    assert 'model="sql"' not in text
+
+
+def test_adapters_are_listed_with_their_model(adapted):
+    cards = adapted.http.get("/v1/models").json()["data"]
+    found = [(each["id"], each["root"], each["parent"]) for each in cards]
+    assert found[1:] == [("sql", "/x", "tiny"), ("chat", "/y", "llama")]
+    assert (cards[0]["id"], cards[0]["parent"]) == ("tiny", None)
+    assert adapted.http.get("/v1/models/chat").json()["root"] == "/y"
+    schemas = adapted.http.get("/openapi.json").json()["components"]["schemas"]
+    model = schemas["CompletionBody"]["properties"]["model"]
+    assert model == {"anyOf": [{"enum": ["tiny", "sql", "chat"]}, {"type": "null"}]}
+    adapted.clients[0].dead = True
+    assert adapted.http.get("/v1/models").status_code == 503

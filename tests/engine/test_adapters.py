@@ -1,0 +1,201 @@
+"""LoRA adapters on whole engines: merged weights' tokens with every drafter, and no shared keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.config import EngineConfig
+from outrider.engine.estimate import estimate
+from outrider.engine.preflight import preflight, require_checkpoints
+from outrider.errors import CheckpointError, InvalidRequestError
+from outrider.scheduler.types import Request, SeatSettings, ints
+from outrider.workers.device_step.shape import Sampler
+from outrider.workers.group import LocalGroup
+
+from ..helpers.adapters import merged, write_adapter
+from ..helpers.engines import collect_all, complete, engine_of, random_prompts
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
+NAMES = ("", "a", "b")
+NUM_TOKENS = 20
+
+
+@dataclass
+class Case:
+    """A target, its adapters, and the tokens of merged weights by request."""
+
+    target: str
+    modules: list[dict[str, str]]
+    prompts: list[list[int]]
+    tokens: dict[str, tuple[int, ...]]
+
+
+def make_case(folder: Path, target: str, prompts: list[list[int]], alpha: float) -> Case:
+    """Tokens are those of an engine of merged weights, without adapters and drafters."""
+    folders = [
+        write_adapter(folder / "a", target, seed=1, alpha=alpha),
+        write_adapter(folder / "b", target, seed=2, rank=3, targets=("q_proj", "v_proj"),
+                      use_rslora=True, alpha=alpha),
+    ]  # fmt: skip
+    models = [target, *(merged(folder / f"m{i}", target, each) for i, each in enumerate(folders))]
+    tokens = {}
+    for name, model in zip(NAMES, models, strict=True):
+        with engine_of(model) as engine:
+            found, _ = complete(engine, prompts, max_tokens=NUM_TOKENS)
+        tokens |= {f"{name}{index}": each for index, each in found.items()}
+    for index in range(len(prompts)):
+        assert len({tokens[f"{name}{index}"] for name in NAMES}) == 3, "the adapters do something"
+    modules = [{"name": n, "path": each} for n, each in zip(NAMES[1:], folders, strict=True)]
+    return Case(target, modules, prompts, tokens)
+
+
+@pytest.fixture(scope="module")
+def case(tiny, tmp_path_factory):
+    prompts = random_prompts(3, 96, longest=50)
+    return make_case(tmp_path_factory.mktemp("adapters"), tiny.target, prompts, 8.0)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The shipped target, for which there are heads."""
+    prompts = [[300, 20, 41, 300, 20], [77, 9, 300, 18, 4, 9]]
+    return make_case(tmp_path_factory.mktemp("demo"), str(DEMO / "target"), prompts, 1.0)
+
+
+def requests(case: Case, order: tuple[str, ...] = NAMES, **options):
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [
+        Request(f"{name}{index}", ints(prompt), sampling, seed=1, adapter=name, **options)
+        for index, prompt in enumerate(case.prompts)
+        for name in order
+    ]
+
+
+def sections(tiny) -> list[dict]:
+    return [
+        {"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 1},
+        {"decoding_type": "Suffix"},
+        {"decoding_type": "NGramMod", "n_match": 2, "n_min": 1},
+        {"decoding_type": "Lookahead"},
+        {"decoding_type": "DraftTarget", "speculative_model": tiny.draft},
+        {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "placement": "colocated"},
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("index", range(-1, 6))
+def test_tokens_are_those_of_merged_weights(case, tiny, index, size):
+    """Base and two adapters in one batch, then once more over what the prefix cache has kept."""
+    section = None if index < 0 else sections(tiny)[index]
+    options = {"lora_modules": case.modules, "tensor_parallel_size": size}
+    with engine_of(case.target, section, **options) as engine:
+        found, last = collect_all(engine, requests(case))
+        again, _ = collect_all(engine, requests(case, ("b", "", "a")))
+        assert engine.stats()["requests"]["num_hit_tokens"] > 0
+    assert found == again == case.tokens
+    if section is not None:
+        assert sum(delta.usage.num_draft_tokens for delta in last.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["Eagle3", "MTP", "Medusa", "ReDrafter", "Eagle"])
+def test_heads_change_nothing(demo, kind):
+    section = {"decoding_type": kind, "speculative_model": str(DEMO / kind.lower())}
+    for placement in ("colocated", "separate"):
+        with engine_of(
+            demo.target, {**section, "placement": placement}, lora_modules=demo.modules
+        ) as engine:
+            found, last = collect_all(engine, requests(demo))
+            assert found == demo.tokens
+            assert sum(delta.usage.num_draft_tokens for delta in last.values()) > 0
+
+
+def test_steps_that_are_planned_ahead(case, monkeypatch):
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
+    with engine_of(case.target, lora_modules=case.modules, tensor_parallel_size=2) as engine:
+        assert collect_all(engine, requests(case))[0] == case.tokens
+
+
+def test_preempted_requests_keep_their_adapter(case):
+    options = {"lora_modules": case.modules, "num_kv_blocks": 12, "block_size": 8}
+    with engine_of(case.target, None, **options, max_model_len=80) as engine:
+        assert collect_all(engine, requests(case))[0] == case.tokens
+        assert engine.stats()["requests"]["num_preemptions"] > 0
+
+
+def test_drawn_tokens_do_not_depend_on_drafts(case, tiny):
+    sampling = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS, ignore_eos=True)
+    asked = [
+        Request(f"{name}{i}", ints(prompt), sampling, seed=i, adapter=name)
+        for i, prompt in enumerate(case.prompts)
+        for name in NAMES
+    ]
+    found = []
+    for section in (None, *sections(tiny)[:1], *sections(tiny)[4:]):
+        with engine_of(case.target, section, lora_modules=case.modules) as engine:
+            found.append(collect_all(engine, asked)[0])
+    assert all(each == found[0] for each in found)
+
+
+def test_an_adapters_request_takes_the_host_path():
+    assert Sampler.of(SeatSettings(0, adapter="a"), has_edits=True) is Sampler.HOST
+
+
+def test_python_chooses_by_request_or_name(demo):
+    options = {"lora_modules": demo.modules, "executor": "local", "dtype": "float32"}
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompt, path = demo.prompts[0], demo.modules[0]["path"]
+
+    def tokens(outputs):
+        return [tuple(each.outputs[0].token_ids) for each in outputs]
+
+    with LLM(demo.target, **options, enable_lora=True, max_lora_rank=4) as llm:
+        wish = LoRARequest("a", 1, path)
+        kept = {"use_tqdm": False}
+        assert tokens(llm.generate(prompt, sampling, **kept)) == [demo.tokens["0"]]
+        assert tokens(llm.generate(prompt, sampling, lora_request=wish, **kept)) == [
+            demo.tokens["a0"]
+        ]
+        mixed = llm.generate([prompt] * 3, sampling, lora_request=[wish, None, "b"], **kept)
+        assert tokens(mixed) == [demo.tokens[key] for key in ("a0", "0", "b0")]
+        *_, last = llm.stream(prompt, sampling, lora_request="b")
+        assert tokens([last]) == [demo.tokens["b0"]]
+        for wrong, match in (
+            ("c", "'c' is not served; there is 'a', 'b'"),
+            (LoRARequest("a", 1, "/elsewhere"), "'a' is served from"),
+            ([wish], "1 for 2 prompts"),
+            (5, "a LoRARequest or a name, got 5"),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"^lora_request: {match}"):
+                llm.generate([prompt, prompt], sampling, lora_request=wrong, **kept)
+
+
+def test_faults_are_found_before_anything_starts(demo, tiny, tmp_path):
+    def config(**options):
+        given = {"executor": "local", "lora_modules": demo.modules, **options}
+        return EngineConfig.load({"model": demo.target, **given})
+
+    facts = preflight(config())
+    assert facts["adapters"] == "a (rank 4), b (rank 3)"
+    plain, adapted = (
+        estimate(config(lora_modules=each), 0)[0].rank.weights for each in ([], demo.modules)
+    )
+    assert facts["adapters per rank"] == f"{adapted - plain:,} bytes"
+    with pytest.raises(CheckpointError, match=r"lora_modules: 'a': .*r: 4 is above max_lora_rank"):
+        require_checkpoints(config(max_lora_rank=3))
+    other = write_adapter(tmp_path / "x", tiny.target)
+    with pytest.raises(CheckpointError, match=r"lora_modules: 'x': tensor '.*lora_A' "):
+        preflight(config(lora_modules=[f"x={other}"]))
+
+
+def test_their_memory_is_planned(case):
+    config = {"model": case.target, "executor": "local", "dtype": "float32"}
+    plain, with_adapters = (
+        estimate(EngineConfig.load({**config, **more}), 0)[0].rank.weights
+        for more in ({}, {"lora_modules": case.modules[1:]})
+    )
+    # Of each of two layers: q and v of one input share products of rank 3 + 3.
+    assert with_adapters - plain == 2 * (3 + 3) * (64 + 64 + 16 + 16) * 4

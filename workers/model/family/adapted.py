@@ -1,0 +1,160 @@
+"""Low-rank adapters beside the decoder's products: which rows of a step each serves, and the sums.
+
+A product of several linears (`joined`, `gate_up`) has one pair of matrices per adapter: the down
+matrices below each other, the up matrices along a diagonal. With tensor parallelism a rank has its
+rows of the up matrix where the linear is cut by outputs, and its columns of the down matrix where
+it is cut by inputs; the sum over ranks that follows then includes the adapter's part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ....scheduler.types import IntArray
+from ...ops import Ops
+from ...ops.protocol import Projection
+from ..checkpoint.adapters import Adapter
+from ..checkpoint.weights import TensorSource
+from ..sharding import Shard, ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One linear's matrices on this rank, the scale within `up`."""
+
+    down: Tensor  # [rank, in_features]
+    up: Tensor  # [out_features, rank]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of one adapter."""
+
+    adapter: int
+    rows: slice | Tensor  # [num_rows] int64
+
+
+class _Active(threading.local):
+    """The groups of the step, or of its part, that a thread computes."""
+
+    groups: tuple[_Group, ...] = ()
+
+
+class Adapters:
+    """The adapters of one model on this rank; 0 is the model without one.
+
+    Args:
+        model: transformers' modules, with this rank's shards.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        model: nn.Module,
+        plan: ShardPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.numbers: Mapping[str, int] = {
+            each.name: number for number, each in enumerate(adapters, start=1)
+        }
+        self._active = _Active()
+        self._pairs: dict[nn.Module, dict[int, _Pair]] = {}
+        self._packed: set[nn.Module] = set()
+        modules = dict(model.named_modules())
+        for adapter in adapters:
+            for name, part in adapter.parts.items():
+                shard = plan.shards.get(f"{name}.weight")
+                down = _read(part.down, shard, 1)
+                up = _read(part.up, shard, 0).float() * part.scale
+                pair = _Pair(down.to(device, dtype), up.to(device, dtype))
+                self._pairs.setdefault(modules[name], {})[self.numbers[adapter.name]] = pair
+
+    def beside(
+        self,
+        ops: Ops,
+        plain: Projection,
+        linears: Sequence[Any],
+        rows: Tensor | None = None,  # of the joined outputs; None: all, in order
+    ) -> Projection:
+        """`plain`, a product of `linears`, with what the adapters add."""
+        self._packed.update(linears)
+        numbers = sorted({number for each in linears for number in self._pairs.get(each, ())})
+        pairs = {}
+        for number in numbers:
+            parts = [self._pairs.get(each, {}).get(number) for each in linears]
+            down = torch.cat([part.down for part in parts if part is not None])
+            up = torch.block_diag(
+                *(
+                    down.new_zeros(each.weight.shape[0], 0) if part is None else part.up
+                    for part, each in zip(parts, linears, strict=True)
+                )
+            )
+            if rows is not None:
+                up = up.index_select(0, rows.to(up.device))
+            pairs[number] = (ops.pack(down, None), ops.pack(up.contiguous(), None))
+        return AdaptedProjection(plain, pairs, self._active) if pairs else plain
+
+    def finish(self) -> None:
+        """Drops what was packed; raises `ValueError` where a linear was not."""
+        if missing := self._pairs.keys() - self._packed:
+            raise ValueError(f"{len(missing)} linears with adapters are not among its products")
+        self._pairs.clear()
+        self._packed.clear()
+
+    def begin(self, rows: IntArray | None, device: torch.device) -> None:  # [num_tokens]
+        """Sets which adapter each row of this thread's next products has; None: no row has one."""
+        self._active.groups = () if rows is None else _groups(rows, device)
+
+
+def _groups(rows: IntArray, device: torch.device) -> tuple[_Group, ...]:
+    found = []
+    for adapter in np.unique(rows[rows > 0]).tolist():
+        where = np.flatnonzero(rows == adapter)
+        begin, end = int(where[0]), int(where[-1]) + 1
+        if end - begin == len(where):
+            found.append(_Group(adapter, slice(begin, end)))
+        else:
+            found.append(_Group(adapter, torch.from_numpy(where).to(device)))
+    return tuple(found)
+
+
+class AdaptedProjection:
+    """A product, and for rows with an adapter two more, which are added."""
+
+    def __init__(
+        self, plain: Projection, pairs: Mapping[int, tuple[Projection, Projection]], active: _Active
+    ) -> None:
+        self._plain, self._pairs, self._active = plain, pairs, active
+
+    def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
+        out = self._plain(states)
+        for group in self._active.groups:
+            pair = self._pairs.get(group.adapter)
+            if pair is None:
+                continue
+            down, up = pair
+            if isinstance(group.rows, slice):
+                out[group.rows].add_(up(down(states[group.rows])))
+            else:
+                out.index_add_(0, group.rows, up(down(states.index_select(0, group.rows))))
+        return out
+
+
+def _read(source: TensorSource, shard: Shard | None, dim: int) -> Tensor:
+    """This rank's part of a matrix whose dimension `dim` is the linear's."""
+    box = [(0, size) for size in source.shape]
+    if shard is None or shard.dim != dim:
+        return source.read(tuple(box))
+    pieces = []
+    for span in shard.ranges:
+        box[dim] = span
+        pieces.append(source.read(tuple(box)))
+    return torch.cat(pieces, dim=dim)
