@@ -10,11 +10,23 @@ import os
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.bench.gpu.inputs import random_tree, step_of, weight_of
 from outrider.bench.gpu.machine import Machine, Size, random_model
+from outrider.config import Eagle3Config
+from outrider.scheduler.tree import EMPTY
+from outrider.scheduler.types import Opening, SeatSettings, StepPlan, ints
+from outrider.tests.helpers.files import ROOT
 from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.collective import Collective
+from outrider.workers.head import HeadService
+from outrider.workers.model.paged import ForwardChoice
+from outrider.workers.model.target import load_model
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind
+from outrider.workers.seats import gather
+from outrider.workers.spec import ModelSpec, WorkerSpec
+from outrider.workers.worker import Worker
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
@@ -124,3 +136,66 @@ def test_products_and_experts_of_any_number_of_rows(seen, kind):
         "_product_kernel": 4, "_sum_kernel": 1, "_align_kernel": 3,
         "_gate_up_kernel": 3, "_down_kernel": 3,
     }  # fmt: skip
+
+
+class Zeroed(TorchDispatchMode):
+    """New memory is zero: no kernel writes it, and others take it for indices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if "empty" in str(func) else out
+
+
+def plan_of(rng, seats, lens, chunks, *, num_nodes: int) -> StepPlan:
+    """Requests with `lens` known tokens, of which a step computes the last `chunks`."""
+    blocks = [(seat, index, seat * 100 + index) for seat in seats for index in range(100)]
+    texts = [ints(rng.integers(3, 4000, length)) for length in lens]
+    return StepPlan(
+        step=0,
+        seats=ints(seats),
+        context_lens=ints(np.array(lens) - chunks),
+        chunk_lens=ints(chunks),
+        max_nodes=ints(np.full(len(seats), num_nodes)),
+        tokens=ints([]),
+        blocks=ints(blocks),
+        kv_moves=ints([]).reshape(0, 2),
+        openings=tuple(
+            Opening(seat, text, len(text), SeatSettings(seat))
+            for seat, text in zip(seats, texts, strict=True)
+        ),
+        drafts=gather([EMPTY] * len(seats), np.ones(len(seats), dtype=np.bool_)),
+    )
+
+
+@torch.inference_mode()
+def test_a_worker_with_a_head_compiles_all_of_it_at_start(seen, monkeypatch):
+    """Prompts and single tokens on the host path, each followed by a draft of the head."""
+    from outrider.workers import head_layers
+    from outrider.workers.ops.cuda.ops import CudaOps
+
+    monkeypatch.setattr(head_layers, "mismatch", lambda *_: "")  # no kernel has run
+    ops, models = CudaOps(CPU), ROOT / "demo" / "models"
+    ops.num_processors = NUM_PROCESSORS
+    known = ForwardChoice("family")
+    single = Collective.single()
+    model = load_model(models / "target", device=CPU, collective=single, ops=ops, known=known)
+    section = Eagle3Config(speculative_model=str(models / "eagle3"), max_draft_len=3)
+    head = HeadService(section, model, models / "target", 8)
+    assert head.module_reason == ""
+    seen.variants.clear()
+    spec = ModelSpec(str(models / "target"), "bfloat16", 16, 800, 2048, 8, 2048, 0, 0.9)
+    worker = Worker(WorkerSpec(1, "cpu", 1, 60.0, target=spec), single, CPU)
+    worker._models, worker._head = {"target": model}, head
+    worker.allocate(800, 0)
+    listed = of(seen, "attend_kernel") | of(seen, "_combine_kernel")
+    assert len(listed) == 2 * 8 + 1, "blocks of 16 keys, and of one"
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        seats = rng.permutation(8)[: rng.integers(1, 9)].tolist()
+        chunks = rng.choice([1, 1, 3, 40, 300], len(seats))
+        lens = chunks + rng.choice([1, 30, 900], len(seats))
+        with Zeroed():
+            worker.handle(plan_of(rng, seats, lens, chunks, num_nodes=3))
+    launched = of(seen, "attend_kernel") | of(seen, "_combine_kernel")
+    assert seen.launches.count("attend_kernel") > 30 * (model.info.num_layers + 3)
+    assert launched <= listed
