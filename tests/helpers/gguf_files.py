@@ -56,13 +56,7 @@ def write_gguf(
         _add_tokenizer(writer, folder, config, pre)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(key, None)
-        kinds = {
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-        }
-        kinds.get(type(value), writer.add_array)(key, value)
+        _add(writer, key, value)
     number = gguf.GGMLQuantizationType[kind]
     for tensor_name, tensor in tensors_of(config, weights).items():
         values = tensor.float().numpy()
@@ -76,6 +70,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file if file.is_file() else min(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Writes a key with the type that such a value has in files: u32 and f32 where they hold it."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        kinds = (writer.add_int64, writer.add_uint32, writer.add_uint64)
+        kinds[(value >= 0) + (value >= 2**32)](key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

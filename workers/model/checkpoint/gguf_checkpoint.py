@@ -212,7 +212,7 @@ def _gemma3(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(source: _Source, config: dict[str, Any]) -> dict[str, Any]:
-    width = config["hidden_size"] // config["num_attention_heads"]
+    width = config["head_dim"]
     length = config["max_position_embeddings"]
     original = source.integer("rope.scaling.original_context_length", length)
     window = source.get("attention.sliding_window") or None
@@ -535,7 +535,7 @@ def _joined(name: str, tensor: Tensor, partner: Tensor | None) -> _Part:
 def _halves(tensor: Tensor, heads: int) -> np.ndarray:
     """The order of rows in which each head's even rows come first, as transformers rotates them."""
     rows = tensor.shape[0]
-    if rows % (2 * heads):
+    if rows % (2 * heads) or rows != tensor.num_rows:
         raise CheckpointError(f"{tensor.name} has {rows} rows for {heads} heads")
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
 
@@ -550,7 +550,9 @@ def _values(parts: list[_Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         if part.is_transposed:
             pair = [each.T for each in pair]
         values = pair[0] if part.partner is None else np.stack(pair, -1).reshape(len(pair[0]), -1)
-        return torch.from_numpy(values + np.float32(part.shift)).to(dtype)
+        if part.shift:
+            values = values + np.float32(part.shift)
+        return torch.from_numpy(values).to(dtype)
 
     count = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(count) as pool:

@@ -56,16 +56,17 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
     """
     kind, cut = meta.get("tokenizer.ggml.model"), meta.get(_CUT, "")
     hint = "set tokenizer to a folder with the model's own"
-    if kind == "gpt2" and cut not in _KNOWN_CUTS | _GPT2_CUTS | _DIGIT_CUTS:
+    known = _KNOWN_CUTS | _GPT2_CUTS | _DIGIT_CUTS
+    if kind == "gpt2" and not (isinstance(cut, str) and cut in known):
         raise CheckpointError.at(
             "tokenizer", f"{file}: tokenizer.ggml.pre is {cut!r}, which is not read; {hint}"
         )
-    tokens = meta.get(_TOKENS)
-    if kind not in ("gpt2", "llama") or not isinstance(tokens, list) or not tokens:
+    if kind not in ("gpt2", "llama") or not _tokens(meta)[0]:
         raise CheckpointError.at(
             "tokenizer",
             f"{file}: tokenizer.ggml.model is {kind!r}; read with its tokens: gpt2, llama; {hint}",
         )
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging as theirs
 
@@ -75,18 +76,22 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
         made = PreTrainedTokenizerFast.from_pretrained(
             file.parent, gguf_file=file.name, local_files_only=True
         )
-    except Exception as error:  # noqa: BLE001, of what the metadata holds, anything
+        made.save_pretrained(folder)
+        stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        _mend(stored, meta)
+        text = json.dumps(stored, ensure_ascii=False)
+        Tokenizer.from_str(text)
+    except Exception as error:  # of what the metadata holds, anything
+        if isinstance(error, OSError) and error.errno is not None:  # of the folder's disk
+            raise
         raise CheckpointError.at(
             "tokenizer", f"{file}: none can be made of its metadata: {error!r}; {hint}"
         ) from None
     finally:
         theirs.set_verbosity(level)
-    made.save_pretrained(folder)
-    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    _mend(stored, meta)
     if kind == "gpt2" and cut in ("default", ""):
         log.warning("%s: it does not say how texts are cut (tokenizer.ggml.pre); as GPT-2's", file)
-    (folder / "tokenizer.json").write_text(json.dumps(stored, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer.json").write_text(text, "utf-8")
     named = folder / "tokenizer_config.json"
     settings = json.loads(named.read_text(encoding="utf-8"))
     for key in ("is_local", "local_files_only"):
@@ -95,9 +100,16 @@ def write_tokenizer(folder: Path, file: Path, meta: Mapping[str, Any]) -> None:
     named.write_text(json.dumps(settings, indent=2), "utf-8")
 
 
+def _tokens(meta: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The tokens by their ids, and their types, as far as they are lists."""
+    lists = (meta.get(_TOKENS), meta.get("tokenizer.ggml.token_type"))
+    tokens, types = (each if isinstance(each, list) else [] for each in lists)
+    return tokens, types
+
+
 def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
     """Changes what transformers makes of a file to what llama.cpp does with it."""
-    tokens, types = meta[_TOKENS], meta.get("tokenizer.ggml.token_type") or []
+    tokens, types = _tokens(meta)
     model, kind, cut = stored["model"], meta["tokenizer.ggml.model"], meta.get(_CUT, "")
     # Tokens that transformers adds on its own have no rows.
     added = {each["id"]: each for each in stored["added_tokens"] if each["id"] < len(tokens)}
@@ -134,13 +146,14 @@ def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
 
 def _post_processor(meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """Adds the tokens that begin and end a text, where the file, or its kind, says so."""
-    by_default = meta["tokenizer.ggml.model"] == "llama" or meta.get(_CUT) in _WHOLE_CUTS
+    is_bytes = meta["tokenizer.ggml.model"] == "gpt2"
+    by_default = not is_bytes or meta.get(_CUT) in _WHOLE_CUTS
     ends = []
     for name, usual in (("bos", by_default), ("eos", False)):
         index = meta.get(f"tokenizer.ggml.{name}_token_id")
         wanted = meta.get(f"tokenizer.ggml.add_{name}_token", usual)
-        token = meta[_TOKENS][index] if wanted and index is not None else None
-        ends.append([] if token is None else [(token, index)])
+        is_one = type(index) is int and 0 <= index < len(meta[_TOKENS])
+        ends.append([(meta[_TOKENS][index], index)] if wanted and is_one else [])
 
     def template(letters: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -165,8 +178,9 @@ def _post_processor(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens that end a text, and defaults of sampling."""
-    ends = [meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
-    tokens, types = (meta.get(f"tokenizer.ggml.{each}") or [] for each in ("tokens", "token_type"))
+    named = (meta.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom"))
+    ends = [each for each in named if type(each) is int and each >= 0]
+    tokens, types = _tokens(meta)
     # Where "<|return|>" ends an answer, "<|end|>" ends one of its messages.
     texts = _ENDS_OF_TURNS - {"<|end|>" if "<|return|>" in tokens else ""}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
@@ -174,7 +188,7 @@ def generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
             ends.append(index)
     chosen: dict[str, Any] = {
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(each for each in ends if each is not None)) or None,
+        "eos_token_id": list(dict.fromkeys(ends)) or None,
     }
     for ours, theirs in (("temperature", "temp"), *((each, each) for each in _SAMPLING)):
         chosen[ours] = meta.get(f"general.sampling.{theirs}")
