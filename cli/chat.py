@@ -39,6 +39,7 @@ class Local:
     llm: LLM
     sampling: SamplingOptions
     raw: bool  # no chat template: the conversation's text is the prompt
+    adapter: str | None = None
 
     def answer(self, messages: list[Message]) -> Iterator[Piece]:
         frontend = self.llm.frontend
@@ -53,7 +54,8 @@ class Local:
         from ..engine.frontend import RequestOptions
 
         options = RequestOptions(shown_ids=frontend.chat.shown_ids if parser else frozenset())
-        for output in self.llm.stream(ready, self.sampling.params(), options=options):
+        params = self.sampling.params()
+        for output in self.llm.stream(ready, params, lora_request=self.adapter, options=options):
             text = output.outputs[0].text
             if len(text) > num_shown:
                 yield from _read(parser, text[num_shown:])
@@ -123,11 +125,14 @@ def chat(
     hide_reasoning: Annotated[
         bool, typer.Option("--hide-reasoning", help="Do not show what the model thinks.")
     ] = False,
+    adapter: Annotated[
+        str | None, typer.Option(help="One of --lora-modules; of a server: --model.")
+    ] = None,
 ) -> None:
     """Talks with a model, several turns, streaming."""
     sampling.params()
     with ExitStack() as stack:
-        answer, stats = _partner(engine, sampling, url, api_key, raw, stack)
+        answer, stats = _partner(engine, sampling, url, api_key, raw, adapter, stack)
         talk = Conversation(answer, stats, system, shows_reasoning=not hide_reasoning)
         talk.reset()
         interactive = sys.stdin.isatty()
@@ -154,12 +159,15 @@ def _partner(
     url: str | None,
     api_key: str | None,
     raw: bool,
+    adapter: str | None,
     stack: ExitStack,
 ) -> tuple[Callable[[list[Message]], Iterator[Piece]], Callable[[], Iterable[str]]]:
     """How to get an answer, and the statistics."""
     if url is not None:
         if raw:
             raise ConfigError.at("raw", "only for a model loaded here, not with --url")
+        if adapter is not None:
+            raise ConfigError.at("adapter", "of a server, --model names it")
         server = RunningServer(url, api_key=api_key)
         stack.callback(server.close)
         models = server.models()
@@ -172,7 +180,7 @@ def _partner(
 
     with err().status("Loading the model..."):
         llm = stack.enter_context(LLM.from_config(config))
-    local = Local(llm, sampling, raw)
+    local = Local(llm, sampling, raw, adapter)
     return local.answer, local.stats
 
 

@@ -34,6 +34,9 @@ def explain(
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Time plain decoding, too.")
     ] = True,
+    adapter: Annotated[
+        str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
+    ] = None,
 ) -> None:
     """Shows the draft of each step: what was proposed, by whom, and what the target accepted.
 
@@ -50,8 +53,8 @@ def explain(
         with err().status("Loading the model..."):
             llm = stack.enter_context(LLM.from_config(config))
         # Plain decoding comes second: a drafter must not find its text where it looks things up.
-        output, step_s = _timed(llm, text, params, enabled=True)
-        plain_s = _timed(llm, text, params, enabled=False)[1] if compare else None
+        output, step_s = _timed(llm, text, params, adapter, enabled=True)
+        plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None
     completion = output.outputs[0]
     trace = completion.speculation_trace or []
     colours: dict[str, str] = {}
@@ -61,7 +64,7 @@ def explain(
 
 
 def _timed(
-    llm: LLM, prompt: str, params: SamplingParams, *, enabled: bool
+    llm: LLM, prompt: str, params: SamplingParams, adapter: str | None, *, enabled: bool
 ) -> tuple[RequestOutput, float | None]:
     """The output, and the median time of its steps but the first, in seconds; None: of none."""
     from ..engine.frontend import RequestOptions
@@ -69,7 +72,7 @@ def _timed(
 
     options = RequestOptions(speculation=SpeculationOptions(enabled=enabled, trace=True))
     outputs, times = [], []
-    for output in llm.stream(prompt, params, options=options):
+    for output in llm.stream(prompt, params, lora_request=adapter, options=options):
         outputs.append(output)
         times.append(time.perf_counter())
     gaps = [end - begin for begin, end in pairwise(times)]

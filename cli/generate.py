@@ -32,6 +32,9 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="Statistics, on stderr.")
     ] = True,
+    adapter: Annotated[
+        str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
+    ] = None,
 ) -> None:
     """Completes prompts and prints the text; how speculation went goes to stderr."""
     params = sampling.params()
@@ -45,9 +48,9 @@ def generate(
             llm = stack.enter_context(LLM.from_config(config))
         start = time.perf_counter()
         if stream and len(texts) == 1:
-            outputs = [_stream(llm, texts[0], params)]
+            outputs = [_stream(llm, texts[0], params, adapter)]
         else:
-            outputs = llm.generate(texts, params, use_tqdm=stream)
+            outputs = llm.generate(texts, params, use_tqdm=stream, lora_request=adapter)
             for prompt, output in zip(texts, outputs, strict=True):
                 if len(texts) > 1:
                     say(f"=== {prompt}")
@@ -56,10 +59,10 @@ def generate(
             _show(llm, outputs, time.perf_counter() - start)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, adapter: str | None) -> RequestOutput:
     """Writes the text as it grows; the last output."""
     num_shown, last = 0, None
-    for last in llm.stream(prompt, params):
+    for last in llm.stream(prompt, params, lora_request=adapter):
         text = last.outputs[0].text
         write(text[num_shown:])
         num_shown = len(text)

@@ -151,7 +151,7 @@ class Worker:
                 forward=spec.forward,
                 deterministic=spec.deterministic,
                 known=None if known is None else _known_choice(getattr(known, name)),
-                adapters=spec.adapters,
+                adapters=[(each, local_folder(folder)) for each, folder in spec.adapters],
                 **spec.trust,
             )
         self._load_heads()

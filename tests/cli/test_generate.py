@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.tests.helpers.adapters import write_adapter
+
 PROMPT = "def __init__(self, name):\n        self.name"
 LOCAL = ("--executor", "local", "--dtype", "float32", "--num-kv-blocks", 256)
 
@@ -99,3 +101,19 @@ def test_chat_with_no_server(outrider_cli):
     result = outrider_cli("chat", "--url", "127.0.0.1:9", input="hello\n")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: url: no server answers at http://127.0.0.1:9")
+
+
+def test_an_adapter_is_chosen_by_name(outrider_cli, model, tmp_path):
+    folder = write_adapter(tmp_path / "a", str(model), seed=1, alpha=2.0)
+    given = ("-m", model, *LOCAL, "--max-tokens", 12, "--ignore-eos", "--lora-modules")
+    args = ("generate", PROMPT, *given, f"a={folder}")
+    plain, adapted = outrider_cli(*args), outrider_cli(*args, "--adapter", "a", "--no-stream")
+    assert plain.exit_code == adapted.exit_code == 0, adapted.stderr
+    assert plain.stdout != adapted.stdout
+    drafted = outrider_cli(*args, "--adapter", "a", "--spec-type", "ngram")
+    assert drafted.stdout == adapted.stdout
+    unknown = outrider_cli(*args, "--adapter", "b")
+    assert unknown.exit_code != 0
+    assert "'b' is not served; there is 'a'" in unknown.stderr
+    talk = outrider_cli("chat", "--raw", *given, f"a={folder}", "--adapter", "a", input=PROMPT)
+    assert talk.exit_code == 0, talk.stderr

@@ -16,6 +16,7 @@ from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
 from outrider.errors import ConfigError
+from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.helpers.ports import completion, connect, free_port, wait_for
 from outrider.tests.helpers.serving.kills import below
 from outrider.tests.helpers.serving.metrics import num_aborted
@@ -24,13 +25,16 @@ MODEL = Path(__file__).parents[2] / "demo" / "models" / "target"
 
 
 @pytest.fixture(scope="module")
-def url(serve_port: int) -> str:
+def url(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> str:
     from ray import serve
 
     from outrider.cluster.app import build_app
 
     port = free_port()
-    serve.run(build_app({**ARGS, "serve": {"port": port}}), name="test")
+    folder = write_adapter(tmp_path_factory.mktemp("adapter") / "a", str(MODEL), alpha=8.0)
+    adapters = [{"name": "tuned", "path": folder}]
+    args = {**ARGS, "lora_modules": adapters, "serve": {"port": port}}
+    serve.run(build_app(args), name="test")
     return f"http://127.0.0.1:{port}"
 
 
@@ -55,7 +59,7 @@ def test_serving(url: str) -> None:
     options: dict[str, Any] = {"model": "demo", "prompt": "def main(", "temperature": 0}
 
     assert http.get("/health").json() == {"status": "ok"}
-    assert [model.id for model in client.models.list()] == ["demo"]
+    assert [model.id for model in client.models.list()] == ["demo", "tuned"]
 
     whole = client.completions.create(**options, max_tokens=24)
     usage = {"include_usage": True}
@@ -66,6 +70,10 @@ def test_serving(url: str) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 24
     assert chunks[-1].usage.model_dump()["speculation"]["num_steps"] > 0
+
+    adapted = client.completions.create(**{**options, "model": "tuned"}, max_tokens=24)
+    assert adapted.model == "tuned"
+    assert adapted.choices[0].text != whole.choices[0].text
 
     def ask(_: int) -> str:
         return client.completions.create(**options, max_tokens=24).choices[0].text

@@ -121,14 +121,15 @@ def test_a_block_that_nobody_holds_cannot_be_freed():
         pool.free(held)
 
 
-def test_hashes_depend_on_tenant_order_and_all_that_precedes():
+def test_hashes_depend_on_tenant_adapter_order_and_all_that_precedes():
     texts = [(a, b) for a in range(4) for b in range(4)]
     seen = set()
-    for tenant in ("", "a", "b"):
-        root = root_hash(tenant)
+    owners = [("",), ("a",), ("b",), ("", "a"), ("", "b"), ("a", "b"), ("b", "a")]
+    for owner in owners:  # tenant and adapter
+        root = root_hash(*owner)
         seen |= {root} | {chain_hash(root, ints(text)) for text in texts}
         seen |= {chain_hash(chain_hash(root, ints(text)), ints(text)) for text in texts}
-    assert len(seen) == 3 * (1 + 16 + 16)
+    assert len(seen) == len(owners) * (1 + 16 + 16)
     assert chain_hash(root_hash("a"), ints([1, 2])) == chain_hash(root_hash("a"), ints([1, 2]))
 
 

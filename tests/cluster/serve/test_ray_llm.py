@@ -42,6 +42,11 @@ def small(name: str, **fields: Any) -> dict[str, Any]:
     return {"model_loading_config": {"model_id": name}, **fields}
 
 
+def tuned(name: str) -> dict[str, Any]:
+    """With an adapter x."""
+    return small(name, engine_kwargs={"lora_modules": ["x=/x"]})
+
+
 def test_fields_become_settings(tmp_path):
     file = tmp_path / "model.yaml"
     file.write_text(yaml.safe_dump(MODEL))
@@ -96,6 +101,9 @@ def test_every_field_of_ray_serve_llm_is_accepted_or_refused_with_a_reason():
         ({"llm_configs": []}, "llm_configs"),
         ({"llm_configs": [small("a")], "ingress_cls_config": {}}, "ingress_cls_config"),
         ({"llm_configs": [small("a"), small("a")]}, "llm_configs.1.model_loading_config.model_id"),
+        ({"llm_configs": [tuned("a"), small("x")]},
+         "llm_configs.1.model_loading_config.model_id"),
+        ({"llm_configs": [tuned("a"), tuned("b")]}, "llm_configs.1.engine_kwargs.lora_modules"),
         ({"llm_configs": [small("a:b")]}, "llm_configs.0.model_loading_config.model_id"),
         ({"llm_configs": [small("a"), small("b", lora_config={"max_num_adapters_per_replica": 1})]},
          "llm_configs.1.lora_config"),
@@ -191,7 +199,10 @@ def test_the_documented_example(monkeypatch):
         used = {name: each.usage.model_dump()["speculation"] for name, each in answers.items()}
         assert used["demo"]["num_accepted_tokens"] > 0
         assert used["demo-small"]["num_draft_tokens"] == 0
-        for name, match in (("other", "'demo', 'demo-small'"), ("demo:tuned", "LoRA")):
+        for name, match in (
+            ("other", "'demo', 'demo-small'"),
+            ("demo:tuned", "no adapter 'tuned'"),
+        ):
             with pytest.raises(openai.NotFoundError, match=match):
                 client.completions.create(model=name, prompt="a")
         stats = httpx.get(f"{url}/stats").json()

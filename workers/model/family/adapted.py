@@ -38,7 +38,7 @@ class _Group:
     """Rows of one adapter."""
 
     adapter: int
-    rows: slice | Tensor  # [num_rows] int64
+    rows: slice | Tensor | None  # [num_rows] int64; None: all
 
 
 class _Active(threading.local):
@@ -119,7 +119,9 @@ def _groups(rows: IntArray, device: torch.device) -> tuple[_Group, ...]:
     for adapter in np.unique(rows[rows > 0]).tolist():
         where = np.flatnonzero(rows == adapter)
         begin, end = int(where[0]), int(where[-1]) + 1
-        if end - begin == len(where):
+        if len(where) == len(rows):
+            found.append(_Group(adapter, None))
+        elif end - begin == len(where):
             found.append(_Group(adapter, slice(begin, end)))
         else:
             found.append(_Group(adapter, torch.from_numpy(where).to(device)))
@@ -141,7 +143,9 @@ class AdaptedProjection:
             if pair is None:
                 continue
             down, up = pair
-            if isinstance(group.rows, slice):
+            if group.rows is None:
+                out.add_(up(down(states)))
+            elif isinstance(group.rows, slice):
                 out[group.rows].add_(up(down(states[group.rows])))
             else:
                 out.index_add_(0, group.rows, up(down(states.index_select(0, group.rows))))

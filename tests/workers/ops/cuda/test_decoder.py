@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from outrider.scheduler.types import Draft, ints
+from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
 from outrider.workers.model.target import load_model
 from outrider.workers.ops import ReferenceOps
-from outrider.workers.ops.cuda.ops import CudaOps
+from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -37,3 +40,27 @@ def test_a_decoder(checkpoint, name, part, build_step):  # noqa: F811
         found.append([model.forward(step, cache) for step in steps])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_adapters(checkpoint, tmp_path, part, build_step):  # noqa: F811
+    """Prompts of two adapters and none, then one token each."""
+    path, _ = checkpoint("llama")
+    adapters = [(name, write_adapter(tmp_path / name, str(path), seed=len(name)))
+                for name in ("a", "bb")]  # fmt: skip
+    tables = [[5, 2], [1, 6], [3, 4], [0, 7]]
+    rows = np.random.default_rng(0).integers(3, 100, (4, 6)).tolist()
+    steps = [
+        build_step([part(row[begin:end], begin, table) for row, table in zip(rows, tables)], BLOCK)
+        for begin, end in ((0, 5), (5, 6))
+    ]
+    found = []
+    for ops in (CudaOps(CPU, splits=2), InvariantCudaOps(CPU), ReferenceOps()):
+        single = Collective.single()
+        model = load_model(path, device=CPU, collective=single, ops=ops, adapters=adapters)
+        cache = model.new_cache(8, BLOCK)
+        found.append(
+            [model.forward(replace(step, adapters=ints([1, 2, 0, 1])), cache) for step in steps]
+        )
+    for mine in found[:2]:
+        for one, theirs in zip(mine, found[2], strict=True):
+            torch.testing.assert_close(one, theirs, rtol=2e-4, atol=2e-4)

@@ -3,12 +3,15 @@ ranks, in a fraction of its memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.scheduler.types import Draft, ints
+from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.helpers.quantised.formats import write_pair
 from outrider.tests.helpers.quantised.scaled import BLOCKS, quantise, rewrite
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
@@ -73,6 +76,29 @@ def test_a_model_of_each_format(tmp_path, kind, part, build_step, run_ranks):
     in_order = "desc_act" not in (pair[1] / "config.json").read_text()
     # q/k/v, o, gate/up and down of two layers; out of order, the only weights of several groups
     assert sum(kept) == 2 * (4 if in_order else 3)
+
+
+def test_adapters_beside_codes(tmp_path, part, build_step, run_ranks):
+    """The weights stay quantised; what an adapter adds is that beside the dequantised ones."""
+    plain, coded = write_pair("awq", tmp_path)
+    adapters = [("a", write_adapter(tmp_path / "a", str(plain)))]
+    step = build_step([part([5, 9, 30, 4], 0, [2, 0]), part([5, 9, 30, 4], 0, [1, 0])], 4)
+    step = replace(step, adapters=ints([1, 0]))
+
+    def rows(folder, collective):
+        ops = Watching()
+        model = load_model(
+            folder, dtype=torch.float32, device=CPU, collective=collective, ops=ops,
+            adapters=adapters,
+        )  # fmt: skip
+        return model.forward(step, model.new_cache(4, 4)), sum(ops.kept)
+
+    wanted, _ = rows(plain, Collective.single())
+    assert (wanted[0] - wanted[1]).abs().max() > 0.1
+    for size in (1, 2):
+        for found, num_kept in run_ranks(size, lambda rank: rows(coded, rank)):
+            torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+            assert num_kept == 2 * 4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
