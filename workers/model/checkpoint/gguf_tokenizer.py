@@ -114,11 +114,13 @@ def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
     # Tokens that transformers adds on its own have no rows.
     added = {each["id"]: each for each in stored["added_tokens"] if each["id"] < len(tokens)}
     spelled = {index: token for token, index in model["vocab"].items()}
+    merged = {piece for merge in model["merges"] for piece in (*merge, "".join(merge))}
     for index, (token, number) in enumerate(zip(tokens, types, strict=False)):
         if number == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):  # a row without a token
             model["vocab"].pop(token, None)
         elif kind == "gpt2" and number in (_CONTROL, _USER_DEFINED):  # not spelled in bytes
-            model["vocab"].pop(spelled.get(index), None)
+            if spelled.get(index) not in merged:
+                model["vocab"].pop(spelled.get(index), None)
             model["vocab"][token] = index
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added[index] = {"id": index, "content": token, **flags, "special": number == _CONTROL}

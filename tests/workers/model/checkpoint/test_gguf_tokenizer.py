@@ -83,7 +83,20 @@ def test_special_tokens_in_other_letters_than_those_of_bytes(tmp_path):
     assert made.decode(found, skip_special_tokens=True) == "x<think a>y"
 
 
-def renamed(tmp_path, names, kinds=None, **options):
+def test_a_user_s_token_that_merges_make_as_well(tmp_path):
+    """As GPT-NeoX's runs of spaces: in the text, and spelled in bytes."""
+    stored = json.loads((DEMO / "draft" / "tokenizer.json").read_text())
+    index = stored["model"]["vocab"]["ĠĠ"]
+    merges = stored["model"]["merges"]
+    assert any("".join(merge) == "ĠĠ" for merge in merges)
+    file, _ = renamed(tmp_path, {index: "  "}, {index: 4}, merges=merges)
+    made = AutoTokenizer.from_pretrained(local_folder(str(file), needs_tokenizer=True))
+    found = made("a  b    c", add_special_tokens=False)["input_ids"]
+    assert found.count(index) == 3
+    assert made.decode(found) == "a  b    c"
+
+
+def renamed(tmp_path, names, kinds=None, merges=None, **options):
     """A file whose tokenizer has other names, and types, for some ids."""
     stored = json.loads((DEMO / "draft" / "tokenizer.json").read_text())
     tokens = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].get)
@@ -91,15 +104,13 @@ def renamed(tmp_path, names, kinds=None, **options):
     for index, name in names.items():
         tokens[index] = name
     types = [(kinds or {}).get(index, 3 if index < 3 else 1) for index in range(len(tokens))]
-    merges = [
-        " ".join(merge)
-        for merge in stored["model"]["merges"]
-        if not lost & {*merge, "".join(merge)}
+    merges = merges or [
+        merge for merge in stored["model"]["merges"] if not lost & {*merge, "".join(merge)}
     ]
     keys = {
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
     }
     return write_gguf(DEMO / "draft", tmp_path / "x.gguf", keys=keys, **options), tokens
 
