@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, cast
@@ -250,6 +250,13 @@ class KeeperLink:
             if formed is not None:
                 self._formed[ranks.key] = ranks, formed
 
+    def respecify(self, ranks: OwnedRanks, spec: WorkerSpec) -> None:
+        """The ranks have other weights now."""
+        with self._lock:
+            if ranks.key in self._formed:
+                formed = replace(self._formed[ranks.key][1], spec=spec)
+                self._formed[ranks.key] = ranks, formed
+
     def leave(self) -> Any:
         """Hangs up, as the death of this process would; the keeper."""
         with self._lock:
@@ -331,7 +338,7 @@ class KeeperLink:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnedRanks:
     """The verbs of `RankActors`, for actors that the keeper owns."""
 
@@ -340,9 +347,21 @@ class OwnedRanks:
     spec: WorkerSpec
     resources: ResourcesConfig
 
-    def form(self, node: str, reuse: bool) -> Formed:
+    def respecify(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.link.respecify(self, spec)  # a keeper that dies now has its successor told
+        with contextlib.suppress(WorkerDiedError):
+            self._perform(RankActors.respecify, spec, timeout_s=_SHUTDOWN_TIMEOUT_S)
+
+    def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed:
         perform = partial(
-            self._perform, RankActors.form, node, reuse, timeout_s=LOAD_TIMEOUT_S, may_start=True
+            self._perform,
+            RankActors.form,
+            node,
+            reuse,
+            spec,
+            timeout_s=LOAD_TIMEOUT_S,
+            may_start=True,
         )
         try:
             formed: Formed = perform()
@@ -351,6 +370,7 @@ class OwnedRanks:
                 raise
             # A keeper that died is replaced once; more of it counts as a failed restart.
             formed = perform()
+        self.spec = formed.spec
         self.link.holds(self, formed)
         return formed
 

@@ -91,8 +91,9 @@ class Rank:
                 build_meta(config, torch.float32, trust_remote_code=spec.trust_remote_code)
         return RankLocation(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    def take_over(self, devices: str | None) -> None:
-        """A spare becomes a rank, with the devices of the one that it replaces."""
+    def take_over(self, spec: WorkerSpec, devices: str | None) -> None:
+        """A spare becomes a rank of `spec`, with the devices of the one that it replaces."""
+        self._spec = spec
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
 

@@ -99,6 +99,7 @@ def place(
 class Formed:
     """Ranks that can be connected to, in rank order, and what their next owner has to know."""
 
+    spec: WorkerSpec  # with the weights that they have now
     ranks: list[Any] = field(default_factory=list)  # actor handles
     places: list[RankPlace] = field(default_factory=list)
     reports: list[WorkerReport] = field(default_factory=list)  # or of the ranks before them
@@ -119,24 +120,31 @@ class RankActors:
     def __init__(self, spec: WorkerSpec, resources: ResourcesConfig, *, keeper: Any = None) -> None:
         self._spec, self._resources = spec, resources
         self._keeper = keeper
-        self._formed = Formed()
+        self._formed = Formed(spec)
         self._lock = threading.Lock()  # of what is about spares
         self._spares: list[Any] = []  # by bundle; none while they take over
         self._warm: list[RankLocation] = []
         self._spare_epoch = 0  # changes where spares that are being started are not needed
 
-    def form(self, node: str, reuse: bool) -> Formed:
+    def respecify(self, spec: WorkerSpec) -> None:
+        """The ranks have other weights now, and so will those that replace them."""
+        self._spec = self._formed.spec = spec
+
+    def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed:
         """New ranks, with models loaded and caches empty; earlier ones are ended.
 
         Args:
             node: of the engine, whose node rank 0 shares if any rank is there.
-            reuse: ranks that an engine left behind do too.
+            reuse: ranks that an engine left behind do too, with the weights that it gave them.
+            spec: of the ranks, unless `reuse`.
 
         Raises:
             ResourcesError, ConfigError, CheckpointError, WorkerError.
         """
         if reuse and self._formed.ranks and self._renew():
             return replace(self._formed)
+        if not reuse:
+            self.respecify(spec)
         self.drop()
         self._formed.generation += 1
         try:
@@ -152,7 +160,7 @@ class RankActors:
 
     def adopt(self, formed: Formed) -> None:
         """Takes over what a keeper that died has formed; the ranks go on meanwhile."""
-        self._formed = formed
+        self._formed, self._spec = formed, formed.spec
         for rank in formed.ranks:  # one that is dead is its engine's business
             rank.adopt.remote(self._keeper)
         self._start_spares()
@@ -251,7 +259,7 @@ class RankActors:
         self._formed.ranks = spares
         try:
             taken = [
-                spare.take_over.remote(devices)
+                spare.take_over.remote(self._spec, devices)
                 for spare, devices in zip(spares, self._formed.devices, strict=True)
             ]
             ray.get(taken, timeout=_SPARE_TIMEOUT_S)

@@ -51,6 +51,10 @@ class RayGroup(WorkerGroup):
     def spares(self) -> list[RankLocation]:
         return self._source.spares()
 
+    def respecify(self, spec: WorkerSpec) -> None:
+        super().respecify(spec)
+        self._source.respecify(spec)
+
     def _replace_ranks(self) -> None:
         self._form(reuse=False)
 
@@ -76,7 +80,8 @@ class RayGroup(WorkerGroup):
         """Gets ranks and opens their channel."""
         self._hang_up()
         node = ray.get_runtime_context().get_node_id()
-        formed = self._source.form(node, reuse)
+        formed = self._source.form(node, reuse, self._spec)
+        self._spec = formed.spec  # an engine before this one may have loaded other weights
         try:
             self._connect(formed, node)
         except (RayError, OSError) as error:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, OutriderError, OverloadedError
@@ -20,6 +20,10 @@ from .frontend import LoRARequest, Prompt, RequestOptions
 from .llm import LLM, PromptLike, Run
 from .metrics import Metric
 from .outputs import RequestOutput
+from .weights import PauseMode
+
+if TYPE_CHECKING:
+    from .weights import Weights
 
 _BUSY_S = 0.05  # until a full queue is tried again
 
@@ -161,6 +165,28 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """As of `LLM`."""
         return self.llm.reset_prefix_cache()
+
+    async def update_weights(
+        self,
+        weights: Weights | None = None,
+        *,
+        drafter: Weights | None = None,
+        mode: PauseMode = "keep",
+    ) -> int:
+        """As of `LLM`."""
+        return await asyncio.to_thread(self.llm.update_weights, weights, drafter=drafter, mode=mode)
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.pause_generation, mode)
+
+    async def resume_generation(self) -> None:
+        """As of `LLM`."""
+        self.llm.resume_generation()
+
+    async def is_paused(self) -> bool:
+        """As of `LLM`."""
+        return self.llm.is_paused()
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers."""

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -41,6 +42,7 @@ from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
+from .weights import Change, PauseMode
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
@@ -74,6 +76,9 @@ class Engine:
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}  # of requests that have not ended
+        self._changes: deque[Change] = deque()  # for when no request runs
+        self._is_paused = False
+        self._num_updates = 0
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
@@ -184,6 +189,85 @@ class Engine:
         self.check()
         self._inbox.put(self._loop.scheduler.pool.clear_cache)
 
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Computes nothing from now on, until `resume`; returns once that is so.
+
+        Requests that arrive meanwhile wait.
+
+        Raises:
+            EngineDeadError.
+        """
+
+        def stop() -> None:
+            self._is_paused = True
+
+        self._change(mode, stop)
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self.check()
+
+        def go_on() -> None:
+            self._is_paused = False
+
+        self._inbox.put(go_on)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._is_paused
+
+    def update_weights(self, target: str, drafter: str = "", mode: PauseMode = "keep") -> int:
+        """Serves other weights of the same models from the next step on.
+
+        Stored prefixes are dropped, and requests that go on are computed again from their tokens.
+
+        Args:
+            target, drafter: folders of the weights; "": as before.
+
+        Returns:
+            How many updates there were, with this one.
+
+        Raises:
+            CheckpointError, ConfigError: the weights cannot be served in place of these; nothing
+                has changed.
+            WorkerError: a rank failed as it loaded them; it and the others are replaced, with the
+                weights from before.
+            EngineDeadError.
+        """
+
+        def update() -> None:
+            news = self._host.changes(target, drafter)
+            self._host.check_weights(news, drafter)
+            self._loop.scheduler.requeue_all()
+            try:
+                self._host.load_weights(news, drafter)
+            except WorkerError as error:
+                self._recover(error)
+                raise
+            self._num_updates += 1
+
+        self._change(mode, update)
+        return self._num_updates
+
+    def weights(self) -> dict[str, Any]:
+        """What is served: the folders, and the number of updates."""
+        return {**self._host.weights(), "num_updates": self._num_updates}
+
+    def _change(self, mode: PauseMode, perform: Callable[[], None]) -> None:
+        """Performs in the loop's thread, and waits for it (raises alike)."""
+        outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
+        change = Change(mode, perform, outcome.put)
+        self._inbox.put(lambda: self._changes.append(change))
+        while True:
+            try:
+                error = outcome.get(timeout=_IDLE_S)
+                break
+            except queue.Empty:
+                self.check()
+        if error is not None:
+            raise error
+
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
         if self._failure is not None:
@@ -199,6 +283,8 @@ class Engine:
             "num_failed_steps": self._num_failed_steps,
             **self._recoveries.stats(),
             "workers": self._host.workers(),
+            "paused": self._is_paused,
+            "weights": self.weights(),
         }
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
@@ -239,10 +325,11 @@ class Engine:
         """The loop's thread: messages first, then a step; sleeps when there is nothing to do."""
         try:
             while not self._closed.is_set():
-                self._drain(block=not self._loop.has_work)
+                self._drain(block=not self._can_step)
                 self._deliver(self._loop.abort_expired())
-                if self._loop.has_work and not self._closed.is_set():
-                    self._step()
+                self._perform_changes()
+                if self._can_step and not self._closed.is_set():
+                    self._step(self._loop.step)
                 self._log_statistics()
             self._fail_all(EngineDeadError("the engine has been shut down"))
         except OutriderError as error:
@@ -262,9 +349,41 @@ class Engine:
                 for line in lines:
                     log.info(line)
 
-    def _step(self) -> None:
+    @property
+    def _can_step(self) -> bool:
+        if self._is_paused:
+            return False
+        return self._loop.is_busy if self._changes else self._loop.has_work
+
+    def _perform_changes(self) -> None:
+        """Performs what waits for a moment without a step, unless requests have to end first."""
+        while self._changes and not self._closed.is_set():
+            change = self._changes[0]
+            if change.mode == "abort":
+                for request_id in list(self._sinks):
+                    self._deliver(self._end(request_id))
+            if change.mode == "wait" and self._loop.is_busy and not self._is_paused:
+                self._loop.scheduler.admits_new = False
+                return
+            while self._loop.has_posted:
+                self._step(self._loop.settle)
+            self._changes.popleft()
+            error: OutriderError | None = None
+            try:
+                change.perform()
+            except OutriderError as failure:
+                error = failure
+            except Exception as failure:
+                log.exception("a change failed")
+                error = _fault(failure)
+            change.done(error)
+            if isinstance(error, EngineDeadError):
+                raise error
+        self._loop.scheduler.admits_new = True
+
+    def _step(self, advance: Callable[[], list[Delta]]) -> None:
         try:
-            self._deliver(self._loop.step())
+            self._deliver(advance())
             for request_id, reason in self._structured.failures().items():
                 self._deliver(self._loop.abort(request_id, "error", reason))
             self._num_failed_in_a_row = 0

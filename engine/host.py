@@ -21,9 +21,16 @@ from ..drafters.protocol import blocks_per_outcome
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
-from ..workers.spec import ModelSpec, WorkerSpec
+from ..workers.spec import ModelSpec, NewWeights, WorkerSpec
 from .checkpoints import resolved
-from .preflight import check_models, draft_sections, draft_size, head_section, head_sections
+from .preflight import (
+    check_drafter,
+    check_models,
+    draft_sections,
+    draft_size,
+    head_section,
+    head_sections,
+)
 from .statistics import HeadInfo
 
 log = logging.getLogger(__name__)
@@ -91,6 +98,7 @@ class EngineHost:
         self._num_links = 0  # heads in workers of their own
         self.heads: list[HeadInfo] = []
         self._groups: list[tuple[str, WorkerGroup]] = []  # by what their workers compute
+        self._apart: list[tuple[DraftModelConfig | HeadConfig, WorkerGroup]] = []  # of drafters
         self.tokenizer = Path(config.tokenizer or config.model)
         known = backend.recall()
         self.vocab_size = check_models(config) if known is None else known
@@ -114,6 +122,7 @@ class EngineHost:
         if owned:
             early = self._early.pop(id(config), None)
             group = self._group("draft", self._draft_worker(config), early)
+            self._apart.append((config, group))
         return GroupDraftModel(
             group,
             self._config.max_num_batched_tokens,
@@ -133,6 +142,7 @@ class EngineHost:
             ),
         )
         self._num_links += 1
+        self._apart.append((config, group))
         self._note_head(config, group)
         return GroupHead(
             self.target_group,
@@ -157,6 +167,89 @@ class EngineHost:
         is_common = config.pool_scope == "replica"
         store = PoolStore(mark, size, self.vocab_size, is_common=is_common)
         return LocalLink(store, snapshot)
+
+    def changes(self, target: str, drafter: str) -> NewWeights:
+        """What a change of weights is for the target's workers; "": as before.
+
+        Raises:
+            ConfigError: there is not exactly one drafter with weights.
+        """
+        own, _ = self._drafter_with_weights() if drafter else (None, None)
+        head = head_section(self._config)
+        if own is None or own.placement == "separate":
+            is_part = head is not None and self._is_part_of_target(head)
+            return NewWeights(target, head=target if is_part else "")
+        if isinstance(own, DraftModelConfig):
+            return NewWeights(target, draft=drafter)
+        return NewWeights(target, head=drafter)
+
+    def check_weights(self, weights: NewWeights, drafter: str) -> None:
+        """Whether other weights can be loaded; raises `CheckpointError`, and nothing has changed.
+
+        No message to the target's workers is without its answer.
+        """
+        if weights != NewWeights():
+            self.target_group.check_weights(weights)
+        if drafter and (found := self._drafter_with_weights())[1] is not None:
+            check_drafter(self._config, found[0], drafter)
+
+    def load_weights(self, weights: NewWeights, drafter: str) -> None:
+        """Loads what was checked; every request has to be sent again.
+
+        Drafters in workers of their own are replaced beside the engine, if it concerns them.
+
+        Raises:
+            WorkerError: the target's workers serve nothing now; restart them. They and their
+                successors have the weights from before.
+        """
+        if weights != NewWeights():
+            self.target_group.load_weights(weights)
+        apart = self._drafter_with_weights()[1] if drafter else None
+        for section, group in self._apart:
+            path = drafter if group is apart else ""
+            if isinstance(section, DraftModelConfig):
+                news, report = NewWeights(draft=path), group.reports[0]
+            else:
+                path = path or (weights.target if self._is_part_of_target(section) else "")
+                news, report = NewWeights(weights.target, head=path), self.target_group.reports[0]
+            if news != NewWeights():
+                group.respecify(news.applied(group.spec, report))
+                group.discard()
+
+    def _is_part_of_target(self, head: HeadConfig) -> bool:
+        """Whether a head's weights are in the target's checkpoint."""
+        target = self._config.model
+        return head.folder_beside(target).resolve() == Path(target).resolve()
+
+    def weights(self) -> dict[str, str | None]:
+        """The folders whose weights are served, and drafted with where `drafter` may change."""
+        spec, drafter = self.target_group.spec, None
+        with suppress(ConfigError):
+            apart = self._drafter_with_weights()[1]
+            held = spec if apart is None else apart.spec
+            if held.draft is not None:
+                drafter = held.draft.path
+            elif held.head is not None:
+                drafter = held.head.speculative_model
+        assert spec.target is not None, "the group has a target"
+        return {"model": spec.target.path, "drafter": drafter}
+
+    def _drafter_with_weights(self) -> tuple[Any, WorkerGroup | None]:
+        """The section of the only drafter that has a checkpoint, and its own group if it has one.
+
+        Raises:
+            ConfigError: there is none, or there are several.
+        """
+        sections: list[Any] = [each for _, each in draft_sections(self._config)]
+        sections += head_sections(self._config)
+        if len(sections) != 1:
+            raise ConfigError.at(
+                "drafter",
+                f"it replaces the weights of the one drafter that has some; here {len(sections)} "
+                "drafters have",
+            )
+        groups = (group for section, group in self._apart if section is sections[0])
+        return sections[0], next(groups, None)
 
     def shutdown(self) -> None:
         """Ends the target's workers, and those that no drafter took; drafters end their own."""

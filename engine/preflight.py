@@ -523,6 +523,36 @@ def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
     return facts
 
 
+def check_drafter(
+    config: EngineConfig, section: DraftModelConfig | HeadConfig, folder: str
+) -> None:
+    """Whether a drafter in workers of its own can draft with the weights in `folder`.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot; names `drafter`.
+    """
+    import torch
+
+    from ..drafters.heads.protocol import TargetFacts
+    from ..drafters.registry import check_head
+    from ..workers.model.fit import ServedModel
+    from ..workers.model.info import describe
+
+    try:
+        if isinstance(section, DraftModelConfig):
+            served = ServedModel.of(
+                Path(section.speculative_model), trust_remote_code=config.trust_remote_code
+            )
+            served.check(Path(folder), draft_size(config, section), **trust(config))
+            return
+        target = describe(Path(config.model), **trust(config))
+        sizes = (target.hidden_size, target.vocab_size, target.num_layers)
+        fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
+        check_head(section.model_copy(update={"speculative_model": folder}), fits)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError.at("drafter", error.message) from None
+
+
 def _import_drafters(config: EngineConfig) -> None:
     """Imports users' drafters, without building them."""
     from ..drafters.registry import method_of

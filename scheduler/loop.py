@@ -77,6 +77,16 @@ class Loop:
         """Whether a step would do anything."""
         return self.scheduler.has_work
 
+    @property
+    def has_posted(self) -> bool:
+        """Whether a step was posted whose verdict is not back; this loop posts none."""
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has a seat, or a step has not ended."""
+        return bool(self.scheduler.running)
+
     def add(self, request: Request) -> None:
         """Queues a request (raises as `Scheduler.add` does)."""
         self.scheduler.add(request)
@@ -101,6 +111,10 @@ class Loop:
 
     def drop(self) -> None:
         """Discards posted steps after a failed one; this loop posts none."""
+
+    def settle(self) -> list[Delta]:
+        """Waits for posted steps (raises as `step`); what they gave. This loop posts none."""
+        return []
 
     def step(self) -> list[Delta]:
         """One round for every request that can run."""

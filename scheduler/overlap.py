@@ -50,6 +50,14 @@ class OverlapLoop(Loop):
     def has_work(self) -> bool:
         return bool(self._posted) or super().has_work
 
+    @property
+    def has_posted(self) -> bool:
+        return bool(self._posted)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._posted) or super().is_busy
+
     def add(self, request: Request) -> None:
         if request.id in self._closing:
             message = f"request id {request.id!r} is in use: its last step has not ended"
@@ -96,6 +104,9 @@ class OverlapLoop(Loop):
         self._posted.clear()
         self._error = None
         self._close([])
+
+    def settle(self) -> list[Delta]:
+        return self._retire() if self._posted else []
 
     @property
     def _depth(self) -> int:

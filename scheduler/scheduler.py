@@ -186,6 +186,7 @@ class Scheduler:
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)
         self.ranks_append = ranks_append
+        self.admits_new = True  # requests that have not run yet
         self._seating = Seating(ranks_append=ranks_append)
         self._poison = PoisonGuard()
         self._moves: list[tuple[int, int]] = []
@@ -435,6 +436,8 @@ class Scheduler:
         admitting = self._waiting.size > 0
         while plan.left > 0:
             waiting = self._waiting.head() if admitting else None
+            if waiting is not None and not (self.admits_new or waiting.num_preemptions):
+                waiting, admitting = None, False
             if waiting is not None and not (queue and turn(queue[-1]) < turn(waiting)):
                 admitting = self._admit(waiting, plan)
             elif queue:

@@ -16,17 +16,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..drafters.protocol import Drafted, DraftStep
-from ..errors import WorkerDiedError
+from ..errors import CheckpointError, WorkerDiedError
 from ..scheduler.types import Batch, Draft, StepPlan, Verdict
 from .restart_policy import RestartPolicy
 from .seats import gather
-from .spec import DeviceStepReport, ModelReport, RankLocation, WorkerReport, WorkerSpec
+from .spec import (
+    DeviceStepReport,
+    ModelReport,
+    NewWeights,
+    RankLocation,
+    WeightsAnswer,
+    WorkerReport,
+    WorkerSpec,
+)
 from .transport.channel import Channel, NoAnswerError, ThreadChannel
 
 if TYPE_CHECKING:
     from .worker import Worker
 
 log = logging.getLogger(__name__)
+_UPDATE_TIMEOUT_S = 1800.0  # as for loading at the start
 
 
 def agreed_blocks(reports: Sequence[WorkerReport]) -> tuple[int, int]:
@@ -60,6 +69,11 @@ class WorkerGroup(ABC):
         self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
 
     @property
+    def spec(self) -> WorkerSpec:
+        """What its ranks are, and what those that replace them will be."""
+        return self._spec
+
+    @property
     def alive(self) -> bool:
         """Whether messages can be answered."""
         return self._channel is not None and not self._channel.dead
@@ -88,6 +102,46 @@ class WorkerGroup(ABC):
         self._replace_ranks()
         for callback in self.on_restart:
             callback()
+
+    def check_weights(self, weights: NewWeights) -> None:
+        """Every rank looks at other weights' names and shapes; none is read.
+
+        No message is without its answer.
+
+        Raises:
+            CheckpointError: they cannot be served in place of these; names `weights` or `drafter`.
+            WorkerError: a rank died, or failed otherwise.
+        """
+        answer = self._ask_weights(replace(weights, only_checks=True))
+        if answer.problem:
+            raise CheckpointError.at(answer.field, answer.problem)
+
+    def load_weights(self, weights: NewWeights) -> None:
+        """Every rank loads other weights, with empty caches; so will those that replace them.
+
+        Raises:
+            WorkerError: a rank died or failed. None serves anything now, and those that replace
+                them will have the weights from before.
+        """
+        self._ask_weights(weights)
+        self.respecify(weights.applied(self._spec, self.reports[0]))
+        self.reports = [*self.reports]  # as after a restart: drafters have to begin anew
+        for callback in self.on_restart:
+            callback()
+
+    def respecify(self, spec: WorkerSpec) -> None:
+        """Ranks that replace these will be of `spec`."""
+        self._spec = spec
+
+    def discard(self) -> None:
+        """Ends the ranks; their places remain for those that replace them."""
+        self._drop_ranks()
+
+    def _ask_weights(self, weights: NewWeights) -> WeightsAnswer:
+        with self._running() as channel:
+            answer = channel.call(weights, _UPDATE_TIMEOUT_S)
+        assert isinstance(answer, WeightsAnswer), type(answer)
+        return answer
 
     @abstractmethod
     def shutdown(self) -> None:

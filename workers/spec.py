@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..config import HeadConfig
@@ -53,6 +53,40 @@ class WorkerSpec:
     head: HeadConfig | None = None  # runs in the target's rank 0, or separately without `target`
     head_target: ModelSpec | None = None  # separate head only: the target that it drafts for
     feeds_heads: bool = False  # separate heads read the target's hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """To all ranks of a group: load other weights of the same models; an empty path: as before."""
+
+    target: str = ""
+    draft: str = ""
+    head: str = ""
+    only_checks: bool = False  # whether they could be loaded; nothing changes
+
+    def applied(self, spec: WorkerSpec, report: WorkerReport) -> WorkerSpec:
+        """The specification of ranks with these weights, in the dtypes that they have now."""
+        parts: dict[str, Any] = {
+            name: replace(model, path=path, dtype=made.dtype if made else model.dtype)
+            for name, path, model, made in (
+                ("target", self.target, spec.target, report.target),
+                ("draft", self.draft, spec.draft, report.draft),
+                ("head_target", self.target, spec.head_target, report.target),
+            )
+            if path and model is not None
+        }
+        head = spec.head
+        if self.head and head is not None:
+            head = head.model_copy(update={"speculative_model": self.head})
+        return replace(spec, head=head, **parts)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAnswer:
+    """Why weights cannot be loaded; empty: they can, or they are."""
+
+    problem: str = ""
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)

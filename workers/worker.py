@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from ..drafters.heads.protocol import TargetFacts
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
-from ..errors import ConfigError
+from ..drafters.registry import check_head
+from ..errors import ConfigError, OutriderError
 from ..scheduler.types import StepPlan, Verdict
 from .collective import Agreement, Collective, gpu_of
 from .device_step.draft import head_obstacle
@@ -24,11 +26,20 @@ from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
 from .model.checkpoint.hub import local_folder
-from .model.fit import check_blocks
+from .model.fit import ServedModel, check_blocks
 from .model.paged import ForwardChoice, PagedModel
 from .model.target import load_model
 from .remote_head import RemoteHeadWorker
-from .spec import DeviceStepReport, ModelReport, ModelSpec, RankLocation, WorkerReport, WorkerSpec
+from .spec import (
+    DeviceStepReport,
+    ModelReport,
+    ModelSpec,
+    NewWeights,
+    RankLocation,
+    WeightsAnswer,
+    WorkerReport,
+    WorkerSpec,
+)
 from .target import TargetService
 from .threads import Threads
 from .transport.channel import LinkOffer, ListenFeatures, OpenFeatures, PendingReply
@@ -36,8 +47,8 @@ from .verify import make_rule
 
 log = logging.getLogger(__name__)
 
-Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures
-Reply = Verdict | Drafted | HeadAnswer | LinkOffer | None
+Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | NewWeights
+Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | None
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -124,6 +135,9 @@ class Worker:
         self._device = device
         self._node, self._host = node, host
         self._models: dict[str, PagedModel] = {}
+        self._served: dict[str, ServedModel] = {}
+        self._report: WorkerReport | None = None  # of `load`
+        self._num_blocks = (0, 0)  # of target and draft model, once they are allocated
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
         self._head: HeadService | None = None
@@ -140,11 +154,55 @@ class Worker:
             known: report of the rank that this one replaces, whose findings are not made again:
                 which forward serves.
         """
+        self._load_models(known)
+        self._load_heads()
+        # Both caches share the memory left by the weights and hold the same number of tokens.
+        per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
+        if self._head is not None:
+            per_token += self._head.kv_bytes_per_token()
+        self._step_obstacle = self._find_step_obstacle()
+        log.info("device step: %s", f"off: {self._step_obstacle}" if self._step_obstacle else "on")
+        reports = {
+            name: self._report_of(self._models[name], spec, per_token)
+            for name, spec in self._model_specs().items()
+        }
+        head = self._head or self._remote_head
+        self._report = WorkerReport(
+            rank=self._collective.rank,
+            device=str(self._device),
+            target=reports.get("target"),
+            draft=reports.get("draft"),
+            location=RankLocation(self._node, os.getpid(), gpu_of(self._device)),
+            all_reduce=self._collective.all_reduce_by,
+            head=head.report() if head is not None else None,
+        )
+        return self._report
+
+    def renew(self) -> None:
+        """Forgets all requests; `allocate` comes next, as after `load`."""
+        self._release()
+        self._load_heads()
+
+    def _release(self) -> None:
+        """Frees caches and heads, before others take their place."""
+        self.close_links()
+        self._target = self._draft = self._head = self._remote_head = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _model_specs(self) -> dict[str, ModelSpec]:
         specs = {"target": self._spec.target, "draft": self._spec.draft}
-        wanted = {name: spec for name, spec in specs.items() if spec is not None}
-        for name, spec in wanted.items():
+        return {name: spec for name, spec in specs.items() if spec is not None}
+
+    def _load_models(self, known: WorkerReport | None) -> None:
+        """Loads those that are not there; `known` as of `load`."""
+        for name, spec in self._model_specs().items():
+            if name in self._models:
+                continue
+            folder = Path(local_folder(spec.path, **spec.trust))
             self._models[name] = load_model(
-                Path(local_folder(spec.path, **spec.trust)),
+                folder,
                 dtype=DTYPES.get(spec.dtype),
                 device=self._device,
                 collective=self._collective,
@@ -154,35 +212,62 @@ class Worker:
                 adapters=[(each, local_folder(folder)) for each, folder in spec.adapters],
                 **spec.trust,
             )
-        self._load_heads()
-        # Both caches share the memory left by the weights and hold the same number of tokens.
-        per_token = sum(model.kv_bytes_per_token() for model in self._models.values())
-        if self._head is not None:
-            per_token += self._head.kv_bytes_per_token()
-        self._step_obstacle = self._find_step_obstacle()
-        log.info("device step: %s", f"off: {self._step_obstacle}" if self._step_obstacle else "on")
-        reports = {
-            name: self._report(self._models[name], spec, per_token) for name, spec in wanted.items()
-        }
-        head = self._head or self._remote_head
-        return WorkerReport(
-            rank=self._collective.rank,
-            device=str(self._device),
-            target=reports.get("target"),
-            draft=reports.get("draft"),
-            location=RankLocation(self._node, os.getpid(), gpu_of(self._device)),
-            all_reduce=self._collective.all_reduce_by,
-            head=head.report() if head is not None else None,
-        )
+            if name not in self._served:
+                trusted = spec.trust_remote_code
+                self._served[name] = ServedModel.of(folder, trust_remote_code=trusted)
 
-    def renew(self) -> None:
-        """Forgets all requests; `allocate` comes next, as after `load`."""
-        self.close_links()
-        self._target = self._draft = self._head = self._remote_head = None
-        gc.collect()  # before new caches take the place of the old ones
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _update(self, weights: NewWeights) -> WeightsAnswer:
+        """Checks other weights, or loads them as `load` does; requests are to be sent again.
+
+        The caches get the blocks that they had. What fails halfway leaves a worker that serves
+        nothing.
+        """
+        if weights.only_checks:
+            field, reason = self._weights_problem(weights)
+            agreed = Agreement(self._collective, self._device).problem(reason)
+            return WeightsAnswer(agreed, field or "weights" if agreed else "")
+        assert self._report is not None, "weights are replaced where there are some"
+        num_frozen = gc.get_freeze_count()
+        gc.unfreeze()  # modules that hold themselves
+        for name in ("target", "draft"):
+            if getattr(weights, name):
+                self._models.pop(name, None)
+        self._release()
+        self._spec = weights.applied(self._spec, self._report)
+        self._load_models(self._report)
         self._load_heads()
+        self.allocate(*self._num_blocks)
+        if num_frozen:
+            gc.collect()
+            gc.freeze()
+        return WeightsAnswer()
+
+    def _weights_problem(self, weights: NewWeights) -> tuple[str, str]:
+        """The field at fault and why; empty: these weights can be loaded here."""
+        field = "weights"
+        try:
+            spec = self._spec
+            for name, model in self._model_specs().items():
+                field = "weights" if name == "target" else "drafter"
+                path = getattr(weights, name)
+                if path:
+                    self._served[name].check(Path(path), spec.size, **model.trust)
+            field = "drafter"
+            if weights.head and spec.head is not None and spec.target is not None:
+                info = self._models["target"].info
+                facts = TargetFacts(
+                    info.hidden_size,
+                    info.vocab_size,
+                    info.num_layers,
+                    info.dtype,
+                    torch.device("meta"),
+                    spec.target.allow_pickle,
+                )
+                section = spec.head.model_copy(update={"speculative_model": weights.head})
+                check_head(section, facts)
+        except OutriderError as error:
+            return field, error.message
+        return "", ""
 
     def _load_heads(self) -> None:
         """Loads the head that drafts in this rank, or the one that has this worker to itself."""
@@ -212,6 +297,7 @@ class Worker:
 
     def allocate(self, num_target_blocks: int, num_draft_blocks: int) -> DeviceStepReport:
         """Creates the KV caches; afterwards messages can be handled."""
+        self._num_blocks = num_target_blocks, num_draft_blocks
         spec, report = self._spec, DeviceStepReport(False, self._step_obstacle)
         for name, part in (("target", spec.target), ("draft", spec.draft)):
             if part is not None:
@@ -251,6 +337,8 @@ class Worker:
             return self._handle_head(message)
         if isinstance(message, StepPlan):
             return self._verify(message)
+        if isinstance(message, NewWeights):
+            return self._update(message)
         assert self._draft is not None, "no draft model was allocated"
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
@@ -326,7 +414,9 @@ class Worker:
             return f"the device is {self._device.type!r}"
         return obstacle(self._models["target"], self._spec.rule)
 
-    def _report(self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int) -> ModelReport:
+    def _report_of(
+        self, model: PagedModel, spec: ModelSpec, all_bytes_per_token: int
+    ) -> ModelReport:
         info = model.info
         max_model_len = min(spec.max_model_len or info.max_model_len, info.max_model_len)
         if spec.num_blocks is not None:

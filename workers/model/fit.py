@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ..ops import ReferenceOps, max_latent_heads
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
-from .checkpoint.quantised_formats import WeightFormat
+from .checkpoint.hub import require_checkpoint
+from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint
 from .family import read_spec
-from .info import ModelInfo, model_heads, read_model
+from .info import ModelInfo, model_heads, read_config, read_model
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
 from .target import Wish, fitting_sources, needs_family
 
@@ -59,11 +60,76 @@ def check_weights(
         ConfigError: `size` ranks cannot share the model.
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    config, info = read_model(path, size, serving.dtype, **trust)
+    model, info = _fitting_model(path, size, serving.dtype, **trust)
+    return info, kv_bytes_per_token(model, info, size, serving)
+
+
+def _fitting_model(
+    path: Path,
+    size: int,
+    dtype: torch.dtype | None,
+    *,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+) -> tuple[Any, ModelInfo]:
+    """The model of meta tensors that all tensors of the checkpoint fit; raises alike."""
+    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    config, info = read_model(path, size, dtype, **trust)
     model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     fitting_sources(model, {name: checkpoint.outline(name) for name in checkpoint.names}, path)
-    return info, kv_bytes_per_token(model, info, size, serving)
+    return model, info
+
+
+_OWN_KEYS = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+        *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("router_aux_loss_coef", "output_router_logits", "tie_weights_keys"),
+    }
+)
+"""Keys of config.json on which no logit depends: trainers write others than they have read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What other weights of a model that is served must have in common with those it has."""
+
+    settings: dict[str, Any]  # of config.json
+    format: str  # of quantised weights
+
+    @classmethod
+    def of(cls, path: Path, *, trust_remote_code: bool = False) -> ServedModel:
+        """Reads it (raises `CheckpointError`)."""
+        settings = read_config(path, trust_remote_code=trust_remote_code).to_dict()
+        found = find_format(path)
+        kept = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+        return cls(kept, "none" if found is None else found.description)
+
+    def check(self, path: Path, size: int, **trust: bool) -> ModelInfo:
+        """What a rank of the weights in `path` would be; no weight is read.
+
+        Raises:
+            CheckpointError, ConfigError: as `check_weights`; or it is another model, or in another
+                format: names the key of config.json.
+        """
+        require_checkpoint(path, allow_pickle=trust["allow_pickle"])
+        other = ServedModel.of(path, trust_remote_code=trust["trust_remote_code"])
+        for key in sorted(self.settings.keys() | other.settings.keys()):
+            ours, theirs = (each.settings.get(key) for each in (self, other))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{str(path)!r} is another model than the one that is served: its {key} is "
+                    f"{theirs!r}, not {ours!r}"
+                )
+        if self.format != other.format:
+            raise CheckpointError(
+                f"{str(path)!r} is in another format than the model that is served: its "
+                f"quantization_config says {other.format}, not {self.format}"
+            )
+        return _fitting_model(path, size, None, **trust)[1]
 
 
 def kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving) -> int | None:

@@ -1,0 +1,166 @@
+"""Other weights for a model that is served: what is asked for, and state dicts as checkpoints.
+
+The ranks load every change from a folder, through the code that loads them at the start, and so do
+the ranks and engines that replace them. A state dict is therefore written to a folder first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..errors import CheckpointError, InvalidRequestError, OutriderError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Weights = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of running requests. abort: they end, with the finish reason "abort"; wait: they end
+as they would have; keep: they go on afterwards. Waiting ones go on in the last two."""
+
+_FILE_BYTES = 4 << 30  # of one file of a checkpoint
+_COPIED = ("*.json", "*.py", "*.jinja", "*.model", "*.txt")
+_INDEX = ".safetensors.index.json"
+
+
+def checked_mode(mode: Any) -> PauseMode:
+    """`mode`, if it is one (raises `InvalidRequestError`)."""
+    if mode not in get_args(PauseMode):
+        allowed = ", ".join(map(repr, get_args(PauseMode)))
+        raise InvalidRequestError.at("mode", f"expected one of {allowed}, got {mode!r}")
+    found: PauseMode = mode
+    return found
+
+
+@dataclass(slots=True)
+class Change:
+    """What the engine's thread does between two steps.
+
+    Args:
+        mode: of the requests that run then.
+        perform: what is done once they do not run; raises `OutriderError` where it failed.
+        done: called in the engine's thread, with why it failed, or None.
+    """
+
+    mode: PauseMode
+    perform: Callable[[], None]
+    done: Callable[[OutriderError | None], None]
+
+
+@dataclass
+class SavedStates:
+    """State dicts as checkpoint folders, which are kept for as long as they are served.
+
+    Folders are made where Python keeps temporary files (`TMPDIR`); ranks on other nodes have to see
+    them there, too.
+    """
+
+    _kept: dict[str, Path] = field(default_factory=dict)  # by "model" and "drafter"
+
+    def folder(self, weights: Weights, beside: str, name: str) -> tuple[str, Path | None]:
+        """The absolute folder of `weights`, and the same where it was made here.
+
+        Args:
+            beside: folder of the weights that they replace, whose configuration they have.
+            name: of the argument.
+
+        Raises:
+            InvalidRequestError: `weights` are neither a path nor tensors by name.
+            CheckpointError: the folder cannot be written.
+        """
+        if isinstance(weights, (str, Path)):
+            if not str(weights):
+                raise InvalidRequestError.at(name, "the path is empty")
+            return str(Path(weights).resolve()), None
+        made = Path(tempfile.mkdtemp(prefix="outrider-weights-"))
+        try:
+            for pattern in _COPIED:
+                for file in Path(beside).glob(pattern):
+                    if not file.name.endswith(_INDEX):
+                        shutil.copyfile(file, made / file.name)
+            _write(_pairs(weights, name), made, name)
+        except OSError as error:
+            self.drop(made)
+            raise CheckpointError.at(name, f"cannot be written to {str(made)!r}: {error}") from None
+        except BaseException:
+            self.drop(made)
+            raise
+        return str(made), made
+
+    def keep(self, name: str, made: Path | None) -> None:
+        """The weights of `name` are served; earlier ones are not needed any more."""
+        self.drop(self._kept.pop(name, None))
+        if made is not None:
+            self._kept[name] = made
+
+    def drop(self, made: Path | None) -> None:
+        """Removes a folder that was made here."""
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is served any more."""
+        while self._kept:
+            self.drop(self._kept.popitem()[1])
+
+
+def _pairs(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a state dict in either form, one at a time."""
+    from torch import Tensor
+
+    if not isinstance(weights, Iterable) or isinstance(weights, (bytes, bytearray, Tensor)):
+        kind = type(weights).__name__
+        raise InvalidRequestError.at(
+            name, f"expected a path, a state dict or pairs of name and tensor, got {kind}"
+        )
+    for entry in weights.items() if isinstance(weights, Mapping) else weights:
+        match entry:
+            case (str(), Tensor()):
+                yield entry
+            case (str(key), value):
+                kind = type(value).__name__
+                raise InvalidRequestError.at(name, f"{key!r} is no tensor, but {kind}")
+            case _:
+                kind = type(entry).__name__
+                raise InvalidRequestError.at(name, f"expected pairs of name and tensor, got {kind}")
+
+
+def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None:
+    """Writes safetensors files of bounded size, and their index if there are several."""
+    from safetensors.torch import save_file
+
+    index: dict[str, str] = {}
+    waiting: dict[str, Tensor] = {}
+    files: list[Path] = []
+
+    def flush() -> None:
+        files.append(folder / f"model-{len(files) + 1:05}.safetensors")
+        save_file(waiting, files[-1], metadata={"format": "pt"})
+        index.update(dict.fromkeys(waiting, files[-1].name))
+        waiting.clear()
+
+    num_bytes = 0
+    for key, tensor in pairs:
+        if key in index or key in waiting:
+            raise InvalidRequestError.at(name, f"tensor {key!r} is given twice")
+        # A copy: tied tensors share their memory, which files cannot.
+        waiting[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes >= _FILE_BYTES:
+            flush()
+            num_bytes = 0
+    if waiting:
+        flush()
+    if not files:
+        raise InvalidRequestError.at(name, "there are no tensors")
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    (folder / f"model{_INDEX}").write_text(json.dumps({"weight_map": index}), encoding="utf-8")

@@ -1,0 +1,120 @@
+"""Other weights for ranks that are actors: whoever comes after them has the same."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from outrider.cluster.backend import RayBackend
+from outrider.cluster.keeper import Successors
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.errors import CheckpointError, WorkerError
+
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
+from ..helpers.ports import wait_for
+from ..helpers.serving.kills import is_dead
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+PROMPTS = random_prompts(4, 96)
+
+
+def wanted(model):
+    return plain_outputs(model, PROMPTS, {})[0]
+
+
+def end(cluster, group, rank: int = 0, ranks: tuple = ()) -> None:
+    process = group.reports[rank].location.process
+    cluster.kill((ranks or group._ranks)[rank])
+    wait_for(lambda: is_dead(process))
+
+
+def test_a_rank_that_dies_is_replaced_with_the_new_weights(cluster, tiny):
+    draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft}
+    options = {"executor": "ray", "tensor_parallel_size": 2, "resources": {"spare_workers": True}}
+    with engine_of(tiny.target, draft, **options) as engine:
+        group = engine._host.target_group
+        ranks = [report.location.process for report in group.reports]
+        wait_for(lambda: len(group.spares()) == 2)  # they began with the old weights
+        engine.update_weights(tiny.draft)
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        assert [report.location.process for report in group.reports] == ranks
+        for rank in (1, 0):  # by a spare, and by a new one
+            end(cluster, group, rank)
+            assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        assert engine.stats()["num_restarts"] == 2
+        with pytest.raises(CheckpointError, match="another model"):
+            engine.update_weights(tiny.other_vocabulary)
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        assert engine.stats()["num_restarts"] == 2
+
+
+def test_a_rank_that_dies_meanwhile_leaves_the_old_weights(cluster, tiny):
+    options = {"executor": "ray", "tensor_parallel_size": 2}
+    with engine_of(tiny.target, **options) as engine:
+        group = engine._host.target_group
+        load = group.load_weights
+
+        def dies(weights):
+            threading.Thread(target=end, args=(cluster, group, 1)).start()
+            wait_for(lambda: not group.alive)
+            load(weights)
+
+        group.load_weights = dies
+        with pytest.raises(WorkerError):
+            engine.update_weights(tiny.draft)
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.target)
+        assert engine.weights()["model"] == tiny.target
+
+
+class Server:
+    """Starts engines as replicas of one deployment do, and takes them away as a kill does."""
+
+    def __init__(self, model: str) -> None:
+        settings = {"model": model, "executor": "ray", "dtype": "float32", "num_kv_blocks": 256}
+        self._config = EngineConfig.load(settings)
+
+    def start(self) -> tuple[Engine, RayBackend]:
+        backend = RayBackend(Successors("weights", "same", 60.0))
+        return Engine.start(self._config, backend), backend
+
+    def lose(self, engine: Engine, backend: RayBackend) -> None:
+        engine._closed.set()
+        engine._thread.join()
+        engine._host.target_group._hang_up()
+        backend._keeper.leave()
+
+
+@pytest.mark.parametrize("rank_dies", [False, True])
+def test_an_engine_takes_over_the_weights_that_its_ranks_have(cluster, tiny, rank_dies):
+    server = Server(tiny.target)
+    engine, backend = server.start()
+    engine.update_weights(tiny.draft)
+    assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+    group = engine._host.target_group
+    ranks = tuple(group._ranks)
+    server.lose(engine, backend)
+    if rank_dies:
+        end(cluster, group, ranks=ranks)
+    engine, backend = server.start()
+    try:
+        assert engine.weights()["model"] == tiny.draft
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        end(cluster, engine._host.target_group)
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+    finally:
+        engine.shutdown()
+
+
+def test_a_keeper_that_dies_is_replaced_by_one_that_knows_the_weights(cluster, tiny):
+    engine, backend = Server(tiny.target).start()
+    try:
+        engine.update_weights(tiny.draft)
+        cluster.kill(backend._keeper._keeper)
+        wait_for(lambda: complete(engine, PROMPTS)[0] == wanted(tiny.draft))
+        end(cluster, engine._host.target_group)
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        assert engine.weights()["model"] == tiny.draft
+    finally:
+        engine.shutdown()
