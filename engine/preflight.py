@@ -306,6 +306,7 @@ def check_models(config: EngineConfig) -> int:
 
     target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
+    opened_adapters(config)
     _check_limits(config, target)
     for field, section in draft_sections(config):
         _check_vocabulary(config, section, field, target.vocab_size)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from outrider import LLM, LoRARequest, SamplingParams
+from outrider import LLM, AsyncLLM, LoRARequest, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
-from outrider.engine.preflight import preflight, require_checkpoints
+from outrider.engine.preflight import check_models, preflight, require_checkpoints
 from outrider.errors import CheckpointError, InvalidRequestError
 from outrider.scheduler.types import Request, SeatSettings, ints
 from outrider.workers.device_step.shape import Sampler
@@ -161,6 +162,9 @@ def test_python_chooses_by_request_or_name(demo):
         ]
         mixed = llm.generate([prompt] * 3, sampling, lora_request=[wish, None, "b"], **kept)
         assert tokens(mixed) == [demo.tokens[key] for key in ("a0", "0", "b0")]
+        for name in ("a", None):
+            llm.enqueue(prompt, sampling, lora_request=name)
+        assert tokens(llm.wait_for_completion(**kept)) == [demo.tokens["a0"], demo.tokens["0"]]
         *_, last = llm.stream(prompt, sampling, lora_request="b")
         assert tokens([last]) == [demo.tokens["b0"]]
         for wrong, match in (
@@ -171,6 +175,24 @@ def test_python_chooses_by_request_or_name(demo):
         ):
             with pytest.raises(InvalidRequestError, match=f"^lora_request: {match}"):
                 llm.generate([prompt, prompt], sampling, lora_request=wrong, **kept)
+
+
+def test_an_event_loop_chooses_too(demo):
+    options = {"lora_modules": demo.modules, "executor": "local", "dtype": "float32"}
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    async def last(llm, name):
+        steps = llm.generate(demo.prompts[0], sampling, lora_request=name)
+        outputs = [output async for output in steps]
+        return tuple(outputs[-1].outputs[0].token_ids)
+
+    async def both():
+        async with AsyncLLM(demo.target, **options) as llm:
+            with pytest.raises(InvalidRequestError, match="^lora_request: 'c' is not served"):
+                await last(llm, "c")
+            return await asyncio.gather(*(last(llm, name) for name in ("b", None, "a")))
+
+    assert asyncio.run(both()) == [demo.tokens[key] for key in ("b0", "0", "a0")]
 
 
 def test_faults_are_found_before_anything_starts(demo, tiny, tmp_path):
@@ -184,8 +206,9 @@ def test_faults_are_found_before_anything_starts(demo, tiny, tmp_path):
         estimate(config(lora_modules=each), 0)[0].rank.weights for each in ([], demo.modules)
     )
     assert facts["adapters per rank"] == f"{adapted - plain:,} bytes"
-    with pytest.raises(CheckpointError, match=r"lora_modules: 'a': .*r: 4 is above max_lora_rank"):
-        require_checkpoints(config(max_lora_rank=3))
+    for check in (require_checkpoints, check_models, preflight):
+        with pytest.raises(CheckpointError, match=r"'a': .*r: 4 is above max_lora_rank \(3\)"):
+            check(config(max_lora_rank=3))
     other = write_adapter(tmp_path / "x", tiny.target)
     with pytest.raises(CheckpointError, match=r"lora_modules: 'x': tensor '.*lora_A' "):
         preflight(config(lora_modules=[f"x={other}"]))
