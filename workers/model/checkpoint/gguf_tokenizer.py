@@ -25,10 +25,15 @@ _CUT: Final = "tokenizer.ggml.pre"
 _KNOWN_CUTS: Final = frozenset(
     {
         *("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
-        *("qwen2", "deepseek-r1-qwen", "megrez", "qwen35", "gpt-4o", "llama4"),
+        *("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "qwen35", "gpt-4o", "llama4", "kanana2"),
     }
 )
-_GPT2_CUTS: Final = frozenset({"gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "default", ""})
+_GPT2_CUTS: Final = frozenset(
+    {
+        *("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling", "exaone4"),
+        *("gigachat", "a.x-4.0", "mellum", "default", ""),
+    }
+)
 # Of these, a piece that is a token is never made of merges, and a text begins with BOS unless the
 # file says that it does not.
 _WHOLE_CUTS: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
@@ -139,6 +144,8 @@ def _mend(stored: dict[str, Any], meta: Mapping[str, Any]) -> None:
         stored["decoder"] = {"type": "Sequence", "decoders": decoders}
         return
     model["ignore_merges"] = cut in _WHOLE_CUTS
+    if cut in _KNOWN_CUTS and '"Split"' not in json.dumps(stored["pre_tokenizer"]):
+        raise ValueError(f"this version of transformers does not know tokenizer.ggml.pre {cut!r}")
     if cut in _DIGIT_CUTS:
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         digits = {"type": "Digits", "individual_digits": True}

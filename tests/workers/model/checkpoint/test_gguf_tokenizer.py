@@ -116,7 +116,8 @@ def renamed(tmp_path, names, kinds=None, merges=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("pre", "count"), [("llama-bpe", 2), ("smollm", 4), ("gpt-2", 1), ("qwen2", 4)]
+    ("pre", "count"),
+    [("llama-bpe", 2), ("gpt-4o", 2), ("smollm", 4), ("gpt-2", 1), ("qwen2", 4), ("tekken", 4)],
 )
 def test_texts_are_cut_as_the_file_says(pre, count, tmp_path):
     file = write_gguf(DEMO / "draft", tmp_path / "x.gguf", pre=pre)
