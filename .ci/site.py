@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = (
     "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md",
-    "bench/RESULTS.md", "demo/README.md", "k8s/README.md",
+    "bench/RESULTS.md", "demo/README.md", "examples/README.md", "k8s/README.md",
 )  # fmt: skip
 _LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+_UNTESTED = re.compile(r"^(```\w+) notest$", re.MULTILINE)  # to mkdocs, no start of a block
 _IMAGES = (".png", ".svg")
 
 
@@ -54,4 +55,4 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         relative = posixpath.relpath(uri, posixpath.dirname(source) or ".")
         return f"{image}[{text}]({relative}{anchor})"
 
-    return _LINK.sub(rewritten, markdown)
+    return _LINK.sub(rewritten, _UNTESTED.sub(r"\1", markdown))

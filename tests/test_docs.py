@@ -17,7 +17,10 @@ from outrider.config.compat.translate import translate_engine
 from outrider.errors import ConfigError
 
 ROOT = Path(outrider.__file__).resolve().parent
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "bench/README.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -43,7 +43,7 @@ LAYERS = {
 # Pages that describe the present tree; a changelog and records of measurements describe past ones.
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
-    *(ROOT / folder / "README.md" for folder in ("bench", "demo", "k8s")),
+    *(ROOT / folder / "README.md" for folder in ("bench", "demo", "examples", "k8s")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FOREIGN = {

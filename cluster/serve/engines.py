@@ -2,7 +2,9 @@
 
 Serve's list of replicas says which engines there are and where they listen; their sockets say at
 once when one is gone. A request goes to the engine with the fewest, by what engines tell with each
-step, or to a hardly busier one that has computed the beginning of its prompt.
+step, or to a hardly busier one that has computed the beginning of its prompt. Of many engines two
+are compared: loads are known some 50 ms late, and all ingresses would send to the same few engines
+meanwhile (Mitzenmacher 2000, "How useful is old information?"; `bench/scale.py` simulates it).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _RETRY_S = 0.25  # between attempts to reach an engine that Serve lists
 _PREFIX_LEN = 64  # tokens by which prompts with the same beginning are known
 _MAX_PREFIXES = 4096
+MAX_COMPARED = 8  # engines, of which the least loaded is taken
 
 
 class Inbox:
@@ -300,25 +303,27 @@ class Engines:
             link.hang_up()
 
     def _best(self, request: Request) -> EngineLink | None:
-        """The engine with the fewest requests, or a near one that knows the prompt's beginning."""
+        """The engine with the fewest requests, or a near one that knows the prompt's beginning.
+
+        Of more than `MAX_COMPARED` engines, the better of two at random stands for the fewest.
+        """
         links = self.links
         if self._max_each is not None:
             links = [link for link in links if link.load < self._max_each]
         if not links:
             return None
-        least = min([link.load for link in links])
+        compared = links if len(links) <= MAX_COMPARED else random.sample(links, 2)
+        least = min([link.load for link in compared])
+        idlest = [link for link in compared if link.load == least]
         if len(request.prompt) < _PREFIX_LEN:
-            return random.choice([link for link in links if link.load == least])
+            return random.choice(idlest)
         key = hash((request.tenant, request.prompt[:_PREFIX_LEN].tobytes()))
         knowing = self._prefixes.setdefault(key, set())
         self._prefixes.move_to_end(key)
         if len(self._prefixes) > _MAX_PREFIXES:
             self._prefixes.popitem(last=False)
-        near = [link for link in links if link.load <= least + self._slack]
-        near = [link for link in near if link.name in knowing] or [
-            link for link in near if link.load == least
-        ]
-        link = min(near, key=lambda each: (each.load, random.random()))
+        near = [link for link in links if link.name in knowing and link.load <= least + self._slack]
+        link = min(near or idlest, key=lambda each: (each.load, random.random()))
         knowing.add(link.name)
         return link
 
@@ -367,7 +372,10 @@ class Engines:
 
     def _changed(self) -> None:
         """Loads, links or the queue are other than before: whoever is first may have room now."""
-        links, waiting = self.links, len(self._queue)
+        waiting = len(self._queue)
+        if not waiting and not self._told_waiting:
+            return  # nobody to call, nothing to tell: loads change many times a second
+        links = self.links
         if waiting != self._told_waiting and links:
             self._told_waiting = waiting
             for link in links:

@@ -267,6 +267,51 @@ def test_the_engine_with_the_fewest_requests_is_chosen_or_a_near_one_that_knows_
     asyncio.run(main())
 
 
+def linked(loads: list[int]) -> Engines:
+    """An ingress's view of engines with these loads, without sockets."""
+    found = Engines(None, "node", slack=2)
+    for index, load in enumerate(loads):
+        link = found._links[f"{index}"] = EngineLink(f"{index}", found._changed)
+        link.data_received(framing.frame(FromEngine(load).encoded()))
+    return found
+
+
+def test_of_many_engines_two_are_compared() -> None:
+    """Loads are known late: of the least loaded, every ingress would choose the same."""
+
+    async def main() -> None:
+        few = linked([*range(engines.MAX_COMPARED)])
+        assert {few._best(request()).name for _ in range(50)} == {"0"}
+        loads = [*range(engines.MAX_COMPARED + 12)]
+        many = linked(loads)
+        chosen = Counter(many._best(request()).name for _ in range(400))
+        assert len(chosen) > len(loads) // 2
+        assert f"{loads[-1]}" not in chosen, "one of two is less loaded than the most loaded"
+        # One that knows the prompt's beginning is chosen wherever it is no busier than the slack.
+        alike = linked([5] * len(loads))
+        first = alike._best(request(prompt=80)).name
+        assert {alike._best(request(prompt=80)).name for _ in range(50)} == {first}
+        alike._links[first].data_received(framing.frame(FromEngine(8).encoded()))
+        assert alike._best(request(prompt=80)).name != first
+
+    asyncio.run(main())
+
+
+def test_a_load_that_nobody_waits_for_touches_no_other_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loads of many engines change many times a second."""
+
+    async def main() -> None:
+        found = linked([1, 2, 3])
+        with monkeypatch.context() as patch:
+            patch.setattr(Engines, "links", property(lambda _: pytest.fail("all were read")))
+            found._links["0"].data_received(framing.frame(FromEngine(7).encoded()))
+        assert found._links["0"].load == 7
+
+    asyncio.run(main())
+
+
 def test_requests_wait_in_the_ingress_where_engines_get_so_many(
     make_engine: Callable[..., Any],
 ) -> None:
