@@ -250,6 +250,13 @@ class Engine:
         self._change(mode, update)
         return self._num_updates
 
+    def check_weights(self, target: str, drafter: str = "") -> None:
+        """Whether `update_weights` would take these; raises as it does, and changes nothing."""
+        self._change(
+            "keep",
+            lambda: self._host.check_weights(self._host.changes(target, drafter), drafter),
+        )
+
     def weights(self) -> dict[str, Any]:
         """What is served: the folders, and the number of updates."""
         return {**self._host.weights(), "num_updates": self._num_updates}

@@ -139,6 +139,9 @@ class EngineDoor:
             "count_resumable": store.count,
             "take": self._take,
             "reset_prefix_cache": engine.reset_prefix_cache,
+            "check_weights": self._check_weights,
+            "pause": engine.pause,
+            "resume": engine.resume,
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
@@ -202,6 +205,14 @@ class EngineDoor:
         with contextlib.suppress(ValueError):
             self._links.remove(link)
         self.changed()
+
+    def _check_weights(self, target: str, drafter: str) -> Any:
+        """The kind, message and field of the error, or None."""
+        try:
+            self.engine.check_weights(target, drafter)
+        except OutriderError as error:
+            return type(error).__name__, error.message, error.field
+        return None
 
     def _take(self, stream_id: str, owner: str) -> Any:
         """What is kept of a resumable stream; its requests end here."""

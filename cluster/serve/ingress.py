@@ -24,7 +24,7 @@ from .engines import Engines, directory
 from .front_door import FrontDoor
 from .handle import HandleMethods, RefusedError
 from .metrics import EdgeMetrics
-from .models import HeldCheck, ServedModel
+from .models import HeldCheck, ServedModel, WeightsBoard
 from .openai.calls import Calls
 from .openai.resuming import ResumePolicy
 from .openai.routes import Edge, build_http
@@ -97,7 +97,8 @@ class Ingress(HandleMethods):
         self._clients.append(engines)
         context = serve.get_replica_context()
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        return ServeClient(engines, siblings, self._metrics[model.name].replayed)
+        board = WeightsBoard(str(handle.deployment_id), model.settings)
+        return ServeClient(engines, siblings, self._metrics[model.name].replayed, board)
 
     async def _tokenizers(self) -> list[Any]:
         """Of the models, loaded while the engines start."""

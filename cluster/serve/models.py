@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+import uuid
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
+from ray.experimental import internal_kv
+
 from ...config import EngineConfig
+from ...engine.weights import PauseMode
 from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
@@ -33,6 +39,52 @@ class HeldCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsNote:
+    """The weights that every engine of a model has to serve, whenever it was started.
+
+    Ray's head keeps the last note, for as long as the cluster lives.
+    """
+
+    target: str  # folders; empty: those that are served already
+    drafter: str
+    mode: PauseMode
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def after(self, before: WeightsNote | None) -> WeightsNote:
+        """This note, with what only the one before has named."""
+        if before is None:
+            return self
+        target, drafter = self.target or before.target, self.drafter or before.drafter
+        return WeightsNote(target, drafter, self.mode, self.id)
+
+
+@dataclass
+class WeightsBoard:
+    """Where the note of a model is kept.
+
+    Args:
+        deployment: application and deployment of the engines.
+        settings: digest of their configuration; others begin with what that names.
+    """
+
+    deployment: str
+    settings: str
+
+    def read(self) -> WeightsNote | None:
+        """The note; None: there is none."""
+        found = internal_kv._internal_kv_get(self._key)
+        return None if found is None else WeightsNote(**json.loads(found))
+
+    def write(self, note: WeightsNote) -> None:
+        """Replaces the note."""
+        internal_kv._internal_kv_put(self._key, json.dumps(asdict(note)).encode())
+
+    @property
+    def _key(self) -> bytes:
+        return f"outrider weights {self.deployment} {self.settings}".encode()
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model's engine settings, and how Serve deploys its engines."""
 
@@ -43,6 +95,12 @@ class ServedModel:
     def name(self) -> str:
         """The name by which clients choose the model."""
         return self.config.model_name
+
+    @property
+    def settings(self) -> str:
+        """A digest of the engine's configuration."""
+        settings = json.dumps(self.config.model_dump(mode="json"), sort_keys=True)
+        return sha256(settings.encode()).hexdigest()
 
     @property
     def names(self) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import queue
+import threading
 import time
 import uuid
-from hashlib import sha256
 from typing import Any
 
 import ray
@@ -27,7 +26,7 @@ from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
 from .edge import EngineDoor
 from .metrics import RayMetrics
-from .models import HeldCheck, ServedModel
+from .models import HeldCheck, ServedModel, WeightsBoard
 from .resume_tokens import TokenStore
 from .telemetry import configure_logging
 
@@ -57,15 +56,17 @@ class EngineReplica:
         configure_logging(config.log_format)
         with without_torch(unless=_may_compute(config)):
             import transformers  # noqa: F401
-        settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-        digest = sha256(settings.encode()).hexdigest()
-        successors = Successors(str(replica.deployment_id), digest, config.resources.keep_workers_s)
+        deployment = str(replica.deployment_id)
+        successors = Successors(deployment, model.settings, config.resources.keep_workers_s)
         engine = Engine.start(config, backend_of(config, successors))
         self._engine = engine
+        self._weights = WeightsFollower(engine, WeightsBoard(deployment, model.settings))
+        self._weights.follow()
         _decode_one_token(engine)
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
         self._door = EngineDoor(engine, self._store, self._report, host, node, sockets_folder())
+        self._door.verbs["update_weights"] = self._weights.answer
         start_thread("ray-metrics", self._report_to_ray, RayMetrics())
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -105,6 +106,7 @@ class EngineReplica:
         """Asks the loop's thread nothing, so that a long step is no illness."""
         self._store.expire()
         self._alive().check()
+        await asyncio.to_thread(self._weights.look)
         await self._health.hold()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -128,6 +130,51 @@ class EngineReplica:
         if self._engine is None:
             raise WorkerError("the replica is shutting down")
         return self._engine
+
+
+class WeightsFollower:
+    """Keeps an engine at the weights of the board, whoever has missed that they changed."""
+
+    def __init__(self, engine: Engine, board: WeightsBoard) -> None:
+        self._engine, self._board = engine, board
+        self._lock = threading.Lock()  # held while weights are replaced
+        self._served = ""  # id of the note
+        self._failure: OutriderError | None = None
+
+    def follow(self) -> None:
+        """Returns once the engine has the weights of the board (raises as `update_weights`)."""
+        with self._lock:
+            while (note := self._board.read()) is not None and note.id != self._served:
+                log.info("the weights are replaced: %s", note.target or note.drafter)
+                self._engine.update_weights(note.target, note.drafter, note.mode)
+                self._served = note.id
+
+    def answer(self) -> Any:
+        """As `follow`, for an ingress: the kind, message and field of the error, or None."""
+        try:
+            self.follow()
+        except OutriderError as error:
+            return type(error).__name__, error.message, error.field
+        return None
+
+    def look(self) -> None:
+        """Begins to follow where the board has news.
+
+        Raises:
+            OutriderError: the last time, it did not come to that.
+        """
+        if self._failure is not None:
+            raise self._failure
+        note = self._board.read()
+        if note is not None and note.id != self._served and not self._lock.locked():
+            start_thread("weights", self._catch_up)
+
+    def _catch_up(self) -> None:
+        try:
+            self.follow()
+        except OutriderError as error:
+            log.error("the weights cannot be replaced: %s", error.message)
+            self._failure = error
 
 
 def sockets_folder() -> str | None:

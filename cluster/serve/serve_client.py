@@ -17,10 +17,12 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from ...engine.outputs import add_usage
+from ...engine.weights import PauseMode
 from ...errors import EngineDeadError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
-from .edge import EdgeLostError
+from .edge import EdgeLostError, error_of
 from .engines import Engines
+from .models import WeightsBoard, WeightsNote
 from .resume_tokens import ResumeTokens, longer
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ _MAX_LOSSES = 4
 _BACKOFF_S = 0.5  # after the second loss, doubled with every further one
 _STATS_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 1.0
+_UPDATE_TIMEOUT_S = 1800.0  # requests may have to end first
 _LOST = (EdgeLostError, EngineDeadError)
 
 
@@ -36,6 +39,7 @@ class ServeClient:
 
     Args:
         edges: the ingress's own siblings; None: there are none.
+        board: where engines read which weights they have to serve; None: those never change.
         replayed: called with the seconds from the loss of a request's replica to the next delta.
     """
 
@@ -44,7 +48,9 @@ class ServeClient:
         engines: Engines,
         edges: DeploymentHandle[Any] | None,
         replayed: Callable[[float], None] = lambda _: None,
+        board: WeightsBoard | None = None,
     ) -> None:
+        self._board = board
         self._replayed = replayed
         self._engines = engines
         self._edges = edges
@@ -130,6 +136,47 @@ class ServeClient:
         if missing:
             raise EngineDeadError(
                 f"{len(missing)} of {len(wanted)} engines did not reset their prefix cache"
+            )
+        return len(answers)
+
+    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+        assert self._board is not None, "an application's clients have one"
+        if not self._engines.links:
+            raise EngineDeadError("no engine is up that could check the weights")
+        await self._all("check_weights", target, drafter)
+        before = await asyncio.to_thread(self._board.read)
+        note = WeightsNote(target, drafter, mode).after(before)
+        await asyncio.to_thread(self._board.write, note)
+        return await self._all("update_weights")
+
+    async def pause(self, mode: PauseMode) -> int:
+        return await self._all("pause", mode)
+
+    async def resume(self) -> int:
+        return await self._all("resume")
+
+    async def is_paused(self) -> bool:
+        return any(each.get("paused") for each in (await self.stats()).values())
+
+    async def _all(self, verb: str, *arguments: Any) -> int:
+        """Has every engine do something; how many there are.
+
+        Raises:
+            OutriderError: what an engine answers in place of None.
+            EngineDeadError: one did not answer.
+        """
+        wanted = {link.name for link in self._engines.links}
+        try:
+            answers = await self._engines.ask(verb, *arguments, timeout_s=_UPDATE_TIMEOUT_S)
+        except TimeoutError:
+            answers = {}
+        for failure in answers.values():
+            if failure is not None:
+                raise error_of(*failure)
+        missing = wanted.intersection(link.name for link in self._engines.links) - answers.keys()
+        if missing:
+            raise EngineDeadError(
+                f"{len(missing)} of {len(wanted)} engines did not answer: {verb.replace('_', ' ')}"
             )
         return len(answers)
 

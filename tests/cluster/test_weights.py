@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import httpx
 import pytest
 
 from outrider.cluster.backend import RayBackend
@@ -13,8 +14,9 @@ from outrider.engine.engine import Engine
 from outrider.errors import CheckpointError, WorkerError
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
+from ..helpers.models import write_models
 from ..helpers.ports import wait_for
-from ..helpers.serving.kills import is_dead
+from ..helpers.serving.kills import is_dead, kill_all
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = random_prompts(4, 96)
@@ -118,3 +120,58 @@ def test_a_keeper_that_dies_is_replaced_by_one_that_knows_the_weights(cluster, t
         assert engine.weights()["model"] == tiny.draft
     finally:
         engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer_path, tmp_path_factory) -> dict[str, str]:
+    return write_models(tokenizer_path, tmp_path_factory.mktemp("models"))
+
+
+def test_every_engine_of_a_server(serve_port, models, tmp_path):
+    """Those that are up, and those that come after them, whose workers are new, too."""
+    from ray import serve
+
+    from outrider.cluster.app import build_app
+
+    args = {
+        "model": models["target"],
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "kv_cpu_bytes": 2**24,
+        "resources": {"keep_workers_s": 0, "spare_workers": False, "cpus_per_worker": 0.5},
+        "speculative_config": {"decoding_type": "NGram", "max_draft_len": 3},
+        "serve": {"port": None, "num_replicas": 2},
+    }
+    serve.run(build_app(args), name="weights", route_prefix="/weights")
+    http = httpx.Client(base_url=f"http://127.0.0.1:{serve_port}/weights", timeout=120)
+    prompts = random_prompts(4, 60)
+
+    def texts() -> list[list[int]]:
+        bodies = [{"prompt": p, "temperature": 0, "max_tokens": 16, "ignore_eos": True,
+                   "return_token_ids": True} for p in prompts for _ in range(3)]  # fmt: skip
+        answers = [http.post("/v1/completions", json=body).json() for body in bodies]
+        found = [answer["choices"][0]["token_ids"] for answer in answers]
+        assert all(found[n] == found[n - n % 3] for n in range(len(found))), "engines differ"
+        return found[::3]
+
+    def wanted_of(model: str) -> list[list[int]]:
+        found = plain_outputs(model, prompts, {"max_tokens": 16})[0]
+        return [list(found[str(n)]) for n in range(len(prompts))]
+
+    def served() -> list[str]:
+        return [each["weights"]["model"] for each in http.get("/stats").json()["engines"]]
+
+    assert texts() == wanted_of(models["target"])
+    answer = http.post("/admin/update_weights", json={"path": models["draft"]})
+    assert answer.json() == {"num_engines": 2}
+    assert texts() == wanted_of(models["draft"]) != wanted_of(models["target"])
+    refused = http.post("/admin/update_weights", json={"path": str(tmp_path / "none")})
+    assert refused.status_code == 400
+    assert "does not exist" in refused.json()["error"]["message"]
+    assert served() == [models["draft"]] * 2
+    kill_all("ray::ServeReplica:weights:Engine")
+    wait_for(lambda: served() == [models["draft"]] * 2)
+    assert texts() == wanted_of(models["draft"])
+    answer = http.post("/admin/update_weights", json={"path": models["target"], "mode": "wait"})
+    assert answer.json() == {"num_engines": 2}
+    assert texts() == wanted_of(models["target"])

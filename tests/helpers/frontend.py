@@ -109,6 +109,8 @@ class FakeEngine:
         self.refuse: Exception | None = None
         self.pause_s = 0.0
         self.num_resets = 0  # of the prefix cache
+        self.updates: list[tuple[str, str, str]] = []  # of weights
+        self.pauses: list[str] = []
         self.logprob: Callable[[Request], float] = lambda request: -0.5
         self._running: dict[str, tuple[Request, Any, list[int], int]] = {}
         self._lock = threading.RLock()
@@ -179,6 +181,28 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self.check()
         self.num_resets += 1
+
+    def check_weights(self, target: str, drafter: str = "") -> None:
+        self.check()
+        if self.refuse is not None:
+            raise self.refuse
+
+    def update_weights(self, target: str, drafter: str = "", mode: str = "keep") -> int:
+        self.check_weights(target, drafter)
+        self.updates.append((target, drafter, mode))
+        return len(self.updates)
+
+    def pause(self, mode: str = "abort") -> None:
+        self.check()
+        self.pauses.append(mode)
+
+    def resume(self) -> None:
+        self.check()
+        self.pauses.clear()
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.pauses)
 
     def shutdown(self) -> None:
         self._closed = True

@@ -330,6 +330,24 @@ class PrefixCacheReset(TypedDict):
     num_engines: int
 
 
+class WeightsUpdate(TypedDict):
+    """The engines that serve the new weights."""
+
+    num_engines: int
+
+
+class Pause(TypedDict):
+    """The engines that have paused, or go on."""
+
+    num_engines: int
+
+
+class Paused(TypedDict):
+    """Whether an engine is paused."""
+
+    is_paused: bool
+
+
 class Stats(TypedDict):
     """Statistics of every engine replica and its drafters."""
 

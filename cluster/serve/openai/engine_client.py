@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ....engine.weights import PauseMode
 from ....errors import EngineDeadError, WorkerError
 from ....scheduler.types import Delta, Request
 from ..resume_tokens import ResumeTokens, TokenStore
@@ -48,6 +49,33 @@ class EngineClient(Protocol):
         Raises:
             EngineDeadError: one did not answer.
         """
+        ...
+
+    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+        """Every engine, and those that are started later, serve other weights; how many there are.
+
+        All have checked the weights before the first of them loads any.
+
+        Args:
+            target, drafter: folders; "": as before.
+            mode: of running requests.
+
+        Raises:
+            CheckpointError, ConfigError: the weights do not fit; nothing has changed.
+            WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> int:
+        """Every engine computes nothing from now on; how many there are (raises as above)."""
+        ...
+
+    async def resume(self) -> int:
+        """Every engine goes on; how many there are (raises as above)."""
+        ...
+
+    async def is_paused(self) -> bool:
+        """Whether an engine waits for `resume`."""
         ...
 
     async def check(self) -> None:
@@ -107,6 +135,21 @@ class LocalClient:
     async def reset_prefix_cache(self) -> int:
         self._engine.reset_prefix_cache()
         return 1
+
+    async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
+        await asyncio.to_thread(self._engine.update_weights, target, drafter, mode)
+        return 1
+
+    async def pause(self, mode: PauseMode) -> int:
+        await asyncio.to_thread(self._engine.pause, mode)
+        return 1
+
+    async def resume(self) -> int:
+        self._engine.resume()
+        return 1
+
+    async def is_paused(self) -> bool:
+        return self._engine.is_paused
 
     async def check(self) -> None:
         self._engine.check()

@@ -19,7 +19,13 @@ from ..metrics import CONTENT_TYPE
 from . import answers
 from .messages import CountBody, MessagesBody
 from .parse import IGNORED, UNSUPPORTED
-from .protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    UpdateWeightsBody,
+)
 from .responses import ResponsesBody
 from .responses.body import NOTHING
 
@@ -53,6 +59,11 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
     "/v1/messages/count_tokens": (CountBody, answers.MessageTokens, "Tokens of messages."),
     "/tokenize": (TokenizeBody, answers.Tokens, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeBody, answers.Text, "The text of token ids."),
+    "/admin/update_weights": (
+        UpdateWeightsBody,
+        answers.WeightsUpdate,
+        "Serves other weights of the same model.",
+    ),
 }
 GETS: dict[str, tuple[Any, str]] = {
     "/v1/models": (answers.ModelList, "The models that can serve now."),
@@ -61,6 +72,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/ping": (answers.Health, "As /health; by SageMaker's name."),
     "/version": (answers.Version, "The server's version."),
     "/load": (answers.Load, "How many requests run or wait."),
+    "/is_paused": (answers.Paused, "Whether an engine is paused."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),
     "/metrics": (str, "Prometheus metrics."),
     "/openapi.json": (dict, "This document."),
@@ -70,6 +82,8 @@ GETS: dict[str, tuple[Any, str]] = {
 COMMANDS: dict[str, tuple[Any, str]] = {
     "/ping": GETS["/ping"],
     "/reset_prefix_cache": (answers.PrefixCacheReset, "Forgets the stored prefixes."),
+    "/pause": (answers.Pause, "Computes nothing until /resume."),
+    "/resume": (answers.Pause, "Goes on after /pause."),
 }
 
 

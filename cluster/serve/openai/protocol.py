@@ -19,6 +19,7 @@ from ....config import LONGEST_DRAFT
 from ....engine.chat.lark import Function
 from ....engine.chat.template import Message
 from ....engine.frontend import RequestOptions
+from ....engine.weights import PauseMode
 from ....errors import InvalidRequestError
 from ....scheduler.sampling import (
     MAX_ALLOWED_IDS,
@@ -568,6 +569,15 @@ class DetokenizeBody(Strict):
 
     model: str | None = None
     tokens: Ids
+
+
+class UpdateWeightsBody(Strict):
+    """`POST /admin/update_weights`: folders that the engines see."""
+
+    model: str | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    drafter: Annotated[str, Field(min_length=1)] | None = None
+    mode: PauseMode = "keep"
 
 
 _MARKS = (

@@ -33,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from .... import __version__
 from ....engine.frontend import Frontend
+from ....engine.weights import checked_mode
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from ....scheduler.sampling import shortened
 from .. import page
@@ -52,6 +53,7 @@ from .protocol import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    UpdateWeightsBody,
     may_compile,
 )
 from .responses import ResponsesBody
@@ -119,7 +121,7 @@ class Models:
 
 
 def state_routes(models: Models) -> list[Route]:
-    """What describes the server: models, health, statistics, metrics, OpenAPI; and what resets."""
+    """What describes the server: models, health, statistics, metrics, OpenAPI."""
     served = {**models.by_name, **models.adapters}
     cards = {name: _card(edge) for name, edge in served.items()}
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
@@ -161,11 +163,6 @@ def state_routes(models: Models) -> list[Route]:
         busy = sum(each.get(name, 0) for each in engines for name in _TOTALS)
         return JSONResponse({"server_load": busy})
 
-    async def reset_prefix_cache(request: Request) -> Response:
-        edges = models.by_name.values()
-        counts = await asyncio.gather(*(edge.client.reset_prefix_cache() for edge in edges))
-        return JSONResponse({"num_engines": sum(counts)})
-
     async def openapi(request: Request) -> Response:
         return JSONResponse(described)
 
@@ -187,11 +184,54 @@ def state_routes(models: Models) -> list[Route]:
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version),
         Route("/load", load),
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/stats", stats),
         Route("/openapi.json", openapi),
         Route("/docs", docs),
         Route("/metrics", metrics),
+    ]
+
+
+def admin_routes(models: Models) -> list[Route]:
+    """What changes the engines' state."""
+    # Adapters have the clients of their models.
+    clients = list({id(each.client): each.client for each in models.by_name.values()}.values())
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        counts = await asyncio.gather(*(each.reset_prefix_cache() for each in clients))
+        return JSONResponse({"num_engines": sum(counts)})
+
+    async def update_weights(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, UpdateWeightsBody))
+        if body.path is None and body.drafter is None:
+            raise InvalidRequestError.at("path", "neither a path nor that of a drafter")
+        for name in ("path", "drafter"):
+            given = getattr(body, name)
+            if given is not None and not os.path.isabs(given):
+                raise InvalidRequestError.at(name, f"{given!r} is not absolute")
+        client = models.find(body.model).client
+        count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
+        return JSONResponse({"num_engines": count})
+
+    async def pause(request: Request) -> Response:
+        mode = checked_mode(request.query_params.get("mode", "abort"))
+        counts = await asyncio.gather(*(each.pause(mode) for each in clients))
+        return JSONResponse({"num_engines": sum(counts)})
+
+    async def resume(request: Request) -> Response:
+        counts = await asyncio.gather(*(each.resume() for each in clients))
+        return JSONResponse({"num_engines": sum(counts)})
+
+    async def is_paused(request: Request) -> Response:
+        return JSONResponse(
+            {"is_paused": any(await asyncio.gather(*(each.is_paused() for each in clients)))}
+        )
+
+    return [
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/admin/update_weights", update_weights, methods=["POST"]),
+        Route("/pause", pause, methods=["POST"]),
+        Route("/resume", resume, methods=["POST"]),
+        Route("/is_paused", is_paused),
     ]
 
 
@@ -390,7 +430,13 @@ def build_http(*edges: Edge) -> Starlette:
         for path, endpoint in ENDPOINTS.items()
     ]
     return Starlette(
-        routes=[*generating, *_token_routes(models), *state_routes(models), *page_routes()],
+        routes=[
+            *generating,
+            *_token_routes(models),
+            *state_routes(models),
+            *admin_routes(models),
+            *page_routes(),
+        ],
         middleware=[Middleware(AccessGate, access=models.first.access)],
         exception_handlers=errors.HANDLERS,
     )

@@ -15,12 +15,22 @@ import pytest
 from outrider.cluster.serve import edge, engines, serve_client
 from outrider.cluster.serve.edge import EdgeLink, EngineDoor, FromEngine
 from outrider.cluster.serve.engines import EngineLink, Engines
+from outrider.cluster.serve.models import WeightsBoard, WeightsNote
+from outrider.cluster.serve.replica import WeightsFollower
 from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.cluster.serve.serve_client import ServeClient
-from outrider.errors import EngineDeadError, InvalidRequestError, OverloadedError, WorkerError
+from outrider.errors import (
+    CheckpointError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    WorkerError,
+)
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, Request, ints
 from outrider.workers.transport import framing
+
+from ...helpers.ports import wait_for
 
 TEXT = "the cat sat on the mat. "
 
@@ -82,6 +92,20 @@ async def all_of(client: ServeClient, wanted: Request) -> list[Delta]:
 
 def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+class Board(WeightsBoard):
+    """One in this process."""
+
+    def __init__(self) -> None:
+        super().__init__("", "")
+        self.notes: list[WeightsNote] = []
+
+    def read(self) -> WeightsNote | None:
+        return self.notes[-1] if self.notes else None
+
+    def write(self, note: WeightsNote) -> None:
+        self.notes.append(note)
 
 
 class Flaw:
@@ -207,6 +231,66 @@ def test_every_engine_resets_its_prefix_cache(make_engine: Callable[..., Any]) -
                 await client.reset_prefix_cache()
 
     asyncio.run(main())
+
+
+def test_every_engine_gets_the_new_weights_or_none(make_engine: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            board = Board()
+            client = ServeClient(here.engines, None, board=board)
+            with pytest.raises(EngineDeadError, match="no engine is up"):
+                await client.update_weights("/a", "", "keep")
+            engines = [here.add("a"), here.add("b", node="elsewhere")]
+            for door in here.doors.values():
+                door.verbs["update_weights"] = WeightsFollower(door.engine, board).answer
+            await until(lambda: len(here.engines.links) == 2)
+            assert await client.update_weights("/a", "", "wait") == 2
+            assert await client.update_weights("", "/b", "keep") == 2
+            assert [engine.updates for engine in engines] == [
+                [("/a", "", "wait"), ("/a", "/b", "keep")]
+            ] * 2
+            engines[1].refuse = CheckpointError.at("weights", "no such folder here")
+            with pytest.raises(CheckpointError, match="no such folder here") as caught:
+                await client.update_weights("/c", "", "keep")
+            assert caught.value.field == "weights"
+            assert [len(engine.updates) for engine in engines] == [2, 2]
+            assert len(board.notes) == 2
+            engines[1].refuse = None
+            assert await client.pause("wait") == 2
+            assert engines[0].pauses == engines[1].pauses == ["wait"]
+            assert await client.resume() == 2
+            engines[1].dead = True
+            with pytest.raises(EngineDeadError):
+                await client.update_weights("/c", "", "keep")
+
+    asyncio.run(main())
+
+
+def test_an_engine_follows_what_it_has_missed(make_engine: Callable[..., Any]) -> None:
+    engine, board = make_engine(), Board()
+    follower = WeightsFollower(engine, board)
+    follower.follow()
+    follower.look()
+    assert engine.updates == []
+    board.write(WeightsNote("/a", "", "keep"))
+    follower.look()
+    wait_for(lambda: engine.updates == [("/a", "", "keep")])
+    board.write(WeightsNote("/a", "", "keep"))  # the folder has others now
+    follower.follow()
+    follower.look()
+    assert len(engine.updates) == 2
+    engine.refuse = CheckpointError("it is gone")
+    board.write(WeightsNote("/b", "", "keep"))
+    follower.look()
+
+    def failed() -> bool:
+        try:
+            follower.look()
+        except CheckpointError:
+            return True
+        return False
+
+    wait_for(failed)  # Serve replaces it, since it has other weights than the rest
 
 
 def test_abort_and_hanging_up_end_a_request(make_engine: Callable[..., Any]) -> None:

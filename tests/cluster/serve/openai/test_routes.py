@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.cluster.serve.openai.parse import UNSUPPORTED
+from outrider.errors import CheckpointError
 from outrider.scheduler.types import SpeculationOptions
 
 from ....helpers.ports import wait_for
@@ -404,6 +405,43 @@ def test_what_operators_call(server: Server) -> None:
     assert server.http.get("/ping").status_code == 503
     assert server.http.post("/ping").status_code == 503
     assert server.post("/reset_prefix_cache").status_code == 503
+
+
+def test_new_weights(server: Server) -> None:
+    def updated(**body: Any) -> Any:
+        return server.http.post("/admin/update_weights", json=body)
+
+    assert updated(path="/a").json() == {"num_engines": 1}
+    assert updated(drafter="/b", mode="wait", model="tiny").json() == {"num_engines": 1}
+    assert server.engine.updates == [("/a", "", "keep"), ("", "/b", "wait")]
+    for body, name in (
+        ({}, "path"),
+        ({"path": "a/b"}, "path"),
+        ({"path": ""}, "path"),
+        ({"path": 1}, "path"),
+        ({"drafter": "."}, "drafter"),
+        ({"path": "/a", "mode": "now"}, "mode"),
+        ({"weights": "/a"}, "weights"),
+    ):
+        refused = updated(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    assert updated(path="/a", model="other").status_code == 404
+    server.engine.refuse = CheckpointError.at("weights", "tensor 'x' is missing")
+    refused = updated(path="/a")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "weights: tensor 'x' is missing"
+    assert len(server.engine.updates) == 2
+
+
+def test_a_pause(server: Server) -> None:
+    assert server.http.get("/is_paused").json() == {"is_paused": False}
+    assert server.post("/pause").json() == {"num_engines": 1}
+    assert server.post("/pause?mode=wait").json() == {"num_engines": 1}
+    assert server.engine.pauses == ["abort", "wait"]
+    assert server.http.get("/is_paused").json() == {"is_paused": True}
+    assert server.post("/pause?mode=now").json()["error"]["param"] == "mode"
+    assert server.post("/resume").json() == {"num_engines": 1}
+    assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 
 def test_stats_and_metrics(server: Server) -> None:
