@@ -123,7 +123,8 @@ class EngineConfig(Strict):
     lora_modules: tuple[LoraModule, ...] = ()
     """LoRA adapters of the target: name=path, or mappings of name and path."""
     enable_lora: bool | None = None
-    """vLLM's switch: true confirms that there are lora_modules, false that there are none."""
+    """true: adapters may be added while it runs, in Python; false: there are no lora_modules;
+    default: lora_modules alone."""
     max_lora_rank: int | None = Field(None, ge=1)
     """Largest rank that an adapter may have; default: any."""
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")
@@ -198,23 +199,19 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _adapters_where_they_can_be(self) -> EngineConfig:
-        if self.enable_lora is not None and self.enable_lora != bool(self.lora_modules):
-            have = "there are" if self.lora_modules else "there are no"
-            raise at_key(
-                "enable_lora",
-                f"enable_lora: {str(self.enable_lora).lower()}, and {have} lora_modules; "
-                "they name the adapters that requests may choose",
-            )
+        if self.enable_lora is False and self.lora_modules:
+            raise at_key("enable_lora", "enable_lora: false, and there are lora_modules")
         names = [self.model_name]
         for module in self.lora_modules:
             if module.name in names:
                 whose = "a second adapter has" if module.name in names[1:] else "the model has"
                 raise at_key("lora_modules", f"lora_modules: {whose} the name {module.name!r}")
             names.append(module.name)
-        if self.lora_modules and self.forward == "bridge":
+        if self.takes_adapters and self.forward == "bridge":
+            key = "lora_modules" if self.lora_modules else "enable_lora"
             raise at_key(
-                "lora_modules",
-                "lora_modules: not available with forward 'bridge'; allowed: 'auto', 'family'",
+                key,
+                f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'",
             )
         return self
 
@@ -228,6 +225,11 @@ class EngineConfig(Strict):
                 f"step of {nodes} tokens (speculative_config.max_draft_len + 1)",
             )
         return self
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the target has LoRA adapters, or may get some."""
+        return bool(self.lora_modules) or self.enable_lora is True
 
     @property
     def model_name(self) -> str:

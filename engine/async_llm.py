@@ -122,7 +122,7 @@ class AsyncLLM:
             WorkerError: the request failed. EngineDeadError: the engine is gone.
         """
         parsed = await asyncio.to_thread(self.llm.prompt, prompt)
-        wish = self._adapted(options, lora_request)
+        wish = await asyncio.to_thread(self._adapted, options, lora_request)
         async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
@@ -148,7 +148,7 @@ class AsyncLLM:
             template_kwargs=template_kwargs,
             tools=tools,
         )
-        wish = self._adapted(options, lora_request)
+        wish = await asyncio.to_thread(self._adapted, options, lora_request)
         async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
 
@@ -221,7 +221,7 @@ class AsyncLLM:
         """`options` with the adapter that is asked for."""
         if wish is None:
             return options
-        adapter = self.llm.frontend.adapter_of(wish)
+        adapter = self.llm.adapter_of(wish)
         return replace(options or RequestOptions(), adapter=adapter)
 
     async def _outputs(

@@ -36,7 +36,7 @@ from ..scheduler.overlap import OverlapLoop
 from ..scheduler.scheduler import Scheduler, shrink_after
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
-from ..workers.spec import ModelReport
+from ..workers.spec import ModelReport, NewAdapter
 from .host import Backend, EngineHost, local_backend
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
@@ -256,6 +256,25 @@ class Engine:
             "keep",
             lambda: self._host.check_weights(self._host.changes(target, drafter), drafter),
         )
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Serves another LoRA adapter of the target from the next step on.
+
+        Raises:
+            CheckpointError: the folder is no adapter of the target; nothing has changed.
+            WorkerError: a rank failed; it and the others are replaced, without the adapter.
+            EngineDeadError.
+        """
+
+        def add() -> None:
+            try:
+                self._host.target_group.add_adapter(NewAdapter(name, path))
+            except WorkerError as error:
+                self._recover(error)
+                raise
+            self._loop.scheduler.adapters.add(name)
+
+        self._change("keep", add)
 
     def weights(self) -> dict[str, Any]:
         """What is served: the folders, and the number of updates."""

@@ -318,9 +318,7 @@ class EngineHost:
             target=replace(
                 self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
-                adapters=tuple(
-                    (each.name, str(Path(each.path).resolve())) for each in config.lora_modules
-                ),
+                adapters=_adapters(config),
             ),
             draft=draft,
             head=_at_its_place(own_head, config.model),
@@ -369,6 +367,13 @@ class EngineHost:
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,
         )
+
+
+def _adapters(config: EngineConfig) -> tuple[tuple[str, str], ...] | None:
+    """The target's LoRA adapters; None: it takes none."""
+    if not config.takes_adapters:
+        return None
+    return tuple((each.name, str(Path(each.path).resolve())) for each in config.lora_modules)
 
 
 def _at_its_place(section: HeadConfig | None, target: str) -> HeadConfig | None:

@@ -7,6 +7,7 @@ come back in the order of the prompts.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 import uuid
 from collections import deque
@@ -39,7 +40,7 @@ from .frontend import Frontend, LoRARequest, Prompt, RequestOptions
 from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
 from .outputs import Assembler, RequestOutput, prompt_table
-from .preflight import preflight
+from .preflight import added_adapter, preflight
 from .weights import PauseMode, SavedStates, checked_mode
 
 if TYPE_CHECKING:
@@ -344,6 +345,7 @@ class LLM:
         self._backend: Backend | None = None
         self._enqueued: list[tuple[Run, OnError]] = []
         self._states = SavedStates()
+        self._adding = threading.Lock()
         config = resolved(config)
         preflight(config)
         backend = self._backend_of(config)
@@ -615,6 +617,22 @@ class LLM:
                 run.refuse(prompt, error)
         return run
 
+    def adapter_of(self, wish: AdapterWish) -> str:
+        """The name of an adapter; with `enable_lora`, a folder that is new is loaded.
+
+        Raises:
+            InvalidRequestError: it is not served.
+            CheckpointError: the folder is no adapter of the target.
+        """
+        frontend, config = self.frontend, self.config
+        if isinstance(wish, LoRARequest) and wish.lora_path and config.enable_lora:
+            with self._adding:
+                if wish.lora_name not in (config.model_name, *frontend.adapters):
+                    path = added_adapter(config, wish.lora_name, wish.lora_path)
+                    self.engine.add_adapter(wish.lora_name, path)
+                    frontend.adapters[wish.lora_name] = path
+        return frontend.adapter_of(wish)
+
     def _adapted(
         self, options: list[RequestOptions], wish: AdapterWish | Sequence[AdapterWish]
     ) -> list[RequestOptions]:
@@ -628,7 +646,7 @@ class LLM:
             raise InvalidRequestError.at(
                 "lora_request", f"{len(wishes)} for {len(options)} prompts"
             )
-        names = map(self.frontend.adapter_of, wishes)
+        names = map(self.adapter_of, wishes)
         return [replace(each, adapter=name) for each, name in zip(options, names, strict=True)]
 
     def prompt(self, prompt: PromptLike) -> Prompt:

@@ -67,6 +67,16 @@ def opened_adapters(config: EngineConfig) -> list[Adapter]:
     return open_adapters(modules, config.max_lora_rank)
 
 
+def added_adapter(config: EngineConfig, name: str, path: str) -> str:
+    """The folder of an adapter that is new; raises `CheckpointError` where it is none."""
+    from ..workers.model.checkpoint.adapters import open_adapters
+    from ..workers.model.checkpoint.hub import local_folder
+
+    folder = str(Path(local_folder(path, "lora_request")).resolve())
+    open_adapters([(name, folder)], config.max_lora_rank)
+    return folder
+
+
 def check_files(
     config: EngineConfig,
     *,

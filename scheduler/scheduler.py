@@ -181,7 +181,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._shares)
         self._sequences: dict[str, Sequence] = {}
         self._config = config
-        self._adapters = {each.name for each in config.lora_modules}
+        self.adapters = {each.name for each in config.lora_modules}  # that requests may have
         self._thinking_tokens = config.speculative_config.thinking_tokens
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)
@@ -233,7 +233,7 @@ class Scheduler:
                 f"prompt and output of {limit} tokens exceed the KV cache of "
                 f"{self.pool.num_blocks * self.pool.block_size}",
             )
-        if request.adapter and request.adapter not in self._adapters:
+        if request.adapter and request.adapter not in self.adapters:
             raise InvalidRequestError.at("model", f"no adapter {request.adapter!r} is served")
         sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens, self._reach)
         sequence.usage = self._unused

@@ -23,6 +23,7 @@ from .seats import gather
 from .spec import (
     DeviceStepReport,
     ModelReport,
+    NewAdapter,
     NewWeights,
     RankLocation,
     WeightsAnswer,
@@ -128,6 +129,24 @@ class WorkerGroup(ABC):
         self.reports = [*self.reports]  # as after a restart: drafters have to begin anew
         for callback in self.on_restart:
             callback()
+
+    def add_adapter(self, adapter: NewAdapter) -> None:
+        """Every rank serves another LoRA adapter; so will those that replace them.
+
+        No message is without its answer.
+
+        Raises:
+            CheckpointError: it is no adapter of the target; nothing has changed.
+            WorkerError: a rank died, or failed otherwise.
+        """
+        for only_checks in (True, False):
+            with self._running() as channel:
+                message = replace(adapter, only_checks=only_checks)
+                answer = channel.call(message, _UPDATE_TIMEOUT_S)
+            assert isinstance(answer, WeightsAnswer), type(answer)
+            if answer.problem:
+                raise CheckpointError(answer.problem, field=answer.field)
+        self.respecify(adapter.applied(self._spec))
 
     def respecify(self, spec: WorkerSpec) -> None:
         """Ranks that replace these will be of `spec`."""

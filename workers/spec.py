@@ -26,7 +26,8 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
-    adapters: tuple[tuple[str, str], ...] = ()  # LoRA adapters of a target: (name, folder)
+    # LoRA adapters of a target: (name, folder); None: it takes none.
+    adapters: tuple[tuple[str, str], ...] | None = None
 
     @property
     def trust(self) -> dict[str, Any]:
@@ -82,8 +83,23 @@ class NewWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class NewAdapter:
+    """To all ranks of a target's group: serve another LoRA adapter."""
+
+    name: str
+    path: str
+    only_checks: bool = False  # whether it could be served; nothing changes
+
+    def applied(self, spec: WorkerSpec) -> WorkerSpec:
+        """The specification of ranks with this adapter."""
+        assert spec.target is not None, "an adapter is a target's"
+        adapters = (*(spec.target.adapters or ()), (self.name, self.path))
+        return replace(spec, target=replace(spec.target, adapters=adapters))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsAnswer:
-    """Why weights cannot be loaded; empty: they can, or they are."""
+    """Why weights, or an adapter, cannot be loaded; empty: they can, or they are."""
 
     problem: str = ""
     field: str = ""

@@ -221,7 +221,8 @@ class TargetService:
             drafting = head if device_step.num_draft_nodes else None
             self.device_step = DeviceStepService(model, self._cache, device_step, drafting)
         mirror = None if self.device_step is None else self.device_step.seats
-        self._seats = Seats(block_size, mirror, model.adapters)
+        numbers = {} if model.adapters is None else model.adapters.numbers
+        self._seats = Seats(block_size, mirror, numbers)
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link

@@ -9,6 +9,7 @@ import functools
 import gc
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
 from .draft import DraftService
 from .head import HeadService
+from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
-from .model.fit import ServedModel, check_blocks
+from .model.fit import ServedModel, Serving, check_adapters, check_blocks
 from .model.paged import ForwardChoice, PagedModel
 from .model.target import load_model
 from .remote_head import RemoteHeadWorker
@@ -34,6 +36,7 @@ from .spec import (
     DeviceStepReport,
     ModelReport,
     ModelSpec,
+    NewAdapter,
     NewWeights,
     RankLocation,
     WeightsAnswer,
@@ -47,7 +50,7 @@ from .verify import make_rule
 
 log = logging.getLogger(__name__)
 
-Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | NewWeights
+Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | NewWeights | NewAdapter
 Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | None
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -209,7 +212,7 @@ class Worker:
                 forward=spec.forward,
                 deterministic=spec.deterministic,
                 known=None if known is None else _known_choice(getattr(known, name)),
-                adapters=[(each, local_folder(folder)) for each, folder in spec.adapters],
+                adapters=_placed(spec.adapters),
                 **spec.trust,
             )
             if name not in self._served:
@@ -240,6 +243,26 @@ class Worker:
         if num_frozen:
             gc.collect()
             gc.freeze()
+        return WeightsAnswer()
+
+    def _add_adapter(self, adapter: NewAdapter) -> WeightsAnswer:
+        """Checks another adapter of the target, or serves it from the next step on."""
+        spec, held = self._spec.target, self._models["target"].adapters
+        assert spec is not None, "there is a target"
+        if adapter.only_checks:
+            reason = ""
+            try:
+                (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
+                folder = Path(local_folder(spec.path, **spec.trust))
+                check_adapters(folder, self._spec.size, [opened], Serving(), **spec.trust)
+            except ConfigError as error:
+                reason = error.message
+            agreed = Agreement(self._collective, self._device).problem(reason)
+            return WeightsAnswer(agreed, FIELD if agreed else "")
+        assert held is not None, "it takes adapters"
+        (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
+        held.add(opened)
+        self._spec = adapter.applied(self._spec)
         return WeightsAnswer()
 
     def _weights_problem(self, weights: NewWeights) -> tuple[str, str]:
@@ -339,6 +362,8 @@ class Worker:
             return self._verify(message)
         if isinstance(message, NewWeights):
             return self._update(message)
+        if isinstance(message, NewAdapter):
+            return self._add_adapter(message)
         assert self._draft is not None, "no draft model was allocated"
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
@@ -462,6 +487,13 @@ class Worker:
                 f"sequence may have {max_model_len}; raise {field} or lower max_model_len",
             )
         return min(room, per_sequence * spec.max_num_seqs)
+
+
+def _placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:
+    """Adapters with folders of this node."""
+    if adapters is None:
+        return None
+    return [(name, local_folder(folder, FIELD)) for name, folder in adapters]
 
 
 def _known_choice(report: ModelReport | None) -> ForwardChoice | None:

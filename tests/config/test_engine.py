@@ -182,3 +182,33 @@ def test_unreadable_files(tmp_path, text):
         path.write_bytes(text)
     with pytest.raises(ConfigError, match="config"):
         EngineConfig.load(path)
+
+
+def test_adapters_are_named_in_several_forms():
+    given = ["a=/x", {"name": "b", "path": "/y"}, '{"name": "c", "path": "org/z"}']
+    config = EngineConfig.load({"model": "m", "lora_modules": given, "max_loras": 2})
+    assert [(each.name, each.path) for each in config.lora_modules] == [
+        ("a", "/x"), ("b", "/y"), ("c", "org/z"),
+    ]  # fmt: skip
+    assert config.takes_adapters
+    assert EngineConfig.load({"model": "m", "enable_lora": True}).takes_adapters
+    assert not EngineConfig.load({"model": "m", "enable_lora": False}).takes_adapters
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"lora_modules": ["a"]}, r"lora_modules.0: expected name=path, or JSON"),
+        ({"lora_modules": [{"name": "a"}]}, "lora_modules.0.path: this key is required"),
+        ({"lora_modules": ["m=/x"]}, "lora_modules: the model has the name 'm'"),
+        ({"lora_modules": ["a=/x", "a=/y"]}, "lora_modules: a second adapter has the name 'a'"),
+        ({"lora_modules": ["a=/x"], "enable_lora": False}, "enable_lora: false, and there are"),
+        ({"lora_modules": ["a=/x"], "forward": "bridge"}, "lora_modules: not available with"),
+        ({"enable_lora": True, "forward": "bridge"}, "enable_lora: not available with forward"),
+        ({"max_lora_rank": 0}, "max_lora_rank: at least 1"),
+        ({"lora_dtype": "float16"}, "lora_dtype: adapters have the model's dtype"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(keys, match):
+    with pytest.raises(ConfigError, match=f"^{match}"):
+        EngineConfig.load({"model": "m", **keys})

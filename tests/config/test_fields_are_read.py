@@ -16,13 +16,13 @@ from outrider.tests.helpers.files import SOURCES, relative
 from outrider.tests.helpers.lookups import Host, observe, propose, request_of
 from outrider.training import options as training_options
 
-# `lossy` and `enable_lora` confirm a choice, `llm_engine` and `log_engine_metrics` have one value:
-# their checks are the only readers, and so does `enable_auto_tool_choice`. Parameters of rules are
-# read by name, as are llama.cpp's options, which become keys of the section.
+# `lossy` confirms a choice, `llm_engine` and `log_engine_metrics` have one value: their checks are
+# the only readers, and so does `enable_auto_tool_choice`. Parameters of rules are read by name, as
+# are llama.cpp's options, which become keys of the section.
 OF_RULES = {key for keys in RULE_KEYS.values() for key in keys}
 READ_OTHERWISE = {
-    *("lossy", "enable_lora", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice"),
-    *("spec_key", "engine_key"),
+    *("lossy", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice", "spec_key"),
+    "engine_key",
     "spec_type",
     *cli_options._LookupFields.model_fields,
     *OF_RULES,

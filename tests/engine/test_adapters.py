@@ -12,7 +12,7 @@ from outrider import LLM, AsyncLLM, LoRARequest, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
 from outrider.engine.preflight import check_models, preflight, require_checkpoints
-from outrider.errors import CheckpointError, InvalidRequestError
+from outrider.errors import CheckpointError, InvalidRequestError, WorkerError
 from outrider.scheduler.types import Request, SeatSettings, ints
 from outrider.workers.device_step.shape import Sampler
 from outrider.workers.group import LocalGroup
@@ -153,7 +153,7 @@ def test_python_chooses_by_request_or_name(demo):
     def tokens(outputs):
         return [tuple(each.outputs[0].token_ids) for each in outputs]
 
-    with LLM(demo.target, **options, enable_lora=True, max_lora_rank=4) as llm:
+    with LLM(demo.target, **options, max_lora_rank=4) as llm:
         wish = LoRARequest("a", 1, path)
         kept = {"use_tqdm": False}
         assert tokens(llm.generate(prompt, sampling, **kept)) == [demo.tokens["0"]]
@@ -175,6 +175,43 @@ def test_python_chooses_by_request_or_name(demo):
         ):
             with pytest.raises(InvalidRequestError, match=f"^lora_request: {match}"):
                 llm.generate([prompt, prompt], sampling, lora_request=wrong, **kept)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size):
+    """As vLLM's scripts do; the ranks that replace others have them too, and so do new weights."""
+    options = {"executor": "local", "dtype": "float32", "tensor_parallel_size": size}
+    ngram = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 1}
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    wishes = [None, *(LoRARequest(each["name"], i + 1, each["path"])
+                      for i, each in enumerate(demo.modules))]  # fmt: skip
+    wanted = [demo.tokens[f"{name}{i}"] for i in range(2) for name in NAMES]
+    with LLM(
+        demo.target, **options, enable_lora=True, max_lora_rank=4, speculative_config=ngram
+    ) as llm:
+
+        def found():
+            prompts = [prompt for prompt in demo.prompts for _ in wishes]
+            outputs = llm.generate(prompts, sampling, lora_request=wishes * 2, use_tqdm=False)
+            return [tuple(each.outputs[0].token_ids) for each in outputs]
+
+        assert found() == wanted
+        llm.engine._inbox.put(lambda: llm.engine._recover(WorkerError("lost")))
+        assert found() == wanted
+        llm.update_weights(demo.target)
+        assert found() == wanted
+        other = write_adapter(tmp_path / "x", tiny.target)
+        large = write_adapter(tmp_path / "y", demo.target, rank=5)
+        for path, match in (
+            (other, r"lora_modules: 'x': tensor '.*lora_A' "),
+            (large, r"lora_modules: 'x': .*r: 5 is above max_lora_rank"),
+            (str(tmp_path), r"lora_modules: 'x': .* has no adapter_config.json"),
+        ):
+            with pytest.raises(CheckpointError, match=f"^{match}"):
+                llm.generate("a", lora_request=LoRARequest("x", 3, path))
+        with pytest.raises(InvalidRequestError, match="'x' is not served; there is 'a', 'b'"):
+            llm.generate("a", lora_request="x")
+        assert found() == wanted
 
 
 def test_an_event_loop_chooses_too(demo):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,9 @@ from ..collective import Collective
 from ..ops import PlannedOps
 from ..ops.protocol import AttentionSpec
 from .info import ModelInfo
+
+if TYPE_CHECKING:
+    from .family import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,13 @@ class PagedModel:
         collective: Collective,
         runner: Runner,
         forward_choice: ForwardChoice,
-        adapters: Mapping[str, int] = MappingProxyType({}),
+        adapters: Adapters | None = None,
     ) -> None:
         self.module = module  # with the family's forward, only its two ends still have weights
         self.device = device
         self.collective = collective
         self.forward_choice = forward_choice
-        self.adapters = adapters  # number of each LoRA adapter, by name
+        self.adapters = adapters  # None: it takes none
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
         first = self.kv_shapes[0]

@@ -225,7 +225,7 @@ class _Rank:
     collective: Collective
     trust_remote_code: bool
     allow_pickle: bool
-    adapters: Sequence[Adapter] = ()
+    adapters: Sequence[Adapter] | None = None
 
 
 def load_model(
@@ -240,13 +240,14 @@ def load_model(
     allow_pickle: bool = False,
     deterministic: bool = False,
     known: ForwardChoice | None = None,
-    adapters: Sequence[tuple[str, str]] = (),
+    adapters: Sequence[tuple[str, str]] | None = None,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
     `deterministic` takes operations whose rows do not depend on the batch. `known` is what an
     earlier load of the same model on such a device has chosen; the two forwards are not compared
-    again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder.
+    again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
+    it takes none, not even later.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -256,9 +257,10 @@ def load_model(
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
-    rank = _Rank(path, config, info, device, collective, **trust, adapters=open_adapters(adapters))
+    opened = None if adapters is None else open_adapters(adapters)
+    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
     is_free = ops is None and not deterministic
-    if adapters and forward == "auto":
+    if adapters is not None and forward == "auto":
         forward = "family"
     spec = _wanted_family(rank, forward, known) if is_free else _read_family(config, forward)
     if isinstance(spec, FamilySpec):
@@ -274,7 +276,7 @@ def load_model(
             f"only the family's decoder is batch-invariant, and it cannot serve "
             f"{str(path)!r}: {spec}; leave `deterministic` out",
         )
-    if adapters:
+    if adapters is not None:
         raise ConfigError.at(FIELD, needs_family(path, spec))
     if forward == "family":
         why = f"'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' and 'bridge'"
@@ -339,10 +341,13 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     bridge = BridgeRunner(model, info, ReferenceOps())  # shares no kernel with the family
     wanted = compare.run(bridge, info, device)
     adapters = None
-    if rank.adapters:
-        adapters = Adapters(rank.adapters, model, plan, info.dtype, device)
+    if rank.adapters is not None:
+        adapters = Adapters(model, plan, info.dtype, device)
     try:
         decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective, adapters)
+        for adapter in rank.adapters or ():
+            assert adapters is not None, "there are some"
+            adapters.add(adapter)
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
     runner = FamilyRunner(decoder, info, collective.size)
@@ -351,15 +356,14 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
     choice = ForwardChoice("family", operations=ops.name)
-    numbers = {} if adapters is None else adapters.numbers
-    return PagedModel(info, model, device, collective, runner, choice, numbers)
+    return PagedModel(info, model, device, collective, runner, choice, adapters)
 
 
 def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, ShardPlan]:
     """Transformers' modules with this rank's weights, not yet packed or connected."""
     collective = rank.collective
     model = build_meta(rank.config, rank.info.dtype, trust_remote_code=rank.trust_remote_code)
-    for adapter in rank.adapters:
+    for adapter in rank.adapters or ():
         adapter.fit(model)
     heads = model_heads(rank.config, collective.rank, collective.size)
     plan = ShardPlan()

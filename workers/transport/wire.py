@@ -23,7 +23,7 @@ from ...errors import WorkerError
 from ...scheduler import types
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.types import JoinedDrafts, Opening, SeatSettings, StepPlan
-from ..spec import NewWeights, WeightsAnswer
+from ..spec import NewAdapter, NewWeights, WeightsAnswer
 from . import channel
 
 _ARRAY, _RECORD, _SAMPLING, _TUPLE, _PACKED = 1, 2, 3, 4, 5
@@ -65,6 +65,7 @@ _RECORDS: tuple[type[Any], ...] = (
     channel.LinkOffer,
     channel.OpenFeatures,
     NewWeights,
+    NewAdapter,
     WeightsAnswer,
 )
 

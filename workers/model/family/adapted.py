@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ....scheduler.types import IntArray
 from ...ops import Ops
 from ...ops.protocol import Projection
-from ..checkpoint.adapters import Adapter
+from ..checkpoint.adapters import Adapter, adaptable
 from ..checkpoint.weights import TensorSource
 from ..sharding import Shard, ShardPlan
 
@@ -47,6 +47,42 @@ class _Active(threading.local):
     groups: tuple[_Group, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One linear's part on this rank."""
+
+    name: str
+    width: int  # of its outputs
+    shard: Shard | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of several linears of one input, and each adapter's two beside it."""
+
+    ops: Ops
+    linears: tuple[_Linear, ...]
+    rows: Tensor | None  # of the joined outputs; None: all, in order
+    pairs: dict[int, tuple[Projection, Projection]]
+
+    def add(self, number: int, pairs: Mapping[str, _Pair]) -> None:
+        """Takes an adapter's matrices, by the linears' names."""
+        parts = [pairs.get(each.name) for each in self.linears]
+        downs = [part.down for part in parts if part is not None]
+        if not downs:
+            return
+        up = torch.block_diag(
+            *(
+                downs[0].new_zeros(each.width, 0) if part is None else part.up
+                for part, each in zip(parts, self.linears, strict=True)
+            )
+        )
+        if self.rows is not None:
+            up = up.index_select(0, self.rows.to(up.device))
+        down = downs[0].contiguous() if len(downs) == 1 else torch.cat(downs)
+        self.pairs[number] = (self.ops.pack(down, None), self.ops.pack(up.contiguous(), None))
+
+
 class Adapters:
     """The adapters of one model on this rank; 0 is the model without one.
 
@@ -55,27 +91,16 @@ class Adapters:
     """
 
     def __init__(
-        self,
-        adapters: Sequence[Adapter],
-        model: nn.Module,
-        plan: ShardPlan,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, model: nn.Module, plan: ShardPlan, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.numbers: Mapping[str, int] = {
-            each.name: number for number, each in enumerate(adapters, start=1)
-        }
+        self.numbers: dict[str, int] = {}  # by name
+        self._dtype, self._device = dtype, device
         self._active = _Active()
-        self._pairs: dict[nn.Module, dict[int, _Pair]] = {}
-        self._packed: set[nn.Module] = set()
-        modules = dict(model.named_modules())
-        for adapter in adapters:
-            for name, part in adapter.parts.items():
-                shard = plan.shards.get(f"{name}.weight")
-                down = _read(part.down, shard, 1)
-                up = _read(part.up, shard, 0).float() * part.scale
-                pair = _Pair(down.to(device, dtype), up.to(device, dtype))
-                self._pairs.setdefault(modules[name], {})[self.numbers[adapter.name]] = pair
+        self._products: list[_Product] = []
+        self._linears = {
+            module: _Linear(name, module.weight.shape[0], plan.shards.get(f"{name}.weight"))
+            for name, module in adaptable(model).items()
+        }
 
     def beside(
         self,
@@ -84,30 +109,39 @@ class Adapters:
         linears: Sequence[Any],
         rows: Tensor | None = None,  # of the joined outputs; None: all, in order
     ) -> Projection:
-        """`plain`, a product of `linears`, with what the adapters add."""
-        self._packed.update(linears)
-        numbers = sorted({number for each in linears for number in self._pairs.get(each, ())})
-        pairs = {}
-        for number in numbers:
-            parts = [self._pairs.get(each, {}).get(number) for each in linears]
-            down = torch.cat([part.down for part in parts if part is not None])
-            up = torch.block_diag(
-                *(
-                    down.new_zeros(each.weight.shape[0], 0) if part is None else part.up
-                    for part, each in zip(parts, linears, strict=True)
-                )
-            )
-            if rows is not None:
-                up = up.index_select(0, rows.to(up.device))
-            pairs[number] = (ops.pack(down, None), ops.pack(up.contiguous(), None))
-        return AdaptedProjection(plain, pairs, self._active) if pairs else plain
+        """`plain`, a product of `linears`, with what adapters add."""
+        if not all(each in self._linears for each in linears):
+            return plain
+        held = tuple(self._linears[each] for each in linears)
+        product = _Product(ops, held, rows, {})
+        self._products.append(product)
+        return AdaptedProjection(plain, product.pairs, self._active)
 
     def finish(self) -> None:
-        """Drops what was packed; raises `ValueError` where a linear was not."""
-        if missing := self._pairs.keys() - self._packed:
-            raise ValueError(f"{len(missing)} linears with adapters are not among its products")
-        self._pairs.clear()
-        self._packed.clear()
+        """Lets go of the modules, once everything is packed."""
+        self._linears.clear()
+
+    def add(self, adapter: Adapter) -> None:
+        """Serves another adapter, which fits the model.
+
+        Raises:
+            ValueError: a linear with an adapter is not among the decoder's products.
+        """
+        linears = {each.name: each for product in self._products for each in product.linears}
+        if missing := adapter.parts.keys() - linears.keys():
+            raise ValueError(f"{min(missing)} is not among its products")
+        pairs = {}
+        for name, part in adapter.parts.items():
+            shard = linears[name].shard
+            down = _read(part.down, shard, 1)
+            up = _read(part.up, shard, 0).float() * part.scale
+            pairs[name] = _Pair(
+                down.to(self._device, self._dtype), up.to(self._device, self._dtype)
+            )
+        number = len(self.numbers) + 1
+        for product in self._products:
+            product.add(number, pairs)
+        self.numbers[adapter.name] = number
 
     def begin(self, rows: IntArray | None, device: torch.device) -> None:  # [num_tokens]
         """Sets which adapter each row of this thread's next products has; None: no row has one."""
