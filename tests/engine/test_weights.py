@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.engine.engine import Engine
@@ -27,10 +27,19 @@ from outrider.errors import (
 )
 from outrider.scheduler.types import Request, ints
 
+from ..helpers.adapters import write_adapter
 from ..helpers.eagle import section as eagle_section
-from ..helpers.engines import Box, complete, engine_of, plain_outputs, random_prompts
+from ..helpers.engines import (
+    Box,
+    collect_all,
+    complete,
+    engine_of,
+    plain_outputs,
+    random_prompts,
+)
 from ..helpers.head_files import eagle_tensors, write_eagle
 from ..helpers.models import write_guessable, write_models
+from ..helpers.mtp import Made
 
 PROMPTS = random_prompts(6, 96)
 
@@ -107,6 +116,52 @@ def test_a_head_goes_on(guessable, placement, size):
             assert complete(engine, PROMPTS)[0] == wanted(guessable[target])
             assert engine.weights()["drafter"] == (drafter or guessable["head"])
         assert engine.stats()["num_restarts"] == 0
+
+
+def changed(folder: Path, source: str) -> str:
+    """A copy of a checkpoint with noise on every tensor."""
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_modules_of_the_checkpoint_are_replaced_with_it(tmp_path, size):
+    one = Made(tmp_path, "llama").folder
+    two = changed(tmp_path / "two", one)
+    mtp = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
+    with engine_of(one, mtp, tensor_parallel_size=size) as engine:
+        assert complete(engine, PROMPTS)[0] == wanted(one)
+        engine.update_weights(two)
+        assert complete(engine, PROMPTS)[0] == wanted(two) != wanted(one)
+        assert engine.weights()["drafter"] == two
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_stay(tiny, tmp_path, size):
+    """They are added to the new weights."""
+    module = {"name": "a", "path": write_adapter(tmp_path / "a", tiny.target)}
+    options = {"lora_modules": [module], "tensor_parallel_size": size}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+    def adapted(engine: Engine) -> Any:
+        requests = [
+            Request(str(n), ints(each), params, seed=n, adapter="a")
+            for n, each in enumerate(PROMPTS)
+        ]
+        return collect_all(engine, requests)[0]
+
+    with engine_of(tiny.draft, **options) as engine:
+        fresh = adapted(engine)
+    with engine_of(tiny.target, **options) as engine:
+        assert adapted(engine) != fresh
+        engine.update_weights(tiny.draft)
+        assert adapted(engine) == fresh
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
 
 
 def test_sampled_outputs(tiny):
