@@ -103,7 +103,10 @@ class EngineHost:
         known = backend.recall()
         self.vocab_size = check_models(config) if known is None else known
         backend.note(self.vocab_size)
-        own_head = head_section(config)
+        own_head = self._own_head = head_section(config)
+        # Found now: later, these folders need not be there any more.
+        self._drafters: list[Any] = [each for _, each in draft_sections(config)]
+        self._drafters += head_sections(config)
         target = self._target_worker(own_head)
         self._early = self._start_drafts(target)
         try:
@@ -175,7 +178,7 @@ class EngineHost:
             ConfigError: there is not exactly one drafter with weights.
         """
         own, _ = self._drafter_with_weights() if drafter else (None, None)
-        head = head_section(self._config)
+        head = self._own_head
         if own is None or own.placement == "separate":
             is_part = head is not None and self._is_part_of_target(head)
             return NewWeights(target, head=target if is_part else "")
@@ -190,8 +193,14 @@ class EngineHost:
         """
         if weights != NewWeights():
             self.target_group.check_weights(weights)
-        if drafter and (found := self._drafter_with_weights())[1] is not None:
-            check_drafter(self._config, found[0], drafter)
+        if not drafter:
+            return
+        section, apart = self._drafter_with_weights()
+        if apart is not None:
+            served = self.weights()
+            config = self._config.model_copy(update={"model": served["model"]})
+            section = section.model_copy(update={"speculative_model": served["drafter"]})
+            check_drafter(config, section, drafter)
 
     def load_weights(self, weights: NewWeights, drafter: str) -> None:
         """Loads what was checked; every request has to be sent again.
@@ -240,8 +249,7 @@ class EngineHost:
         Raises:
             ConfigError: there is none, or there are several.
         """
-        sections: list[Any] = [each for _, each in draft_sections(self._config)]
-        sections += head_sections(self._config)
+        sections = self._drafters
         if len(sections) != 1:
             raise ConfigError.at(
                 "drafter",

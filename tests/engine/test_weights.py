@@ -463,6 +463,26 @@ def test_ranks_that_replace_others_have_the_new_weights(tiny):
         assert engine.stats()["num_restarts"] == 1
 
 
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_folders_from_before_are_not_needed(tiny, tmp_path, placement):
+    names = {name: str(tmp_path / name) for name in ("one", "two", "three", "four")}
+    for name, source in zip(names, (tiny.target, tiny.draft) * 2, strict=True):
+        shutil.copytree(source, names[name])
+    draft = {"decoding_type": "DraftTarget", "speculative_model": names["two"]}
+    with engine_of(names["one"], draft | {"placement": placement}) as engine:
+        engine.update_weights(names["four"], names["three"])
+        shutil.rmtree(names["one"])
+        shutil.rmtree(names["two"])
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        assert engine.weights()["drafter"] == names["three"]
+        engine._host.target_group.discard()
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        engine.update_weights(names["three"], names["four"])
+        assert complete(engine, PROMPTS)[0] == wanted(tiny.target)
+        with pytest.raises(CheckpointError, match="drafter: .*another model"):
+            engine.update_weights("", tiny.other_vocabulary)
+
+
 def test_in_an_event_loop(models):
     async def run() -> tuple[Any, ...]:
         async with AsyncLLM(models["target"], executor="local", dtype="float32") as llm:
