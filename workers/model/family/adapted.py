@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from ...ops.protocol import Projection
 from ..checkpoint.adapters import Adapter, adaptable
 from ..checkpoint.weights import TensorSource
 from ..sharding import Shard, ShardPlan
+
+Block = TypeVar("Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,9 @@ class Adapters:
             product.add(number, pairs)
         self.numbers[adapter.name] = number
 
-    def begin(self, rows: IntArray | None, device: torch.device) -> None:  # [num_tokens]
-        """Sets which adapter each row of this thread's next products has; None: no row has one."""
-        self._active.groups = () if rows is None else _groups(rows, device)
+    def begin(self, rows: IntArray) -> None:  # [num_tokens]
+        """Sets which adapter each row of this thread's next products has."""
+        self._active.groups = _groups(rows, self._device)
 
 
 def _groups(rows: IntArray, device: torch.device) -> tuple[_Group, ...]:
@@ -168,10 +170,10 @@ class AdaptedProjection:
     def __init__(
         self, plain: Projection, pairs: Mapping[int, tuple[Projection, Projection]], active: _Active
     ) -> None:
-        self._plain, self._pairs, self._active = plain, pairs, active
+        self.plain, self._pairs, self._active = plain, pairs, active
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
-        out = self._plain(states)
+        out = self.plain(states)
         for group in self._active.groups:
             pair = self._pairs.get(group.adapter)
             if pair is None:
@@ -184,6 +186,19 @@ class AdaptedProjection:
             else:
                 out.index_add_(0, group.rows, up(down(states.index_select(0, group.rows))))
         return out
+
+
+def without_adapters(part: Block) -> Block:
+    """A block of the decoder, or a part of one, with the plain products: for steps none of whose
+    rows has an adapter."""
+    if isinstance(part, AdaptedProjection):
+        return cast(Block, part.plain)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    held = {each.name: getattr(part, each.name) for each in fields(part)}
+    plain = {name: without_adapters(value) for name, value in held.items()}
+    changes = {name: value for name, value in plain.items() if value is not held[name]}
+    return replace(part, **changes) if changes else part
 
 
 def _read(source: TensorSource, shard: Shard | None, dim: int) -> Tensor:

@@ -321,6 +321,7 @@ class LayerStack:
         *,
         normed: bool = True,
         read: Tensor | None = None,  # [num_tokens, input_size]; the first layer reads it
+        layers: Sequence[Layer] | None = None,  # in place of its own
     ) -> tuple[Tensor, list[Tensor]]:  # [num_tokens, hidden_size], and each of the captured
         """The output of the final norm, or `residual` without `normed`; inputs of layers `capture`.
 
@@ -330,7 +331,7 @@ class LayerStack:
         update: Tensor | None = None
         after: Norm | None = None
         captured: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers if layers is None else layers):
             states = ops.add_norm(
                 residual, update, after, spec.residual_scale, layer.before_attention
             )
@@ -385,6 +386,7 @@ class FamilyModel(LayerStack):
     unembed: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] to [num_rows, vocab]
     output: ShardedOutput | None = None  # the same, where every rank has a part of the vocabulary
     adapters: Adapters | None = None
+    adapted: Sequence[Layer] = ()  # the layers with adapters, for steps whose rows have some
 
     def forward(
         self,
@@ -407,14 +409,16 @@ class FamilyModel(LayerStack):
         capture: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
         """What the output layer reads, and the inputs of layers `capture`."""
-        if self.adapters is not None:
-            self.adapters.begin(step.plan.adapters, step.cache.device)
+        layers: Sequence[Layer] = self.layers
+        if self.adapters is not None and step.plan.adapters is not None:
+            self.adapters.begin(step.plan.adapters)
+            layers = self.adapted
         residual = self.embed(step.plan.token_ids)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
         wanted = set(capture)
         last = len(self.layers) in wanted
-        states, captured = self.run(residual, step, 0, wanted, normed=last)
+        states, captured = self.run(residual, step, 0, wanted, normed=last, layers=layers)
         if last:
             captured.append(states.clone())
         if rows is not None:

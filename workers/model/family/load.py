@@ -21,7 +21,7 @@ from ...collective import Collective
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, Projection
 from ..sharding import ShardedOutput, ShardPlan
-from .adapted import Adapters
+from .adapted import Adapters, without_adapters
 from .decoder import (
     AttentionBlock,
     Builder,
@@ -55,15 +55,16 @@ def build_family(
     prefix = next(name for name, module in model.named_modules() if module is base)
     builder = Builder(spec, ops, plan, collective, adapters)
     ropes = read_ropes(base.rotary_emb, spec.rope_kinds)
-    layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
+    adapted = layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
     if adapters is not None:
         adapters.finish()
+        layers = [without_adapters(each) for each in adapted]
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     norm, whole = builder.norm(base.norm), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
     unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
     ends = (embedding, unembed, shard)
-    return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, *ends, adapters)
+    return FamilyModel(ops, spec, layers, tuple(ropes.values()), norm, *ends, adapters, adapted)
 
 
 def build_layers(

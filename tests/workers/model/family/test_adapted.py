@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from outrider.tests.helpers.adapters import merged, write_adapter
 from outrider.tests.helpers.equality import TEXTS, every_row, script
 from outrider.tests.helpers.models import BLOCK, CPU, NOT_OF_THE_FAMILY, TABLES, full_logits
 from outrider.workers.collective import Collective
+from outrider.workers.model.family.adapted import AdaptedProjection
 from outrider.workers.model.family.decoder import PartThreads
 from outrider.workers.model.target import load_model
 
@@ -127,6 +128,25 @@ def test_rows_do_not_depend_on_others_where_that_is_asked_for(stored, two, part,
         alone = every_row(build_step([part(row, 0, TABLES[0])], BLOCK))
         alone = replace(alone, adapters=step.adapters[index : index + 1])
         assert torch.equal(model.forward(alone, model.new_cache(24, BLOCK)), together[index])
+
+
+def holds(part, kind):
+    """Whether a block of the decoder has a part of a class, at any depth."""
+    if isinstance(part, kind):
+        return True
+    held = fields(part) if is_dataclass(part) else ()
+    return any(holds(getattr(part, each.name), kind) for each in held)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "glm4_moe", "deepseek_v3"])
+def test_a_step_without_adapters_has_the_plain_products(stored, name):
+    path, _ = stored(name)
+    model = load_model(path, device=CPU, collective=ALONE, adapters=[]).runner.model
+    assert not any(holds(layer, AdaptedProjection) for layer in model.layers)
+    assert any(holds(layer, AdaptedProjection) for layer in model.adapted)
+    for plain, adapted in zip(model.layers, model.adapted, strict=True):
+        assert plain.attention.spec is adapted.attention.spec
+        assert plain.before_mlp is adapted.before_mlp
 
 
 def test_what_cannot_be_adapted_is_refused(stored, tmp_path):
