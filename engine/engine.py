@@ -204,13 +204,14 @@ class Engine:
         self._change(mode, stop)
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Goes on after `pause`, also after one that still waits for requests to end."""
         self.check()
 
         def go_on() -> None:
             self._is_paused = False
 
-        self._inbox.put(go_on)
+        change = Change("keep", go_on, lambda error: None)
+        self._inbox.put(lambda: self._changes.append(change))
 
     @property
     def is_paused(self) -> bool:

@@ -70,6 +70,37 @@ def test_a_rank_that_dies_meanwhile_leaves_the_old_weights(cluster, tiny):
         assert engine.weights()["model"] == tiny.target
 
 
+@pytest.mark.parametrize("speculative", [None, {"decoding_type": "NGram", "max_draft_len": 4}])
+def test_steps_that_are_under_way_end_with_the_old_weights(cluster, tiny, speculative):
+    """Steps are posted ahead here; requests go on with the new weights at a token's boundary."""
+    with engine_of(tiny.target, speculative, executor="ray") as engine:
+        threads = []
+
+        def update(count, delta):
+            if count in (12, 30):
+                act = engine.pause if count == 30 else engine.update_weights
+                given = "keep" if count == 30 else tiny.draft
+                threads.append(threading.Thread(target=act, args=(given,)))
+                threads[-1].start()
+                while engine._inbox.empty():  # the engine waits here, and finds it then
+                    threads[-1].join(0.001)
+                if count == 30:
+                    engine.resume()
+
+        outputs, last = complete(engine, PROMPTS, on_delta=update)
+        for thread in threads:
+            thread.join()
+        assert {delta.finish_reason for delta in last.values()} == {"length"}
+        assert engine.weights()["model"] == tiny.draft
+        for index, prompt in enumerate(PROMPTS):
+            text, old = outputs[str(index)], wanted(tiny.target)[str(index)]
+            same = next((n for n in range(32) if text[n] != old[n]), 31)
+            begun = [[*prompt, *text[:n]] for n in range(1, same + 1)]
+            ends = complete(engine, begun)[0]
+            found = [ends[str(n - 1)][: 32 - n] == text[n:] for n in range(1, same + 1)]
+            assert any(found), (index, same)
+
+
 class Server:
     """Starts engines as replicas of one deployment do, and takes them away as a kill does."""
 

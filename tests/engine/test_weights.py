@@ -40,6 +40,7 @@ from ..helpers.engines import (
 from ..helpers.head_files import eagle_tensors, write_eagle
 from ..helpers.models import write_guessable, write_models
 from ..helpers.mtp import Made
+from ..helpers.ports import wait_for
 
 PROMPTS = random_prompts(6, 96)
 
@@ -226,6 +227,7 @@ def test_running_requests_go_on_with_the_new_weights(tiny, speculative):
         box, found = during(engine, 40, lambda: engine.update_weights(tiny.draft))
         submit(engine, box)
         outputs, reasons = finish(box, len(PROMPTS))
+        wait_for(lambda: found)
         assert (found, reasons) == ([1], {"length"})
         for index, prompt in enumerate(PROMPTS):
             text, old = outputs[str(index)], wanted(tiny.target)[str(index)]
@@ -244,6 +246,7 @@ def test_running_requests_may_end_first(tiny):
         box, found = during(engine, 20, lambda: engine.update_weights(tiny.draft, mode="wait"))
         submit(engine, box)
         outputs, reasons = finish(box, len(PROMPTS))
+        wait_for(lambda: found)
         assert (found, reasons) == ([1], {"length"})
         old, new = wanted(tiny.target), wanted(tiny.draft)
         assert [outputs[n] == old[n] for n in map(str, range(6))] == [True] * 3 + [False] * 3
@@ -256,6 +259,7 @@ def test_requests_may_be_aborted(tiny):
         submit(engine, box)
         assert finish(box, len(PROMPTS))[1] == {"abort"}
         assert complete(engine, PROMPTS)[0] == wanted(tiny.draft)
+        wait_for(lambda: found)
         assert found == [1]
 
 
@@ -265,8 +269,7 @@ def test_a_pause(tiny, mode):
         box, found = during(engine, 20, lambda: engine.pause(mode))
         submit(engine, box)
         late = Box()
-        while not engine.is_paused:
-            threading.Event().wait(0.001)
+        wait_for(lambda: found)
         engine.submit(Request("late", ints([5]), SamplingParams(max_tokens=2), seed=0), late)
         num_steps = engine.stats()["steps"]["num_steps"]
         assert (engine.stats()["paused"], found) == (True, [None])
@@ -448,6 +451,7 @@ def test_a_rank_that_fails_as_it_loads_leaves_the_old_weights(tiny, monkeypatch)
         box, found = during(engine, 40, lambda: engine.update_weights(tiny.draft))
         submit(engine, box)
         assert finish(box, len(PROMPTS))[0] == wanted(tiny.target)
+        wait_for(lambda: found)
         assert isinstance(found[0], WorkerError)
         assert "none left" in found[0].message
         assert engine.weights() == {"model": tiny.target, "drafter": None, "num_updates": 0}
