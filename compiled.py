@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numba
 from numba.core.codegen import JITCodeLibrary
@@ -95,6 +96,7 @@ class Compiler:
     def __init__(self, sources: Path, **options: Any) -> None:
         self.folder = cache_folder(sources, _SETTINGS.CACHE_DIR)
         self._options = options
+        self._addresses: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def __call__(self, result: Any, *arguments: Any) -> Callable[[Function], Function]:
         """Compiles a function of these types of numba's."""
@@ -123,12 +125,21 @@ class Compiler:
         with ExitStack() as lock:
             return not _lock(self._lock_of(name), lock, wait=False)
 
+    def address_of(self, function: Callable[..., object]) -> int:
+        """Where a compiled function without a result begins, as C calls it."""
+        return self._addresses[function]
+
     def _lock_of(self, name: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{name}.lock"
 
     def _compile(self, function: Function, signature: Any, **options: Any) -> Function:
-        return cast(Function, numba.njit(signature, **self._options, **options)(function))
+        made: Any = numba.njit(signature, **self._options, **options)(function)
+        (found,) = made.overloads.values()
+        # Now: of functions of one name, such as one for each dtype, the newest is found.
+        name = found.fndesc.llvm_cfunc_wrapper_name
+        self._addresses[made] = int(found.library.get_pointer_to_function(name))
+        return cast(Function, made)
 
 
 def _lock(path: Path, stack: ExitStack, *, wait: bool = True) -> bool:

@@ -44,6 +44,7 @@ from .kernels.prepare import (
     read_step,
 )
 from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes
+from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
 from .prompts import PromptChunk, TorchOps, passes_of, suits_torch
 from .protocol import (
@@ -71,6 +72,7 @@ from .table import (
     ways,
 )
 
+ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 GATE_KERNELS = {
     GateKind.SILU: elementwise.SILU,
@@ -96,7 +98,7 @@ class Buffers(threading.local):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class DescribedLayer:
     """A layer's description as kernels read it."""
 
     integers: NDArray[np.int64]  # the first fields of `Layer`
@@ -116,10 +118,10 @@ class CpuOps(TorchOps):
     max_latent_heads = MAX_QUERIES
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
-        self._layers: dict[AttentionSpec, _Layer] = {}
+        self._layers: dict[AttentionSpec, DescribedLayer] = {}
         self._prompt_rows = rows_for(dtype, ATTENTION, TORCH)  # of a chunk; None: at no length
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -147,22 +149,22 @@ class CpuOps(TorchOps):
         return replace(adopted, passes=passes_of(plan, self._prompt_rows, self.adopt))
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        if weight.dtype != self._dtype:  # a router's in float32
+        if weight.dtype != self.dtype:  # a router's in float32
             return super().pack(weight, bias)
-        what = SMALL_WEIGHT if weight.numel() <= SMALL[self._dtype] else LARGE_WEIGHT
+        what = SMALL_WEIGHT if weight.numel() <= SMALL[self.dtype] else LARGE_WEIGHT
         return pack_weight(weight, bias, what) or super().pack(weight, bias)
 
     def pack_heads(self, weight: Tensor) -> HeadProjection:
-        if weight.dtype != self._dtype or weight.shape[2] * weight.itemsize % UNIT:
+        if weight.dtype != self.dtype or weight.shape[2] * weight.itemsize % UNIT:
             return super().pack_heads(weight)
         return PanelHeads(weight, self._own.scratch_of)
 
     def pack_experts(self, experts: Experts) -> Mixture:
-        if experts.down.dtype != self._dtype:
+        if experts.down.dtype != self.dtype:
             return super().pack_experts(experts)
         routing_kernel()  # compiled at load, not in a step
         function = GATE_KERNELS.get(experts.gate.kind)
-        is_small = experts.gate_up[0].numel() <= SMALL[self._dtype]
+        is_small = experts.gate_up[0].numel() <= SMALL[self.dtype]
         if function is not None and is_small and fits_panels(experts):
             return PanelMixture(experts, function, self._own.scratch_of)
         return PackedMixture(experts, self.pack, self.gate)
@@ -171,7 +173,7 @@ class CpuOps(TorchOps):
         return route(logits, router)
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
-        if states.dtype != self._dtype:
+        if states.dtype != self.dtype:
             return super().norm(states, norm)
         num_rows, size = states.shape
         assert states.stride(1) == 1, states.stride()
@@ -216,9 +218,7 @@ class CpuOps(TorchOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        found = self._layers.get(spec)
-        if found is None:
-            found = self._layers[spec] = _describe(spec, self._kernels.width)
+        found = self.described(spec)
         if not found.has_kernel:
             return super().rope_store_attend(
                 joined, rotation, temperature, plan, cache, layer, spec
@@ -243,7 +243,9 @@ class CpuOps(TorchOps):
         scratch = self._own.scratch_of(found.scratch_bytes)
         may_divide = plan.passes and not spec.shared_values
         if not (may_divide and (self.is_invariant or suits_torch(spec))):
-            kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats)
+            kernels.attend(
+                start, keys, values, out.data_ptr(), scratch, step, integers, floats, *ALONE
+            )
             return out
         query = joined[:, : spec.key_begin].unflatten(1, (spec.num_heads, spec.head_dim))
         heads = out.unflatten(1, (spec.num_heads, spec.value_dim))
@@ -254,9 +256,17 @@ class CpuOps(TorchOps):
             rows, results = joined[each.begin :], out[each.begin :]
             step = each.plan.integers.ctypes.data
             kernels.attend(
-                rows.data_ptr(), keys, values, results.data_ptr(), scratch, step, integers, floats
-            )
+                rows.data_ptr(), keys, values, results.data_ptr(), scratch, step, integers, floats,
+                *ALONE,
+            )  # fmt: skip
         return out
+
+    def described(self, spec: AttentionSpec) -> DescribedLayer:
+        """A layer's attention as kernels read it; made once."""
+        found = self._layers.get(spec)
+        if found is None:
+            found = self._layers[spec] = _describe(spec, self._kernels.width)
+        return found
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         kind = GATE_KERNELS.get(gate.kind)
@@ -275,7 +285,7 @@ class CpuOps(TorchOps):
         buffers = self._own.buffers
         found = buffers.get((verb, width))
         if found is None or found[0] < num_rows:
-            kept = torch.empty(filled_rows(num_rows), width, dtype=self._dtype)
+            kept = torch.empty(filled_rows(num_rows), width, dtype=self.dtype)
             found = buffers[verb, width] = (kept.shape[0], kept)
         kept_rows, kept = found  # a tensor's own length takes a microsecond
         return kept if kept_rows == num_rows else kept[:num_rows]
@@ -288,7 +298,7 @@ def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:
     return rest == 0 and units >= QUAD and group <= MAX_QUERIES
 
 
-def _describe(spec: AttentionSpec, width: int) -> _Layer:
+def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
     kept = [
         None if norm is None or norm.weight is None else norm.weight.float().contiguous()
         for norm in (spec.query_norm, spec.key_norm)
@@ -324,7 +334,7 @@ def _describe(spec: AttentionSpec, width: int) -> _Layer:
     tensors = tuple(each for each in (*kept, sinks) if each is not None)
     addresses = (integers.ctypes.data, floats.ctypes.data)
     has_kernel = has_attention_kernel(spec, width)
-    return _Layer(
+    return DescribedLayer(
         integers, floats, tensors, addresses, scratch_bytes, spec.joined_width, has_kernel
     )
 
@@ -350,30 +360,34 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class PanelProjection:
-    """A product whose weight lies in groups of panels (`kernels/panels.py`)."""
+    """A product whose weight lies in groups of panels (`kernels/panels.py`).
+
+    Its attributes are what a program's phase says of it: sizes, and the addresses `start` of the
+    panels and `shift` of the bias.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._columns, self._length = weight.shape
+        self.columns, self.length = weight.shape
         self._kernel, self._width = product_kernel(weight.dtype), weight.dtype.itemsize
         self._panels = panels_of(weight)  # [num_groups, units, 64, values of a unit]
-        self._units = self._panels.shape[1]
-        self._is_padded = self._units * self._panels.shape[3] != self._length
+        self.units = self._panels.shape[1]
+        self.is_padded = self.units * self._panels.shape[3] != self.length
         self._bias = bias
-        self._start = self._panels.data_ptr()
-        self._shift = 0 if bias is None else bias.data_ptr()
+        self.start = self._panels.data_ptr()
+        self.shift = 0 if bias is None else bias.data_ptr()
         self._own = Buffers()
 
     def __call__(self, states: Tensor) -> Tensor:
         num_rows, length = states.shape
-        assert length == self._length, (length, self._length)
+        assert length == self.length, (length, self.length)
         assert states.stride(1) == 1, states.stride()
-        if self._is_padded:  # a unit is read whole
+        if self.is_padded:  # a unit is read whole
             states = pad(states, (0, 1))
-        out = torch.empty(num_rows, self._columns, dtype=states.dtype)
-        scratch = self._own.scratch_of(SCRATCH_BYTES) if self._units > SECTION else 0
+        out = torch.empty(num_rows, self.columns, dtype=states.dtype)
+        scratch = self._own.scratch_of(SCRATCH_BYTES) if self.units > SECTION else 0
         self._kernel(
-            states.data_ptr(), states.stride(0) * self._width, self._start, self._shift,
-            out.data_ptr(), self._columns * self._width, num_rows, self._columns, self._units,
+            states.data_ptr(), states.stride(0) * self._width, self.start, self.shift,
+            out.data_ptr(), self.columns * self._width, num_rows, self.columns, self.units,
             scratch,
         )  # fmt: skip
         return out
@@ -556,10 +570,14 @@ def _attention(kind: Kind) -> tuple[Kernel, Kernel]:
             kind, joined, angles, temperature, read_step(step), read_layer(layer, floats), cache
         )
 
-    @compiled(VOID, *[INT] * 8)
-    def attend(joined, keys, values, out, scratch, step, layer, floats):
-        """Attention of every row of a step."""
-        cache = Cache(keys, values)
-        attend_step(kind, joined, cache, out, scratch, read_step(step), read_layer(layer, floats))
+    @compiled(VOID, *[INT] * 12)
+    def attend(
+        joined, keys, values, out, scratch, step, layer, floats, counters, num_units, num_threads,
+        member,
+    ):  # fmt: skip
+        """Attention of every row of a step; with `counters`, what this thread takes of it."""
+        cache, claims = Cache(keys, values), Claims(counters, num_units, num_threads, member)
+        facts = read_layer(layer, floats)
+        attend_step(kind, joined, cache, out, scratch, read_step(step), facts, claims)
 
     return prepare, attend

@@ -7,9 +7,9 @@ packed products, described per layer by the frozen classes below; `load.py` make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
@@ -24,6 +24,7 @@ from ...collective import Collective
 from ...ops import Ops, PagedStep, PlannedOps
 from ...ops.invariant import by_row
 from ...ops.plan import Signals, Turn, part_of
+from ...ops.program import LayerParts, Program, Tail
 from ...ops.protocol import (
     AttentionSpec,
     Experts,
@@ -297,6 +298,19 @@ class Layer:
     after_mlp: Norm | None
 
 
+def _parts_of(layer: Layer) -> LayerParts | None:
+    """A layer's operations for a program; None: some are of another kind, or summed over ranks."""
+    block, mlp = layer.attention, layer.mlp
+    if not isinstance(mlp, GatedUnit) or block.gate is not None:
+        return None
+    if block.reduce is not as_is or mlp.reduce is not as_is:
+        return None
+    return LayerParts(
+        layer.before_attention, block.joined, block.spec, block.rope, block.tempered, block.output,
+        layer.after_attention, layer.before_mlp, mlp.gate_up, mlp.gate, mlp.down, layer.after_mlp,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStack:
     """Layers and the norm behind the last: of a target, or of a head; `run` is collective."""
@@ -306,6 +320,13 @@ class LayerStack:
     layers: Sequence[Layer]
     ropes: tuple[Rope, ...]
     norm: Norm | None
+    program: Program | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [_parts_of(layer) for layer in self.layers]
+        scale, unembed = self.spec.residual_scale, getattr(self, "unembed", None)
+        program = Program.of(self.ops, parts, scale, self.norm, unembed)
+        object.__setattr__(self, "program", program)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -317,7 +338,7 @@ class LayerStack:
         residual: Tensor,  # [num_tokens, hidden_size], written: becomes the last layer's output
         step: StepContext,
         first: int = 0,  # the first layer's index in the cache
-        capture: Container[int] = (),
+        capture: Collection[int] = (),
         *,
         normed: bool = True,
         read: Tensor | None = None,  # [num_tokens, input_size]; the first layer reads it
@@ -327,6 +348,10 @@ class LayerStack:
 
         The former may lie in a buffer that the next norm overwrites.
         """
+        is_own = layers is None or layers is self.layers
+        if is_own and self.program is not None and self.program.takes(step.plan):
+            captures = sorted(each for each in capture if each < len(self.layers))
+            return self._run(residual, step, Tail(tuple(captures), normed), first, read)
         ops, spec = self.ops, self.spec
         update: Tensor | None = None
         after: Norm | None = None
@@ -346,6 +371,22 @@ class LayerStack:
             update, after = layer.mlp(states), layer.after_mlp
         norm = self.norm if normed else None
         return ops.add_norm(residual, update, after, spec.residual_scale, norm), captured
+
+    def _run(
+        self,
+        residual: Tensor,
+        step: StepContext,
+        tail: Tail,
+        first: int = 0,
+        read: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """By the program."""
+        assert self.program is not None, "the caller looked"
+        rotations, factors = step.rotations, step.temperature
+        return self.program.run(
+            residual, read, step.plan, rotations, factors, step.cache, first, tail, rows
+        )
 
     def context(self, plan: PagedStep, cache: KVCache) -> StepContext:
         """What is computed once for all layers."""
@@ -399,8 +440,13 @@ class FamilyModel(LayerStack):
 
         The input of the layer after the last one is the output of the final norm.
         """
-        states, captured = self.states(self.context(plan, cache), rows, capture)
-        return self.logits(states), captured
+        step, program = self.context(plan, cache), self.program
+        if program is None or program.unembed is None or not program.takes(plan):
+            states, captured = self.states(step, rows, capture)
+            return self.logits(states), captured
+        tail = Tail(tuple(sorted(set(capture))), len(self.layers) in capture, has_logits=True)
+        logits, kept = self._run(self._embedded(step), step, tail, rows=rows)
+        return self._finished(logits), tuple(kept)
 
     def states(
         self,
@@ -413,10 +459,7 @@ class FamilyModel(LayerStack):
         if self.adapters is not None and step.plan.adapters is not None:
             self.adapters.begin(step.plan.adapters)
             layers = self.adapted
-        residual = self.embed(step.plan.token_ids)
-        if self.spec.embedding_scale != 1.0:
-            residual = residual * self.spec.embedding_scale
-        wanted = set(capture)
+        wanted, residual = set(capture), self._embedded(step)
         last = len(self.layers) in wanted
         states, captured = self.run(residual, step, 0, wanted, normed=last, layers=layers)
         if last:
@@ -427,9 +470,12 @@ class FamilyModel(LayerStack):
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         """Logits of normed states."""
-        logits = self.unembed(states)
-        is_plain = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
-        return logits if is_plain else self._finished(logits)
+        return self._finished(self.unembed(states))
+
+    def _embedded(self, step: StepContext) -> Tensor:  # [num_tokens, hidden_size]
+        states = self.embed(step.plan.token_ids)
+        scale = self.spec.embedding_scale
+        return states if scale == 1.0 else states * scale
 
     @property
     def first_token(self) -> int:
@@ -599,7 +645,10 @@ class FamilyRunner:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         plan = self.model.ops.plan(step, cache)
         self.planned.last = (step, cache, plan)  # heads read it
-        if self._takes_parts and (num_threads := torch.get_num_threads()) > 1:
+        program = self.model.program
+        is_program = program is not None and program.takes(plan)
+        num_threads = torch.get_num_threads()
+        if self._takes_parts and num_threads > 1 and not is_program:
             bounds = bounds_of(plan, num_threads, self._info.hidden_size)
             if len(bounds) > 2:
                 context = self.model.context(plan, cache)

@@ -60,6 +60,7 @@ from .vector import (
     load,
     load_one,
     mul,
+    next_unit,
     power_of_two,
     splat,
     store,
@@ -67,6 +68,7 @@ from .vector import (
     store_some,
     sub,
     total,
+    unit_done,
 )
 
 # -- products of up to four queries with a tile's keys and values where they lie, without panels.
@@ -395,21 +397,59 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
 
 
 @inlined
-def attend_step(kind, joined, cache, out, scratch, step, layer):
+def _most_rows(layer):
+    """Of a pass."""
+    return max(MAX_QUERIES // (layer.num_heads // layer.num_kv_heads), 1)
+
+
+@inlined
+def _heads_per_pass(kind, num_rows, step, layer, num_threads):
+    """Key heads; fewer where a step has fewer sequences than threads."""
+    own_values = 0 if layer.shared_values else layer.value_dim
+    tile_bytes = TILE * (layer.head_dim + own_values) * kind.width
+    group = layer.num_heads // layer.num_kv_heads
+    most = max(min(MAX_QUERIES // (num_rows * group), _TILE_BYTES // tile_bytes), 1)
+    share = (layer.num_kv_heads * step.num_seqs + num_threads - 1) // num_threads
+    return min(most, max(share, 1))
+
+
+@inlined
+def num_passes(kind, step, layer, num_threads):
+    """Of a step, all sequences together."""
+    most, count = _most_rows(layer), 0
+    for seq in range(step.num_seqs):
+        length = item(step.query_start, seq + 1) - item(step.query_start, seq)
+        per_pass = _heads_per_pass(kind, min(most, length), step, layer, num_threads)
+        heads = (layer.num_kv_heads + per_pass - 1) // per_pass
+        count += heads * ((length + most - 1) // most)
+    return count
+
+
+@inlined
+def attend_step(kind, joined, cache, out, scratch, step, layer, claims):
+    """All passes, or those that a thread takes of them (`program.py`)."""
     group = layer.num_heads // layer.num_kv_heads
     own_values = 0 if layer.shared_values else layer.value_dim
     columns = layer.num_kv_heads * ((group + 1) * layer.head_dim + own_values)
-    read = Matrix(joined, columns * kind.width)
-    tile_bytes = TILE * (layer.head_dim + own_values) * kind.width
-    most = max(MAX_QUERIES // group, 1)
-    for seq in range(step.num_seqs):
-        begin, end = item(step.query_start, seq), item(step.query_start, seq + 1)
-        num_rows = min(most, end - begin)
-        per_pass = max(min(MAX_QUERIES // (num_rows * group), _TILE_BYTES // tile_bytes), 1)
-        for head in range(0, layer.num_kv_heads, per_pass):
-            heads = Heads(head, min(per_pass, layer.num_kv_heads - head))
-            for row in range(begin, end, most):
-                _attend_rows(
-                    kind, row, min(most, end - row), seq, heads, read, cache, out, scratch, step,
-                    layer,
-                )  # fmt: skip
+    read, most = Matrix(joined, columns * kind.width), _most_rows(layer)
+    taken = next_unit(claims) if claims.counters else 0
+    while taken >= 0:
+        number = 0
+        for seq in range(step.num_seqs):
+            begin, end = item(step.query_start, seq), item(step.query_start, seq + 1)
+            num_rows = min(most, end - begin)
+            per_pass = _heads_per_pass(kind, num_rows, step, layer, claims.num_threads)
+            for head in range(0, layer.num_kv_heads, per_pass):
+                heads = Heads(head, min(per_pass, layer.num_kv_heads - head))
+                for row in range(begin, end, most):
+                    if claims.counters == 0 or number == taken:
+                        _attend_rows(
+                            kind, row, min(most, end - row), seq, heads, read, cache, out,
+                            scratch, step, layer,
+                        )  # fmt: skip
+                        if claims.counters:
+                            unit_done(claims)
+                            taken = next_unit(claims)
+                    number += 1
+        if claims.counters == 0:
+            taken = -1

@@ -8,6 +8,7 @@ makes machine code of the vectors for whatever the CPU has; nothing here needs A
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -28,6 +29,7 @@ VECTOR = ir.VectorType(F32, LANES)
 WORDS = ir.VectorType(I32, LANES)
 
 _SETTINGS: Any = numba.config
+_IS_X86 = llvmlite.binding.get_process_triple().startswith(("x86_64", "i686"))
 # A CPU named by NUMBA_CPU_NAME is another one.
 HAS_PAIR_DOT = not _SETTINGS.CPU_NAME and bool(
     llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
@@ -427,3 +429,88 @@ def emit_fetch(builder: Any, address: Any) -> None:
     """Into the second cache: the few buffers of the first one's misses would be the bound."""
     place = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), _SECOND_CACHE, I32(1))
+
+
+# -- numbers that several threads read and write, and waiting for them
+
+
+@instruction
+def fetch_add(_: Any, address: Any, value: Any) -> Any:
+    """Adds to an int64 that other threads use too; what it was before."""
+    return types.int64(types.int64, types.int64), lambda c, b, s, a: b.atomic_rmw(
+        "add", pointer(b, a[0], I64), a[1], "seq_cst"
+    )
+
+
+@instruction
+def peek(_: Any, address: Any) -> Any:
+    """An int64 that other threads write, as new as it is."""
+    return types.int64(types.int64), lambda c, b, s, a: b.load_atomic(
+        pointer(b, a[0], I64), "seq_cst", 8
+    )
+
+
+@instruction
+def pause(_: Any) -> Any:
+    """A moment's rest in a loop that waits."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if _IS_X86:
+            emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+LINE = 128  # bytes between numbers of different threads
+
+
+class Claims(NamedTuple):
+    """How threads share units of work: each takes its own share first, then what others left."""
+
+    counters: int  # addresses: of each share how many were taken, then of all that are done
+    num_units: int
+    num_threads: int
+    member: int  # this thread's number
+
+
+@inlined
+def next_unit(claims):
+    """A unit that is now this thread's; -1: none is left."""
+    count = claims.num_threads
+    for index in range(count):
+        share = (claims.member + index) % count
+        first, end = share * claims.num_units // count, (share + 1) * claims.num_units // count
+        counter = claims.counters + share * LINE
+        if peek(counter) < end - first:
+            unit = first + fetch_add(counter, 1)
+            if unit < end:
+                return unit
+    return -1
+
+
+@inlined
+def unit_done(claims):
+    fetch_add(claims.counters + claims.num_threads * LINE, 1)
+
+
+@inlined
+def num_done(claims):
+    return peek(claims.counters + claims.num_threads * LINE)
+
+
+def call_of(*kinds: Any) -> Any:
+    """`call(address, ...)` of a function without a result, which takes arguments of these types."""
+
+    def call(_: Any, address: Any, *arguments: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [each.type for each in values[1:]])
+            builder.call(pointer(builder, values[0], kind), values[1:])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, *kinds), emit
+
+    names = ("context", "address", *(f"argument_{index}" for index in range(len(kinds))))
+    named = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
+    call.__signature__ = Signature(named)  # type: ignore[attr-defined]
+    return instruction(call)

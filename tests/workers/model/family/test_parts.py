@@ -1,4 +1,4 @@
-"""Threads that share a step's rows out compute what one thread does."""
+"""Threads that share a step's rows out compute what one thread does, without a program."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from outrider.workers.model.family import decoder
 from outrider.workers.model.family.decoder import PartThreads, bounds_of
 from outrider.workers.model.target import load_model
 from outrider.workers.ops.plan import plan_step
+from outrider.workers.ops.program import Program
 
 CPU = torch.device("cpu")
 TABLES = [3, 1, 2, 5, 7, 9, 15, 0], [4, 6, 8, 11, 10, 12, 14, 13]
@@ -26,6 +27,7 @@ MODELS = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "glm4_moe", "phi3_l
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
     monkeypatch.setattr(decoder, "MIN_ROWS", 2)
+    monkeypatch.setattr(Program, "takes", lambda self, plan: False)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,0 +1,270 @@
+"""A layer stack's operations as a list, which all threads of a step work through together.
+
+A phase is one operation on all rows, cut into units. Every thread takes those of its own share,
+whose rows it has near, then those that others have left, and goes on to the next phase when all of
+this one are done: a thread that comes late, or that the system has put aside, holds up one unit at
+most. No Python runs in between: its threads take turns, and waking one that waits for its turn
+costs more than a small operation.
+
+Operands are addresses or sizes. An address below `NUM_VARIABLES` is the index of a variable, whose
+value is set for each step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import FLOAT, INT, VOID, Kernel, Kind, compiled, inlined
+from .attend import num_passes
+from .panels import GROUP, STRIDE
+from .prepare import item, item64, number, read_layer, read_step
+from .vector import (
+    FULL,
+    LANES,
+    LINE,
+    Claims,
+    call_of,
+    fetch_add,
+    load_some,
+    next_unit,
+    num_done,
+    pause,
+    peek,
+    store_one,
+    store_some,
+    unit_done,
+)
+
+COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE = range(7)
+NUM_OPERANDS = 16  # of a phase, its kind included
+NUM_VARIABLES = 1024  # a page that no address lies in
+INSIDE = LINE  # from the number of the step that runs to how many helpers are inside
+_UNITS_PER_THREAD = 3
+_FEWEST_OF_MANY = 16  # rows for each thread, from which on they are shared out, not columns
+_FEWEST_ROWS = 4  # of a unit
+_MOST_ROWS = 96  # of a product's unit: what they read stays near
+_PATIENCE = 2000  # pauses before a thread that waits lets others run
+
+_NORM_CALL = call_of(*[INT] * 7, FLOAT)
+_ADD_NORM_CALL = call_of(INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, INT)
+_PRODUCT_CALL = call_of(*[INT] * 10)
+_PREPARE_CALL = call_of(*[INT] * 9)
+_ATTEND_CALL = call_of(*[INT] * 12)
+_GATE_CALL = call_of(*[INT] * 5, FLOAT, FLOAT)
+_YIELD_CALL = call_of()
+
+
+class Functions(NamedTuple):
+    """Addresses of what a phase calls; `let_run` lets another thread of the system run."""
+
+    norm: int
+    add_norm: int
+    product: int
+    prepare: int
+    attend: int
+    gate: int
+    let_run: int
+
+
+class Team(NamedTuple):
+    """Of a step."""
+
+    num_threads: int
+    member: int  # this thread's number
+    scratch: int  # address of this thread's own
+
+
+@inlined
+def _operand(phase, index, variables):
+    value = item64(phase, index)
+    return item64(variables, value) if 0 < value < NUM_VARIABLES else value
+
+
+@inlined
+def _divided(size, share):
+    return (size + share - 1) // share
+
+
+@inlined
+def _shares(size, fewest, num_threads):
+    """Of how many rows or columns a unit is, so that each thread has some."""
+    if num_threads == 1:
+        return max(size, 1)
+    parts = _UNITS_PER_THREAD * num_threads
+    return max(_divided(size, parts), fewest)
+
+
+@inlined
+def _product_units(phase, num_rows, num_threads):
+    """Groups of columns and rows of a unit."""
+    groups = _divided(item64(phase, 7), GROUP)
+    num_rows = max(num_rows, 1)
+    if num_threads == 1:
+        return groups, num_rows
+    if num_rows < _FEWEST_OF_MANY * num_threads:
+        return _shares(groups, 2 if num_rows == 1 else 1, num_threads), num_rows
+    blocks = _divided(_divided(num_rows, num_threads), _MOST_ROWS) * num_threads
+    return groups, _divided(num_rows, blocks)
+
+
+@inlined
+def _num_units(kind, phase, variables, num_threads):
+    operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
+    if operation == PRODUCT:
+        columns, rows = _product_units(phase, num_rows, num_threads)
+        groups = _divided(item64(phase, 7), GROUP)
+        return _divided(groups, columns) * _divided(num_rows, rows)
+    if operation == ATTEND:
+        step, layer = _operand(phase, 2, variables), read_layer(item64(phase, 7), item64(phase, 8))
+        return num_passes(kind, read_step(step), layer, num_threads)
+    return _divided(num_rows, _shares(num_rows, _FEWEST_ROWS, num_threads))
+
+
+@inlined
+def _multiply(kind, phase, variables, functions, unit, team):
+    num_rows = _operand(phase, 1, variables)
+    columns, rows = _product_units(phase, num_rows, team.num_threads)
+    per_row = _divided(_divided(item64(phase, 7), GROUP), columns)
+    first, column = unit // per_row * rows, unit % per_row * columns * GROUP
+    read, out = _operand(phase, 2, variables), _operand(phase, 6, variables)
+    length, to_row, to_out = item64(phase, 8), item64(phase, 3), item64(phase, 9)
+    bias = item64(phase, 5)
+    _PRODUCT_CALL(
+        functions.product, read + first * to_row, to_row,
+        item64(phase, 4) + column // GROUP * length * STRIDE,
+        bias + column * kind.width if bias else 0,
+        out + first * to_out + column * kind.width, to_out, min(rows, num_rows - first),
+        min(columns * GROUP, item64(phase, 7) - column), length, team.scratch,
+    )  # fmt: skip
+
+
+@inlined
+def _prepare(kind, phase, variables, functions, first, count, team):
+    """A step's rows from `first` on are a step of their own, as far as this operation reads it."""
+    step, own = _operand(phase, 2, variables), team.scratch
+    for index in range(14):
+        store_one(own + index * 8, item64(step, index))
+    store_one(own, count)
+    store_one(own + 5 * 8, item64(step, 5) + first * 4)  # positions
+    store_one(own + 6 * 8, item64(step, 6) + first * 4)  # slots
+    angles, factors = item64(phase, 11), _operand(phase, 6, variables)
+    cos, sin = _operand(phase, 4, variables), _operand(phase, 5, variables)
+    _PREPARE_CALL(
+        functions.prepare, _operand(phase, 3, variables) + first * item64(phase, 12),
+        cos + first * angles if cos else 0, sin + first * angles if sin else 0,
+        factors + first * 4 if factors else 0, own, item64(phase, 7), item64(phase, 8),
+        _operand(phase, 9, variables), _operand(phase, 10, variables),
+    )  # fmt: skip
+
+
+@inlined
+def _copy(phase, variables, first, count):
+    """Rows, or those that an array of int32 names, as whole lines of float32."""
+    read, out = _operand(phase, 2, variables), _operand(phase, 3, variables)
+    size, chosen = item64(phase, 4), _operand(phase, 5, variables)
+    for row in range(first, first + count):
+        source = read + (item(chosen, row) if chosen else row) * size
+        for begin in range(0, size // 4, LANES):
+            value = load_some(FULL, source + begin * 4, size // 4 - begin)
+            store_some(FULL, out + row * size + begin * 4, value, size // 4 - begin)
+
+
+@inlined
+def _compute(kind, phase, variables, functions, unit, team):
+    """One unit of a phase."""
+    operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
+    if operation == PRODUCT:
+        _multiply(kind, phase, variables, functions, unit, team)
+        return
+    share = _shares(num_rows, _FEWEST_ROWS, team.num_threads)
+    first = unit * share
+    count, width = min(share, num_rows - first), kind.width
+    if operation == COPY:
+        _copy(phase, variables, first, count)
+    elif operation == PREPARE:
+        _prepare(kind, phase, variables, functions, first, count, team)
+    elif operation == GATE:
+        read, size = _operand(phase, 2, variables), item64(phase, 4)
+        _GATE_CALL(
+            functions.gate, item64(phase, 5), read + first * 2 * size * width,
+            _operand(phase, 3, variables) + first * size * width, count, size,
+            number(phase, 6), number(phase, 7),
+        )  # fmt: skip
+    else:
+        size, read = item64(phase, 4), _operand(phase, 2, variables)
+        offset = first * size * width
+        out = _operand(phase, 3, variables) + offset
+        if operation == NORM:
+            _NORM_CALL(
+                functions.norm, read + offset, size * width, item64(phase, 5), out, size * width,
+                count, size, number(phase, 6),
+            )  # fmt: skip
+        else:
+            _ADD_NORM_CALL(
+                functions.add_norm, read + offset, _operand(phase, 7, variables) + offset,
+                number(phase, 8), item64(phase, 9), item64(phase, 10), number(phase, 11),
+                item64(phase, 12), item64(phase, 5), number(phase, 6), out, count, size,
+            )  # fmt: skip
+
+
+@inlined
+def _run_phase(kind, phase, variables, functions, counters, team):
+    """What this thread takes of a phase; returns when all of it is done."""
+    num_units = _num_units(kind, phase, variables, team.num_threads)
+    claims = Claims(counters, num_units, team.num_threads, team.member)
+    if item64(phase, 0) == ATTEND:
+        _ATTEND_CALL(
+            functions.attend, _operand(phase, 3, variables), _operand(phase, 4, variables),
+            _operand(phase, 5, variables), _operand(phase, 6, variables), team.scratch,
+            _operand(phase, 2, variables), item64(phase, 7), item64(phase, 8), counters, num_units,
+            team.num_threads, team.member,
+        )  # fmt: skip
+    else:
+        unit = next_unit(claims)
+        while unit >= 0:
+            _compute(kind, phase, variables, functions, unit, team)
+            unit_done(claims)
+            unit = next_unit(claims)
+    waits = 0
+    while num_done(claims) < num_units:
+        waits += 1
+        if waits > _PATIENCE:
+            _YIELD_CALL(functions.let_run)
+        else:
+            pause()
+
+
+def program_kernel(kind: Kind) -> Kernel:
+    """`run(phases, num_phases, variables, functions, counters, gate, number, num_threads, member)`.
+
+    `gate` is the address of the number of the step that runs and, `INSIDE` behind it, of how many
+    helpers are inside. `member` 0 began the step and returns when all have left it; others
+    return at once where the step has ended.
+    """
+
+    @compiled(VOID, *[INT] * 10)
+    def run(
+        phases, num_phases, variables, functions, counters, gate, step, num_threads, member,
+        scratch,
+    ):  # fmt: skip
+        if member:
+            fetch_add(gate + INSIDE, 1)
+        if peek(gate) == step:
+            called = Functions(
+                item64(functions, 0), item64(functions, 1), item64(functions, 2),
+                item64(functions, 3), item64(functions, 4), item64(functions, 5),
+                item64(functions, 6),
+            )  # fmt: skip
+            team = Team(num_threads, member, scratch)
+            for index in range(num_phases):
+                phase = phases + index * NUM_OPERANDS * 8
+                own = counters + index * (num_threads + 1) * LINE
+                _run_phase(kind, phase, variables, called, own, team)
+        if member:
+            fetch_add(gate + INSIDE, -1)
+        else:
+            fetch_add(gate, 1)  # closed
+            while peek(gate + INSIDE) > 0:
+                pause()
+
+    return run

@@ -1,0 +1,440 @@
+"""Layers as a program of `kernels/program.py`: one call a step, in which threads share the work.
+
+Called one by one, a small step's operations cost about as much Python as arithmetic, and threads
+that take turns with the interpreter do not help each other. `Program.of` describes what it is made
+of; layers with other operations have none, and are called one by one as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..attention import KVCache
+from .cpu import GATE_KERNELS, CpuOps, PanelProjection, ProjectionByRows, kernels_of
+from .kernels import Kernel, compiled
+from .kernels.panels import SCRATCH_BYTES, kind_of
+from .kernels.program import (
+    ADD_NORM,
+    ATTEND,
+    COPY,
+    GATE,
+    NORM,
+    NUM_OPERANDS,
+    NUM_VARIABLES,
+    PREPARE,
+    PRODUCT,
+    program_kernel,
+)
+from .kernels.vector import LINE
+from .plan import PagedStep
+from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
+
+Ints = NDArray[np.int64]
+
+
+class LayerParts(NamedTuple):
+    """A dense layer: attention and a gated unit around a residual stream."""
+
+    before_attention: Norm | None
+    joined: Projection
+    spec: AttentionSpec
+    rope: int | None  # index of the rotation; None: not rotated
+    is_tempered: bool
+    output: Projection
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    gate_up: Projection
+    gate: Gate
+    down: Projection
+    after_mlp: Norm | None
+
+
+class Tail(NamedTuple):
+    """What follows the last layer."""
+
+    captured: tuple[int, ...] = ()  # layers whose inputs are kept; the number of layers: `normed`'s
+    normed: bool = True
+    has_logits: bool = False  # of chosen rows
+
+
+(
+    ROWS, CHOSEN_ROWS, STEP, FACTORS, RESIDUAL, READ, STATES, JOINED, ATTENDED, UPDATE, GATES,
+    GATED, CHOSEN, PICKED, NORMED, LOGITS,
+) = range(1, 17)  # fmt: skip
+_ROTATIONS, _CAPTURES, _CACHES = 32, 64, 128  # first of two each, one each, two each
+_MOST_LAYERS = (NUM_VARIABLES - _CACHES) // 2
+_BUFFERS = (STATES, JOINED, ATTENDED, UPDATE, GATES, GATED, PICKED, NORMED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Layers' phases. Its results are those of the operations called one by one, bit by bit."""
+
+    ops: CpuOps
+    layers: Sequence[LayerParts]
+    scale: float  # of what is added to the residual stream
+    norm: Norm | None
+    unembed: PanelProjection | None  # None: the output layer has no kernel
+    hidden_size: int
+    _most_rows: int  # above, another product serves
+    _scratch_bytes: int  # of a thread
+    _made: dict[tuple[Tail, bool], Ints] = field(default_factory=dict)
+    _own: _Memory = field(default_factory=lambda: _Memory())
+
+    @staticmethod
+    def of(
+        ops: object,
+        layers: Sequence[LayerParts | None],
+        scale: float,
+        norm: Norm | None,
+        unembed: object = None,
+    ) -> Program | None:
+        """The program of the layers; None where an operation has no kernel."""
+        if not isinstance(ops, CpuOps) or not 0 < len(layers) <= _MOST_LAYERS:
+            return None
+        found: list[LayerParts] = []
+        most_rows = 1 << 62
+        scratch = SCRATCH_BYTES
+        for layer in layers:
+            if layer is None or layer.gate.kind not in GATE_KERNELS:
+                return None
+            described = ops.described(layer.spec)
+            if not described.has_kernel or layer.spec.shared_values:
+                return None
+            scratch = max(scratch, described.scratch_bytes)
+            panels = []
+            for each in (layer.joined, layer.output, layer.gate_up, layer.down):
+                if isinstance(each, ProjectionByRows):
+                    most_rows = min(most_rows, each.fewest_rows - 1)
+                    each = each.few
+                if not isinstance(each, PanelProjection) or each.is_padded:
+                    return None
+                panels.append(each)
+            joined, output, gate_up, down = panels
+            parts = layer._replace(joined=joined, output=output, gate_up=gate_up, down=down)
+            found.append(parts)
+        if isinstance(unembed, ProjectionByRows):
+            most_rows, unembed = min(most_rows, unembed.fewest_rows - 1), unembed.few
+        last = unembed if isinstance(unembed, PanelProjection) and not unembed.is_padded else None
+        size = _panels(found[0].output).columns
+        return Program(ops, found, scale, norm, last, size, most_rows, _rounded(scratch))
+
+    def takes(self, plan: PagedStep) -> bool:
+        """Whether it computes such a step."""
+        is_whole = plan.turn is None and not plan.passes
+        return is_whole and plan.adapters is None and plan.num_tokens <= self._most_rows
+
+    def run(
+        self,
+        residual: Tensor,  # [num_tokens, hidden_size], written
+        read: Tensor | None,  # [num_tokens, input_size]; the first layer reads it
+        plan: PagedStep,
+        rotations: Sequence[Rotation],
+        factors: Tensor | None,  # [num_tokens] float32, of queries
+        cache: KVCache,
+        first: int,  # the first layer's index in the cache
+        tail: Tail,
+        rows: Tensor | None = None,  # [num_rows] int32; None: every row
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the last phase computes, and the captured, each [num_tokens, hidden_size].
+
+        That is logits [num_rows, vocab], or the output of the norm, which lies in a buffer that the
+        next step overwrites, or `residual`.
+        """
+        assert plan.integers is not None, "`plan` or `adopt` made it"
+        assert len(tail.captured) <= _CACHES - _CAPTURES, tail
+        num_rows, dtype = plan.num_tokens, residual.dtype
+        assert residual.is_contiguous(), residual.stride()
+        num_chosen = num_rows if rows is None else len(rows)
+        own = self._own
+        variables, buffers = own.of(self, num_rows, dtype)
+        phases = self._made.get((tail, read is not None))
+        if phases is None:
+            phases = self._phases(tail, read)
+            self._made[tail, read is not None] = phases
+        captured = [torch.empty_like(residual) for _ in tail.captured]
+        out = residual
+        if tail.has_logits:
+            assert self.unembed is not None, "`has_logits` asks for its product"
+            out = torch.empty(num_chosen, self.unembed.columns, dtype=dtype)
+        elif tail.normed and self.norm is not None:
+            out = buffers[STATES][:num_rows]
+        variables[ROWS : READ + 1] = (
+            num_rows, num_chosen, plan.integers.ctypes.data, _address(factors),
+            residual.data_ptr(), _address(read),
+        )  # fmt: skip
+        variables[CHOSEN], variables[LOGITS] = _address(rows), out.data_ptr()
+        for index, (cos, sin) in enumerate(rotations):
+            place = _ROTATIONS + 2 * index
+            variables[place], variables[place + 1] = cos.data_ptr(), sin.data_ptr()
+        for index, each in enumerate(captured):
+            variables[_CAPTURES + index] = each.data_ptr()
+        num_layers = len(self.layers)
+        places = variables[_CACHES : _CACHES + 2 * num_layers]
+        places[::2] = [each.data_ptr() for each in cache.keys[first : first + num_layers]]
+        places[1::2] = [each.data_ptr() for each in cache.values[first : first + num_layers]]
+        _TEAM.helpers.run(self, phases, variables)
+        return out, captured
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._scratch_bytes
+
+    @property
+    def widths(self) -> dict[int, int]:
+        """Of the buffers, by variable."""
+        joined = max(each.spec.joined_width for each in self.layers)
+        attended = max(each.spec.num_heads * each.spec.value_dim for each in self.layers)
+        inner = max(_panels(each.down).length for each in self.layers)
+        sizes = (self.hidden_size, joined, attended, self.hidden_size, 2 * inner, inner)
+        return dict(zip(_BUFFERS, (*sizes, self.hidden_size, self.hidden_size), strict=True))
+
+    def _phases(self, tail: Tail, read: Tensor | None) -> Ints:  # [num_phases, NUM_OPERANDS]
+        phases = _Phases(self.ops, self.hidden_size, self.scale)
+        update, after = 0, None
+        for index, layer in enumerate(self.layers):
+            phases.add_norm(update, after, layer.before_attention)
+            if index in tail.captured:
+                phases.copy(RESIDUAL, _CAPTURES + tail.captured.index(index))
+            source = phases.states
+            if index == 0 and read is not None:
+                source = READ
+            phases.layer(layer, _CACHES + 2 * index, source)
+            update, after = UPDATE, layer.after_mlp
+        phases.add_norm(update, after, self.norm if tail.normed else None)
+        if len(self.layers) in tail.captured:
+            place = _CAPTURES + tail.captured.index(len(self.layers))
+            phases.copy(STATES, place)
+        if tail.has_logits:
+            assert self.unembed is not None, "`has_logits` asks for its product"
+            phases.copy(STATES if tail.normed else RESIDUAL, PICKED, CHOSEN_ROWS, CHOSEN)
+            picked = PICKED
+            if not tail.normed:
+                assert self.norm is not None, "a model with an output layer has it"
+                phases.norm(PICKED, NORMED, self.norm, CHOSEN_ROWS)
+                picked = NORMED
+            phases.product(self.unembed, picked, LOGITS, CHOSEN_ROWS)
+        return np.array(phases.rows, dtype=np.int64)
+
+
+class _Phases:
+    """Rows of operands, in order."""
+
+    def __init__(self, ops: CpuOps, hidden_size: int, scale: float) -> None:
+        self.rows: list[list[int]] = []
+        self.states = STATES  # what the last norm wrote
+        self._ops, self._size, self._scale = ops, hidden_size, scale
+        self._width = ops.dtype.itemsize
+
+    def add_norm(self, update: int, after: Norm | None, before: Norm | None) -> None:
+        """`Ops.add_norm` of the stream and the variable `update`; 0: nothing is added."""
+        self.states = RESIDUAL if before is None else STATES
+        if not update:
+            if before is not None:
+                self.norm(RESIDUAL, STATES, before)
+            return
+        eps = 0.0 if before is None else before.eps
+        after_eps = 0.0 if after is None else after.eps
+        self._add(
+            ADD_NORM, ROWS, RESIDUAL, self.states, self._size, _weight(before), _bits(eps),
+            update, _bits(self._scale), after is not None, _weight(after), _bits(after_eps),
+            before is not None,
+        )  # fmt: skip
+
+    def norm(self, source: int, out: int, norm: Norm, rows: int = ROWS) -> None:
+        self._add(NORM, rows, source, out, self._size, _weight(norm), _bits(norm.eps))
+
+    def copy(self, source: int, out: int, rows: int = ROWS, chosen: int = 0) -> None:
+        self._add(COPY, rows, source, out, self._size * self._width, chosen)
+
+    def product(self, by: Projection, source: int, out: int, rows: int = ROWS) -> None:
+        by = _panels(by)
+        self._add(
+            PRODUCT, rows, source, by.length * self._width, by.start, by.shift, out, by.columns,
+            by.units, by.columns * self._width,
+        )  # fmt: skip
+
+    def layer(self, layer: LayerParts, cache: int, source: int) -> None:
+        """From what the first product reads to the update of the second block."""
+        spec, width = layer.spec, self._width
+        integers, floats = self._ops.described(spec).addresses
+        self.product(layer.joined, source, JOINED)
+        cos = sin = 0
+        if layer.rope is not None and spec.rotary_dim:
+            cos = _ROTATIONS + 2 * layer.rope
+            sin = cos + 1
+        factors = FACTORS if layer.is_tempered else 0
+        self._add(
+            PREPARE, ROWS, STEP, JOINED, cos, sin, factors, integers, floats, cache, cache + 1,
+            spec.rotary_dim // 2 * 4, spec.joined_width * width,
+        )  # fmt: skip
+        self._add(ATTEND, ROWS, STEP, JOINED, cache, cache + 1, ATTENDED, integers, floats)
+        self.product(layer.output, ATTENDED, UPDATE)
+        self.add_norm(UPDATE, layer.after_attention, layer.before_mlp)
+        self.product(layer.gate_up, self.states, GATES)
+        size, gate = _panels(layer.down).length, layer.gate
+        function = GATE_KERNELS[gate.kind]
+        self._add(GATE, ROWS, GATES, GATED, size, function, _bits(gate.limit), _bits(gate.alpha))
+        self.product(layer.down, GATED, UPDATE)
+
+    def _add(self, *operands: int) -> None:
+        self.rows.append([*map(int, operands), *[0] * (NUM_OPERANDS - len(operands))])
+
+
+class _Memory(threading.local):
+    """What the steps of a thread write to."""
+
+    def __init__(self) -> None:
+        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
+        self._buffers: dict[int, Tensor] = {}
+        self._num_rows = 0
+
+    def of(
+        self, program: Program, num_rows: int, dtype: torch.dtype
+    ) -> tuple[Ints, dict[int, Tensor]]:
+        """The variables, and the buffers by variable, [at least num_rows, width]."""
+        if num_rows > self._num_rows:
+            self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
+            for name, width in program.widths.items():
+                self._buffers[name] = torch.empty(self._num_rows, width, dtype=dtype)
+                self._variables[name] = self._buffers[name].data_ptr()
+        return self._variables, self._buffers
+
+
+class Helpers:
+    """Threads that help the one that owns them, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[tuple[Any, ...] | None]] = []
+        self._gate = np.zeros(2 * LINE // 8, dtype=np.int64)
+        self._counters = np.zeros(0, dtype=np.int64)
+        self._scratch = np.zeros(0, dtype=np.uint8)
+        self._steps = count(2, 2)  # the numbers between are those of steps that have ended
+
+    def run(self, program: Program, phases: Ints, variables: Ints) -> None:
+        """All phases, on as many threads as torch's setting says."""
+        num_threads = torch.get_num_threads()
+        num_counters = len(phases) * (num_threads + 1) * LINE // 8
+        if len(self._counters) < num_counters:
+            self._counters = np.zeros(num_counters, dtype=np.int64)
+        self._counters[:num_counters] = 0
+        size = program.scratch_bytes
+        if len(self._scratch) < num_threads * size:
+            self._scratch = np.zeros(num_threads * size, dtype=np.uint8)
+        kernel, functions, _ = _compiled_for(program.ops.dtype)
+        step = next(self._steps)
+        self._gate[0] = step
+        scratch = self._scratch.ctypes.data
+        common = (
+            phases.ctypes.data, len(phases), variables.ctypes.data, functions.ctypes.data,
+            self._counters.ctypes.data, self._gate.ctypes.data, step, num_threads,
+        )  # fmt: skip
+        while len(self._queues) < num_threads - 1:
+            self._start()
+        for index in range(1, num_threads):
+            job = (kernel, self._gate, *common, index, scratch + index * size)
+            self._queues[index - 1].put(job)
+        kernel(*common, 0, scratch)
+
+    def _start(self) -> None:
+        queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._queues.append(queue)
+        arguments = (queue, _cores_elsewhere())
+        threading.Thread(target=_help, args=arguments, name="program", daemon=True).start()
+
+    def __del__(self) -> None:
+        for queue in self._queues:
+            queue.put(None)
+
+
+def _cores_elsewhere() -> set[int]:
+    """Cores that this process may use, but for the one that this thread is on; Linux tells."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    return os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
+
+
+class _Team(threading.local):
+    """Each calling thread's own."""
+
+    def __init__(self) -> None:
+        self.helpers = Helpers()
+
+
+_TEAM = _Team()
+
+
+def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:
+    """A helper's life, on other cores than where its owner was: there it would take its place.
+
+    A job holds the gate that is read even when its step has ended.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
+    while (job := queue.get()) is not None:
+        kernel, _, *arguments = job
+        kernel(*arguments)
+
+
+class _Compiled(NamedTuple):
+    """The program of a dtype, and what it calls."""
+
+    run: Kernel
+    functions: Ints  # addresses
+    kept: tuple[Kernel, ...]  # whose code is there: a function's goes with it
+
+
+_COMPILED: dict[torch.dtype, _Compiled] = {}
+_COMPILING = threading.Lock()
+
+
+def _compiled_for(dtype: torch.dtype) -> _Compiled:
+    """Made when the first program of a dtype runs, once for all threads."""
+    if (found := _COMPILED.get(dtype)) is not None:
+        return found
+    with _COMPILING:
+        if dtype not in _COMPILED:
+            made = kernels_of(dtype)
+            let_run = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+            called = (made.norm, made.add_norm, made.product, made.prepare, made.attend, made.gate)
+            functions = np.array([*map(compiled.address_of, called), let_run], dtype=np.int64)
+            _COMPILED[dtype] = _Compiled(program_kernel(kind_of(dtype)), functions, called)
+    return _COMPILED[dtype]
+
+
+def _panels(product: Projection) -> PanelProjection:
+    assert isinstance(product, PanelProjection), type(product)
+    return product
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _bits(number: float) -> int:
+    """A float64 as the integer of the same bits."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _weight(norm: Norm | None) -> int:
+    if norm is None or norm.weight is None:
+        return 0
+    assert norm.weight.dtype == torch.float32, norm.weight.dtype
+    return norm.weight.data_ptr()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
