@@ -3,8 +3,7 @@
 A sequence has `num_computed` tokens in the KV cache and `num_tokens` known ones; a step computes
 some of the difference plus its draft nodes, under one token budget. Prefill, decode and
 verification are that one mechanism. Known tokens come first, in order of priority; draft nodes
-take what is left, and never a token, a seat or a block that another request could use. Called by
-`scheduler/loop.py`; `commit` is the only writer of running sequences.
+take what is left, and never a token, a seat or a block that another request could use.
 """
 
 from __future__ import annotations

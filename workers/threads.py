@@ -3,8 +3,7 @@
 Waking a second thread can cost a small step more than it saves, and by how much depends on the
 model and on what else runs on the machine. So nothing is measured at load: steps are grouped by
 size, most of a size take the number of threads that was the faster so far, and from time to time
-one takes the other number, whose time is compared with those of the steps before it. Called by
-`worker.py` and `remote_head.py` around every step.
+one takes the other number, whose time is compared with those of the steps before it.
 """
 
 from __future__ import annotations
