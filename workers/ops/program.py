@@ -129,6 +129,7 @@ class Program:
         if isinstance(unembed, ProjectionByRows):
             most_rows, unembed = min(most_rows, unembed.fewest_rows - 1), unembed.few
         last = unembed if isinstance(unembed, PanelProjection) and not unembed.is_padded else None
+        _compiled_for(ops.dtype)  # at load, not in a step
         size = _panels(found[0].output).columns
         return Program(ops, found, scale, norm, last, size, most_rows, _rounded(scratch))
 

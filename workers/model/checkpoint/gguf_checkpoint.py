@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from tqdm import tqdm
 
 from ....errors import CheckpointError
 from .gguf import PLAIN, Tensor, read_files, read_rows
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
 _CHUNK_ELEMENTS = 2**22  # dequantised at once
 _MAX_LAYERS = 4096
+_STORED = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
 # Architectures: how metadata and names of tensors become transformers'.
@@ -634,8 +637,41 @@ def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -
         (folder / name).write_text(json.dumps(content, indent=2), "utf-8")
     import torch
 
-    from .weights import write_tensors
-
     dtype = getattr(torch, model.dtype)
     shapes = {part.name: part.shape or part.tensor.shape for part in model.parts}
-    write_tensors(folder / "model.safetensors", shapes, dtype, _values(model.parts, dtype))
+    _write_tensors(folder / "model.safetensors", shapes, dtype, _values(model.parts, dtype))
+
+
+def _write_tensors(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    values: Iterable[torch.Tensor],
+) -> None:
+    """Writes a safetensors file without holding its tensors.
+
+    Args:
+        values: of all tensors in the order of `shapes`, in pieces of any size.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is full.
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        place = {"shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _STORED[str(dtype)], **place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    bar = tqdm(total=end, unit="B", unit_scale=True, disable=None, desc=file.name)
+    with file.open("wb") as opened, bar:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for piece in values:
+            written = opened.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
+            bar.update(written)
+        assert opened.tell() == 8 + len(text) + end, "values do not fill the shapes"
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -1,5 +1,4 @@
-"""Reading a checkpoint folder: which file holds which tensor, and only the requested slices; and
-writing a file of tensors as they come.
+"""Reading a checkpoint folder: which file holds which tensor, and only the requested slices.
 
 A `TensorSource` is a tensor that has not been read. Sources join and stack without reading, so that
 a rank's shard of a tensor which the checkpoint stores in pieces (for example one per expert) is
@@ -8,12 +7,8 @@ read piece by piece.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import pickle
-import struct
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from ....errors import CheckpointError
 from .hub import (
@@ -288,36 +282,3 @@ class _Stored:
 
 def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
-
-
-def write_tensors(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    values: Iterable[Tensor],
-) -> None:
-    """Writes a safetensors file without holding its tensors.
-
-    Args:
-        values: of all tensors in the order of `shapes`, in pieces of any size.
-
-    Raises:
-        OSError: the file cannot be written, or the disk is full.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        place = {"shape": list(shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": _NAMES[dtype], **place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    bar = tqdm(total=end, unit="B", unit_scale=True, disable=None, desc=file.name)
-    with file.open("wb") as opened, bar:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        for piece in values:
-            written = opened.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
-            bar.update(written)
-        assert opened.tell() == 8 + len(text) + end, "values do not fill the shapes"
-        opened.flush()
-        os.fsync(opened.fileno())
