@@ -180,7 +180,8 @@ def test_a_gguf_file(outrider_cli, model, tmp_path, monkeypatch):
     result = outrider_cli("check", file, "--spec-type", "ngram")
     assert result.exit_code == 0, result.stderr
     assert yaml.safe_load(result.stdout)["served_model_name"] == "x.gguf"
-    assert "unpacked, its weights take 0.00 GiB" in " ".join(result.stderr.split())
+    told = " ".join(result.stderr.replace("│", " ").split())  # wrapped where the path ends
+    assert "unpacked, its weights take 0.00 GiB" in told
     result = outrider_cli("check", "-m", file, "-md", file)
     assert result.exit_code == 0, result.stderr
     file.write_bytes(file.read_bytes()[:1000])

@@ -110,7 +110,7 @@ def test_drafts_follow_the_equations(six, heads, name, monkeypatch):
     if name in ("z-lab", "dspark"):
         options |= {"num_kv_blocks": 15, "max_model_len": 60, "max_num_batched_tokens": 32}
     small = "num_kv_blocks" in options
-    prompts = [list(range(2, 11)) + prompt for prompt in PROMPTS] * (2 if small else 1)
+    prompts = [list(range(2, 11)) + prompt for prompt in PROMPTS] * (4 if small else 1)
     fields = section(layout.kind, folder, max_draft_len=layout.length)
     seen, stats = drafts_seen(monkeypatch, six, fields, prompts, max_tokens=20, **options)
     if name != "dflash2":  # whose random kernels and codebooks guess wrong
