@@ -215,10 +215,16 @@ def finish(box: Box, count: int) -> tuple[dict[str, tuple[int, ...]], set[str]]:
 
 
 def submit(engine: Engine, box: Box, prompts=PROMPTS) -> None:
+    """All of them are there before the first step."""
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    was_paused = engine.is_paused
+    if not was_paused:
+        engine.pause("keep")
     engine.submit_all(
         [Request(str(n), ints(each), params, seed=n) for n, each in enumerate(prompts)], box
     )
+    if not was_paused:
+        engine.resume()
 
 
 @pytest.mark.parametrize("speculative", [None, {"decoding_type": "NGram", "max_draft_len": 4}])

@@ -31,7 +31,7 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, chance
 
     with monkeypatch.context() as patch, engine_of(target, speculative, **options) as engine:
         patch.setattr(head_drafters.Colocated, "observe", spy)
-        complete(engine, prompts, max_tokens=max_tokens)
+        complete(engine, prompts, together=True, max_tokens=max_tokens)
         stats = engine.stats()
     assert all(drafter["faults"] == 0 for drafter in stats["drafters"].values())
     assert len(seen) > 10

@@ -85,12 +85,15 @@ def complete(
     *,
     at_once: int = 8,
     on_delta: Callable[[int, Delta], None] | None = None,
+    together: bool = False,
     **sampling: Any,
 ) -> tuple[Outputs, dict[str, Delta]]:
     """Tokens and last delta of every prompt, `at_once` running at a time.
 
     Args:
         on_delta: as of `Box`.
+        together: whether the engine waits until the first are all there, so that two runs take the
+            same steps.
     """
     box, outputs, last = Box(on_delta), {}, {}
     waiting = list(enumerate(prompts))
@@ -102,8 +105,12 @@ def complete(
         outputs[str(index)] = ()
         engine.submit(request, box)
 
+    if together:
+        engine.pause("keep")
     for _ in range(min(at_once, len(waiting))):
         submit()
+    if together:
+        engine.resume()
     while len(last) < len(prompts):
         delta = box.deltas.get(timeout=120)
         outputs[delta.request_id] += delta.token_ids

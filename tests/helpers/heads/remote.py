@@ -107,6 +107,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
                 PROMPTS[: 3 if at_once == 1 else None],
                 at_once=at_once,
                 on_delta=on_delta,
+                together=True,
                 max_tokens=24,
                 **(sampling or {}),
             )[0]
