@@ -8,6 +8,7 @@ files show. No weight is read.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -316,7 +317,8 @@ def check_models(config: EngineConfig) -> int:
 
     target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
-    opened_adapters(config)
+    if "torch" in sys.modules:  # else the ranks, which load it, say what is wrong with an adapter
+        opened_adapters(config)
     _check_limits(config, target)
     for field, section in draft_sections(config):
         _check_vocabulary(config, section, field, target.vocab_size)

@@ -21,6 +21,6 @@ def test_descendants_count_and_others_do_not() -> None:
         process.stdout.readline()  # the grandchild has used its time
         found = cpu_s(process.pid)
         assert set(found) == {"others"}
-        assert found["others"] >= 0.3
+        assert found["others"] >= 0.28  # ticks of 10 ms, rounded down
         process.communicate(b"\n")
     assert cpu_s(process.pid) == {}

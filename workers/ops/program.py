@@ -24,21 +24,25 @@ from torch import Tensor
 
 from ..attention import KVCache
 from .cpu import GATE_KERNELS, CpuOps, PanelProjection, ProjectionByRows, kernels_of
-from .kernels import Kernel, compiled
+from .kernels import INT, VOID, Kernel, Kind, compiled
 from .kernels.panels import SCRATCH_BYTES, kind_of
+from .kernels.prepare import item64
 from .kernels.program import (
     ADD_NORM,
     ATTEND,
     COPY,
     GATE,
+    INSIDE,
     NORM,
     NUM_OPERANDS,
     NUM_VARIABLES,
     PREPARE,
     PRODUCT,
-    program_kernel,
+    Functions,
+    Team,
+    run_phase,
 )
-from .kernels.vector import LINE
+from .kernels.vector import LINE, fetch_add, pause, peek
 from .plan import PagedStep
 from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
 
@@ -412,8 +416,44 @@ def _compiled_for(dtype: torch.dtype) -> _Compiled:
             let_run = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
             called = (made.norm, made.add_norm, made.product, made.prepare, made.attend, made.gate)
             functions = np.array([*map(compiled.address_of, called), let_run], dtype=np.int64)
-            _COMPILED[dtype] = _Compiled(program_kernel(kind_of(dtype)), functions, called)
+            _COMPILED[dtype] = _Compiled(_program_kernel(kind_of(dtype)), functions, called)
     return _COMPILED[dtype]
+
+
+def _program_kernel(kind: Kind) -> Kernel:
+    """`run(phases, num_phases, variables, functions, counters, gate, number, num_threads, member)`.
+
+    `gate` is the address of the number of the step that runs and, `INSIDE` behind it, of how many
+    helpers are inside. `member` 0 began the step and returns when all have left it; others
+    return at once where the step has ended.
+    """
+
+    @compiled(VOID, *[INT] * 10)
+    def run(
+        phases, num_phases, variables, functions, counters, gate, step, num_threads, member,
+        scratch,
+    ):  # fmt: skip
+        if member:
+            fetch_add(gate + INSIDE, 1)
+        if peek(gate) == step:
+            called = Functions(
+                item64(functions, 0), item64(functions, 1), item64(functions, 2),
+                item64(functions, 3), item64(functions, 4), item64(functions, 5),
+                item64(functions, 6),
+            )  # fmt: skip
+            team = Team(num_threads, member, scratch)
+            for index in range(num_phases):
+                phase = phases + index * NUM_OPERANDS * 8
+                own = counters + index * (num_threads + 1) * LINE
+                run_phase(kind, phase, variables, called, own, team)
+        if member:
+            fetch_add(gate + INSIDE, -1)
+        else:
+            fetch_add(gate, 1)  # closed
+            while peek(gate + INSIDE) > 0:
+                pause()
+
+    return run
 
 
 def _panels(product: Projection) -> PanelProjection:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import FLOAT, INT, VOID, Kernel, Kind, compiled, inlined
+from . import FLOAT, INT, inlined
 from .attend import num_passes
 from .panels import GROUP, STRIDE
 from .prepare import item, item64, number, read_layer, read_step
@@ -24,12 +24,10 @@ from .vector import (
     LINE,
     Claims,
     call_of,
-    fetch_add,
     load_some,
     next_unit,
     num_done,
     pause,
-    peek,
     store_one,
     store_some,
     unit_done,
@@ -208,7 +206,7 @@ def _compute(kind, phase, variables, functions, unit, team):
 
 
 @inlined
-def _run_phase(kind, phase, variables, functions, counters, team):
+def run_phase(kind, phase, variables, functions, counters, team):
     """What this thread takes of a phase; returns when all of it is done."""
     num_units = _num_units(kind, phase, variables, team.num_threads)
     claims = Claims(counters, num_units, team.num_threads, team.member)
@@ -232,39 +230,3 @@ def _run_phase(kind, phase, variables, functions, counters, team):
             _YIELD_CALL(functions.let_run)
         else:
             pause()
-
-
-def program_kernel(kind: Kind) -> Kernel:
-    """`run(phases, num_phases, variables, functions, counters, gate, number, num_threads, member)`.
-
-    `gate` is the address of the number of the step that runs and, `INSIDE` behind it, of how many
-    helpers are inside. `member` 0 began the step and returns when all have left it; others
-    return at once where the step has ended.
-    """
-
-    @compiled(VOID, *[INT] * 10)
-    def run(
-        phases, num_phases, variables, functions, counters, gate, step, num_threads, member,
-        scratch,
-    ):  # fmt: skip
-        if member:
-            fetch_add(gate + INSIDE, 1)
-        if peek(gate) == step:
-            called = Functions(
-                item64(functions, 0), item64(functions, 1), item64(functions, 2),
-                item64(functions, 3), item64(functions, 4), item64(functions, 5),
-                item64(functions, 6),
-            )  # fmt: skip
-            team = Team(num_threads, member, scratch)
-            for index in range(num_phases):
-                phase = phases + index * NUM_OPERANDS * 8
-                own = counters + index * (num_threads + 1) * LINE
-                _run_phase(kind, phase, variables, called, own, team)
-        if member:
-            fetch_add(gate + INSIDE, -1)
-        else:
-            fetch_add(gate, 1)  # closed
-            while peek(gate + INSIDE) > 0:
-                pause()
-
-    return run
