@@ -175,7 +175,7 @@ def _partner(
         given = sampling.given()
         return (lambda messages: server.chat(name, messages, **given)), server.stats_lines
     config = engine.resolve()
-    prepare(config, stack)
+    prepare(config, stack, adapter=adapter)
     from ..cluster.backend import LLM
 
     with err().status("Loading the model..."):

@@ -49,7 +49,7 @@ def explain(
     from ..cluster.backend import LLM
 
     with ExitStack() as stack:
-        prepare(config, stack)
+        prepare(config, stack, adapter=adapter)
         with err().status("Loading the model..."):
             llm = stack.enter_context(LLM.from_config(config))
         # Plain decoding comes second: a drafter must not find its text where it looks things up.

@@ -43,7 +43,7 @@ def generate(
     from ..cluster.backend import LLM
 
     with ExitStack() as stack:
-        prepare(config, stack)
+        prepare(config, stack, adapter=adapter)
         with err().status("Loading the model..."):
             llm = stack.enter_context(LLM.from_config(config))
         start = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..cluster.local_ray import find_ray, start_ray
 from ..engine.preflight import check_files, preflight, require_checkpoints
+from ..errors import ConfigError
 from .console import err
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def prepare(
     *,
     address: str | None = None,
     num_engines: int = 1,
+    adapter: str | None = None,
     on_ray: Callable[[], None] | None = None,
 ) -> None:
     """Checks the checkpoints, and starts or joins Ray if it is needed; then calls `on_ray`.
@@ -30,9 +32,17 @@ def prepare(
     what `on_ray` starts, start while weights and models are compared: that computes for seconds,
     the others mostly wait. A cluster of others is joined when all checks have passed.
 
+    Args:
+        adapter: the one that the command asks for; None: none.
+
     Raises:
-        ConfigError, CheckpointError: as `preflight`; or there is no Ray at `address`.
+        ConfigError, CheckpointError: as `preflight`; there is no Ray at `address`, or no such
+            adapter in the configuration.
     """
+    names = [each.name for each in config.lora_modules]
+    if adapter is not None and adapter not in names:
+        known = ", ".join(map(repr, names)) or "none: set --lora-modules"
+        raise ConfigError.at("adapter", f"{adapter!r} is not served; there is {known}")
 
     def join() -> None:
         if start_ray(config, address=address, num_engines=num_engines):

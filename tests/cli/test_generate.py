@@ -114,6 +114,6 @@ def test_an_adapter_is_chosen_by_name(outrider_cli, model, tmp_path):
     assert drafted.stdout == adapted.stdout
     unknown = outrider_cli(*args, "--adapter", "b")
     assert unknown.exit_code != 0
-    assert "'b' is not served; there is 'a'" in unknown.stderr
+    assert unknown.stderr.startswith("error: adapter: 'b' is not served; there is 'a'")
     talk = outrider_cli("chat", "--raw", *given, f"a={folder}", "--adapter", "a", input=PROMPT)
     assert talk.exit_code == 0, talk.stderr

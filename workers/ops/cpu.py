@@ -178,7 +178,7 @@ class CpuOps(TorchOps):
         num_rows, size = states.shape
         assert states.stride(1) == 1, states.stride()
         out = self._buffer("norm", num_rows, size)
-        width, weight = self._kernels.width, _weight(norm)
+        width, weight = self._kernels.width, weight_address(norm)
         self._kernels.norm(
             states.data_ptr(), states.stride(0) * width, weight, out.data_ptr(), size * width,
             num_rows, size, norm.eps,
@@ -202,8 +202,8 @@ class CpuOps(TorchOps):
         out = residual if before is None else self._buffer("norm", num_rows, size)
         self._kernels.add_norm(
             residual.data_ptr(), update.data_ptr(), scale,
-            after is not None, _weight(after), 0.0 if after is None else after.eps,
-            before is not None, _weight(before), 0.0 if before is None else before.eps,
+            after is not None, weight_address(after), 0.0 if after is None else after.eps,
+            before is not None, weight_address(before), 0.0 if before is None else before.eps,
             out.data_ptr(), num_rows, size,
         )  # fmt: skip
         return out
@@ -313,11 +313,11 @@ def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
         rotary_dim=spec.rotary_dim,
         window=spec.window or 0,
         chunk=spec.chunk or 0,
-        sinks=_address(sinks),
+        sinks=address(sinks),
         has_query_norm=spec.query_norm is not None,
-        query_weight=_address(kept[0]),
+        query_weight=address(kept[0]),
         has_key_norm=spec.key_norm is not None,
-        key_weight=_address(kept[1]),
+        key_weight=address(kept[1]),
         norms_all_heads=spec.norms_all_heads,
         norms_after_rotation=spec.norms_after_rotation,
         shared_values=spec.shared_values,
@@ -339,14 +339,14 @@ def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
     )
 
 
-def _weight(norm: Norm | None) -> int:
+def weight_address(norm: Norm | None) -> int:
     if norm is None or norm.weight is None:
         return 0
     assert norm.weight.dtype == torch.float32, norm.weight.dtype
     return norm.weight.data_ptr()
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention import KVCache
-from .cpu import GATE_KERNELS, CpuOps, PanelProjection, ProjectionByRows, kernels_of
+from .cpu import (
+    GATE_KERNELS,
+    CpuOps,
+    PanelProjection,
+    ProjectionByRows,
+    address,
+    kernels_of,
+    weight_address,
+)
 from .kernels import INT, VOID, Kernel, Kind, compiled
 from .kernels.panels import SCRATCH_BYTES, kind_of
 from .kernels.prepare import item64
@@ -152,7 +160,7 @@ class Program:
         cache: KVCache,
         first: int,  # the first layer's index in the cache
         tail: Tail,
-        rows: Tensor | None = None,  # [num_rows] int32; None: every row
+        rows: Tensor | None = None,  # [num_rows]; None: every row
     ) -> tuple[Tensor, list[Tensor]]:
         """What the last phase computes, and the captured, each [num_tokens, hidden_size].
 
@@ -163,6 +171,8 @@ class Program:
         assert len(tail.captured) <= _CACHES - _CAPTURES, tail
         num_rows, dtype = plan.num_tokens, residual.dtype
         assert residual.is_contiguous(), residual.stride()
+        read = None if read is None else read.contiguous()
+        rows = None if rows is None else rows.to(torch.int32)
         num_chosen = num_rows if rows is None else len(rows)
         own = self._own
         variables, buffers = own.of(self, num_rows, dtype)
@@ -178,10 +188,10 @@ class Program:
         elif tail.normed and self.norm is not None:
             out = buffers[STATES][:num_rows]
         variables[ROWS : READ + 1] = (
-            num_rows, num_chosen, plan.integers.ctypes.data, _address(factors),
-            residual.data_ptr(), _address(read),
+            num_rows, num_chosen, plan.integers.ctypes.data, address(factors),
+            residual.data_ptr(), address(read),
         )  # fmt: skip
-        variables[CHOSEN], variables[LOGITS] = _address(rows), out.data_ptr()
+        variables[CHOSEN], variables[LOGITS] = address(rows), out.data_ptr()
         for index, (cos, sin) in enumerate(rotations):
             place = _ROTATIONS + 2 * index
             variables[place], variables[place + 1] = cos.data_ptr(), sin.data_ptr()
@@ -254,13 +264,13 @@ class _Phases:
         eps = 0.0 if before is None else before.eps
         after_eps = 0.0 if after is None else after.eps
         self._add(
-            ADD_NORM, ROWS, RESIDUAL, self.states, self._size, _weight(before), _bits(eps),
-            update, _bits(self._scale), after is not None, _weight(after), _bits(after_eps),
+            ADD_NORM, ROWS, RESIDUAL, self.states, self._size, weight_address(before), _bits(eps),
+            update, _bits(self._scale), after is not None, weight_address(after), _bits(after_eps),
             before is not None,
         )  # fmt: skip
 
     def norm(self, source: int, out: int, norm: Norm, rows: int = ROWS) -> None:
-        self._add(NORM, rows, source, out, self._size, _weight(norm), _bits(norm.eps))
+        self._add(NORM, rows, source, out, self._size, weight_address(norm), _bits(norm.eps))
 
     def copy(self, source: int, out: int, rows: int = ROWS, chosen: int = 0) -> None:
         self._add(COPY, rows, source, out, self._size * self._width, chosen)
@@ -468,14 +478,3 @@ def _rounded(size: int) -> int:
 def _bits(number: float) -> int:
     """A float64 as the integer of the same bits."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _weight(norm: Norm | None) -> int:
-    if norm is None or norm.weight is None:
-        return 0
-    assert norm.weight.dtype == torch.float32, norm.weight.dtype
-    return norm.weight.data_ptr()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
