@@ -37,7 +37,7 @@ def new(
     ] = False,
 ) -> None:
     """Prints a new key, once, and its line for `access.keys` or a file of keys."""
-    from ..cluster.serve.access.keys import hash_of, new_key
+    from ..config.access import hash_of, new_key
 
     given = options.given()
     if admin and given:

@@ -59,8 +59,7 @@ class AccessOptions(Options):
             ConfigError: the file of keys is wrong, or a key is empty.
         """
         from ..cluster.serve.access.access import Access
-        from ..cluster.serve.access.keys import hash_of, new_key
-        from ..config.access import AccessConfig
+        from ..config.access import AccessConfig, hash_of, new_key
         from ..config.strict import parse
 
         access = section.access.model_dump()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -85,3 +87,20 @@ class AccessConfig(KeysFile):
         limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
         given = (getattr(key, name) for key in self.keys for name in limits)
         return self.keys_file is not None or any(each is not None for each in given)
+
+
+_PREFIX = "or-"
+
+
+def new_key() -> str:
+    """A fresh key, 256 random bits; it is kept nowhere."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_of(key: str) -> str:
+    """What configurations hold in a key's place.
+
+    Nobody can guess 256 random bits from their SHA-256; a slow hash would protect only keys that
+    people choose. How long a look-up by the hash takes tells nothing about the key.
+    """
+    return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -23,8 +23,7 @@ from ..config import DraftTargetConfig
 from ..errors import WorkerDiedError, WorkerError
 from ..scheduler import tree
 from ..scheduler.blocks import BlockPool
-from ..scheduler.seating import Row, Seating
-from ..scheduler.sequence import PagedTokens
+from ..scheduler.sequence import PagedTokens, Row, Seating
 from ..scheduler.types import (
     Batch,
     Draft,

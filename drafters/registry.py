@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .. import config as sections
 from ..config.heads import Choice
-from ..config.lookup import LlamaMapConfig
+from ..config.speculation import LlamaMapConfig
 from ..scheduler.types import Request
 from . import vocabulary
 from .compose import Compose, Member

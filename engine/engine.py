@@ -31,8 +31,7 @@ from ..errors import (
     WorkerDiedError,
     WorkerError,
 )
-from ..scheduler.loop import Loop
-from ..scheduler.overlap import OverlapLoop
+from ..scheduler.loop import Loop, OverlapLoop
 from ..scheduler.scheduler import Scheduler, shrink_after
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget

@@ -21,8 +21,7 @@ from ..errors import InvalidRequestError, OverloadedError
 from .blocks import BlockPool
 from .budget import DraftBudget, share_nodes
 from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
-from .seating import Row, Seating
-from .sequence import Sequence, prompt_parts, until_end
+from .sequence import Row, Seating, Sequence, prompt_parts, until_end
 from .timer import RequestTimer, SchedulerCounts
 from .types import Batch, Delta, Draft, IntArray, Request, SpeculationUsage, Verdict, ints
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from ..drafters.protocol import HeadAnswer, HeadAsk
 from ..errors import WorkerDiedError, WorkerError
-from .group import WorkerGroup
-from .restart_policy import Backoff, RestartPolicy
+from .group import Backoff, RestartPolicy, WorkerGroup
 from .transport.channel import LinkOffer, ListenFeatures, NoAnswerError, OpenFeatures
 
 log = logging.getLogger(__name__)

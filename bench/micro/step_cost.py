@@ -25,8 +25,7 @@ from torch import Tensor
 from ...config import EngineConfig
 from ...drafters.drafting import Drafting
 from ...drafters.protocol import NoDrafter
-from ...scheduler.loop import Loop
-from ...scheduler.overlap import OverlapLoop
+from ...scheduler.loop import Loop, OverlapLoop
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import Batch, Draft, Request, StepInput, Verdict, ints

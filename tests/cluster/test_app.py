@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import read_args
 from outrider.config import DraftTargetConfig
+from outrider.config.access import hash_of
 from outrider.errors import ConfigError
 from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.helpers.ports import completion, connect, free_port, wait_for

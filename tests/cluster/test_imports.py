@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import sys
-import outrider.cluster.app, outrider.cluster.ray_group
+import outrider.cluster.app, outrider.cluster.backend
 print(*(name for name in sys.argv[1:] if name in sys.modules))
 """
 

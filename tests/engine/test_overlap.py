@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.workers.group import LocalGroup
 
 from ..helpers.engines import complete, engine_of, random_prompts

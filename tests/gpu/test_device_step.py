@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 
 from ..helpers.device_step import lives
 from ..helpers.engines import complete, engine_of, random_prompts

@@ -11,8 +11,7 @@ from outrider.drafters.drafting import Drafting
 from outrider.drafters.head_drafters import Colocated
 from outrider.drafters.protocol import NoDrafter
 from outrider.errors import InvalidRequestError, WorkerDiedError, WorkerError
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.workers.seats import Seats
 
 from ..helpers.toy import VOCAB, OracleDrafting, continuation

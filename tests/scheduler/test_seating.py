@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.scheduler.blocks import BlockPool
-from outrider.scheduler.seating import Row, Seating
-from outrider.scheduler.sequence import Sequence
+from outrider.scheduler.sequence import Row, Seating, Sequence
 from outrider.scheduler.types import ints
 from outrider.workers.transport import wire
 

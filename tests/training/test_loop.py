@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training import state
-from outrider.training.loop import train
-from outrider.training.optim import Optimization, rate
+from outrider.training.loop import Optimization, rate, train
 from outrider.training.options import DraftOptions, MedusaOptions, TrainingOptions
 
 FILE = "model.safetensors"

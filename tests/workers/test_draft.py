@@ -8,8 +8,7 @@ import torch
 from outrider.drafters.protocol import DraftStep
 from outrider.scheduler.blocks import BlockPool
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.seating import Row, Seating
-from outrider.scheduler.sequence import PagedTokens
+from outrider.scheduler.sequence import PagedTokens, Row, Seating
 from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective

@@ -10,8 +10,7 @@ import pytest
 
 from outrider.scheduler import tree
 from outrider.scheduler.blocks import BlockPool
-from outrider.scheduler.seating import Row, Seating
-from outrider.scheduler.sequence import Sequence
+from outrider.scheduler.sequence import Row, Seating, Sequence
 from outrider.scheduler.types import StepInput, StepPlan, ints
 from outrider.workers.seats import Seats, gather
 from outrider.workers.transport import wire

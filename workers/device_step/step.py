@@ -2,7 +2,7 @@
 
 It reads the seats, computes the forward, draws, accepts, compacts, appends, and leaves its outcome
 in a fixed buffer. What it launches depends on its `StepShape` alone, so it can be captured in a
-CUDA graph (`capture.py`).
+CUDA graph (`service.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ....config.access import AccessConfig, KeyConfig, KeysFile
+from ....config.access import AccessConfig, KeyConfig, KeysFile, hash_of
 from ....config.strict import parse, read_mapping
 from ....engine.frontend import RequestOptions
 from ....errors import (
@@ -27,7 +27,6 @@ from ....errors import (
     PermissionDeniedError,
 )
 from ....scheduler.sampling import SamplingParams
-from .keys import hash_of
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.args import ServeConfig
 from outrider.cluster.serve.deployment import (
     RunningServe,
@@ -17,6 +16,7 @@ from outrider.cluster.serve.deployment import (
     undeploy,
 )
 from outrider.cluster.serve.handle import RefusedError, RefusedPromptError
+from outrider.config.access import hash_of
 from outrider.errors import AuthenticationError, CheckpointError, ConfigError
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from outrider.client import ResumingTransport, stream_events
-from outrider.cluster.serve.access.keys import hash_of
+from outrider.config.access import hash_of
 
 from ...helpers.ports import completion, connect, dribble, free_port, rest, wait_for
 from ...helpers.serving.kills import below, kill, kill_all

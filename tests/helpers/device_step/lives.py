@@ -9,7 +9,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.scheduler import tree
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.types import Batch, Draft, Request, Verdict, ints

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.helpers.device_step.lives import (
     CPU,

@@ -21,7 +21,7 @@ from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget
 from outrider.tests.workers.device_step.conftest import RecordedGraphs, TapedCollective
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.capture import Captured, CaptureError
+from outrider.workers.device_step.service import Captured, CaptureError
 from outrider.workers.device_step.shape import Sampler, StepShape
 from outrider.workers.model.target import load_model
 

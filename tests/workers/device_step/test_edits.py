@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Opening, Request, SeatSettings, ints
 from outrider.tests.helpers.device_step import lives

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.tests.helpers.device_step.lives import (
     CPU,
     SEATS,

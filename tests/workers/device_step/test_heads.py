@@ -16,8 +16,7 @@ from outrider.config import (
 )
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.head_drafters import Colocated
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step.lives import (

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.device_step.parallel import RANKS, ParallelTarget

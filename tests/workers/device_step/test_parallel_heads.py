@@ -12,8 +12,7 @@ import torch
 from outrider.config import EagleConfig, EngineConfig
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.head_drafters import Colocated
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.scheduler.scheduler import Scheduler
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.ops import TensorOps

@@ -7,8 +7,7 @@ import socket
 import threading
 from dataclasses import replace
 
-from outrider.scheduler.loop import Loop
-from outrider.scheduler.overlap import OverlapLoop
+from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401

@@ -28,7 +28,7 @@ def test_routes(nodes, found):
 
 
 class Nodes:
-    """Ranks in threads, joined as in `cluster/ray_group.py`; `a` is the engine's.
+    """Ranks in threads, joined as in `cluster/backend.py`; `a` is the engine's.
 
     Args:
         handle: `handle(rank, message)` is a rank's answer.

@@ -14,12 +14,11 @@ import pytest
 import uvicorn
 
 from outrider.cluster.serve.access.access import Access
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.routes import Edge, build_http
 from outrider.config import EngineConfig
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 from outrider.engine.frontend import Frontend
 
 ALICE, BOB, ADMIN = "or-alice-key", "or-bob-key", "or-admin-key"

@@ -13,8 +13,7 @@ import pytest
 
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.access.gate import route_below
-from outrider.cluster.serve.access.keys import hash_of
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 
 from .conftest import ADMIN, ALICE, BOB, access_config, bearer
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.cluster.serve.access.keys import hash_of
+from outrider.config.access import hash_of
 
 MODEL = Path(__file__).parents[4] / "demo" / "models" / "target"
 ARGS: dict[str, Any] = {

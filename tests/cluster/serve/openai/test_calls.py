@@ -12,7 +12,6 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from outrider.cluster.serve.access.access import Access, RateLimitError
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.handle import (
     CompletionRequest,
     HandleMethods,
@@ -24,7 +23,7 @@ from outrider.cluster.serve.openai.calls import Calls
 from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.errors import BodyTooLargeError
 from outrider.cluster.serve.openai.routes import Edge, build_http
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 from outrider.engine.frontend import Frontend
 from outrider.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError
 from outrider.scheduler.sampling import SamplingParams

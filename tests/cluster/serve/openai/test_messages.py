@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from outrider.cluster.serve.access.access import Access
-from outrider.cluster.serve.access.keys import hash_of
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 
 from .conftest import TEMPLATE, TEXT, Server
 

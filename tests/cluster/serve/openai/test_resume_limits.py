@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.cluster.serve.access.access import Access
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.openai.resuming import ResumePolicy
 from outrider.cluster.serve.resume_tokens import TokenStore
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 
 KEY = "or-a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

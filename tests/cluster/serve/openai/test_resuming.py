@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from outrider.cluster.serve.access.access import Access
-from outrider.cluster.serve.access.keys import hash_of
 from outrider.cluster.serve.openai.resuming import ResumePolicy
 from outrider.cluster.serve.resume_tokens import TokenStore
-from outrider.config.access import AccessConfig
+from outrider.config.access import AccessConfig, hash_of
 
 from .conftest import Server
 
