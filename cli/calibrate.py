@@ -202,8 +202,7 @@ def _head(config: EngineConfig) -> HeadConfig | PARDConfig:
         ConfigError: the configuration has no head, or several.
     """
     from ..config import PARDConfig
-    from ..engine.checkpoints import resolved
-    from ..engine.preflight import draft_sections, head_sections
+    from ..engine.checkpoints import draft_sections, head_sections, resolved
 
     config = resolved(config)
     masked = [each for _, each in draft_sections(config) if isinstance(each, PARDConfig)]
@@ -227,7 +226,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
     from ..engine.checkpoints import load_tokenizer
     from ..scheduler.types import ints
     from ..training.calibration import Calibrator
-    from ..workers.worker import DTYPES, pick_device
+    from ..workers.devices import dtype_of, pick_device
 
     texts = load_prompts(options.prompts, options.num_prompts)
     tokenizer = load_tokenizer(config)
@@ -240,7 +239,7 @@ def _calibrator(config: EngineConfig, options: CalibrationOptions) -> Calibrator
             prompts,
             options.max_tokens,
             device=pick_device(config.device),
-            dtype=DTYPES.get(config.dtype),
+            dtype=dtype_of(config.dtype),
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,
         )

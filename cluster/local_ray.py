@@ -8,7 +8,9 @@ import math
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -32,12 +34,14 @@ def find_ray(address: str | None = None) -> str | None:
     Raises:
         ConfigError: nothing answers at `address`, or in RAY_ADDRESS.
     """
+    named = address or os.environ.get("RAY_ADDRESS") or None
+    if "ray" not in sys.modules and (named == "local" or not (named or _address_file().exists())):
+        return None  # importing Ray takes longer than most mistakes to be found
     import ray
     from ray._private.services import find_bootstrap_address
 
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
-    named = address or os.environ.get("RAY_ADDRESS") or None
     if named == "local":
         return None
     if named in (None, "auto"):
@@ -54,6 +58,12 @@ def find_ray(address: str | None = None) -> str | None:
             "`ray start --head`, or leave the address out",
         )
     return named
+
+
+def _address_file() -> Path:
+    """Where `ray start` leaves its address, which `find_bootstrap_address` reads."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    return Path(folder) / "ray" / "ray_current_cluster"
 
 
 def _answers(address: str) -> bool:

@@ -100,7 +100,8 @@ class Rank:
     def join(self, rank: int, host: str, port: int, generation: int, spread: bool) -> None:
         """Meets the other ranks. In a cluster `spread` over nodes, gloo and NCCL need a name."""
         from ..workers.collective import Collective
-        from ..workers.worker import Worker, pick_device
+        from ..workers.devices import pick_device
+        from ..workers.worker import Worker
 
         if spread:
             name = interface_of(ray.util.get_node_ip_address())

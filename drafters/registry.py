@@ -7,6 +7,7 @@ above this layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class Method(Generic[Section]):
         variants: heads only: values that calibration tries, since published checkpoints disagree.
         mask_tokens: drafters with masks only: tokens that calibration tries as the mask, by the
             checkpoint's folder.
+        tensors: heads only: a pattern that the name of at least one of their tensors contains.
         tree_key: heads with static trees only: the key of `section` that holds the tree's paths.
     """
 
@@ -83,6 +85,7 @@ class Method(Generic[Section]):
     check_head: Callable[[Section, TargetFacts], object] | None = None
     variants: Variants | None = None
     mask_tokens: Callable[[Path], tuple[int, ...]] | None = None
+    tensors: str | None = None
     tree_key: str | None = None
 
     def with_tree(self, section: Section, choices: tuple[Choice, ...]) -> Section | None:
@@ -275,6 +278,12 @@ def _compose(config: sections.ComposeConfig, host: DraftHost) -> Drafter:
         raise
 
 
+OF_HEADS = re.compile(
+    r"(d2t|t2d|token_map)$|(model\.)?fc\.|midlayer\.|lm_heads\.|lm_head\.\d|mtp\.|"
+    r"(medusa_heads?\.)?(\d+\.)+linear\.|blocks\.\d+\.layers\."
+)
+"""Beginnings of tensors' names that only heads have."""
+
 _RECORDS: tuple[Method[Any], ...] = (
     Method(sections.NoSpeculation, lambda config, host: NoDrafter()),
     Method(sections.LookaheadConfig, lambda config, host: Lookahead(config)),
@@ -304,12 +313,14 @@ _RECORDS: tuple[Method[Any], ...] = (
         sections.MedusaConfig,
         _colocated_or_separate,
         load_head=_imported("heads.medusa", "load_medusa"),
+        tensors=r"^(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+)\.",
         tree_key="medusa_choices",
     ),
     Method(
         sections.ReDrafterConfig,
         _colocated_or_separate,
         load_head=_imported("heads.redrafter", "load_redrafter"),
+        tensors=r"^(lm_heads?\.|0\.)?\d+\.(linear\.)?weight$",
     ),
     *(
         Method(
@@ -317,6 +328,7 @@ _RECORDS: tuple[Method[Any], ...] = (
             _colocated_or_separate,
             load_head=_imported("heads.eagle_head", "read_eagle"),
             variants=eagle_variants,
+            tensors=r"(^|\.)(fc|fusion_fc|hidden_norm|midlayer|eh_proj)\.",
             mask_tokens=mask_candidates if section is sections.PEagleConfig else None,
             tree_key="eagle_choices",
         )
@@ -328,6 +340,7 @@ _RECORDS: tuple[Method[Any], ...] = (
             _colocated_or_separate,
             load_head=_imported("heads.dflash_head", "read_block"),
             variants=block_variants,
+            tensors=r"(^|\.)fc\.",
             mask_tokens=mask_candidates,
         )
         for section in (sections.DFlashConfig, sections.DSparkConfig)
@@ -338,6 +351,7 @@ _RECORDS: tuple[Method[Any], ...] = (
         load_head=_imported("heads.mtp", "MTPHead"),
         check_head=_imported("heads.mtp", "read_mtp"),
         variants=mtp_variants,
+        tensors=r"(^|\.)(mtp|mtp_\w+|enorm|hnorm|eh_proj|shared_head)\.",
         tree_key="mtp_choices",
     ),
     Method(

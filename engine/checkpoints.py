@@ -1,10 +1,15 @@
-"""A configuration whose Hugging Face ids and GGUF files have become folders, and its sampling
-defaults."""
+"""The checkpoints that a configuration names: their folders, which section has which, what they
+hold by the names of their tensors and files, and their tokenizer and sampling defaults.
+
+Nothing here imports torch, and transformers only for a tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +75,181 @@ def _placed(section: SpeculationBase, place: Any) -> SpeculationBase:
     return section.model_copy(update={"speculative_model": folder})
 
 
+# The sections of a speculation configuration that have models: draft models and heads.
+
+
+def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
+    """Every section with a draft model, and the key that names the model.
+
+    Raises:
+        ConfigError: more than one is to be colocated.
+    """
+    found = [
+        (f"{prefix}speculative_model", section)
+        for prefix, section in _sections(config)
+        if isinstance(section, DraftModelConfig)
+    ]
+    colocated = [field for field, section in found if section.placement == "colocated"]
+    if len(colocated) > 1:
+        field = colocated[1].replace("speculative_model", "placement")
+        raise ConfigError.at(
+            field,
+            "one draft model at most can be colocated with the target; make this one 'separate'",
+        )
+    return found
+
+
+def head_section(config: EngineConfig) -> HeadConfig | None:
+    """The section of the head that drafts inside the target's workers, if there is one.
+
+    Raises:
+        ConfigError: there are several.
+        CheckpointError: its folder does not exist.
+    """
+    found = [section for section in head_sections(config) if section.placement == "colocated"]
+    if len(found) > 1:
+        raise ConfigError.at(
+            "speculative_config.members",
+            "one head at most can draft inside the target's workers, "
+            f"these are {len(found)}; give the others `placement: separate`",
+        )
+    return found[0] if found else None
+
+
+def head_sections(config: EngineConfig) -> list[HeadConfig]:
+    """The section of every head, wherever it runs; raises as `named_heads`."""
+    return [section for _, section in named_heads(config)]
+
+
+def named_heads(config: EngineConfig) -> list[tuple[str, HeadConfig]]:
+    """The section of every head, and the key that names its folder.
+
+    Raises:
+        CheckpointError: a folder does not exist.
+    """
+    found = []
+    for prefix, section in _sections(config):
+        if not isinstance(section, HeadConfig):
+            continue
+        field = f"{prefix}speculative_model"
+        if not section.folder_beside(config.model).is_dir():
+            raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
+        found.append((field, section))
+    return found
+
+
+def checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
+    """The folders of target, draft models and heads, and the keys that name them."""
+    found = [("model", Path(config.model))]
+    for prefix, section in _sections(config):
+        if isinstance(section, DraftModelConfig):
+            found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
+        elif isinstance(section, HeadConfig):
+            found.append((f"{prefix}speculative_model", section.folder_beside(config.model)))
+    return found
+
+
+def _sections(config: EngineConfig) -> list[tuple[str, SpeculationBase]]:
+    """Every drafter's section, and what its keys begin with."""
+    sections = config.speculative_config.sections
+    if sections == (config.speculative_config,):
+        return [("speculative_config.", sections[0])]
+    return [(f"speculative_config.members.{i}.", section) for i, section in enumerate(sections)]
+
+
+def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
+    """Tensor-parallel size of a section's draft model."""
+    if section.placement == "colocated":
+        return config.tensor_parallel_size
+    return section.draft_tensor_parallel_size or 1
+
+
+# What a folder holds, by the names of its tensors.
+
+_EMBEDDING, _FIRST_LAYER = re.compile("emb|wte"), re.compile(r"(^|\.)(layers|h|blocks?)\.0\.")
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+def has_head_tensors(folder: Path) -> bool:
+    """Whether there are tensors that only heads have; a model may have a head beside it."""
+    from ..drafters.registry import OF_HEADS
+    from ..workers.model.checkpoint.hub import stored_names
+
+    return any(map(OF_HEADS.match, stored_names(folder)))
+
+
+def of_another_kind(config: EngineConfig) -> dict[str, CheckpointError]:
+    """Folders with a head where a model is named, and the other way round, by their keys.
+
+    Only what is certain: the others' weights are compared with the model in full.
+    """
+    found: dict[str, CheckpointError] = {}
+    if _holds_a_head(Path(config.model)):
+        found["model"] = head_as_target(Path(config.model))
+    for prefix, section in _sections(config):
+        field = f"{prefix}speculative_model"
+        if isinstance(section, DraftModelConfig):
+            if _holds_a_head(Path(section.speculative_model)):
+                name = repr(section.speculative_model)
+                found[field] = CheckpointError.at(field, f"{name} is no model{HEAD_AS_DRAFT}")
+        elif isinstance(section, HeadConfig) and (error := _holds_no_head(config, section)):
+            found[field] = CheckpointError.at(field, error)
+    return found
+
+
+HEAD_AS_DRAFT = (
+    "; these are the tensors of a head, which reads the target's hidden states and is no draft "
+    "model: set the decoding_type of its method"
+)
+
+
+def head_as_target(folder: Path) -> CheckpointError:
+    """The error of a target that is a head."""
+    return CheckpointError.at(
+        "model",
+        f"{str(folder)!r} holds the tensors of a head, which drafts for a target: name the target "
+        "here, and this folder in speculative_config.speculative_model",
+    )
+
+
+def _holds_a_head(folder: Path) -> bool:
+    """Whether a folder has a head's tensors, and not what every model has as well."""
+    from ..drafters.registry import OF_HEADS
+    from ..workers.model.checkpoint.hub import stored_names
+
+    names = stored_names(folder)
+    return not _is_whole(names) and any(map(OF_HEADS.match, names))
+
+
+def _is_whole(names: set[str]) -> bool:
+    """Whether there is what every model has."""
+    return any(map(_EMBEDDING.search, names)) and any(map(_FIRST_LAYER.search, names))
+
+
+def _holds_no_head(config: EngineConfig, section: HeadConfig) -> str:
+    """Why a folder has no head of its section's kind; nothing where it may have."""
+    from ..drafters.registry import method_of
+    from ..workers.model.checkpoint.hub import read_mapping, stored_names
+
+    folder, pattern = section.folder_beside(config.model), method_of(section).tensors
+    names = stored_names(folder)
+    if pattern is None or not names or any(any(folder.glob(each)) for each in _PICKLES):
+        return ""  # pickled weights are not looked into
+    if any(re.search(pattern, name) for name in names):
+        return ""
+    kind = section.decoding_type  # type: ignore[attr-defined]
+    error = f"{str(folder)!r} holds no tensor of a head of decoding_type {kind}"
+    if not _is_whole(names) or folder == Path(config.model):
+        return error
+    with suppress(CheckpointError):
+        named = read_mapping(folder / "config.json").get("architectures") or ["a model"]
+        error += f"; it is a whole model, {named[0]}: name it as --draft-model"
+    return error
+
+
+# Sampling defaults and tokenizer.
+
+
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     """Sampling defaults of requests, from generation_config.json.
 
@@ -118,8 +298,32 @@ def load_tokenizer(config: EngineConfig) -> Any:
         check_tokenizer_files(Path(path))
         why = reason(error, path)
         if why.endswith(":") or " one of: " in why:  # a list of ways, all of which failed
-            why = "it has no tokenizer.json, and no files that make one"
+            why = _NO_TOKENIZER
         raise CheckpointError.at("tokenizer", f"none can be loaded from {path!r}: {why}") from None
+
+
+_NO_TOKENIZER = "it has no tokenizer.json, and no files that make one"
+_TOKENIZERS = ("*token*.json", "*.model", "*.tiktoken", "*.txt", "vocab*", "*.bpe", "*.spm")
+
+
+def _may_hold_a_tokenizer(folder: Path) -> bool:
+    """Whether a folder without tokenizer.json has files of which transformers may make one.
+
+    Without tokenizer_config.json, config.json names its class. Tokenizers of bytes have no files;
+    no model that tests compare has such a one.
+    """
+    from ..workers.model.checkpoint.hub import read_mapping
+    from ..workers.model.info import TESTED
+
+    if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
+        return True
+    if not (folder / "config.json").is_file():
+        return False
+    if any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        return True
+    settings = read_mapping(folder / "config.json")
+    has_own = settings.get("tokenizer_class") or settings.get("auto_map")
+    return bool(has_own) or settings.get("model_type") not in TESTED
 
 
 def check_tokenizer_files(folder: Path) -> None:
@@ -136,6 +340,10 @@ def check_tokenizer_files(folder: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError.at("tokenizer", error.message) from None
     if not file.is_file():
+        if not _may_hold_a_tokenizer(folder):
+            raise CheckpointError.at(
+                "tokenizer", f"none can be loaded from {str(folder)!r}: {_NO_TOKENIZER}"
+            )
         return  # one of another kind, which transformers reads
     try:
         Tokenizer.from_file(str(file))

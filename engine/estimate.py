@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig, HeadConfig
-from .checkpoints import resolved, trust
-from .preflight import draft_sections, draft_size, head_sections, opened_adapters
+from .checkpoints import draft_sections, draft_size, head_sections, resolved, trust
+from .preflight import opened_adapters
 
 if TYPE_CHECKING:
     from ..drafters.heads.protocol import Head
@@ -192,11 +192,11 @@ class _Model:
 def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
     import torch
 
+    from ..workers.devices import dtype_of
     from ..workers.model.fit import Serving
-    from ..workers.worker import DTYPES
 
     device = torch.device("cuda" if on_cuda else "cpu")
-    dtype, kernels = DTYPES.get(config.dtype), True if on_cuda else None
+    dtype, kernels = dtype_of(config.dtype), True if on_cuda else None
     return Serving(device, dtype, config.forward, config.deterministic, has_kernels=kernels)
 
 

@@ -22,15 +22,8 @@ from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
 from ..workers.spec import ModelSpec, NewWeights, WorkerSpec
-from .checkpoints import resolved
-from .preflight import (
-    check_drafter,
-    check_models,
-    draft_sections,
-    draft_size,
-    head_section,
-    head_sections,
-)
+from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
+from .preflight import check_drafter, check_models
 from .statistics import HeadInfo
 
 log = logging.getLogger(__name__)

@@ -9,17 +9,31 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
+from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, OutriderError
 from .chat.template import check_stored_template, read_template
-from .checkpoints import check_tokenizer_files, resolved, trust
+from .checkpoints import (
+    HEAD_AS_DRAFT,
+    check_tokenizer_files,
+    checkpoint_folders,
+    draft_sections,
+    draft_size,
+    has_head_tensors,
+    head_as_target,
+    head_section,
+    head_sections,
+    named_heads,
+    of_another_kind,
+    resolved,
+    trust,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,27 +98,30 @@ def check_files(
     is_local: bool,
     in_full: bool = False,
     errors: list[ConfigError] | None = None,
-) -> None:
-    """What `preflight` checks first: whatever takes no time.
+) -> Set[str]:
+    """What `preflight` checks first: whatever takes no time, and imports neither torch nor models.
+
+    Returns:
+        Keys whose folders are of another kind, so that nothing more is to be found in them.
 
     Raises:
         ConfigError, CheckpointError: as `preflight`.
     """
+    from ..workers.devices import require_cuda
     from ..workers.model.checkpoint.hub import INDEX_NAME, read_mapping
 
     with _noting(errors):
         if config.num_kv_blocks is not None:
             check_room(config.num_kv_blocks, config.block_size, config.max_model_len or 0)
-    tokenizer = Path(config.tokenizer or config.model)
+    mistaken = of_another_kind(config)
+    for error in mistaken.values():
+        with _noting(errors):
+            raise error
     with _noting(errors):
         read_template(config.chat_template)
-    with _noting(errors):
-        if config.tokenizer is not None or tokenizer.exists():
-            check_tokenizer_files(tokenizer)
-    with _noting(errors):
-        if config.chat_template is None:
-            check_stored_template(tokenizer)
-    for field, folder in _checkpoint_folders(config):
+    if config.tokenizer is not None or "model" not in mistaken:
+        _check_tokenizer(config, errors)
+    for field, folder in checkpoint_folders(config):
         for name in ("config.json", "generation_config.json", INDEX_NAME):
             with _noting(errors), _named(field):
                 read_mapping(folder / name)
@@ -113,12 +130,19 @@ def check_files(
             _import_drafters(config)
     with _noting(errors):
         if is_local and config.device == "cuda":
-            import torch  # alone: a worker's modules take seconds more
+            require_cuda()
+    return mistaken.keys()
 
-            if not torch.cuda.is_available():
-                from ..workers.worker import pick_device
 
-                pick_device("cuda")  # raises, with the reason
+def _check_tokenizer(config: EngineConfig, errors: list[ConfigError] | None) -> None:
+    """Looks at the files of the tokenizer, and at the chat template that it brings."""
+    tokenizer = Path(config.tokenizer or config.model)
+    with _noting(errors):
+        if config.tokenizer is not None or tokenizer.exists():
+            check_tokenizer_files(tokenizer)
+    with _noting(errors):
+        if config.chat_template is None:
+            check_stored_template(tokenizer)
 
 
 def preflight(
@@ -150,7 +174,9 @@ def preflight(
     config = resolved(config)
     size, path = config.tensor_parallel_size, Path(config.model)
     is_local = config.executor == "local" if is_local is None else is_local
-    check_files(config, is_local=is_local, in_full=in_full, errors=errors)
+    mistaken = check_files(config, is_local=is_local, in_full=in_full, errors=errors)
+    if "model" in mistaken:
+        return {}
     target = None
     with _noting(errors):
         target = outline(path, size, **trust(config))
@@ -165,25 +191,34 @@ def preflight(
     with _noting(errors):
         _check_frontend(config, target, renders=in_full)
     for field, section in draft_sections(config):
-        with _noting(errors):
-            _check_vocabulary(config, section, field, target.vocab_size)
+        if field not in mistaken:
+            with _noting(errors):
+                _check_vocabulary(config, section, field, target.vocab_size)
     found: dict[str, Any] = {}
     with _noting(errors):
         found = _check_drafters(config, target.vocab_size, builds=in_full)
-    return _check_models(config, errors, is_local=is_local) | found
+    return _check_models(config, mistaken, errors, is_local=is_local) | found
 
 
 def _check_models(
-    config: EngineConfig, errors: list[ConfigError] | None, *, is_local: bool
+    config: EngineConfig,
+    mistaken: Set[str],
+    errors: list[ConfigError] | None,
+    *,
+    is_local: bool,
 ) -> dict[str, Any]:
-    """Compares all weights' names and shapes with the models; what these contain."""
+    """Compares all weights' names and shapes with the models; what these contain.
+
+    Args:
+        mistaken: keys whose folders are of another kind.
+    """
+    from ..workers.devices import dtype_of, pick_device
     from ..workers.model.fit import CPU, Serving, check_weights
-    from ..workers.worker import DTYPES, pick_device
 
     device, target, kv_bytes = None, None, None  # no device: other machines'
     with _noting(errors):
         device = pick_device(config.device) if is_local else None
-    serving = Serving(device or CPU, DTYPES.get(config.dtype), config.forward, config.deterministic)
+    serving = Serving(device or CPU, dtype_of(config.dtype), config.forward, config.deterministic)
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size
         try:
@@ -198,6 +233,8 @@ def _check_models(
         with _noting(errors):
             facts |= _check_adapters(config, serving)
     for field, section in draft_sections(config):
+        if field in mistaken:
+            continue
         with _noting(errors):
             draft = _check_draft(config, section, field)
             label = field.removeprefix("speculative_config.").removesuffix("speculative_model")
@@ -206,7 +243,7 @@ def _check_models(
             facts[f"{label}draft ranks"] = f"{draft_size(config, section)} ({section.placement})"
     if target is not None:
         with _noting(errors):
-            facts |= _check_heads(config, target)
+            facts |= _check_heads(config, target, mistaken)
     return facts
 
 
@@ -287,8 +324,8 @@ def _gpu_facts(
     """What of this machine's GPUs is used, and by which kernels."""
     import torch
 
+    from ..workers.devices import gpu_obstacle
     from ..workers.ops import c_compiler, missing_kernels
-    from ..workers.worker import gpu_obstacle
 
     if device.type != "cuda":
         reason = gpu_obstacle() if config.device == "auto" else ""
@@ -489,36 +526,24 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
     Raises:
         CheckpointError: its files are damaged, or those of a head; names `field`.
     """
-    from ..drafters.heads.load import has_head_tensors
     from ..workers.model.fit import check_weights
 
     folder = Path(section.speculative_model)
     try:
         return check_weights(folder, draft_size(config, section), **trust(config))[0]
     except CheckpointError as error:
-        hint = ""
-        if has_head_tensors(folder):
-            hint = (
-                "; these are the tensors of a head, which reads the target's hidden states and is "
-                "no draft model: set the decoding_type of its method"
-            )
+        hint = HEAD_AS_DRAFT if has_head_tensors(folder) else ""
         raise CheckpointError.at(field, f"{error.message}{hint}") from None
 
 
 def _as_given(folder: Path, error: CheckpointError) -> CheckpointError:
     """The error of a target's weights, which may be those of a head."""
-    from ..drafters.heads.load import has_head_tensors
-
     if error.field != "model" or not has_head_tensors(folder):
         return error
-    return CheckpointError.at(
-        "model",
-        f"{str(folder)!r} holds the tensors of a head, which drafts for a target: name the target "
-        "here, and this folder in speculative_config.speculative_model",
-    )
+    return head_as_target(folder)
 
 
-def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
+def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) -> dict[str, str]:
     """Whether the heads fit the target; their folders and placements."""
     import torch
 
@@ -529,7 +554,9 @@ def _check_heads(config: EngineConfig, target: ModelInfo) -> dict[str, str]:
     sizes = (target.hidden_size, target.vocab_size, target.num_layers)
     fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
     facts: dict[str, str] = {}
-    for index, head in enumerate(head_sections(config)):
+    for index, (field, head) in enumerate(named_heads(config)):
+        if field in mistaken:
+            continue
         folder = str(head.folder_beside(config.model))
         check_head(head.model_copy(update={"speculative_model": folder}), fits)
         facts[f"head {index + 1}" if index else "head"] = f"{folder} ({head.placement})"
@@ -592,87 +619,3 @@ def _check_drafters(config: EngineConfig, vocab_size: int, *, builds: bool) -> d
             found = method.probe(section, tokenizer, vocab_size)
             facts |= {f"drafter {name!r}": path for path, name in found.items()}
     return facts
-
-
-# The sections of a speculation configuration that have models: draft models and heads.
-
-
-def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
-    """Every section with a draft model, and the key that names the model.
-
-    Raises:
-        ConfigError: more than one is to be colocated.
-    """
-    found = [
-        (f"{prefix}speculative_model", section)
-        for prefix, section in _sections(config)
-        if isinstance(section, DraftModelConfig)
-    ]
-    colocated = [field for field, section in found if section.placement == "colocated"]
-    if len(colocated) > 1:
-        field = colocated[1].replace("speculative_model", "placement")
-        raise ConfigError.at(
-            field,
-            "one draft model at most can be colocated with the target; make this one 'separate'",
-        )
-    return found
-
-
-def head_section(config: EngineConfig) -> HeadConfig | None:
-    """The section of the head that drafts inside the target's workers, if there is one.
-
-    Raises:
-        ConfigError: there are several.
-        CheckpointError: its folder does not exist.
-    """
-    found = [section for section in head_sections(config) if section.placement == "colocated"]
-    if len(found) > 1:
-        raise ConfigError.at(
-            "speculative_config.members",
-            "one head at most can draft inside the target's workers, "
-            f"these are {len(found)}; give the others `placement: separate`",
-        )
-    return found[0] if found else None
-
-
-def head_sections(config: EngineConfig) -> list[HeadConfig]:
-    """The section of every head, wherever it runs.
-
-    Raises:
-        CheckpointError: a folder does not exist.
-    """
-    found = []
-    for prefix, section in _sections(config):
-        if not isinstance(section, HeadConfig):
-            continue
-        if not section.folder_beside(config.model).is_dir():
-            field = f"{prefix}speculative_model"
-            raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
-        found.append(section)
-    return found
-
-
-def _checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
-    """The folders of target, draft models and heads, and the keys that name them."""
-    found = [("model", Path(config.model))]
-    for prefix, section in _sections(config):
-        if isinstance(section, DraftModelConfig):
-            found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
-        elif isinstance(section, HeadConfig):
-            found.append((f"{prefix}speculative_model", section.folder_beside(config.model)))
-    return found
-
-
-def _sections(config: EngineConfig) -> list[tuple[str, SpeculationBase]]:
-    """Every drafter's section, and what its keys begin with."""
-    sections = config.speculative_config.sections
-    if sections == (config.speculative_config,):
-        return [("speculative_config.", sections[0])]
-    return [(f"speculative_config.members.{i}.", section) for i, section in enumerate(sections)]
-
-
-def draft_size(config: EngineConfig, section: DraftModelConfig) -> int:
-    """Tensor-parallel size of a section's draft model."""
-    if section.placement == "colocated":
-        return config.tensor_parallel_size
-    return section.draft_tensor_parallel_size or 1

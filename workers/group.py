@@ -200,7 +200,8 @@ class LocalGroup(WorkerGroup):
     def _replace_ranks(self) -> None:
         # An engine whose ranks are processes of their own does not import what computes models.
         from .collective import Collective
-        from .worker import Worker, pick_device
+        from .devices import pick_device
+        from .worker import Worker
 
         self.shutdown()
         spec = self._spec

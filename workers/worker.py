@@ -5,7 +5,6 @@ Runs in a Ray actor (`cluster/`), in a thread (`workers/group.py`), or in a test
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -24,6 +23,7 @@ from .collective import Agreement, Collective, gpu_of
 from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
+from .devices import dtype_of
 from .draft import DraftService
 from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
@@ -52,70 +52,6 @@ log = logging.getLogger(__name__)
 
 Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | NewWeights | NewAdapter
 Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | None
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def pick_device(wish: str, *, granted: bool = False) -> torch.device:
-    """The device for the configured `wish`: "auto", "cpu" or "cuda".
-
-    "auto" is a CPU where torch sees no GPU; where the machine has one, a warning gives the reason.
-
-    Args:
-        granted: whether a GPU is reserved for this process, which "auto" does not leave idle.
-
-    Raises:
-        ConfigError: CUDA was requested, or a GPU is reserved, and torch sees none.
-    """
-    if wish == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    reason = gpu_obstacle()
-    if wish == "cuda":
-        why = f": {reason}" if reason else ""
-        raise ConfigError.at("device", f"'cuda' was requested but no CUDA device is visible{why}")
-    if granted:
-        raise ConfigError.at(
-            "device",
-            f"Ray has reserved a GPU for this worker, and torch sees none"
-            f"{': ' + reason if reason else ''}; repair that, or choose 'cpu'",
-        )
-    if reason:
-        _warn_of_idle_gpus(reason)
-    return torch.device("cpu")
-
-
-def gpu_obstacle() -> str:
-    """Why torch cannot use the NVIDIA GPUs that this machine has.
-
-    Returns:
-        Nothing where there are none, where they can be used, or where CUDA_VISIBLE_DEVICES hides
-        them, as Ray does from workers without a GPU.
-    """
-    count = num_nvidia_gpus()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    if not count or hidden or torch.cuda.is_available():
-        return ""
-    begin = f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, but "
-    if torch.version.cuda is None:
-        return f"{begin}torch {torch.__version__} is built without CUDA; install a build with it"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the driver's
-        return begin + f"CUDA {torch.version.cuda} does not start: {' '.join(str(error).split())}"
-    return f"{begin}CUDA {torch.version.cuda} finds none of them usable"
-
-
-def num_nvidia_gpus() -> int:
-    """By the driver's device files, whatever torch can use."""
-    return sum(1 for file in Path("/dev").glob("nvidia*") if file.name[6:].isdecimal())
-
-
-@functools.cache
-def _warn_of_idle_gpus(reason: str) -> None:
-    """Once in a process."""
-    log.warning("device 'auto' is the CPU here: %s; 'device: cpu' accepts that", reason)
 
 
 class Worker:
@@ -206,7 +142,7 @@ class Worker:
             folder = Path(local_folder(spec.path, **spec.trust))
             self._models[name] = load_model(
                 folder,
-                dtype=DTYPES.get(spec.dtype),
+                dtype=dtype_of(spec.dtype),
                 device=self._device,
                 collective=self._collective,
                 forward=spec.forward,
@@ -301,7 +237,7 @@ class Worker:
             self._remote_head = RemoteHeadWorker(
                 head,
                 self._spec.head_target,
-                DTYPES.get(self._spec.head_target.dtype),
+                dtype_of(self._spec.head_target.dtype),
                 self._device,
                 self._host,
                 self._spec.timeout_s,

@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from ...errors import CheckpointError
 FIELD = "speculative_config.speculative_model"
 _SAFE, _PICKLED = ".safetensors", (".pt", ".bin", ".pth")
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEAD_TENSORS = ("d2t", "t2d", "fc.", "model.fc.", "midlayer.", "lm_heads.", "0.linear.", "mtp.")
 
 
 def fail(message: str) -> CheckpointError:
@@ -46,15 +44,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     return _mapping(file)
-
-
-def has_head_tensors(folder: Path) -> bool:
-    """Whether the safetensors in `folder` hold tensors that only heads have."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as stored:
-            names.update(stored.keys())
-    return any(name.startswith(_HEAD_TENSORS) for name in names)
 
 
 class Tensors:

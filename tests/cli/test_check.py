@@ -320,10 +320,10 @@ def test_a_gpu_that_cannot_be_used_is_named(outrider_cli, config_file, model, mo
     """With its reason: a line of what was checked with `auto`, an error with `cuda`."""
     import torch
 
-    from outrider.workers import worker
+    from outrider.workers import devices
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(worker, "num_nvidia_gpus", lambda: 2)
+    monkeypatch.setattr(devices, "num_nvidia_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     path = config_file(f"model: {model}\nexecutor: local\n")

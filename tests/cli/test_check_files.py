@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +145,52 @@ def test_a_head_is_no_draft_model(outrider_cli, target, copy):
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     result = outrider_cli("check", "-m", target, "-md", copy)
     refused(result, "speculative_config.speculative_model", "tensors of a head", "decoding_type")
+
+
+WITHOUT_TORCH = """
+import sys
+from outrider.cli.app import app
+try:
+    app(sys.argv[1:])
+finally:
+    found = [name for name in ("torch", "numba", "transformers") if name in sys.modules]
+    print("imported:", *found, file=sys.stderr)
+"""
+AS_DRAFT, AS_HEAD = "speculative_config.speculative_model", "holds no tensor of a head"
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "named"),
+    [
+        (("--device", "cuda"), "device", "no CUDA device is visible"),
+        (("--tokenizer", "{empty}"), "tokenizer", "it has no tokenizer.json"),
+        (("--tokenizer", "{models}/eagle3"), "tokenizer", "it has no tokenizer.json"),
+        (("-md", "{models}/eagle3"), AS_DRAFT, "the tensors of a head"),
+        (("-md", "{models}/medusa"), AS_DRAFT, "the tensors of a head"),
+        (("-md", "{models}/redrafter"), AS_DRAFT, "the tensors of a head"),
+        (("-m", "{models}/eagle"), "model", "the tensors of a head"),
+        (("--spec-type", "eagle3", "-md", "{models}/draft"), AS_DRAFT,
+         f"{AS_HEAD} of decoding_type Eagle3; it is a whole model, LlamaForCausalLM: name it as"),
+        (("--spec-type", "medusa", "-md", "{models}/eagle3"), AS_DRAFT, AS_HEAD),
+        (("--spec-type", "mtp"), AS_DRAFT, AS_HEAD),
+    ],
+)  # fmt: skip
+def test_what_needs_no_torch(target, tmp_path, args, field, named):
+    """These mistakes are found from names of files and tensors, before anything large loads."""
+    if field == "device" and (torch.version.cuda or torch.version.hip):
+        pytest.skip("this torch is built for GPUs")
+    places = {"models": target.parent, "empty": tmp_path}
+    options = [each.format(**places) for each in args]
+    given = [] if "-m" in args else [str(target)]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "serve", *given, "--port", "18431", *options]
+    environment = {**os.environ, "RAY_ADDRESS": "local", "COLUMNS": "500"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = result.stderr.splitlines()
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    assert result.returncode == 1
+    assert error.startswith(f"error: {field}: ")
+    assert named in error
+    assert lines[-1] == "imported:"
 
 
 @pytest.mark.parametrize(

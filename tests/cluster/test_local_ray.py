@@ -50,6 +50,26 @@ def test_without_a_cluster_a_new_one_is_started(left_behind, monkeypatch):
     assert local_ray.find_ray() is None
 
 
+FINDS = "import sys; from outrider.cluster.local_ray import find_ray; print(find_ray(), {})"
+
+
+def test_ray_is_not_imported_where_none_was_left(tmp_path, monkeypatch):
+    """Nor is one that was left missed: the file is where Ray looks for it."""
+    from ray._common.utils import get_ray_address_file
+
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+        assert str(local_ray._address_file()) == get_ray_address_file(None)
+        monkeypatch.setenv(name, str(tmp_path))
+        assert str(local_ray._address_file()) == get_ray_address_file(None)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    command = [sys.executable, "-c", FINDS.format("'ray' in sys.modules")]
+    assert subprocess.check_output(command, text=True).split() == ["None", "False"]
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
+    assert subprocess.check_output(command, text=True).split() == ["None", "True"]
+
+
 def test_a_cluster_that_has_ended_is_not_joined(left_behind, monkeypatch):
     """Nothing is waited for where nothing listens any more."""
     monkeypatch.setattr(local_ray, "_answers", lambda address: pytest.fail("it was asked"))

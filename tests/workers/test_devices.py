@@ -12,8 +12,8 @@ from outrider.cluster import rank_actors
 from outrider.config import EngineConfig, ResourcesConfig
 from outrider.engine.preflight import _gpu_facts
 from outrider.errors import ConfigError
-from outrider.workers import worker
-from outrider.workers.worker import gpu_obstacle, pick_device
+from outrider.workers import devices
+from outrider.workers.devices import gpu_obstacle, pick_device, require_cuda
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -27,8 +27,8 @@ def machine(monkeypatch):
             if error:
                 raise RuntimeError(error)
 
-        worker._warn_of_idle_gpus.cache_clear()
-        monkeypatch.setattr(worker, "num_nvidia_gpus", lambda: gpus)
+        devices._warn_of_idle_gpus.cache_clear()
+        monkeypatch.setattr(devices, "num_nvidia_gpus", lambda: gpus)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "init", init)
@@ -79,11 +79,66 @@ def test_machines_without_gpus_or_with_hidden_ones(machine, caplog, given):
         pick_device("cuda")
 
 
+CPU_BUILD = "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+CUDA_BUILD = CPU_BUILD.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '12.8'")
+ROCM_BUILD = CPU_BUILD.replace("hip: Optional[str] = None", "hip: Optional[str] = '6.4'")
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "gpus", "reason"),
+    [
+        (CPU_BUILD, False, 0, "is visible$"),
+        (CPU_BUILD, True, 2, "2 NVIDIA GPUs, but torch 2.9.0.cpu is built without CUDA"),
+        (CUDA_BUILD, False, 0, "is visible$"),
+        (CUDA_BUILD, True, 2, None),
+        (ROCM_BUILD, False, 0, None),
+        ("cuda = None\n", False, 0, None),
+        ("cuda: Optional[str] = compute()\n", False, 0, None),
+    ],
+)
+def test_an_installation_shows_that_there_is_no_gpu(
+    monkeypatch, tmp_path, build, driver, gpus, reason
+):
+    """Before torch is imported; where that is not certain, torch is asked."""
+    asked = []
+    (tmp_path / "version.py").write_text(build)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "find_spec", lambda _: spec)
+    monkeypatch.setattr(devices, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(devices, "_has_driver", lambda: driver)
+    monkeypatch.setattr(devices, "num_nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "pick_device", asked.append)
+    if reason is None:
+        require_cuda()
+        assert asked == ["cuda"]
+        return
+    with pytest.raises(ConfigError, match=reason) as error:
+        require_cuda()
+    assert error.value.field == "device"
+    assert not asked
+
+
+@pytest.mark.parametrize("name", ["nvidia0", "nvidiactl", "dxg", "nvhost-gpu", "nvmap"])
+def test_a_driver_may_be_there_by_its_device_files(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(devices, "_DRIVER", "libnothing-of-this-name.so.1")
+    assert not devices._has_driver()
+    (tmp_path / name).touch()
+    assert devices._has_driver()
+
+
+def test_a_driver_is_there_by_its_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(devices, "_DRIVER", "libc.so.6")
+    assert devices._has_driver()
+
+
 def test_device_files_are_counted(monkeypatch, tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(worker, "Path", lambda _: tmp_path)
-    assert worker.num_nvidia_gpus() == 3
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
+    assert devices.num_nvidia_gpus() == 3
 
 
 def test_the_facts_of_a_gpu(monkeypatch):

@@ -258,6 +258,17 @@ def check_whole(folder: Path, field: str = "model") -> None:
             raise CheckpointError.at(field, unreadable(file, error)) from None
 
 
+def stored_names(folder: Path) -> set[str]:
+    """Names of all tensors in the safetensors files of a folder; damaged files have none."""
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="np") as stored:
+            names.update(stored.keys())
+    return names
+
+
 _LFS = b"version https://git-lfs"
 
 
