@@ -140,7 +140,8 @@ def _plan(config: EngineConfig, nodes: list[Node], num_engines: int) -> None:
 
 
 _PLAN_COLUMNS = (
-    *("node", "device", "workers", "weights", "heads", "graphs", "KV", "sum", "of", "KV tokens"),
+    *("node", "device", "workers", "weights", "heads", "graphs", "states", "KV", "sum", "of"),
+    "KV tokens",
 )
 
 
@@ -150,7 +151,8 @@ def _plan_table(plan: Plan, nodes: list[Node]) -> Table:
     rows: list[tuple[str, ...]] = []
     for ranks in plan.runs():
         first, last = ranks[0], ranks[-1]
-        parts = (first.held.weights, first.held.heads, first.held.graphs)
+        held = first.held
+        parts = (held.weights, held.heads, held.graphs, held.states)
         rows.append(
             (
                 f"{first.node} ({kinds[first.node]})",

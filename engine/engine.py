@@ -132,6 +132,7 @@ class Engine:
                 max_model_len,
                 tree_drafts=drafting.proposes_trees,
                 ranks_append=overlaps and (drafting.is_idle or drafting.ranks_draft),
+                keeps_states=report.state_bytes > 0,
             )
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
             predicted = WithPredictions(drafting, report.vocab_size)

@@ -32,6 +32,7 @@ class RankBytes:
     weights: int  # of its part of the target and its adapters, and of a colocated draft model
     heads: int = 0  # of a head in this rank, with copies of the target's ends where it needs them
     graphs: int = 0  # of the device step: seats, activations, captured graphs
+    states: int = 0  # of recurrent layers, for as many sequences as may run at once
     kv_per_token: int = 0  # of all caches that this rank has
     fixed_kv_bytes: int | None = None  # as `num_kv_blocks` says
     min_tokens: int = 0  # of the longest sequence, in whole blocks
@@ -42,7 +43,7 @@ class RankBytes:
     @property
     def fixed_bytes(self) -> int:
         """All but the KV cache."""
-        return self.weights + self.heads + self.graphs
+        return self.weights + self.heads + self.graphs + self.states
 
     def kv_on_gpu(self, gpu_bytes: int | None, used_bytes: int) -> int:
         """Bytes of the cache on a GPU of which others use `used_bytes`; None: size not known."""
@@ -117,7 +118,8 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
             role = "head" if extra == 1 else f"head {extra}"
             made.append(_separate_head(config, role, head, target))
     rank, first = target.rank(), None
-    if config.device_step == "auto" and target.on_cuda and target.on_family and not extra:
+    on_device = target.on_cuda and target.on_family and not target.state_bytes
+    if config.device_step == "auto" and on_device and not extra:
         num_nodes = own[0].max_nodes if own else 0
         rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes))
     if own is not None:
@@ -143,7 +145,12 @@ class _Model:
         from ..workers.model.bridge import build_meta
         from ..workers.model.checkpoint.quantised_formats import find_format
         from ..workers.model.family import read_spec
-        from ..workers.model.fit import kv_bytes_per_token, rank_adapters, rank_weights
+        from ..workers.model.fit import (
+            kv_bytes_per_token,
+            rank_adapters,
+            rank_weights,
+            state_bytes,
+        )
         from ..workers.model.info import read_model
 
         self.config, self.size = config, size
@@ -161,6 +168,7 @@ class _Model:
         self.weights += rank_adapters(model, size, adapters)
         self.kv_per_token = kv_bytes_per_token(model, self.info, size, serving) or 0
         self.kv_bytes = self._blocks_bytes(self.kv_per_token)
+        self.state_bytes = state_bytes(model_config, self.info.dtype, size)
 
     def _blocks_bytes(self, kv_per_token: int) -> int | None:
         blocks = self.num_blocks
@@ -180,6 +188,7 @@ class _Model:
         tokens = -(-longest // config.block_size) * config.block_size
         return RankBytes(
             self.weights,
+            states=self.state_bytes * config.max_num_seqs,
             kv_per_token=self.kv_per_token,
             fixed_kv_bytes=self.kv_bytes,
             min_tokens=tokens,

@@ -227,7 +227,7 @@ def _check_models(
             raise _as_given(path, error) from None
     facts: dict[str, Any] = {}
     if target is not None:
-        facts = _facts(config, target, device, kv_bytes)
+        facts = _facts(config, target, device, kv_bytes) | _state_facts(config, target.dtype)
         with _noting(errors):
             _check_cache(config, kv_bytes, device)
         with _noting(errors):
@@ -316,6 +316,23 @@ def _facts(
         num_bytes = (Path(config.model) / "model.safetensors").stat().st_size
         facts["GGUF file"] = f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB"
     return facts
+
+
+def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What recurrent layers of the target keep of a sequence."""
+    from ..workers.model.fit import state_bytes
+    from ..workers.model.info import read_config
+
+    path, size = Path(config.model), config.tensor_parallel_size
+    model = read_config(path, trust_remote_code=config.trust_remote_code)
+    num_bytes = state_bytes(model, dtype, size)
+    if not num_bytes:
+        return {}
+    total = num_bytes * config.max_num_seqs / 2**30
+    return {
+        "states per rank": f"{num_bytes:,} bytes a sequence, {total:,.2f} GiB of max_num_seqs",
+        "prefix cache": "off: recurrent layers have no state behind a cached prefix",
+    }
 
 
 def _gpu_facts(
@@ -526,10 +543,13 @@ def _check_draft(config: EngineConfig, section: DraftModelConfig, field: str) ->
     Raises:
         CheckpointError: its files are damaged, or those of a head; names `field`.
     """
-    from ..workers.model.fit import check_weights
+    from ..workers.model.fit import check_weights, refuse_recurrent
+    from ..workers.model.info import read_config
 
     folder = Path(section.speculative_model)
     try:
+        model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        refuse_recurrent(model, "a draft model")
         return check_weights(folder, draft_size(config, section), **trust(config))[0]
     except CheckpointError as error:
         hint = HEAD_AS_DRAFT if has_head_tensors(folder) else ""

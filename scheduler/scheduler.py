@@ -156,6 +156,7 @@ class Scheduler:
         tree_drafts: whether the drafter proposes more than chains.
         ranks_append: whether ranks append to their seats what they emit, so that steps can be
             planned before the outcome of the last one is back.
+        keeps_states: whether layers of the target keep states, which no cached prefix has.
     """
 
     def __init__(
@@ -166,8 +167,10 @@ class Scheduler:
         *,
         tree_drafts: bool = False,
         ranks_append: bool = False,
+        keeps_states: bool = False,
     ) -> None:
-        self.pool = BlockPool(num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        caching = config.enable_prefix_caching and not keeps_states
+        self.pool = BlockPool(num_blocks, config.block_size, caching=caching)
         self.budget = DraftBudget(config.speculative_config, max_model_len, tree_drafts=tree_drafts)
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()

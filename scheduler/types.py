@@ -26,6 +26,7 @@ def ints(values: object) -> IntArray:
 
 NO_INTS = ints([])
 NO_MOVES = NO_INTS.reshape(0, 2)
+NO_SAVES = NO_INTS.reshape(0, 3)
 
 
 def starts_of(counts: object) -> IntArray:  # [num_seqs] -> [num_seqs + 1]
@@ -251,6 +252,11 @@ class StepInput:
     next_tokens: IntArray | None = None  # [num_seqs], the known token after the chunk; -1: none
     masks: Masks | None = None  # of constrained sequences, by logit row; None: there are none
     adapters: IntArray | None = None  # [num_seqs], 0: the model alone; None: of all
+    seats: IntArray | None = None  # [num_seqs]; None: numbered in order
+    # [num_loads, 2], (sequence, checkpoint that its state begins with)
+    state_loads: IntArray = field(default_factory=lambda: NO_MOVES)
+    # [num_saves, 3], (sequence, known tokens, checkpoint that takes the state behind them)
+    state_saves: IntArray = field(default_factory=lambda: NO_SAVES)
 
     @property
     def num_seqs(self) -> int:

@@ -26,7 +26,7 @@ from ..config import HeadConfig, PARDConfig
 from ..config.heads import Choice
 from ..drafters.heads.protocol import Head
 from ..drafters.pard import mask_token
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..scheduler import tree
 from ..scheduler.types import (
     Draft,
@@ -176,6 +176,8 @@ class Calibrator:
             "allow_pickle": allow_pickle,
         }
         self.model = load_model(path, **self._loading)
+        if self.model.keeps_states:  # points of a text share its blocks, not its states
+            raise CheckpointError(f"{str(path)!r} has recurrent layers, which are not calibrated")
         self._draft_model: tuple[Path, PagedModel] | None = None  # the last draft model
         self._prompt_lens = [len(prompt) for prompt in prompts]
         longest = max(self._prompt_lens) + num_new_tokens

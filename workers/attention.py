@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..scheduler.types import IntArray
+from .states import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,9 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
+        self.states = states  # of layers without keys and values
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
@@ -78,6 +81,8 @@ class KVCache:
         """Copy slots to slots in every layer; every read comes before every write."""
         if not len(kv_moves):
             return
+        if self.states is not None:
+            self.states.apply_moves(kv_moves)
         source, destination = torch.as_tensor(kv_moves, dtype=torch.int64).T.to(self.device)
         self.move(source, destination)
 
@@ -88,4 +93,6 @@ class KVCache:
     ) -> None:
         """`apply_moves` of tensors on the device."""
         for storage in self._storages:
+            if not storage.numel():
+                continue
             storage.index_copy_(1, destination, storage.index_select(1, source))

@@ -73,7 +73,7 @@ def attention_specs(head: nn.Module) -> list[AttentionSpec]:
     """Of the layers that run on a stack."""
     decodes = [getattr(module, "decode", None) for module in head.modules()]
     stacks = [each.stack for each in decodes if isinstance(each, StackedLayers)]
-    return [layer.attention.spec for stack in stacks for layer in stack.layers]
+    return [spec for stack in stacks for spec in stack.attention_specs]
 
 
 def load_head(

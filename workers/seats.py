@@ -82,6 +82,7 @@ def lay_out(
     kv_moves: IntArray = NO_MOVES,  # [num_moves, 2]
     next_tokens: IntArray | None = None,  # [num_seqs]
     adapters: IntArray | None = None,  # [num_seqs]
+    seats: IntArray | None = None,  # [num_seqs]
 ) -> StepInput:
     """A step's known tokens with the draft nodes joined on.
 
@@ -134,6 +135,7 @@ def lay_out(
         next_tokens=next_tokens,
         masks=None if drafts is None else drafts.masks,
         adapters=adapters,
+        seats=seats,
     )
 
 
@@ -273,6 +275,7 @@ class Seats:
             kv_moves=plan.kv_moves,
             next_tokens=following,
             adapters=self._adapters_of(seats) if self._numbers else None,
+            seats=seats,
         )
 
     def _adapters_of(self, seats: IntArray) -> IntArray | None:  # [num_seqs], alike

@@ -129,6 +129,7 @@ class ModelReport:
     forward: Literal["family", "bridge"]
     forward_reason: str  # why the family decoder is not used; empty if it is
     operations: str  # "cpu", "triton", "torch", or the bridge's "transformers"
+    state_bytes: int = 0  # that a sequence has on a rank beside keys and values
 
 
 @dataclass(frozen=True, slots=True)

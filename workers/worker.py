@@ -151,6 +151,11 @@ class Worker:
                 adapters=_placed(spec.adapters),
                 **spec.trust,
             )
+            if name == "draft" and self._models[name].keeps_states:
+                raise ConfigError.at(
+                    "speculative_config.speculative_model",
+                    "a draft model has no recurrent layers: only a target's steps rewind states",
+                )
             if name not in self._served:
                 trusted = spec.trust_remote_code
                 self._served[name] = ServedModel.of(folder, trust_remote_code=trusted)
@@ -269,6 +274,7 @@ class Worker:
                 make_rule(spec.rule, **dict(spec.rule_parameters)),
                 self._head,
                 self._device_step(num_target_blocks),
+                spec.target.max_num_seqs,
             )
             if self._target.device_step is not None:
                 self._target.device_step.capture()
@@ -390,6 +396,7 @@ class Worker:
             num_blocks=spec.num_blocks or self._room(all_bytes_per_token, max_model_len, spec),
             block_size=spec.block_size,
             kv_bytes_per_token=model.kv_bytes_per_token(),
+            state_bytes=model.state_bytes,
             eos_token_ids=info.eos_token_ids,
             dtype=str(info.dtype).removeprefix("torch."),
             forward=model.forward_choice.kind,
@@ -412,6 +419,10 @@ class Worker:
         if (sizes := self._device_step(0)) is not None:
             free_bytes -= reserved_bytes(sizes, self._models["target"].info, self._collective.size)
             free_bytes -= self._head.spare_bytes() if self._head else 0
+        state_bytes = 0
+        if self._spec.target is not None:
+            state_bytes = self._spec.target.max_num_seqs * self._models["target"].state_bytes
+        free_bytes -= state_bytes
         free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
         per_sequence = -(-max_model_len // spec.block_size)
         room = free_bytes // (kv_bytes_per_token * spec.block_size)
@@ -420,7 +431,8 @@ class Worker:
             raise ConfigError.at(
                 field,
                 f"room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
-                f"sequence may have {max_model_len}; raise {field} or lower max_model_len",
+                f"sequence may have {max_model_len}; raise {field} or lower max_model_len"
+                + f"{' or max_num_seqs, whose states take a part' if state_bytes else ''}",
             )
         return min(room, per_sequence * spec.max_num_seqs)
 

@@ -68,7 +68,7 @@ def test_an_example_is_sound_and_finds_room(file: Path, tmp_path: Path, models: 
     result = check(file, tmp_path, models, "--nodes", described(file))
     assert result.exit_code == 0, result.stderr
     for row in plan(result):
-        assert float(row[7]) <= float(row[8]), row
+        assert float(row[8]) <= float(row[9]), row
     assert "Without a worker" not in result.stderr, "a node that nothing uses"
 
 
@@ -99,7 +99,7 @@ def test_deepseek_s_estimate_is_the_published_size(tmp_path: Path, models: Path)
         ["node 0 (H100)", "GPU 0-7", "target 0-7"],
         ["node 1 (H100)", "GPU 0-7", "target 8-15"],
     ]
-    weights, kv, tokens = float(rows[0][3]), float(rows[0][6]), int(rows[0][9].replace(",", ""))
+    weights, kv, tokens = float(rows[0][3]), float(rows[0][7]), int(rows[0][10].replace(",", ""))
     assert 671e9 / 16 < weights * 2**30 < 1.06 * 671e9 / 16
     elements = 61 * 576 + 128 * (128 + 64 + 128)
     assert kv * 2**30 / tokens == pytest.approx(2 * elements, rel=1e-3)

@@ -57,6 +57,12 @@ KINDS = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, **MOE},
     "qwen3_next": TARGETS["qwen"],
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "qwen3_5_moe": {**TARGETS["qwen"], "model_type": "qwen3_5_moe_text"},
     "glm": TARGETS["glm"],
     "deepseek_v2": {
         **LATENT,

@@ -240,6 +240,8 @@ def obstacle(model: PagedModel, rule: str) -> str:
         return "transformers' modules compute the target"
     if not runner.model.ops.reads_device_only:
         return f"the operations {runner.model.ops.name!r} plan steps on the host"
+    if model.keeps_states:
+        return "some of its layers keep a state, which the host's steps advance"
     if rule != RULE:
         return f"the rule is {rule!r}"
     if any(rope.long_frequencies is not None for rope in runner.model.ropes):

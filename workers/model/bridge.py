@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from ...scheduler.types import IntArray, StepInput
 from ..attention import KVCache, KVShape
 from ..ops import Ops, PagedStep, PlannedOps
 from ..ops.protocol import AttentionSpec
+from ..states import StateShape
 from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
 from .info import ModelInfo
 
@@ -173,7 +174,7 @@ def refuse_state(model: Any) -> None:
 def _stateful(which: str, model: Any) -> CheckpointError:
     return CheckpointError(
         f"{which} of this {type(model).__name__} keep a state other than keys and values; "
-        "recurrent and hybrid models are not served"
+        "the bridge does not serve such models, and the family's decoder does not know this one"
     )
 
 
@@ -222,6 +223,14 @@ def shrink_heads(model: Any, attentions: Sequence[str], num_heads: int, num_kv_h
                 setattr(owner, name, count)
 
 
+def shrink_states(model: Any, recurrent: Sequence[str], size: int) -> None:
+    """Tell recurrent modules how many heads each of `size` ranks has."""
+    for name in recurrent:
+        module = model.get_submodule(name)
+        for count in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
+            setattr(module, count, getattr(module, count) // size)
+
+
 def fuse_norms(model: Any) -> None:
     """Replaces the six operations of Llama's RMSNorm and of its copies by one call of torch.
 
@@ -239,6 +248,10 @@ def _rms_norm(states: Tensor, *, shape: tuple[int, ...], weight: Tensor, eps: fl
     return rms_norm(states, shape, weight, eps)
 
 
+NO_ATTENTION = AttentionSpec(0, 0, 0, 0, 0.0)
+"""Of a layer that keeps a state instead."""
+
+
 def _code(cls: type) -> tuple[bytes, tuple[str, ...], tuple[Any, ...]]:
     code = inspect.unwrap(cls.forward).__code__  # type: ignore[attr-defined]
     return code.co_code, code.co_names, code.co_consts
@@ -254,8 +267,11 @@ class BridgeRunner:
     """Transformers' modules as a `Runner`: the model is called on a flat batch, past the decorators
     that cost time in every step. Attention is that of `ops`."""
 
-    def __init__(self, model: Any, info: ModelInfo, ops: Ops) -> None:
+    def __init__(
+        self, model: Any, info: ModelInfo, ops: Ops, recurrent: Collection[int] = ()
+    ) -> None:
         self._model = model
+        self._recurrent = recurrent  # layers that are not to be run, only to be taken over
         self.planned = PlannedOps(ops)
         self._outer = partial(inspect.unwrap(type(model).forward), model)
         inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
@@ -275,6 +291,7 @@ class BridgeRunner:
         self.attention_specs = self._observe(info)
         """What each layer's attention is called with: observed, so true of any architecture, and of
         this rank's part of it."""
+        self.state_shapes: tuple[StateShape | None, ...] = (None,) * info.num_layers
         self.kv_shapes = tuple(
             KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
             for spec in self.attention_specs
@@ -332,8 +349,9 @@ class BridgeRunner:
         logits = self._forward(zero, zero, None, observer)[0]
         assert logits.shape == (1, info.vocab_size), (logits.shape, info.vocab_size)
         others = [layer for layer in range(info.num_layers) if layer not in observer.specs]
-        if others:
-            raise _stateful(f"layers {others}", self._model)
+        if unknown := [layer for layer in others if layer not in self._recurrent]:
+            raise _stateful(f"layers {unknown}", self._model)
+        observer.specs |= dict.fromkeys(others, NO_ATTENTION)
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))
 
 

@@ -19,12 +19,13 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError
 from ..ops import ReferenceOps, max_latent_heads
+from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.hub import require_checkpoint
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint
-from .family import read_spec
+from .family import read_spec, recurrent_layers
 from .info import ModelInfo, model_heads, read_config, read_model
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
 from .target import Wish, fitting_sources, needs_family
@@ -139,13 +140,39 @@ def kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving)
         return int(info.num_layers * latent * info.dtype.itemsize)
     fuse_norms(model)
     try:
-        shapes = BridgeRunner(model, info, ReferenceOps()).kv_shapes
+        recurrent = recurrent_layers(model.config)
+        shapes = BridgeRunner(model, info, ReferenceOps(), recurrent).kv_shapes
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError):
         return None
     total_heads = max(shape.num_kv_heads for shape in shapes)
     held = -(-total_heads // size)
     elements = sum(shape.num_elements for shape in shapes)
     return elements * info.dtype.itemsize * held // total_heads
+
+
+def state_bytes(config: Any, dtype: torch.dtype, size: int) -> int:
+    """What a rank's recurrent layers keep of one sequence."""
+    if not (layers := recurrent_layers(config)):
+        return 0
+    heads = config.linear_num_key_heads
+    share = size if heads % size == 0 else 1
+    shape = StateShape(
+        heads // share,
+        config.linear_num_value_heads // share,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+    return len(layers) * shape.num_bytes(dtype)
+
+
+def refuse_recurrent(config: Any, what: str) -> None:
+    """Raises `CheckpointError` for a model with recurrent layers that is not a target."""
+    if recurrent_layers(config):
+        raise CheckpointError(
+            f"{what} cannot be a {config.model_type!r} model: its layers keep a state that only a "
+            "target's steps rewind"
+        )
 
 
 def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | None:

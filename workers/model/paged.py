@@ -14,6 +14,7 @@ from ..attention import KVCache, KVShape
 from ..collective import Collective
 from ..ops import PlannedOps
 from ..ops.protocol import AttentionSpec
+from ..states import StateCache, StateShape
 from .info import ModelInfo
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Runner(Protocol):
 
     kv_shapes: tuple[KVShape, ...]
     """What each layer stores for one token."""
+
+    state_shapes: tuple[StateShape | None, ...]
+    """What each layer keeps of a sequence; None: its keys and values are all."""
 
     attention_specs: tuple[AttentionSpec, ...]
     """Each layer's attention on this rank."""
@@ -70,7 +74,7 @@ class PagedModel:
         self.adapters = adapters  # None: it takes none
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
-        first = self.kv_shapes[0]
+        first = max(self.kv_shapes, key=lambda shape: shape.num_elements > 0)
         self.info = replace(info, num_kv_heads=first.num_kv_heads, head_dim=first.head_dim)
 
     @property
@@ -80,11 +84,35 @@ class PagedModel:
         return module.get_input_embeddings(), module.get_output_embeddings()
 
     def new_cache(
-        self, num_blocks: int, block_size: int, extra_layers: Sequence[KVShape] = ()
+        self,
+        num_blocks: int,
+        block_size: int,
+        extra_layers: Sequence[KVShape] = (),
+        num_seats: int = 1,
     ) -> KVCache:
-        """An empty cache; a colocated head's layers come after the target's, in the same blocks."""
+        """An empty cache; a colocated head's layers come after the target's, in the same blocks.
+
+        Args:
+            num_seats: sequences at once, where layers keep states.
+        """
         shapes = (*self.kv_shapes, *extra_layers)
-        return KVCache(shapes, num_blocks, block_size, self.info.dtype, self.device)
+        device, dtype = self.device, self.info.dtype
+        states = None
+        if self.keeps_states:
+            num_slots, kept = num_blocks * block_size, self.runner.state_shapes
+            states = StateCache(kept, num_slots, block_size, dtype, device, num_seats)
+        return KVCache(shapes, num_blocks, block_size, dtype, device, states)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a sequence has more on this rank than keys and values."""
+        return any(self.runner.state_shapes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, all layers of this rank."""
+        shapes = (shape for shape in self.runner.state_shapes if shape is not None)
+        return sum(shape.num_bytes(self.info.dtype) for shape in shapes)
 
     def warm_up(self, block_size: int) -> None:
         """Compiles what attention over blocks of that size may need."""

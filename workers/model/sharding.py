@@ -46,6 +46,7 @@ class ShardPlan:
     summed: list[str] = field(default_factory=list)  # modules whose output is a part of a sum
     rank0_only: set[str] = field(default_factory=set)  # biases added once: zeros elsewhere
     attentions: list[str] = field(default_factory=list)  # modules that hold fewer heads now
+    recurrent: list[str] = field(default_factory=list)  # likewise, with a state
     embedding: str | None = None
     head: str | None = None
 
@@ -58,6 +59,8 @@ def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> Sha
         children = dict(module.named_children())
         if isinstance(children.get("o_proj"), nn.Linear) and _shards_heads(children, heads):
             planner.attention(name, module)
+        elif hasattr(module, "A_log") and isinstance(children.get("conv1d"), nn.Conv1d):
+            planner.recurrent(name, module)
         elif isinstance(children.get("down_proj"), nn.Linear):
             planner.mlp(name, children)
         elif hasattr(module, "is_transposed") and hasattr(module, "down_proj"):
@@ -133,6 +136,29 @@ class _Planner:
             ranges.append((offset + begin, offset + end))
             offset += heads.num_kv_heads
         return tuple(_scaled(span, dim) for span in ranges)
+
+    def recurrent(self, name: str, module: Any) -> None:
+        """A gated delta layer, by key head; whole on every rank if these cannot be divided."""
+        if module.num_k_heads % self.heads.size:
+            return
+        self.plan.recurrent.append(name)
+        shards = self.plan.shards
+        parts, offset = [], 0
+        for width in (module.key_dim, module.key_dim, module.value_dim):
+            begin, end = self._share(width, name)
+            parts.append((offset + begin, offset + end))
+            offset += width
+        shards[f"{name}.conv1d.weight"] = Shard(0, tuple(parts))
+        for key in ("A_log", "dt_bias"):
+            shards[f"{name}.{key}"] = Shard(0, (self._share(module.num_v_heads, key),))
+        for key, child in module.named_children():
+            path = f"{name}.{key}"
+            if key == "in_proj_qkv":
+                self._cut_rows(path, child, *parts)
+            elif key.startswith("in_proj_"):  # those of a key head lie together
+                self._cut_rows(path, child, self._share(child.out_features, path))
+            elif key == "out_proj":
+                self._cut_columns(path, child)
 
     def mlp(self, name: str, children: Mapping[str, nn.Module]) -> None:
         for key, child in children.items():

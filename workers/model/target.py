@@ -33,12 +33,21 @@ from .bridge import (
     own_attention,
     refuse_state,
     shrink_heads,
+    shrink_states,
     tied_names,
     tp_hints,
 )
 from .checkpoint.adapters import FIELD, Adapter, open_adapters
 from .checkpoint.weights import Checkpoint, TensorSource
-from .family import Adapters, FamilyRunner, FamilySpec, build_family, compare, read_spec
+from .family import (
+    Adapters,
+    FamilyRunner,
+    FamilySpec,
+    build_family,
+    compare,
+    read_spec,
+    recurrent_layers,
+)
 from .info import TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
 from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
@@ -263,6 +272,11 @@ def load_model(
     if adapters is not None and forward == "auto":
         forward = "family"
     spec = _wanted_family(rank, forward, known) if is_free else _read_family(config, forward)
+    if deterministic and device.type != "cpu" and recurrent_layers(config):
+        raise ConfigError.at(
+            "deterministic",
+            f"not available on {device.type} for a model with recurrent layers; leave it out",
+        )
     if isinstance(spec, FamilySpec):
         if ops is None:  # refuses before weights are read
             ops = (make_invariant_ops if deterministic else make_ops)(device, info.dtype)
@@ -270,6 +284,11 @@ def load_model(
         if isinstance(found, PagedModel):
             return found
         spec = found
+    if recurrent_layers(config):
+        raise CheckpointError(
+            f"{str(path)!r} cannot be served: only the family's decoder keeps the states of its "
+            f"layers, and {spec}"
+        )
     if deterministic:
         raise ConfigError.at(
             "deterministic",
@@ -327,7 +346,9 @@ def _wanted_family(rank: _Rank, forward: Wish, known: ForwardChoice | None) -> F
     """
     if forward != "bridge" and known is not None and known.kind == "bridge":
         return known.reason
-    missing = missing_kernels(rank.device, rank.info.dtype) if forward == "auto" else ""
+    missing = ""
+    if forward == "auto" and not recurrent_layers(rank.config):  # the bridge serves none of these
+        missing = missing_kernels(rank.device, rank.info.dtype)
     return missing or _read_family(rank.config, forward)
 
 
@@ -338,8 +359,14 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     pack_linears(nn.ModuleList(ends), device, ops)  # the layers' are packed by the family
     connect(model, plan, collective, info.vocab_size)
-    bridge = BridgeRunner(model, info, ReferenceOps())  # shares no kernel with the family
-    wanted = compare.run(bridge, info, device)
+    recurrent = recurrent_layers(rank.config)
+    wanted = None
+    if recurrent and not is_known:  # which the bridge does not run
+        with own_attention(model):
+            wanted = compare.run_own(model, info, device)
+    bridge = BridgeRunner(model, info, ReferenceOps(), recurrent)  # shares no kernel
+    if wanted is None and not recurrent:
+        wanted = compare.run(bridge, info, device)
     adapters = None
     if rank.adapters is not None:
         adapters = Adapters(model, plan, info.dtype, device)
@@ -351,7 +378,7 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
     runner = FamilyRunner(decoder, info, collective.size)
-    if not is_known:
+    if not is_known and wanted is not None:
         found = compare.run(runner, info, device)
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
@@ -378,6 +405,7 @@ def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, S
     load_weights(model, checkpoint, plan, rank.device, collective.rank)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
+    shrink_states(model, plan.recurrent, collective.size)
     fuse_norms(model)
     return model, plan
 

@@ -26,6 +26,12 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "tied": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True},
@@ -75,6 +81,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
         "shared_expert_intermediate_size": 24,
         **MOE,
+    },
+    "qwen3_next_hybrid": {
+        "model_type": "qwen3_next",
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 24,
+        **MOE,
+        **DELTA,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **DELTA,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 24,
+        **MOE,
+        **DELTA,
+        "linear_conv_kernel_dim": 3,
     },
     "glm4_moe": {
         "model_type": "glm4_moe",

@@ -13,6 +13,7 @@ from outrider.tests.helpers.models import (
     BLOCK,
     CPU,
     NOT_OF_THE_FAMILY,
+    RECURRENT,
     TABLES,
     full_logits,
     skip_other,
@@ -122,7 +123,7 @@ def test_every_architecture_on_four_ranks(check, variant):
 
 @pytest.mark.slow
 def test_the_bridge_on_four_ranks(check, variant):
-    if variant not in NOT_OF_THE_FAMILY:
+    if variant not in (*NOT_OF_THE_FAMILY, *RECURRENT):
         check(variant, "bridge", 4)
 
 

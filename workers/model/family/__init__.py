@@ -3,7 +3,7 @@
 from .adapted import Adapters
 from .decoder import FamilyModel, FamilyRunner, LayerStack
 from .load import build_family, build_layers
-from .spec import FamilySpec, read_spec
+from .spec import FamilySpec, read_spec, recurrent_layers
 
 __all__ = [
     "Adapters",
@@ -14,4 +14,5 @@ __all__ = [
     "build_family",
     "build_layers",
     "read_spec",
+    "recurrent_layers",
 ]

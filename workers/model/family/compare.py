@@ -19,6 +19,7 @@ from ....scheduler.types import Draft, SamplingRows, StepInput, ints
 from ...attention import KVCache, KVShape
 from ...collective import Collective
 from ...seats import gather, lay_out
+from ...states import StateCache, StateShape
 from ..info import ModelInfo
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(
     runner: Runner, info: ModelInfo, device: torch.device
 ) -> Tensor:  # [num_rows, vocab] float32
     """Logits of every row of both steps."""
-    cache = sample_cache(runner.kv_shapes, info.dtype, device)
+    cache = sample_cache(runner.kv_shapes, info.dtype, device, runner.state_shapes)
     steps = sample_steps(_tokens(info))
     return torch.cat([runner.run(step, cache, ())[0].float() for step in steps])
 
@@ -97,9 +98,17 @@ def _tokens(info: ModelInfo) -> list[int]:
     return [(17 + 31 * index) % info.vocab_size for index in range(NUM_TOKENS)]
 
 
-def sample_cache(shapes: Sequence[KVShape], dtype: torch.dtype, device: torch.device) -> KVCache:
+def sample_cache(
+    shapes: Sequence[KVShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    states: Sequence[StateShape | None] = (),
+) -> KVCache:
     """With room for both steps."""
-    return KVCache(shapes, max(_TABLE) + 1, BLOCK_SIZE, dtype, device)
+    num_blocks, kept = max(_TABLE) + 1, None
+    if any(states):
+        kept = StateCache(states, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype, device)
+    return KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, device, kept)
 
 
 def sample_steps(tokens: Sequence[int]) -> tuple[StepInput, StepInput]:  # [NUM_TOKENS]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from ...ops.protocol import (
     Rotation,
     Router,
 )
+from ...states import RecurrentStep, StateShape
 from ..info import ModelInfo
 from ..sharding import ShardedOutput, ShardPlan
 from .adapted import Adapters
@@ -271,6 +272,23 @@ class StepContext:
     cache: KVCache
     rotations: tuple[Rotation, ...]  # per kind of frequencies
     temperature: Tensor | None  # [num_tokens]
+    recurrent: RecurrentStep | None = None  # None: no layer has a state
+
+
+class StateBlock(Protocol):
+    """What stands for attention in a layer that keeps a state: from the normed stream to the
+    update; collective."""
+
+    @property
+    def state(self) -> StateShape:
+        """Its size."""
+        ...
+
+    def __call__(
+        self, states: Tensor, layer: int, step: StepContext
+    ) -> Tensor:  # [num_tokens, hidden_size], alike
+        """Reads and advances the states of the step's sequences."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +309,7 @@ class Layer:
     """One decoder layer on this rank. Norms that the architecture has not are None."""
 
     before_attention: Norm | None
-    attention: AttentionBlock
+    attention: AttentionBlock | StateBlock
     after_attention: Norm | None
     before_mlp: Norm | None
     mlp: Callable[[Tensor], Tensor]
@@ -301,7 +319,9 @@ class Layer:
 def _parts_of(layer: Layer) -> LayerParts | None:
     """A layer's operations for a program; None: some are of another kind, or summed over ranks."""
     block, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, GatedUnit) or block.gate is not None:
+    if not isinstance(block, AttentionBlock) or block.gate is not None:
+        return None
+    if not isinstance(mlp, GatedUnit):
         return None
     if block.reduce is not as_is or mlp.reduce is not as_is:
         return None
@@ -331,7 +351,26 @@ class LayerStack:
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer stores for one token."""
-        return tuple(_kv_shape(layer.attention.spec) for layer in self.layers)
+        return tuple(
+            _kv_shape(layer.attention.spec)
+            if isinstance(layer.attention, AttentionBlock)
+            else KVShape(0, 0, 0)
+            for layer in self.layers
+        )
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have attention."""
+        blocks = [layer.attention for layer in self.layers]
+        return tuple([block.spec for block in blocks if isinstance(block, AttentionBlock)])
+
+    @property
+    def state_shapes(self) -> tuple[StateShape | None, ...]:
+        """What each layer keeps of a sequence; None: its keys and values are all."""
+        return tuple(
+            None if isinstance(layer.attention, AttentionBlock) else layer.attention.state
+            for layer in self.layers
+        )
 
     def run(
         self,
@@ -392,11 +431,18 @@ class LayerStack:
         """What is computed once for all layers."""
         rotations = tuple([rope.rotation(self.ops, plan) for rope in self.ropes])
         is_tempered = self.spec.temperature is not None
-        return StepContext(plan, cache, rotations, self._temperature(plan) if is_tempered else None)
+        recurrent = None
+        if cache.states is not None:
+            assert plan.host is not None, "a step of states is planned on the host"
+            recurrent = cache.states.begin(plan.host)
+        temperature = self._temperature(plan) if is_tempered else None
+        return StepContext(plan, cache, rotations, temperature, recurrent)
 
     def _attend(
-        self, states: Tensor, block: AttentionBlock, layer: int, step: StepContext
+        self, states: Tensor, block: AttentionBlock | StateBlock, layer: int, step: StepContext
     ) -> Tensor:  # [num_tokens, hidden_size]
+        if not isinstance(block, AttentionBlock):
+            return block(states, layer, step)
         gate = None if block.gate is None else block.gate(states)
         out = self.ops.rope_store_attend(
             block.joined(states),
@@ -633,12 +679,15 @@ class FamilyRunner:
     def __init__(self, model: FamilyModel, info: ModelInfo, num_ranks: int = 1) -> None:
         self.model = model
         # Sums over ranks are taken in one order, which several threads would not keep.
-        self._takes_parts = model.ops.takes_parts and num_ranks == 1
+        # A state passes from one row to the next.
+        self.state_shapes = model.state_shapes
+        has_states = any(self.state_shapes)
+        self._takes_parts = model.ops.takes_parts and num_ranks == 1 and not has_states
         self._threads = PartThreads(model)
         self._info = info
         self.planned = PlannedOps(model.ops)
         self.kv_shapes: tuple[KVShape, ...] = model.kv_shapes
-        self.attention_specs = tuple([layer.attention.spec for layer in model.layers])
+        self.attention_specs = model.attention_specs
 
     def run(
         self, step: StepInput, cache: KVCache, capture: tuple[int, ...]

@@ -28,12 +28,14 @@ from .decoder import (
     FamilyModel,
     Layer,
     Rope,
+    StateBlock,
     build_mlp,
     halves,
     joined_weight,
     read_ropes,
 )
 from .latent import build_latent, selected
+from .recurrent import build_delta
 from .spec import FamilySpec, Placement
 
 
@@ -84,6 +86,11 @@ def build_layers(
     layers = []
     for index, module in enumerate(base.layers):
         name = f"{prefix}{names[id(module)]}"
+        if (mixer := getattr(module, "linear_attn", None)) is not None:
+            block = build_delta(builder, mixer, f"{name}.linear_attn")
+            layers.append(_layer(builder, module, name, block))
+            base.layers[index] = nn.Identity()
+            continue
         kind = spec.rope_kinds[index] if spec.rope_kinds else ""
         rotated = spec.rotated is None or spec.rotated[index]
         attention = build_attention(
@@ -107,7 +114,9 @@ _NORMS: dict[Placement, tuple[str | None, ...]] = {
 """Names of the norms before and after attention, and before and after the MLP."""
 
 
-def _layer(builder: Builder, module: Any, name: str, attention: AttentionBlock) -> Layer:
+def _layer(
+    builder: Builder, module: Any, name: str, attention: AttentionBlock | StateBlock
+) -> Layer:
     leaf = "feed_forward" if hasattr(module, "feed_forward") else "mlp"
     mlp = build_mlp(builder, getattr(module, leaf), f"{name}.{leaf}")
     norms = [

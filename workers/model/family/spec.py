@@ -65,6 +65,14 @@ _GATES = {
 _ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
+def recurrent_layers(config: Any) -> frozenset[int]:
+    """Layers that keep a state in place of keys and values, of the types that have such."""
+    if config.model_type not in _RECURRENT:
+        return frozenset()
+    kinds = enumerate(config.layer_types)
+    return frozenset(layer for layer, kind in kinds if kind == "linear_attention")
+
+
 def read_spec(config: Any) -> FamilySpec | str:
     """The family's description of `config`, or why it has none."""
     reader = _READERS.get(config.model_type)
@@ -123,10 +131,12 @@ def _softmax_router(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(spec, router=router)
 
 
-def _qwen3_next(config: Any, spec: FamilySpec) -> FamilySpec | str:
-    if set(config.layer_types) != {"full_attention"}:
-        return "its layers of linear attention keep a state other than keys and values"
+def _qwen3_next(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(_softmax_router(config, spec), unit_offset=True, gated_attention=True)
+
+
+def _qwen3_5(config: Any, spec: FamilySpec) -> FamilySpec:
+    return replace(spec, unit_offset=True, gated_attention=True)
 
 
 def _gpt_oss(config: Any, spec: FamilySpec) -> FamilySpec:
@@ -193,6 +203,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "mixtral": _softmax_router,
     "qwen3_moe": _softmax_router,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_next,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
     "glm4_moe": _sigmoid_groups,
@@ -200,3 +212,5 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "deepseek_v3": _deepseek_v3,
 }
 """How each model type's configuration is read; every type here has a test of equality."""
+
+_RECURRENT = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})

@@ -1,0 +1,129 @@
+"""Hybrid targets on whole engines: what recurrent layers keep is never behind, nor ahead."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.engine.preflight import preflight
+from outrider.errors import ConfigError
+
+from ..helpers.engines import complete, engine_of, random_prompts
+from ..helpers.hybrid import KINDS, VOCAB, greedy_texts, write_hybrid
+
+NUM_TOKENS = 40
+PROMPTS = random_prompts(8, VOCAB, seed=3, longest=50)
+SMALL = {"block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 24}
+SECTIONS = {
+    "ngram": {"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 1},
+    "suffix": {"decoding_type": "Suffix", "shape": "tree", "max_draft_len": 6},
+    "lookahead": {"decoding_type": "Lookahead"},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """`hybrid(kind)`: its folder, and what it says after each prompt."""
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            folder = write_hybrid(tmp_path_factory.mktemp(kind), kind)
+            texts = greedy_texts(folder, PROMPTS, NUM_TOKENS)
+            found[kind] = folder, {str(index): text for index, text in enumerate(texts)}
+        return found[kind]
+
+    return of
+
+
+@pytest.fixture
+def trees(hybrid, tmp_path):
+    """`trees(kind, seed)`: the section of a drafter with random trees around the right text."""
+
+    def of(kind, seed):
+        outputs = hybrid(kind)[1]
+        texts = [[*prompt, *outputs[str(i)]] for i, prompt in enumerate(PROMPTS)]
+        (tmp_path / "texts.json").write_text(json.dumps(texts))
+        return {
+            "decoding_type": "User",
+            "drafter": "outrider.tests.helpers.hybrid:RandomTrees",
+            "max_draft_len": 7,
+            "options": {"texts": str(tmp_path / "texts.json"), "seed": seed},
+            "timeout_s": 20,
+        }
+
+    return of
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("size", [1, 2])
+def test_trees_preemptions_and_chunks_change_nothing(hybrid, trees, kind, size):
+    folder, expected = hybrid(kind)
+    options = {**SMALL, "tensor_parallel_size": size}
+    with engine_of(folder, trees(kind, 0), **options) as engine:
+        found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
+        assert engine.stats()["requests"]["num_preemptions"] > 0
+        assert sum(each.usage.num_accepted_tokens for each in last.values()) > 40
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", list(SECTIONS))
+def test_every_drafter_gives_what_none_gives(hybrid, name):
+    folder, expected = hybrid("qwen3_5")
+    with engine_of(folder, SECTIONS[name], **SMALL) as engine:
+        assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
+
+
+def test_a_batch_changes_no_bits(hybrid, trees):
+    folder, _ = hybrid("qwen3_next")
+    options = {"dtype": "bfloat16", "deterministic": True}
+    with engine_of(folder, **options) as engine:
+        alone, _ = complete(engine, PROMPTS[:4], at_once=1, max_tokens=24)
+    with engine_of(
+        folder, trees("qwen3_next", 1), **options, **{**SMALL, "block_size": 8}
+    ) as engine:
+        assert complete(engine, PROMPTS[:4], max_tokens=24)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_fuzz(hybrid, trees, seed):
+    """Other trees, batches, chunks and numbers of blocks each time."""
+    kind = list(KINDS)[seed % 2]
+    folder, expected = hybrid(kind)
+    rng = np.random.default_rng(seed)
+    options = {
+        "block_size": int(rng.choice([1, 3, 4, 16])),
+        "max_num_batched_tokens": int(rng.integers(8, 80)),
+        "max_num_seqs": int(rng.integers(2, 9)),
+        "tensor_parallel_size": int(rng.choice([1, 2])),
+    }
+    options["num_kv_blocks"] = int(rng.integers(110, 240)) // options["block_size"]
+    with engine_of(folder, trees(kind, seed), **options) as engine:
+        at_once = int(rng.integers(1, 9))
+        assert complete(engine, PROMPTS, at_once=at_once, max_tokens=NUM_TOKENS)[0] == expected
+
+
+def test_a_draft_model_with_states_is_refused(hybrid):
+    folder, _ = hybrid("qwen3_5")
+    config = EngineConfig.load(
+        {
+            "model": folder,
+            "executor": "local",
+            "speculative_config": {"decoding_type": "DraftTarget", "speculative_model": folder},
+        }
+    )
+    with pytest.raises(ConfigError, match="a draft model cannot be a 'qwen3_5_text' model"):
+        preflight(config)
+
+
+def test_the_check_shows_states(hybrid):
+    folder, _ = hybrid("qwen3_5")
+    facts = preflight(EngineConfig.load({"model": folder, "executor": "local"}))
+    # 3 layers: 4 heads of 8 x 8 float32, and 3 tokens of 2 * 16 + 32 columns
+    size = 3 * (4 * 64 * 4 + 3 * 64 * 4)
+    assert facts["states per rank"].startswith(f"{size:,} bytes a sequence")
+    assert facts["KV cache per rank"].startswith(f"{2 * 2 * 16 * 4} bytes a token")
