@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..cluster.backend import backend_of
@@ -19,6 +19,7 @@ from ..engine.frontend import Frontend, Prompt, RequestOptions
 from ..engine.outputs import Assembler
 from ..errors import WorkerError
 from ..scheduler.sampling import SamplingParams
+from ..scheduler.timer import StepRecord
 from ..scheduler.types import Delta
 from .measure import Acceptance, Arrival, Load, Run, Trace
 
@@ -60,16 +61,24 @@ class EngineContender:
 
     Args:
         as_text: gives texts instead of token ids, to be compared with servers' answers.
+        log: is given the engine's steps.
     """
 
-    def __init__(self, name: str, config: EngineConfig, as_text: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        as_text: bool = False,
+        log: Callable[[StepRecord], None] | None = None,
+    ) -> None:
         self.name = name
-        self._as_text = as_text
+        self._as_text, self._log = as_text, log
         self._config = config
         self._running: Engine | None = None
 
     def start(self) -> None:
         self._running = Engine.start(self._config, backend_of(self._config))
+        self._running.record_steps(self._log)
         self._frontend = Frontend(self._config, self._running.info)
 
     def takes(self, load: Load) -> bool:

@@ -38,13 +38,13 @@ from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, Request, ints
 from ..workers.transport import framing
 from .serving.processes import below
+from .simulation import REPORTS_PER_S, LoadViews
 
 RECORD = Path(__file__).with_name("scale.json")
 WINDOW_LEN = 512  # tokens that a drafter publishes together
 PUBLISH_EVERY = 32  # tokens of an output
 MEAN_WINDOW_LEN = 114  # of prompts and outputs of the default fleet
 EXCHANGES_PER_S = 5.0  # of an engine with the pool (`cluster/pools.py`)
-REPORTS_PER_S = 20.0  # most loads that an engine tells an ingress (`cluster/serve/edge.py`)
 FULL = 0.5  # of a core: from here on, queues grow where load comes in bursts
 
 
@@ -204,42 +204,28 @@ class Spread:
 def simulate(fleet: Fleet, cell: int, policy: str, seconds: float = 5.0) -> Spread:
     """Requests at random times, each to a cell and an ingress of it at random.
 
-    An ingress knows the loads that engines told last, and what it sent itself since. `least` takes
-    the least loaded by that; `two` the better of two at random; `random` any; `served` what
-    `Engines` does: `least` of few engines, `two` of many.
+    Policies are those of `LoadViews.choose`.
     """
     tick_s, draw = 0.005, np.random.default_rng(0)
-    every = max(1, round(1 / REPORTS_PER_S / tick_s))
     nodes = fleet.nodes
-    load, told = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
-    told_at = np.zeros(nodes, np.int32)
-    # Of every ingress: requests at each engine of its cell, and those sent since that one told.
-    own, sent = np.zeros((nodes, cell), np.int32), np.zeros((nodes, cell), np.int32)
+    views = LoadViews(nodes, cell, MAX_COMPARED)
+    load = views.load
     ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     found: list[np.ndarray] = []
     num_sent = num_full = 0
     warm_up = 2 * fleet.duration_s
     for tick in range(round((warm_up + seconds) / tick_s)):
         for ingress, engine in ends.pop(tick, ()):
-            load[engine] -= 1
-            own[ingress, engine % cell] -= 1
-        telling = np.flatnonzero((told != load) & (tick - told_at >= every))
-        told[telling], told_at[telling] = load[telling], tick
-        for engine in telling.tolist():
-            sent[engine - engine % cell : engine - engine % cell + cell, engine % cell] = 0
+            views.end(ingress, engine)
+        views.tell(tick * tick_s)
         arrivals = draw.poisson(nodes * fleet.requests_per_s * tick_s)
         for ingress in draw.integers(nodes, size=arrivals).tolist():
-            first = ingress - ingress % cell
-            view = np.maximum(told[first : first + cell] + sent[ingress], own[ingress])
-            engine = _choose(view, policy, draw)
-            sent[ingress, engine] += 1
-            own[ingress, engine] += 1
+            engine = views.send(ingress, policy, draw)
             if tick * tick_s > warm_up:
                 num_sent += 1
-                num_full += int(load[first + engine] >= fleet.seqs)
-            load[first + engine] += 1
+                num_full += int(load[engine] > fleet.seqs)
             end = tick + 1 + round(draw.exponential(fleet.duration_s) / tick_s)
-            ends[end].append((ingress, first + engine))
+            ends[end].append((ingress, engine))
         if tick * tick_s > warm_up:
             found.append(load.copy())
     all_loads = np.concatenate(found)
@@ -249,16 +235,6 @@ def simulate(fleet: Fleet, cell: int, policy: str, seconds: float = 5.0) -> Spre
         float(np.percentile(all_loads, 99)) / mean,
         num_full / max(num_sent, 1),
     )
-
-
-def _choose(view: np.ndarray, policy: str, draw: np.random.Generator) -> int:
-    if policy == "least" or (policy == "served" and len(view) <= MAX_COMPARED):
-        return int(draw.choice(np.flatnonzero(view == view.min())))
-    first = int(draw.integers(len(view)))
-    if policy == "random" or len(view) == 1:
-        return first
-    second = (first + int(draw.integers(1, len(view)))) % len(view)
-    return second if view[second] < view[first] else first
 
 
 def tables(units: Units, fleet: Fleet, sizes: Sequence[int], cells: Sequence[int]) -> list[str]:

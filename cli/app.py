@@ -89,6 +89,7 @@ SUMMARIES: Mapping[str, str] = (
             "calibrate": "Checks a head, tries variants of it, searches for the best tree.",
             "check": "Checks a configuration and its files; prints it in full.",
             "bench": "Measures throughput, latency and acceptance.",
+            "simulate": "Plans a deployment: the schedulers that serve, over modelled models.",
             "ngram": "Builds and shows static tables for the n-gram cache.",
             "key": "Makes API keys.",
             "train": "Trains heads and draft models for a target.",

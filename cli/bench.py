@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field, PositiveInt
 
+from ..config.strict import tag
 from ..errors import ConfigError, OutriderError
 from ..scheduler.sampling import SamplingParams
 from .bench_serve import ServeCommand, serve
@@ -27,6 +28,7 @@ from .session import prepare
 if TYPE_CHECKING:
     from ..bench.contenders import Contender
     from ..bench.measure import Load
+    from ..bench.modelled import StepLog
     from ..config import EngineConfig
 
 PLAIN = "plain"
@@ -281,6 +283,8 @@ class BenchOptions(RunOptions):
     batch_sizes: str = Field("1,8", description="Requests in flight, a list.")
     baseline: list[Baseline] = Field([], description="transformers' generate(); may be repeated.")
     json_path: Path | None = Field(None, description="Write all figures.")
+    trace: Path | None = None
+    """Write the engines' steps, for `outrider simulate --trace`."""
 
 
 def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) -> None:
@@ -291,9 +295,12 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     sizes = numbers("batch_sizes", options.batch_sizes, PositiveInt, "numbers like 1,8")
     if options.json_path is not None:
         check_writable(options.json_path, "json")
+    if options.trace is not None:
+        check_writable(options.trace, "trace")
     config = _config(engine, sizes)
     from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
     from ..bench.measure import Load
+    from ..bench.modelled import Trace
     from ..bench.prompts import load_prompts
 
     sampling = options.sampling()
@@ -303,7 +310,8 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     with ExitStack() as stack:
         prepare(config, stack)
         with err().status("Loading...") as status:
-            contenders = _contenders(config, options.baseline)
+            logs: list[StepLog] = []
+            contenders = _contenders(config, options.baseline, logs)
             workload = Workload("prompts", lambda _salt, _count: prompts)
             loads = [Load(streams=size) for size in sizes]
             plan = Plan([workload], sampling, loads, options.rounds, len(prompts))
@@ -327,6 +335,11 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     if options.json_path is not None:
         write_json(options.json_path, report, "json")
         note(f"Wrote {options.json_path}.")
+    if options.trace is not None:
+        runs = tuple(log.run() for log in logs)
+        trace = Trace(version=1, machine=machine(), model=config.model_name, runs=runs)
+        write_json(options.trace, trace.model_dump(mode="json"), "trace", indent=None)
+        note(f"Wrote {options.trace}.")
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -351,18 +364,25 @@ def _config(engine: EngineOptions, sizes: Iterable[int]) -> EngineConfig:
     return config.model_copy(update=changes)
 
 
-def _contenders(config: EngineConfig, baselines: Iterable[Baseline]) -> list[Contender]:
-    """Everyone who runs."""
+def _contenders(
+    config: EngineConfig, baselines: Iterable[Baseline], logs: list[StepLog]
+) -> list[Contender]:
+    """Everyone who runs; the engines' steps go to `logs`, which are added."""
     from ..bench.contenders import EngineContender
+    from ..bench.modelled import StepLog
     from ..config import NoSpeculation
+
+    def engine(name: str, config: EngineConfig) -> EngineContender:
+        logs.append(StepLog(name, tag(type(config.speculative_config)) or ""))
+        return EngineContender(name, config, log=logs[-1])
 
     section = config.speculative_config
     plain = NoSpeculation.model_validate({})
     found: list[Contender] = [
-        EngineContender(PLAIN, config.model_copy(update={"speculative_config": plain}))
+        engine(PLAIN, config.model_copy(update={"speculative_config": plain}))
     ]
     if section.draft_len:
-        found.append(EngineContender(section.label, config))
+        found.append(engine(section.label, config))
     else:
         note("No speculative_config: only plain decoding is measured.")
     for baseline in baselines:

@@ -48,14 +48,14 @@ def check_writable(path: Path, field: str) -> None:
         raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
 
 
-def write_json(path: Path, data: Any, field: str) -> None:
+def write_json(path: Path, data: Any, field: str, indent: int | None = 2) -> None:
     """Writes the results of a long run.
 
     Raises:
         ConfigError: they cannot be written; names `field`.
     """
     try:
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
 

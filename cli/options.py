@@ -276,6 +276,10 @@ class EngineOptions(
     """KEY=VALUE of another engine's configuration."""
 
     def resolve(self, **forced: Any) -> EngineConfig:
+        """`settings`, with folders in place of Hugging Face ids (raises alike)."""
+        return _with_folders(self.settings(**forced))
+
+    def settings(self, **forced: Any) -> EngineConfig:
         """The configuration: defaults, then the file, then the options, then `forced`.
 
         Raises:
@@ -294,8 +298,7 @@ class EngineOptions(
             section = read_section(section)
         if (spec_type is not None or keys) and isinstance(section, dict | None):
             section = merge(section or {}, spec_type, keys)
-        config = EngineConfig.load({**data, **options, "speculative_config": section, **forced})
-        return _with_folders(config)
+        return EngineConfig.load({**data, **options, "speculative_config": section, **forced})
 
     def _file(self) -> dict[str, Any]:
         """The content of the configuration file."""

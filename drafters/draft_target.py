@@ -24,6 +24,7 @@ from ..errors import WorkerDiedError, WorkerError
 from ..scheduler import tree
 from ..scheduler.blocks import BlockPool
 from ..scheduler.sequence import PagedTokens, Row, Seating
+from ..scheduler.timer import Clock
 from ..scheduler.types import (
     Batch,
     Draft,
@@ -50,12 +51,12 @@ class _Pending:
     """
 
     def __init__(
-        self, step: int, rows: list[Row], chains: Sequence[IntArray] | None = None
+        self, step: int, rows: list[Row], now_s: float, chains: Sequence[IntArray] | None = None
     ) -> None:
         self.step, self.rows, self.chains = step, rows, chains
         self.computed = [row.sequence.num_computed for row in rows]  # in the model's cache
         self.known = [row.sequence.num_tokens for row in rows]
-        self.asked_at = time.monotonic()
+        self.asked_at = now_s
         self.num_polls = 0  # without an answer
 
 
@@ -68,6 +69,7 @@ class DraftTarget(OwnWorkers, Drafter):
 
     def __init__(self, config: DraftTargetConfig, model: DraftModel) -> None:
         self._model = model
+        self.clock: Clock = time.monotonic  # of deadlines; a simulation sets its own
         self._probs_top = config.probs_top if config.wants_draft_probs else 0
         self._salted = config.salts_rounds
         self._draft_min, self._p_min = config.draft_min, config.p_min
@@ -128,7 +130,7 @@ class DraftTarget(OwnWorkers, Drafter):
         drafts: list[Draft],  # written
     ) -> None:
         """Fills `drafts` from the cache; then has the next round prepared."""
-        prepares = cache.pace.begin_round(batch, time.monotonic())
+        prepares = cache.pace.begin_round(batch, self.clock())
         missed = budgets.copy()
         if not cache.is_empty or prepares:
             for row, request_id in enumerate(batch.request_ids):
@@ -159,7 +161,7 @@ class DraftTarget(OwnWorkers, Drafter):
         rows, sources = self._rows(batch, nodes, _ALL if self.mask_token is None else 1)
         if not rows:
             return
-        drafted = self._ask(self._step_of(rows), _Pending(self._step, rows))
+        drafted = self._ask(self._step_of(rows), _Pending(self._step, rows, self.clock()))
         if drafted is not None:
             for index, source in enumerate(sources):
                 draft = chain_of(drafted, index, self.name)
@@ -190,7 +192,7 @@ class DraftTarget(OwnWorkers, Drafter):
         joined = JoinedDrafts(np.concatenate(chains), ints([len(chain) for chain in chains]))
         plan = replace(step.plan, drafts=joined) if len(joined.tokens) else step.plan
         step = replace(step, plan=plan, preparation=cache.preparation(whole, reach))
-        self._post(step, _Pending(self._step, rows, chains))
+        self._post(step, _Pending(self._step, rows, self.clock(), chains))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         for row, request_id in enumerate(batch.request_ids):
@@ -253,13 +255,13 @@ class DraftTarget(OwnWorkers, Drafter):
         """The pending answer; the tokens it computed count even if it is late."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        start = time.monotonic()
+        start = self.clock()
         try:
             drafted = self._model.answer(timeout_s)
             while drafted is not None and drafted.step != pending.step:
                 if self._cache is not None:
                     self._cache.counts.num_dropped += 1
-                left_s = start + timeout_s - time.monotonic()
+                left_s = start + timeout_s - self.clock()
                 drafted = self._model.answer(max(0.0, left_s))
         except WorkerDiedError as error:
             self._lost(error.message)
@@ -273,13 +275,13 @@ class DraftTarget(OwnWorkers, Drafter):
             return None
         self._count_computed(pending)
         # If a long step delayed the first poll, the model may still have answered in time.
-        took_s = time.monotonic() - pending.asked_at
+        took_s = self.clock() - pending.asked_at
         if took_s < self._timeout_s or (
             pending.num_polls == 1 and drafted.forward_ms < self._timeout_s * 1e3
         ):
             self._late = False
         if self._cache is not None:
-            self._waited_ms = (time.monotonic() - start) * 1e3
+            self._waited_ms = (self.clock() - start) * 1e3
             self._cache.count_wait(self._waited_ms, drafted)
             if pending.chains is not None:
                 # A request that was closed meanwhile may have given its id to another.

@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..scheduler.loop import Loop, OverlapLoop
 from ..scheduler.scheduler import Scheduler, shrink_after
+from ..scheduler.timer import StepRecord
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport, NewAdapter
@@ -313,6 +314,10 @@ class Engine:
             "paused": self._is_paused,
             "weights": self.weights(),
         }
+
+    def record_steps(self, sink: Callable[[StepRecord], None] | None) -> None:
+        """Calls `sink` after every step from now on, in the loop's thread; None: no longer."""
+        self._loop.timer.on_step = sink
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
         """Switches speculation without a restart: `enabled`, `max_draft_len`.

@@ -71,7 +71,7 @@ class Loop:
         self.scheduler = scheduler
         self.target = target
         self.drafting = drafting
-        self.timer = StepTimer()
+        self.timer = StepTimer(scheduler.clock)
         self.take_in: Callable[[], None] = lambda: None  # adds requests that arrived meanwhile
 
     @property
@@ -136,6 +136,8 @@ class Loop:
         deltas = self.timer("commit_ms", self.scheduler.commit, batch, drafts, verdict)
         self.timer("observe_ms", self.drafting.observe, batch, verdict)
         elapsed_ms = self.timer.count(batch, drafts, verdict)
+        if not self.has_work:
+            self.timer.rest()
         self.scheduler.budget.end_step(batch, drafts, verdict, elapsed_ms)
         return deltas
 

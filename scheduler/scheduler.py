@@ -22,7 +22,7 @@ from .blocks import BlockPool
 from .budget import DraftBudget, share_nodes
 from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
 from .sequence import Row, Seating, Sequence, prompt_parts, until_end
-from .timer import RequestTimer, SchedulerCounts
+from .timer import Clock, RequestTimer, SchedulerCounts
 from .types import Batch, Delta, Draft, IntArray, Request, SpeculationUsage, Verdict, ints
 
 
@@ -157,6 +157,7 @@ class Scheduler:
         ranks_append: whether ranks append to their seats what they emit, so that steps can be
             planned before the outcome of the last one is back.
         keeps_states: whether layers of the target keep states, which no cached prefix has.
+        clock: what arrivals, deadlines and steps are timed by.
     """
 
     def __init__(
@@ -168,13 +169,15 @@ class Scheduler:
         tree_drafts: bool = False,
         ranks_append: bool = False,
         keeps_states: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self.clock = clock
         caching = config.enable_prefix_caching and not keeps_states
         self.pool = BlockPool(num_blocks, config.block_size, caching=caching)
         self.budget = DraftBudget(config.speculative_config, max_model_len, tree_drafts=tree_drafts)
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()
-        self.timer = RequestTimer()
+        self.timer = RequestTimer(clock)
         self.step_limit = StepLimit(config.max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.in_flight: deque[Batch] = deque()  # planned and not committed: running, or failed
@@ -236,7 +239,9 @@ class Scheduler:
             )
         if request.adapter and request.adapter not in self.adapters:
             raise InvalidRequestError.at("model", f"no adapter {request.adapter!r} is served")
-        sequence = Sequence(request, self._arrivals, limit, self._thinking_tokens, self._reach)
+        sequence = Sequence(
+            request, self._arrivals, limit, self._thinking_tokens, self._reach, self.clock
+        )
         sequence.usage = self._unused
         self._arrivals += 1
         self._sequences[request.id] = sequence
@@ -262,7 +267,7 @@ class Scheduler:
 
     def expired(self) -> list[str]:
         """Requests whose deadline has passed."""
-        now = time.monotonic()
+        now = self.clock()
         return [
             request_id
             for request_id, sequence in self._sequences.items()
@@ -490,7 +495,7 @@ class Scheduler:
         self.counts.num_hit_tokens += cached
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(cached, sequence.num_prompt)
-            sequence.admitted_s = time.monotonic()
+            sequence.admitted_s = self.clock()
         return True
 
     def _make_room(self, sequence: Sequence, num_blocks: int, plan: KnownPlan) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import BlockPool, chain_hash, root_hash
+from .timer import Clock
 from .types import (
     NO_INTS,
     NO_MOVES,
@@ -209,14 +210,16 @@ class Sequence(PagedTokens):
         limit: int,
         thinking_tokens: tuple[int, int] | None = None,
         reach: int = 0,
+        clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(request, SeatSettings.of(request), reach=reach)
+        self._clock = clock
         self.arrival = arrival  # order of arrival; a preempted request keeps its place
         self.limit = limit  # known tokens at which it is finished
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.usage = SpeculationUsage()
-        self.admitted_s = self.arrived_s = time.monotonic()
+        self.admitted_s = self.arrived_s = clock()
         self.first_s: float | None = None  # when the first token was emitted
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else self.arrived_s + timeout_s
@@ -263,7 +266,7 @@ class Sequence(PagedTokens):
         )
         times = None
         if self.first_s is None:
-            self.first_s = now = time.monotonic()
+            self.first_s = now = self._clock()
             times = RequestTimes(self.admitted_s - self.arrived_s, now - self.admitted_s)
         scores, self.scores = self.scores, None
         table = verdict.logprobs

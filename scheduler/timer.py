@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from .types import Batch, Draft, RequestTimes, ThreadChoice, Verdict
+import numpy as np
+
+from .types import Batch, Draft, RequestTimes, ThreadChoice, Verdict, record
 
 
 class Histogram:
@@ -37,6 +39,7 @@ class Histogram:
         return {"bounds": self._bounds, "counts": tuple(self._counts), "sum": self._total}
 
 
+Clock = Callable[[], float]  # seconds that only grow; a simulation has one of its own
 Verb = Literal["schedule_ms", "propose_ms", "verify_ms", "commit_ms", "observe_ms"]
 _PHASES = ("draft", "verify", "overhead")
 _BOUNDS_S = (
@@ -72,7 +75,8 @@ class RequestTimer:
     A request that continues one of a lost engine has no first token here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}  # by finish reason
         self._times = {
             name: Histogram(_LATENCIES_S)
@@ -97,10 +101,10 @@ class RequestTimer:
         """A request has ended, for `reason`.
 
         Args:
-            arrived_s, first_s: when it came, and when its first token; None: it had none. On the
-                monotonic clock.
+            arrived_s, first_s: when it came, and when its first token; None: it had none. By the
+                timer's clock.
         """
-        now = time.monotonic()
+        now = self._clock()
         self.num_ended[reason] = self.num_ended.get(reason, 0) + 1
         self._times["whole"].observe(now - arrived_s)
         self._sizes["prompt"].observe(num_prompt)
@@ -134,11 +138,31 @@ class StepTimes:
     observe_ms: float = 0.0
 
 
+@record
+class StepRecord:
+    """One step for a trace of the engine: its size, its time, and what became of its drafts."""
+
+    num_seqs: int
+    num_tokens: int  # known tokens that it computed
+    num_context: int  # tokens in the KV cache after it, of all its sequences
+    num_asked: int  # sequences that might draft
+    longest: int  # nodes of the longest draft
+    elapsed_ms: float  # since the step before, or since the engine had work again
+    draft_ms: float  # of that, waiting for drafters
+    num_nodes: int  # of all drafts
+    # Request, nodes, accepted nodes; without drafts that the end of their request cut short.
+    drafts: tuple[tuple[str, int, int], ...]
+
+
 class StepTimer:
     """Calls verbs and times them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.times = StepTimes()
+        self.on_step: Callable[[StepRecord], None] | None = None  # called after every step
+        self._clock = clock
+        self._begun_s: float | None = None  # of the step that runs; None: the engine had no work
+        self._propose_ms = 0.0  # of `times`, up to the last step
         self.thread_choices: tuple[ThreadChoice, ...] = ()  # rank 0's latest
         self._histograms = [Histogram(_BOUNDS_S) for _ in _PHASES]
         self._seen_ms = (0.0, 0.0, 0.0)  # by phase, up to the last step counted
@@ -147,9 +171,11 @@ class StepTimer:
         self, verb: Verb, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
     ) -> Result:
         """`call`'s result; its time goes to `verb`, unless it raises."""
-        start = time.perf_counter()
+        start = self._clock()
+        if self._begun_s is None:
+            self._begun_s = start
         result = call(*args, **kwargs)
-        elapsed_ms = (time.perf_counter() - start) * 1e3
+        elapsed_ms = (self._clock() - start) * 1e3
         setattr(self.times, verb, getattr(self.times, verb) + elapsed_ms)
         return result
 
@@ -179,10 +205,43 @@ class StepTimer:
             histogram.observe((total_ms - seen_ms) / 1e3)
         elapsed_ms = sum(totals_ms) - sum(self._seen_ms)
         self._seen_ms = totals_ms
+        now, begun = self._clock(), self._begun_s
+        if self.on_step is not None and begun is not None:
+            draft_ms = times.propose_ms - self._propose_ms
+            self.on_step(_recorded(batch, drafts, verdict, (now - begun) * 1e3, draft_ms))
+        self._begun_s, self._propose_ms = now, times.propose_ms
         return elapsed_ms
+
+    def rest(self) -> None:
+        """The engine has no work: time until it has some belongs to no step."""
+        self._begun_s = None
 
     def histograms(self) -> dict[str, dict[str, Any]]:
         """Seconds per step, by phase."""
         return {
             phase: each.as_dict() for phase, each in zip(_PHASES, self._histograms, strict=True)
         }
+
+
+def _recorded(
+    batch: Batch, drafts: Sequence[Draft], verdict: Verdict, elapsed_ms: float, draft_ms: float
+) -> StepRecord:
+    asked = np.flatnonzero(batch.max_nodes).tolist()
+    accepted = verdict.num_accepted.tolist()
+    rooms, depths = batch.max_nodes.tolist(), batch.max_depth.tolist()
+    known = batch.plan.context_lens + batch.plan.chunk_lens
+    return StepRecord(
+        num_seqs=batch.num_seqs,
+        num_tokens=batch.num_tokens,
+        num_context=int(known.sum()),
+        num_asked=len(asked),
+        longest=max((draft.num_nodes for draft in drafts), default=0),
+        elapsed_ms=elapsed_ms,
+        draft_ms=draft_ms,
+        num_nodes=sum(draft.num_nodes for draft in drafts),
+        drafts=tuple(
+            (batch.request_ids[row], drafts[row].num_nodes, accepted[row])
+            for row in asked
+            if rooms[row] < depths[row]
+        ),
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.bench import scale
+from outrider.bench.simulation import LoadViews
 from outrider.cluster.serve.edge import FromEngine
 from outrider.cluster.serve.engines import MAX_COMPARED, EngineLink, Engines
 from outrider.scheduler.sampling import SamplingParams
@@ -130,12 +131,12 @@ def test_the_simulated_choice_is_the_served_one() -> None:
         request = Request("r", ints(range(4)), SamplingParams(max_tokens=1), seed=1)
         for size in (1, 3, MAX_COMPARED, MAX_COMPARED + 1, 40):
             loads = draw.permutation(size)
-            engines = Engines(None, "node")
+            engines, views = Engines(None, "node"), LoadViews(size, size, MAX_COMPARED)
             for index, load in enumerate(loads.tolist()):
                 link = engines._links[f"{index}"] = EngineLink(f"{index}", engines._changed)
                 link.data_received(framing.frame(FromEngine(load).encoded()))
             ours = {int(engines._best(request).name) for _ in range(600)}
-            theirs = {scale._choose(loads, "served", draw) for _ in range(600)}
+            theirs = {views.choose(loads, "served", draw) for _ in range(600)}
             if size <= MAX_COMPARED:
                 assert ours == theirs == {int(loads.argmin())}
             else:
