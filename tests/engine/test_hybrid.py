@@ -10,9 +10,12 @@ import pytest
 from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
 from outrider.errors import ConfigError
+from outrider.scheduler.loop import OverlapLoop
+from outrider.workers.group import LocalGroup
 
+from ..helpers import mtp
 from ..helpers.engines import complete, engine_of, random_prompts
-from ..helpers.hybrid import KINDS, VOCAB, greedy_texts, write_hybrid
+from ..helpers.hybrid import DELTA, KINDS, VOCAB, greedy_texts, write_hybrid
 
 NUM_TOKENS = 40
 PROMPTS = random_prompts(8, VOCAB, seed=3, longest=50)
@@ -129,3 +132,29 @@ def test_the_check_shows_states(hybrid):
     size = 3 * (4 * 64 * 4 + 3 * 64 * 4)
     assert facts["states per rank"].startswith(f"{size:,} bytes a sequence")
     assert facts["KV cache per rank"].startswith(f"{2 * 2 * 16 * 4} bytes a token")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_ahead_of_their_verdicts(hybrid, monkeypatch, size):
+    folder, expected = hybrid("qwen3_next")
+    monkeypatch.setattr(LocalGroup, "is_concurrent", True)
+    with engine_of(folder, tensor_parallel_size=size) as engine:
+        assert type(engine._loop) is OverlapLoop
+        assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"num_kv_blocks": 24}])
+def test_its_own_mtp_module(tmp_path, monkeypatch, overlaps, options):
+    """Whose layer has full attention; the ranks keep its drafts where steps overlap."""
+    layers = {"layer_types": ["linear_attention", "full_attention"], **DELTA}
+    monkeypatch.setitem(mtp.TARGETS, "qwen", {**mtp.TARGETS["qwen"], **layers})
+    monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
+    folder = mtp.Made(tmp_path, "qwen").folder
+    with engine_of(folder) as engine:
+        expected = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0]
+    section = {"decoding_type": "MTP", "max_draft_len": 3}
+    with engine_of(folder, section, **options) as engine:
+        found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
+        assert sum(each.usage.num_accepted_tokens for each in last.values()) > 0
+    assert found == expected

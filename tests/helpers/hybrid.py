@@ -13,6 +13,12 @@ from outrider.drafters.protocol import Drafter, Needs
 from outrider.scheduler.types import Draft, ints
 
 VOCAB = 96
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "model_type": "qwen3_next",
@@ -39,10 +45,7 @@ def write_hybrid(folder: Path, kind: str) -> str:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        **DELTA,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         max_position_embeddings=512,
         initializer_range=0.3,

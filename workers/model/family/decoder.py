@@ -341,8 +341,10 @@ class LayerStack:
     ropes: tuple[Rope, ...]
     norm: Norm | None
     program: Program | None = field(init=False)
+    has_states: bool = field(init=False)  # whether layers keep states
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "has_states", any(self.state_shapes))
         parts = [_parts_of(layer) for layer in self.layers]
         scale, unembed = self.spec.residual_scale, getattr(self, "unembed", None)
         program = Program.of(self.ops, parts, scale, self.norm, unembed)
@@ -432,8 +434,9 @@ class LayerStack:
         rotations = tuple([rope.rotation(self.ops, plan) for rope in self.ropes])
         is_tempered = self.spec.temperature is not None
         recurrent = None
-        if cache.states is not None:
+        if self.has_states:  # not a head's stack, which shares the cache
             assert plan.host is not None, "a step of states is planned on the host"
+            assert cache.states is not None, "the cache was made without states"
             recurrent = cache.states.begin(plan.host)
         temperature = self._temperature(plan) if is_tempered else None
         return StepContext(plan, cache, rotations, temperature, recurrent)
@@ -681,8 +684,7 @@ class FamilyRunner:
         # Sums over ranks are taken in one order, which several threads would not keep.
         # A state passes from one row to the next.
         self.state_shapes = model.state_shapes
-        has_states = any(self.state_shapes)
-        self._takes_parts = model.ops.takes_parts and num_ranks == 1 and not has_states
+        self._takes_parts = model.ops.takes_parts and num_ranks == 1 and not model.has_states
         self._threads = PartThreads(model)
         self._info = info
         self.planned = PlannedOps(model.ops)
