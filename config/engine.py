@@ -232,6 +232,11 @@ class EngineConfig(Strict):
         return bool(self.lora_modules) or self.enable_lora is True
 
     @property
+    def num_checkpoints(self) -> int:
+        """States of recurrent layers that are kept for cached prefixes."""
+        return self.max_num_seqs if self.enable_prefix_caching else 0
+
+    @property
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         if self.served_model_name is None and is_hub_id(self.model):

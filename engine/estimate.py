@@ -188,7 +188,7 @@ class _Model:
         tokens = -(-longest // config.block_size) * config.block_size
         return RankBytes(
             self.weights,
-            states=self.state_bytes * config.max_num_seqs,
+            states=self.state_bytes * (config.max_num_seqs + config.num_checkpoints),
             kv_per_token=self.kv_per_token,
             fixed_kv_bytes=self.kv_bytes,
             min_tokens=tokens,

@@ -364,6 +364,7 @@ class EngineHost:
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cpu_bytes=config.kv_cpu_bytes,
             kv_memory_fraction=config.kv_memory_fraction,
+            num_checkpoints=config.num_checkpoints,
             forward=config.forward,
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,

@@ -328,10 +328,11 @@ def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
     num_bytes = state_bytes(model, dtype, size)
     if not num_bytes:
         return {}
-    total = num_bytes * config.max_num_seqs / 2**30
+    count = config.max_num_seqs + config.num_checkpoints
+    total = num_bytes * count / 2**30
     return {
-        "states per rank": f"{num_bytes:,} bytes a sequence, {total:,.2f} GiB of max_num_seqs",
-        "prefix cache": "off: recurrent layers have no state behind a cached prefix",
+        "states per rank": f"{num_bytes:,} bytes a sequence, {total:,.2f} GiB for max_num_seqs "
+        f"and {config.num_checkpoints} of cached prefixes"
     }
 
 

@@ -29,6 +29,82 @@ def chain_hash(parent: bytes, tokens: IntArray) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
 
 
+class StateCheckpoints:
+    """Which states of recurrent layers the ranks keep, by the hash of the block that ends there.
+
+    Each number is free, being written by a step, or found by its hash; the least recently used is
+    written over first, unless a step in flight reads it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count))
+        self._by_hash: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._hash_of: dict[int, bytes] = {}
+        self._readers: dict[int, int] = {}
+        self._num_written = 0  # by steps in flight
+
+    def longest(self, hashes: Sequence[bytes]) -> int:
+        """The most blocks of these whose end has a checkpoint."""
+        for count in range(len(hashes), 0, -1):
+            if hashes[count - 1] in self._by_hash:
+                return count
+        return 0
+
+    def acquire(self, value: bytes) -> int:
+        """The checkpoint with this hash, which stays until `release`."""
+        number = self._by_hash[value]
+        self._by_hash.move_to_end(value)
+        self._readers[number] = self._readers.get(number, 0) + 1
+        return number
+
+    def release(self, number: int) -> None:
+        """A step that reads it has ended."""
+        self._readers[number] -= 1
+        if not self._readers[number]:
+            del self._readers[number]
+            if number not in self._hash_of:  # it was forgotten meanwhile
+                self._free.append(number)
+
+    def take(self) -> int | None:
+        """A checkpoint to write; None if steps read or write all of them."""
+        if not self._free:
+            oldest = (each for each in self._by_hash.items() if each[1] not in self._readers)
+            value, number = next(oldest, (b"", -1))
+            if number < 0:
+                return None
+            del self._by_hash[value], self._hash_of[number]
+            self._free.append(number)
+        self._num_written += 1
+        return self._free.pop()
+
+    def put(self, number: int, value: bytes) -> None:
+        """It was written, with the state behind the block with this hash."""
+        self._num_written -= 1
+        if value in self._by_hash:
+            self._free.append(number)
+        else:
+            self._by_hash[value], self._hash_of[number] = number, value
+
+    def give_back(self, number: int) -> None:
+        """It was not written."""
+        self._num_written -= 1
+        self._free.append(number)
+
+    def clear(self) -> None:
+        """Forgets all that were written."""
+        self._free += [each for each in self._hash_of if each not in self._readers]
+        self._by_hash.clear()
+        self._hash_of.clear()
+
+    def check(self) -> None:
+        """Asserts that every checkpoint is in one place."""
+        forgotten = [each for each in self._readers if each not in self._hash_of]
+        held = len(self._by_hash) + self._num_written + len(forgotten)
+        assert len(self._free) + held == self._count, (self._free, held, self._count)
+        assert {each: value for value, each in self._by_hash.items()} == self._hash_of
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens, reference-counted.
 
@@ -36,7 +112,16 @@ class BlockPool:
     and the hash table and the blocks' own hashes agree.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        checkpoints: StateCheckpoints | None = None,
+    ) -> None:
+        # Of a target with recurrent layers: a cached prefix is of use up to a checkpoint.
+        self.checkpoints = checkpoints
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
@@ -99,6 +184,8 @@ class BlockPool:
         """Forgets every cached content (the KV itself was lost)."""
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Asserts the invariant against the block lists of all holders."""
@@ -111,6 +198,8 @@ class BlockPool:
         assert free == set(self._free), (len(free), len(self._free))
         for value, block in self._by_hash.items():
             assert self._hashes[block] == value, (block, "hash table and block differ")
+        if self.checkpoints is not None:
+            self.checkpoints.check()
 
     def _forget(self, block: int) -> None:
         value = self._hashes[block]

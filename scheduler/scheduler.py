@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc, deque
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,12 +19,23 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, OverloadedError
-from .blocks import BlockPool
+from .blocks import BlockPool, StateCheckpoints
 from .budget import DraftBudget, share_nodes
 from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
 from .sequence import Row, Seating, Sequence, prompt_parts, until_end
 from .timer import Clock, RequestTimer, SchedulerCounts
-from .types import Batch, Delta, Draft, IntArray, Request, SpeculationUsage, Verdict, ints
+from .types import (
+    NO_MOVES,
+    NO_SAVES,
+    Batch,
+    Delta,
+    Draft,
+    IntArray,
+    Request,
+    SpeculationUsage,
+    Verdict,
+    ints,
+)
 
 
 def nodes_of(batch: Batch) -> dict[str, int]:
@@ -156,7 +168,8 @@ class Scheduler:
         tree_drafts: whether the drafter proposes more than chains.
         ranks_append: whether ranks append to their seats what they emit, so that steps can be
             planned before the outcome of the last one is back.
-        keeps_states: whether layers of the target keep states, which no cached prefix has.
+        keeps_states: whether layers of the target keep states; then ranks have room for
+            `max_num_seqs` checkpoints of them, beside those of running sequences.
         clock: what arrivals, deadlines and steps are timed by.
     """
 
@@ -172,8 +185,12 @@ class Scheduler:
         clock: Clock = time.monotonic,
     ) -> None:
         self.clock = clock
-        caching = config.enable_prefix_caching and not keeps_states
-        self.pool = BlockPool(num_blocks, config.block_size, caching=caching)
+        caching = config.enable_prefix_caching
+        count = config.num_checkpoints if keeps_states else 0
+        checkpoints = StateCheckpoints(count) if count else None
+        self.pool = BlockPool(
+            num_blocks, config.block_size, caching=caching, checkpoints=checkpoints
+        )
         self.budget = DraftBudget(config.speculative_config, max_model_len, tree_drafts=tree_drafts)
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()
@@ -366,9 +383,13 @@ class Scheduler:
             samples.append(is_last)
             depths.append(max(0, sequence.limit - num_tokens - 1))  # the bonus token is on top
             scored.append(num_chunk - is_last if sequence.scores else 0)
+        loads, saves = self._plan_states(rows)
+        plan = self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own)
+        if len(loads) or len(saves):
+            plan = replace(plan, state_loads=loads, state_saves=saves)
         batch = Batch(
             request_ids=tuple(names),
-            plan=self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own),
+            plan=plan,
             samples=np.array(samples, dtype=np.bool_),
             max_depth=ints(depths),
             num_scored=ints(scored) if any(scored) else None,
@@ -378,6 +399,21 @@ class Scheduler:
             self._moves = []
             self.in_flight.append(batch)
         return batch
+
+    def _plan_states(self, rows: list[Row]) -> tuple[IntArray, IntArray]:
+        """`state_loads` and `state_saves` of the step of `rows`, before any has a seat for it."""
+        checkpoints = self.pool.checkpoints
+        if checkpoints is None:
+            return NO_MOVES, NO_SAVES
+        loads: list[tuple[int, int]] = []
+        saves: list[tuple[int, int, int]] = []
+        for index, (sequence, num_chunk, _, is_ahead) in enumerate(rows):
+            if sequence.seat < 0 and sequence.state_load >= 0:
+                loads.append((index, sequence.state_load))
+            if not is_ahead:
+                kept = sequence.plan_saves(checkpoints, sequence.num_computed + num_chunk)
+                saves += [(index, point, number) for point, number in kept]
+        return ints(loads).reshape(-1, 2), ints(saves).reshape(-1, 3)
 
     def requeue_all(self) -> None:
         """After the KV cache was lost: every request is to be computed again from its tokens."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import BlockPool, chain_hash, root_hash
+from .blocks import BlockPool, StateCheckpoints, chain_hash, root_hash
 from .timer import Clock
 from .types import (
     NO_INTS,
@@ -133,6 +133,9 @@ class PagedTokens:
         # [0] is before the first block.
         self._hashes: list[bytes] = [root_hash(request.tenant, settings.adapter)]
         self._num_cached_blocks = 0
+        self.state_load = -1  # checkpoint that the first step begins with
+        self._save_points: list[int] = []  # tokens behind which states are to be kept
+        self._saves: list[tuple[int, int]] = []  # (tokens, checkpoint) of steps in flight
 
     @property
     def num_tokens(self) -> int:
@@ -157,13 +160,62 @@ class PagedTokens:
         """Takes over cached blocks of the known tokens, all but the last; tokens found."""
         assert not self.blocks, "a cached prefix is acquired before anything is computed"
         num_full = (self.num_tokens - 1) // pool.block_size
-        self.blocks = pool.acquire_cached(self._block_hashes(pool.block_size, num_full))
+        hashes = self._block_hashes(pool.block_size, num_full)
+        self.blocks = pool.acquire_cached(hashes)
+        if pool.checkpoints is not None:
+            self._cut_to_checkpoint(pool, pool.checkpoints, hashes)
         self._num_cached_blocks = len(self.blocks)
         self.num_computed = len(self.blocks) * pool.block_size
         return self.num_computed
 
+    def _cut_to_checkpoint(
+        self, pool: BlockPool, checkpoints: StateCheckpoints, hashes: list[bytes]
+    ) -> None:
+        """Gives back the blocks behind the last state that is kept.
+
+        States will be kept at the end of what was found, where other requests may branch off as
+        well, and behind the last full block.
+        """
+        num_found, num_full = len(self.blocks), len(hashes)
+        num_kept = checkpoints.longest(hashes[:num_found])
+        pool.free(self.blocks[num_kept:])
+        del self.blocks[num_kept:]
+        if num_kept:
+            self.state_load = checkpoints.acquire(hashes[num_kept - 1])
+        points = {each for each in (num_found, num_full) if each > num_kept}
+        self._save_points = sorted(each * pool.block_size for each in points)
+
+    def plan_saves(self, checkpoints: StateCheckpoints, end: int) -> list[tuple[int, int]]:
+        """(tokens, checkpoint) of what a step that computes up to `end` is to keep."""
+        saves = []
+        while self._save_points and self._save_points[0] <= end:
+            point, number = self._save_points.pop(0), checkpoints.take()
+            if number is not None:
+                saves.append((point, number))
+        self._saves += saves
+        return saves
+
+    def _settle_states(self, pool: BlockPool, *, is_computed: bool) -> None:
+        """After a step: its checkpoint was read, and those that it wrote are found from now on."""
+        if self.state_load >= 0 and pool.checkpoints is not None:
+            pool.checkpoints.release(self.state_load)
+            self.state_load = -1
+        for save in list(self._saves):
+            assert pool.checkpoints is not None, "they are its own"
+            point, number = save
+            if not is_computed:
+                pool.checkpoints.give_back(number)
+            elif point <= self.num_computed:
+                num_full = point // pool.block_size
+                pool.checkpoints.put(number, self._block_hashes(pool.block_size, num_full)[-1])
+            else:
+                continue
+            self._saves.remove(save)
+
     def cache_blocks(self, pool: BlockPool) -> None:
         """Makes newly full and computed blocks findable."""
+        if pool.checkpoints is not None:
+            self._settle_states(pool, is_computed=True)
         num_full = min(self.num_computed, self.tokens.size - self._reach) // pool.block_size
         if num_full > self._num_cached_blocks:
             hashes = self._block_hashes(pool.block_size, num_full)
@@ -182,6 +234,8 @@ class PagedTokens:
 
     def free(self, pool: BlockPool) -> None:
         """Gives back everything; the tokens stay, to be computed again."""
+        self._settle_states(pool, is_computed=False)
+        self._save_points.clear()
         pool.free(self.blocks)
         self.blocks = []
         self.num_computed = self.num_sent_blocks = 0

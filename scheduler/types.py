@@ -566,6 +566,9 @@ class StepPlan:
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
     own_drafts: bool = False  # the nodes are the ranks' own, up to `max_nodes`; `drafts` is None
     appends: bool = False  # ranks append what they emit to the seats, so it is not sent again
+    # As in `StepInput`.
+    state_loads: IntArray = field(default_factory=lambda: NO_MOVES)  # [num_loads, 2]
+    state_saves: IntArray = field(default_factory=lambda: NO_SAVES)  # [num_saves, 3]
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from ..scheduler import tree
 from ..scheduler.types import (
     NO_INTS,
     NO_MOVES,
+    NO_SAVES,
     Bias,
     Draft,
     DraftProbs,
@@ -83,6 +84,8 @@ def lay_out(
     next_tokens: IntArray | None = None,  # [num_seqs]
     adapters: IntArray | None = None,  # [num_seqs]
     seats: IntArray | None = None,  # [num_seqs]
+    state_loads: IntArray = NO_MOVES,  # [num_loads, 2]
+    state_saves: IntArray = NO_SAVES,  # [num_saves, 3]
 ) -> StepInput:
     """A step's known tokens with the draft nodes joined on.
 
@@ -136,6 +139,8 @@ def lay_out(
         masks=None if drafts is None else drafts.masks,
         adapters=adapters,
         seats=seats,
+        state_loads=state_loads,
+        state_saves=state_saves,
     )
 
 
@@ -276,6 +281,8 @@ class Seats:
             next_tokens=following,
             adapters=self._adapters_of(seats) if self._numbers else None,
             seats=seats,
+            state_loads=plan.state_loads,
+            state_saves=plan.state_saves,
         )
 
     def _adapters_of(self, seats: IntArray) -> IntArray | None:  # [num_seqs], alike

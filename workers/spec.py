@@ -26,6 +26,7 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
+    num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
     # LoRA adapters of a target: (name, folder); None: it takes none.
     adapters: tuple[tuple[str, str], ...] | None = None
 

@@ -212,12 +212,13 @@ class TargetService:
         head: HeadService | None = None,
         device_step: SeatSizes | None = None,
         max_num_seqs: int = 1,
+        num_checkpoints: int = 0,
     ) -> None:
         self._model = model
         num_spare = 0 if device_step is None else 1  # blocks that padding writes to
         extra_layers = head.kv_shapes if head else ()
         self._cache = model.new_cache(
-            num_blocks + num_spare, block_size, extra_layers, num_seats=max_num_seqs
+            num_blocks + num_spare, block_size, extra_layers, max_num_seqs, num_checkpoints
         )
         self.device_step: DeviceStepService | None = None
         if device_step is not None:

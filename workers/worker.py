@@ -275,6 +275,7 @@ class Worker:
                 self._head,
                 self._device_step(num_target_blocks),
                 spec.target.max_num_seqs,
+                spec.target.num_checkpoints,
             )
             if self._target.device_step is not None:
                 self._target.device_step.capture()
@@ -421,7 +422,8 @@ class Worker:
             free_bytes -= self._head.spare_bytes() if self._head else 0
         state_bytes = 0
         if self._spec.target is not None:
-            state_bytes = self._spec.target.max_num_seqs * self._models["target"].state_bytes
+            num_states = self._spec.target.max_num_seqs + self._spec.target.num_checkpoints
+            state_bytes = num_states * self._models["target"].state_bytes
         free_bytes -= state_bytes
         free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
         per_sequence = -(-max_model_len // spec.block_size)

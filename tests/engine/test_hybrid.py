@@ -12,6 +12,8 @@ from outrider.engine.preflight import preflight
 from outrider.errors import ConfigError
 from outrider.scheduler.loop import OverlapLoop
 from outrider.workers.group import LocalGroup
+from outrider.workers.model.family import recurrent
+from outrider.workers.ops.recurrent import recur_by_chunks
 
 from ..helpers import mtp
 from ..helpers.engines import complete, engine_of, random_prompts
@@ -158,3 +160,62 @@ def test_its_own_mtp_module(tmp_path, monkeypatch, overlaps, options):
         found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
         assert sum(each.usage.num_accepted_tokens for each in last.values()) > 0
     assert found == expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cached_prefixes_begin_at_checkpoints(hybrid, trees, size):
+    """Of prompts that begin alike, the first keeps the end of its own, the second the fork."""
+    folder, _ = hybrid("qwen3_5")
+    stem = random_prompts(1, VOCAB, seed=9, longest=2)[0] + list(range(2, 42))
+    prompts = [[*stem, *end] for end in ([3] * 5, [4] * 9, [5] * 6, [6], [7] * 20)]
+    texts = greedy_texts(folder, prompts, NUM_TOKENS)
+    expected = {str(index): text for index, text in enumerate(texts)}
+    options = {**SMALL, "num_kv_blocks": 200, "tensor_parallel_size": size}
+    with engine_of(folder, trees("qwen3_5", 5), **options) as engine:
+        for at_once in (1, 5):
+            found, last = complete(engine, prompts, at_once=at_once, max_tokens=NUM_TOKENS)
+            assert found == expected
+            hits = [last[str(index)].num_cached_tokens for index in range(5)]
+            if at_once == 1:
+                assert hits == [0, 0, 40, 40, 40]
+        assert hits == [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_fuzz_of_cached_prefixes(hybrid, trees, monkeypatch, seed):
+    """Few checkpoints, prompts with common beginnings, preemption, several turns."""
+    folder, outputs = hybrid(list(KINDS)[seed % 2])
+    rng = np.random.default_rng(100 + seed)
+    prompts, expected = [], {}
+    for _ in range(24):
+        index = int(rng.integers(len(PROMPTS)))
+        count = int(rng.integers(0, 30))
+        expected[str(len(prompts))] = outputs[str(index)][count:][:10]
+        prompts.append([*PROMPTS[index], *outputs[str(index)][:count]])
+    monkeypatch.setattr(LocalGroup, "is_concurrent", bool(seed % 3))
+    options = {
+        "block_size": int(rng.choice([1, 2, 4, 8])),
+        "max_num_batched_tokens": int(rng.integers(8, 80)),
+        "max_num_seqs": int(rng.integers(1, 9)),
+        "tensor_parallel_size": int(rng.choice([1, 2])),
+    }
+    options["num_kv_blocks"] = int(rng.integers(110, 300)) // options["block_size"]
+    section = trees(list(KINDS)[seed % 2], seed) if seed % 4 else None
+    with engine_of(folder, section, **options) as engine:
+        at_once = int(rng.integers(1, 9))
+        found, last = complete(engine, prompts, at_once=at_once, max_tokens=10)
+        assert found == expected
+        engine._loop.scheduler.check()
+        assert sum(each.num_cached_tokens for each in last.values()) > 0
+
+
+def test_by_chunks(hybrid, trees, monkeypatch):
+    """The recurrence of devices without the compiled scan."""
+    monkeypatch.setattr(recurrent, "recur", recur_by_chunks)
+    folder, expected = hybrid("qwen3_next")
+    with engine_of(folder, trees("qwen3_next", 2), **{**SMALL, "num_kv_blocks": 200}) as engine:
+        for _ in range(2):  # with cached prefixes
+            found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
+            assert found == expected
+        assert sum(each.num_cached_tokens for each in last.values()) > 0

@@ -89,18 +89,22 @@ class PagedModel:
         block_size: int,
         extra_layers: Sequence[KVShape] = (),
         num_seats: int = 1,
+        num_checkpoints: int = 0,
     ) -> KVCache:
         """An empty cache; a colocated head's layers come after the target's, in the same blocks.
 
         Args:
             num_seats: sequences at once, where layers keep states.
+            num_checkpoints: further states.
         """
         shapes = (*self.kv_shapes, *extra_layers)
         device, dtype = self.device, self.info.dtype
         states = None
         if self.keeps_states:
             num_slots, kept = num_blocks * block_size, self.runner.state_shapes
-            states = StateCache(kept, num_slots, block_size, dtype, device, num_seats)
+            states = StateCache(
+                kept, num_slots, block_size, dtype, device, num_seats, num_checkpoints
+            )
         return KVCache(shapes, num_blocks, block_size, dtype, device, states)
 
     @property
