@@ -29,6 +29,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5": {"model_type": "qwen3_5_text"},
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_head": 8,
+        "attention_multiplier": 0.25,
+    },
 }
 
 
@@ -44,8 +55,7 @@ def write_hybrid(folder: Path, kind: str) -> str:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        **DELTA,
+        **({} if kind == "granite4" else {"head_dim": 16, **DELTA}),
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         max_position_embeddings=512,
         initializer_range=0.3,

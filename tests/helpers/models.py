@@ -79,7 +79,11 @@ def write_guessable(folder: Path, num_layers: int = 6, others: float = 0.06, **k
 BLOCK = 4
 CPU = torch.device("cpu")
 NOT_OF_THE_FAMILY = ("gpt_neox", "gpt2", "qwen2_moe", "cohere2")
-RECURRENT = ("qwen3_next_hybrid", "qwen3_5", "qwen3_5_moe")  # which the bridge does not serve
+# Which the bridge does not serve:
+RECURRENT = (
+    *("qwen3_next_hybrid", "qwen3_5", "qwen3_5_moe"),
+    *("bamba", "granite4", "granite4_moe"),
+)
 TABLES = [[9, 2, 14, 5, 0, 7, 21, 11, 17], [3, 8, 1, 19, 6, 12, 4, 16]]
 
 

@@ -74,7 +74,8 @@ KINDS = {
     "deepseek_v3": {**TARGETS["deepseek"], "rope_parameters": YARN},
     "deepseek_v3-halves": {**TARGETS["deepseek"], "rope_interleave": False, "n_shared_experts": 2},
 }
-NOT_OF_HEADS = {*REFUSED, "gpt_oss"} & set(spec._READERS)  # gpt-oss: sinks
+# gpt-oss: sinks; the last two: no such modules are known
+NOT_OF_HEADS = {*REFUSED, "gpt_oss", "bamba", "granitemoehybrid"} & set(spec._READERS)
 
 
 def test_every_architecture_of_the_family_is_here():

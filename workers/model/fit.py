@@ -154,6 +154,15 @@ def state_bytes(config: Any, dtype: torch.dtype, size: int) -> int:
     """What a rank's recurrent layers keep of one sequence."""
     if not (layers := recurrent_layers(config)):
         return 0
+    if hasattr(config, "mamba_d_state"):  # whole on every rank
+        shape = StateShape(
+            config.mamba_n_groups,
+            config.mamba_n_heads,
+            config.mamba_d_state,
+            config.mamba_d_head,
+            config.mamba_d_conv,
+        )
+        return len(layers) * shape.num_bytes(dtype)
     heads = config.linear_num_key_heads
     share = size if heads % size == 0 else 1
     shape = StateShape(

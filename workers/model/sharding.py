@@ -21,6 +21,7 @@ from ..collective import Collective
 from .info import Heads, Range, split
 
 COLUMN = ("gate_proj", "up_proj")
+DOWN = ("down_proj", "output_linear")
 QUERY = ("q_proj", "q_b_proj", "kv_b_proj")
 KEY_VALUE = ("k_proj", "v_proj")
 
@@ -59,9 +60,9 @@ def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> Sha
         children = dict(module.named_children())
         if isinstance(children.get("o_proj"), nn.Linear) and _shards_heads(children, heads):
             planner.attention(name, module)
-        elif hasattr(module, "A_log") and isinstance(children.get("conv1d"), nn.Conv1d):
+        elif hasattr(module, "A_log") and hasattr(module, "num_k_heads"):
             planner.recurrent(name, module)
-        elif isinstance(children.get("down_proj"), nn.Linear):
+        elif any(isinstance(children.get(key), nn.Linear) for key in DOWN):
             planner.mlp(name, children)
         elif hasattr(module, "is_transposed") and hasattr(module, "down_proj"):
             planner.experts(name, module)
@@ -167,9 +168,9 @@ class _Planner:
             path = f"{name}.{key}"
             if key in COLUMN:
                 self._cut_rows(path, child, self._share(child.out_features, path))
-            elif key == "gate_up_proj":
+            elif key in ("gate_up_proj", "input_linear"):
                 self._cut_rows(path, child, *self._halves(child.out_features, path))
-            elif key == "down_proj":
+            elif key in DOWN:
                 self._cut_columns(path, child)
 
     def experts(self, name: str, module: Any) -> None:

@@ -32,6 +32,14 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "tied": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True},
@@ -107,6 +115,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **MOE,
         **DELTA,
         "linear_conv_kernel_dim": 3,
+    },
+    "bamba": {
+        "model_type": "bamba",
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        **MAMBA,
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_intermediate_size": 24,
+        "num_local_experts": 0,
+        "mamba_proj_bias": True,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.0,
+        "embedding_multiplier": 3.0,
+        **MAMBA,
+    },
+    "granite4_moe": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "position_embedding_type": "rope",
+        **MAMBA,
+        "mamba_n_groups": 1,
     },
     "glm4_moe": {
         "model_type": "glm4_moe",

@@ -168,14 +168,24 @@ def build_mlp(builder: Builder, module: Any, name: str) -> GatedUnit | MixtureBl
     return _gated_unit(builder, module, builder.reduce(f"{name}.down_proj"))
 
 
+def build_shared(builder: Builder, layer: Any, name: str) -> GatedUnit | MixtureBlock:
+    """The shared block of Granite 4's layers, alone or beside routed experts."""
+    routed, shared = layer.block_sparse_moe, layer.shared_mlp
+    if routed is None:
+        reduce = builder.reduce(f"{name}.shared_mlp.output_linear")
+        return _gated_unit(builder, shared, reduce)
+    return _mixture(builder, routed, f"{name}.block_sparse_moe", shared)
+
+
 def _gated_unit(builder: Builder, module: Any, reduce: Reduce) -> GatedUnit:
-    fused = getattr(module, "gate_up_proj", None)
+    fused = getattr(module, "gate_up_proj", getattr(module, "input_linear", None))
     linears = (module.gate_proj, module.up_proj) if fused is None else (fused,)
-    gate_up, down = builder.pack(*linears), builder.pack(module.down_proj)
+    last = getattr(module, "down_proj", getattr(module, "output_linear", None))
+    gate_up, down = builder.pack(*linears), builder.pack(last)
     return GatedUnit(builder.ops, gate_up, down, builder.spec.gate, reduce)
 
 
-def _mixture(builder: Builder, module: Any, name: str) -> MixtureBlock:
+def _mixture(builder: Builder, module: Any, name: str, beside: Any = None) -> MixtureBlock:
     spec = builder.spec
     if spec.router is None:
         raise ValueError(f"{name} has experts, its configuration describes no router")
@@ -186,7 +196,7 @@ def _mixture(builder: Builder, module: Any, name: str) -> MixtureBlock:
     correction = getattr(gate, "e_score_correction_bias", None)
     if correction is not None:
         router = replace(router, correction=correction.detach().float().clone())
-    shared = getattr(module, "shared_experts", None) or getattr(module, "shared_expert", None)
+    shared = getattr(module, "shared_experts", None) or getattr(module, "shared_expert", beside)
     shared_gate = getattr(module, "shared_expert_gate", None)
     reduce = builder.reduce(f"{name}.experts")
     return MixtureBlock(

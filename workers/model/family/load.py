@@ -26,16 +26,19 @@ from .decoder import (
     AttentionBlock,
     Builder,
     FamilyModel,
+    GatedUnit,
     Layer,
+    MixtureBlock,
     Rope,
     StateBlock,
     build_mlp,
+    build_shared,
     halves,
     joined_weight,
     read_ropes,
 )
 from .latent import build_latent, selected
-from .recurrent import build_delta
+from .recurrent import build_delta, build_mamba
 from .spec import FamilySpec, Placement
 
 
@@ -56,13 +59,15 @@ def build_family(
     base = getattr(model, model.base_model_prefix, None) or model.model
     prefix = next(name for name, module in model.named_modules() if module is base)
     builder = Builder(spec, ops, plan, collective, adapters)
-    ropes = read_ropes(base.rotary_emb, spec.rope_kinds)
+    rotary = base.rotary_emb  # None: nothing is rotated
+    ropes = {} if rotary is None else read_ropes(rotary, spec.rope_kinds)
     adapted = layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
     if adapters is not None:
         adapters.finish()
         layers = [without_adapters(each) for each in adapted]
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    norm, whole = builder.norm(base.norm), output.forward
+    last = base.norm if hasattr(base, "norm") else base.final_layernorm
+    norm, whole = builder.norm(last), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
     unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
     ends = (embedding, unembed, shard)
@@ -86,9 +91,9 @@ def build_layers(
     layers = []
     for index, module in enumerate(base.layers):
         name = f"{prefix}{names[id(module)]}"
-        if (mixer := getattr(module, "linear_attn", None)) is not None:
-            block = build_delta(builder, mixer, f"{name}.linear_attn")
-            layers.append(_layer(builder, module, name, block))
+        state = _state_block(builder, module, name)
+        if state is not None:
+            layers.append(_layer(builder, module, name, state))
             base.layers[index] = nn.Identity()
             continue
         kind = spec.rope_kinds[index] if spec.rope_kinds else ""
@@ -105,6 +110,14 @@ def build_layers(
     return layers
 
 
+def _state_block(builder: Builder, module: Any, name: str) -> StateBlock | None:
+    """What the layer has in place of attention."""
+    if (mixer := getattr(module, "linear_attn", None)) is not None:
+        return build_delta(builder, mixer, f"{name}.linear_attn")
+    mixer = getattr(module, "mamba", None)
+    return None if mixer is None else build_mamba(builder, mixer)
+
+
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 _NORMS: dict[Placement, tuple[str | None, ...]] = {
     Placement.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -117,13 +130,18 @@ _NORMS: dict[Placement, tuple[str | None, ...]] = {
 def _layer(
     builder: Builder, module: Any, name: str, attention: AttentionBlock | StateBlock
 ) -> Layer:
-    leaf = "feed_forward" if hasattr(module, "feed_forward") else "mlp"
-    mlp = build_mlp(builder, getattr(module, leaf), f"{name}.{leaf}")
+    mlp: GatedUnit | MixtureBlock
+    if hasattr(module, "shared_mlp"):
+        mlp = build_shared(builder, module, name)
+    else:
+        leaf = "feed_forward" if hasattr(module, "feed_forward") else "mlp"
+        mlp = build_mlp(builder, getattr(module, leaf), f"{name}.{leaf}")
     norms = [
         None if each is None else builder.norm_or_none(module, each)
         for each in _NORMS[builder.spec.placement]
     ]
-    return Layer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
+    before_mlp = norms[2] or builder.norm_or_none(module, "pre_ff_layernorm")
+    return Layer(norms[0], attention, norms[1], before_mlp, mlp, norms[3])
 
 
 def build_attention(

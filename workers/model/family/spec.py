@@ -105,6 +105,16 @@ def _granite(config: Any, spec: FamilySpec) -> FamilySpec:
     )
 
 
+def _granite_hybrid(config: Any, spec: FamilySpec) -> FamilySpec:
+    """Granite 4; without positions, unless the configuration says otherwise."""
+    spec = _granite(config, spec)
+    if config.position_embedding_type != "rope":
+        spec = replace(spec, rotated=(False,) * config.num_hidden_layers)
+    if not config.num_local_experts:
+        return spec
+    return replace(spec, router=Router(config.num_experts_per_tok, Scoring.SOFTMAX_OF_TOP))
+
+
 def _gemma(config: Any, spec: FamilySpec) -> FamilySpec:
     several = "rope_type" not in config.rope_parameters
     return replace(
@@ -202,6 +212,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "smollm3": _smollm3,
     "mixtral": _softmax_router,
     "qwen3_moe": _softmax_router,
+    "bamba": _plain,
+    "granitemoehybrid": _granite_hybrid,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_next,
@@ -213,4 +225,6 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
 }
 """How each model type's configuration is read; every type here has a test of equality."""
 
-_RECURRENT = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+_RECURRENT = frozenset(
+    {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granitemoehybrid"}
+)
