@@ -4,13 +4,17 @@
     python -m outrider.bench.models mixture FOLDER
     python -m outrider.bench.models latent FOLDER
     python -m outrider.bench.models wide-heads FOLDER
+    python -m outrider.bench.models padded FOLDER
 
 *random* has the demo's tokenizer, so that every token is text; only figures without speculation
 mean anything with it. *mixture* and *latent* are random as well, of 57M parameters: Qwen3-MoE, and
 DeepSeek-V3 with latent attention; 16 experts, of which a row takes four. *wide-heads* is the demo
 target with heads of 64 instead of 40 dimensions, for engines whose attention has no 40: the same
 function, up to rounding. Rotary pairs keep their frequencies (theta to the power of 64/40), the
-added dimensions are zero, and the queries carry the difference of the softmax scales.
+added dimensions are zero, and the queries carry the difference of the softmax scales. *padded* is
+the demo's target with 24 more layers and its draft model with 4 more (`target/`, `draft/`), which
+compute as the others do and add nothing: the same texts, with a draft that takes about half of a
+verification.
 """
 
 from __future__ import annotations
@@ -106,6 +110,34 @@ def wide_heads(folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def padded(folder: Path, target_layers: int = 24, draft_layers: int = 4) -> int:
+    """Writes target and draft model with layers whose outputs are zero; the target's parameters."""
+    _pad(_TARGET.with_name("draft"), folder / "draft", draft_layers)
+    return _pad(_TARGET, folder / "target", target_layers)
+
+
+def _pad(source: Path, folder: Path, num_layers: int) -> int:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig.from_pretrained(source)
+    state = dict(LlamaForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict())
+    first = config.num_hidden_layers
+    for name, weight in list(state.items()):
+        if name.startswith("model.layers.0."):
+            is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            for layer in range(first, first + num_layers):
+                place = name.replace("layers.0.", f"layers.{layer}.")
+                state[place] = torch.zeros_like(weight) if is_last else weight
+    config.num_hidden_layers = first + num_layers
+    config.layer_types = None
+    model: Any = LlamaForCausalLM(config)
+    model.load_state_dict(state)
+    config.dtype = torch.bfloat16
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _copy_tokenizer(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _spread(
     weight: Tensor,  # [num_heads * narrow, width]
     narrow: int,
@@ -142,6 +174,7 @@ def main() -> None:
             v_head_dim=64,
         ),
         "wide-heads": wide_heads,
+        "padded": padded,
     }  # fmt: skip
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("folder", type=Path)

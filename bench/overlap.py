@@ -1,34 +1,57 @@
-"""Steps that overlap with the workers against steps that wait for them: `overlap_scheduling`.
+"""What overlaps with a step: the engine's own work (`overlap_scheduling`), and drafting.
 
     python -m outrider.bench.overlap [--model FOLDER] [--streams 1 8 32] [--rounds 10]
+    python -m outrider.bench.overlap --drafts --model FOLDER --draft-model FOLDER
 
-Two engines over Ray, one of each kind, take turns on the same prompts, plain and greedy.
+The first compares steps that overlap with the workers with steps that wait for them: two engines
+over Ray, one of each kind, take turns on the same prompts, plain and greedy.
+
+The second compares ways to draft with a draft model: in the target's workers, in workers of its
+own, and there with a speculation cache, which prepares drafts while the target verifies. Each
+worker has one thread; engines whose drafter has no core of its own run with two as well. The demo
+target is too fast for its draft model: `bench/models.py` writes a padded one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 from ..cluster.backend import LLM
 from ..scheduler.sampling import SamplingParams
+from .drafters import MODELS
+from .measure import ratio_of_rounds
+from .prompts import load_prompts
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
+_MODEL: dict[str, Any] = {"decoding_type": "DraftTarget", "speculative_model": ""}
+_COLOCATED = {**_MODEL, "placement": "colocated"}
+# Section, and threads of a worker.
+CONTENDERS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain, 1 core": ({"decoding_type": "None"}, 1),
+    "plain, 2 cores": ({"decoding_type": "None"}, 2),
+    "colocated, 1 core": (_COLOCATED, 1),
+    "colocated, 2 cores": (_COLOCATED, 2),
+    "separate, 1 + 1": (_MODEL, 1),
+    "with a cache, 1 + 1": ({**_MODEL, "speculation_cache": {}}, 1),
+    "with a cache, no waiting, 1 + 1": ({**_MODEL, "speculation_cache": {"on_miss": "none"}}, 1),
+}
 
 
-def main() -> None:
-    """Prints a row per number of streams."""
-    parser = argparse.ArgumentParser(prog="python -m outrider.bench.overlap")
-    parser.add_argument("--model", default=str(DEMO))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
-    sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+_TITLES = (
+    *("streams", "contender", "tokens/s", "to plain on as many cores", "tokens/step"),
+    *("drafting / verifying", "waited, ms/step", "hidden", "hits"),
+)
+
+
+def steps(options: argparse.Namespace) -> None:
+    """Prints a row per number of streams: steps that overlap, and steps that wait."""
+    sampling = _sampling(options.tokens)
     engines = {
         overlaps: LLM(options.model, dtype=options.dtype, overlap_scheduling=overlaps)
         for overlaps in (True, False)
@@ -45,15 +68,121 @@ def main() -> None:
                 engine.generate(prompts, sampling, use_tqdm=False)
                 if turn:
                     times[overlaps].append((time.perf_counter() - start) * 1e3 / options.tokens)
-        ratios = sorted(one / other for one, other in zip(times[True], times[False], strict=True))
+        ratio = ratio_of_rounds(times[True], times[False])
         medians = [statistics.median(times[overlaps]) for overlaps in (True, False)]
-        out.write(
-            f"| {num_streams} | {medians[0]:.2f} | {medians[1]:.2f} | "
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |\n"
-        )
+        out.write(f"| {num_streams} | {medians[0]:.2f} | {medians[1]:.2f} | {ratio} |\n")
         out.flush()
     for engine in engines.values():
         engine.close()
+
+
+def drafts(options: argparse.Namespace) -> None:
+    """Prints a row per number of streams and way to draft."""
+    out = sys.stdout
+    out.write(f"| {' | '.join(_TITLES)} |\n|{'---|' * len(_TITLES)}\n")
+    texts = load_prompts(None, 64)
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                LLM(
+                    options.model,
+                    dtype=options.dtype,
+                    max_num_seqs=max(options.streams),
+                    num_kv_blocks=64 * max(options.streams) // 2 + 64,
+                    enable_prefix_caching=False,
+                    resources={"cpus_per_worker": 0, "threads_per_worker": threads},
+                    speculative_config={**section, **_given(section, options)},
+                )
+            )
+            for name, (section, threads) in CONTENDERS.items()
+        }
+        for num_streams in options.streams:
+            speeds: dict[str, list[float]] = {name: [] for name in engines}
+            parts: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+            for turn in range(options.rounds + 1):  # the first warms up
+                first = turn * num_streams  # other prompts in every round
+                places = [(first + index) % len(texts) for index in range(num_streams)]
+                prompts = [texts[place] for place in places]
+                for name, engine in engines.items():
+                    speed, found = _round(engine, prompts, options.tokens)
+                    if turn:
+                        speeds[name].append(speed)
+                        parts[name].append(found)
+            for name in engines:
+                out.write(f"| {num_streams} | {name} | {_row(name, speeds, parts[name])} |\n")
+                out.flush()
+
+
+def _given(section: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a contender's section."""
+    if "speculative_model" not in section:
+        return {}
+    given = {"max_draft_len": options.draft_len, "speculative_model": options.draft_model}
+    for key in section.keys() & {"speculation_cache"}:
+        given[key] = {**section[key], **options.cache}
+    return given
+
+
+def _sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _round(engine: LLM, prompts: Sequence[Any], num_tokens: int) -> tuple[float, dict[str, float]]:
+    """Tokens per second, and what the engine counted meanwhile."""
+    before = _counts(engine)
+    start = time.perf_counter()
+    engine.generate(prompts, _sampling(num_tokens), use_tqdm=False)
+    wall_s = time.perf_counter() - start
+    after = _counts(engine)
+    return len(prompts) * num_tokens / wall_s, {name: after[name] - before[name] for name in after}
+
+
+def _counts(engine: LLM) -> dict[str, float]:
+    """Of the steps, and of the speculation cache; a cache's draft time is the model's own."""
+    stats = engine.stats()
+    steps, found = stats["steps"], {}
+    for name in ("num_steps", "num_sampled", "propose_ms", "forward_ms"):
+        found[name] = steps[name]
+    found["num_tokens"] = stats["requests"]["num_output_tokens"]
+    for drafter in stats["drafters"].values():
+        cache = drafter.get("speculation_cache") or {}
+        for name in ("draft_ms", "hidden_ms", "num_hits", "num_lookups"):
+            found[name] = cache.get(name, 0.0)
+    return found
+
+
+def _row(name: str, speeds: dict[str, list[float]], parts: list[dict[str, float]]) -> str:
+    """The cells of one contender: medians and ratios of rounds, totals of all rounds."""
+    plain = "plain, 1 core" if name.endswith("1 core") else "plain, 2 cores"
+    total = {key: sum(part.get(key, 0.0) for part in parts) for key in parts[0]}
+    drafted_ms = total.get("draft_ms") or total["propose_ms"]
+    has_cache, drafts = bool(total.get("num_lookups")), not name.startswith("plain")
+    cells = [
+        f"{statistics.median(speeds[name]):.0f}",
+        str(ratio_of_rounds(speeds[name], speeds[plain])),
+        f"{total['num_tokens'] / total['num_sampled']:.2f}",
+        f"{drafted_ms / total['forward_ms']:.2f}" if drafts else "-",
+        f"{total['propose_ms'] / total['num_steps']:.2f}" if drafts else "-",
+        f"{total['hidden_ms'] / total['draft_ms']:.0%}" if has_cache else "-",
+        f"{total['num_hits'] / total['num_lookups']:.0%}" if has_cache else "-",
+    ]
+    return " | ".join(cells)
+
+
+def main() -> None:
+    """Prints the table that is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m outrider.bench.overlap")
+    parser.add_argument("--model", default=str(MODELS / "target"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--drafts", action="store_true", help="compare ways to draft")
+    parser.add_argument("--draft-model", default=str(MODELS / "draft"))
+    parser.add_argument("--draft-len", type=int, default=4)
+    parser.add_argument("--cache", type=json.loads, default={}, help="its section, as JSON")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    (drafts if options.drafts else steps)(options)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,42 @@ def test_a_stopped_draft_worker_costs_speed_only(cluster, tiny, plain):
 
 
 @pytest.mark.slow
+def test_a_drafter_with_a_cache_is_killed_and_stopped_again_and_again(cluster, tiny, plain):
+    """At other places of the requests each time; no error, no other token, and it drafts again."""
+    cache = {"outcomes": 8, "adaptive": False}
+    section = {**draft_section(tiny), "draft_timeout_s": 0.5, "speculation_cache": cache}
+    options = {"executor": "ray", "step_timeout_s": 10_000, "heartbeat_timeout_s": 10_000}
+    with engine_of(tiny.target, section, **options) as engine:
+        group = engine._drafting.drafter._model._group
+
+        def counts() -> dict:
+            return engine.stats()["drafters"]["draft_target"]
+
+        def hits_again() -> bool:
+            before = counts()["speculation_cache"]["num_hits"]
+            assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+            return counts()["speculation_cache"]["num_hits"] > before
+
+        assert hits_again()
+        for round_ in range(6):
+            process, faults = process_of(group), counts()["faults"]
+            strike = (kill, stop)[round_ % 2]
+
+            def struck(count, delta, strike=strike, process=process, place=3 + 4 * round_):
+                if count == place:
+                    strike(process)
+
+            outputs, last = complete(engine, PROMPTS, on_delta=struck, **SAMPLED)
+            assert outputs == plain
+            assert {delta.finish_reason for delta in last.values()} == {"length"}
+            assert counts()["faults"] > faults
+            if strike is stop:
+                os.kill(process, signal.SIGCONT)
+            wait_for(hits_again)
+        assert engine.stats()["num_restarts"] == 0
+
+
+@pytest.mark.slow
 def test_a_head_comes_back_with_its_rank(cluster, tiny, plain, tmp_path):
     heads = write_medusa(tmp_path, medusa_tensors(tiny.target, 3), "safetensors")
     section = {"method": "medusa", "model": heads, "num_speculative_tokens": 3}

@@ -63,3 +63,12 @@ def test_what_the_cache_cannot_do_is_refused(tiny):
             EngineConfig.load(
                 {"model": tiny.target, "speculative_config": section_of(tiny.draft, **wrong)}
             )
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_by_name(tiny):
+    with (
+        pytest.raises(ConfigError, match="vocabulary") as caught,
+        engine_of(tiny.target, section_of(tiny.other_vocabulary)),
+    ):
+        pass
+    assert caught.value.field == "speculative_config.speculative_model"
