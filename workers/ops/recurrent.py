@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..states import MAX_SAVES, Lines, StateShape
-from .kernels import compiled
+from .kernels import compiled, inlined
 
 CHUNK = 64
 _EPS = 1e-6  # below the root of a key's length
@@ -83,6 +83,52 @@ _CUBES: Any = types.float32[:, :, ::1]
 _INTS: Any = types.int32[::1]
 
 
+@inlined
+def _normed(inputs, row, begin, size, factor, is_delta, out):  # type: ignore[no-untyped-def]
+    """A query or a key, of length `factor` in the delta rule."""
+    if is_delta:
+        squares = np.float32(0)
+        for i in range(size):
+            squares += inputs[row, begin + i] * inputs[row, begin + i]
+        factor = factor / np.sqrt(squares + np.float32(1e-6))
+    for i in range(size):
+        out[i] = inputs[row, begin + i] * factor
+
+
+@inlined
+def _recall(state, key, decay, out):  # type: ignore[no-untyped-def]
+    """What the decayed state holds of a key."""
+    out[:] = np.float32(0)
+    for i in range(len(key)):
+        factor = key[i] * decay
+        for j in range(len(out)):
+            out[j] += state[i, j] * factor
+
+
+@inlined
+def _advance(state, key, query, decay, update, out):  # type: ignore[no-untyped-def]
+    """In place: the compiler could not tell that a state that is read is the one written."""
+    out[:] = np.float32(0)
+    for i in range(len(key)):
+        first, second = key[i], query[i]
+        for j in range(len(out)):
+            value = state[i, j] * decay + first * update[j]
+            state[i, j] = value
+            out[j] += value * second
+
+
+@inlined
+def _branch(state, new, key, query, decay, update, out):  # type: ignore[no-untyped-def]
+    """Into another state."""
+    out[:] = np.float32(0)
+    for i in range(len(key)):
+        first, second = key[i], query[i]
+        for j in range(len(out)):
+            value = state[i, j] * decay + first * update[j]
+            new[i, j] = value
+            out[j] += value * second
+
+
 @cache
 def scan_kernel() -> Any:
     """Compiled when the first model with such layers is loaded."""
@@ -101,10 +147,12 @@ def scan_kernel() -> Any:
         group = num_heads // num_key_heads
         first_key, first_value = num_key_heads * key_dim, 2 * num_key_heads * key_dim
         query, key = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
-        update = np.empty(value_dim, np.float32)
+        update, read = np.empty(value_dim, np.float32), np.empty(value_dim, np.float32)
+        query_factor = np.float32(1)
+        if is_delta:
+            query_factor = np.float32(1) / np.sqrt(np.float32(key_dim))
         for seq in range(len(seats)):
             begin, length = starts[seq], num_line[seq]
-            first_node = node_starts[seq]
             for head in range(num_heads):
                 line = matrices[seats[seq], head]
                 if sources[seq] < 0:
@@ -112,47 +160,25 @@ def scan_kernel() -> Any:
                 elif sources[seq] != seats[seq]:
                     line[:] = matrices[sources[seq], head]
                 for place in range(starts[seq + 1] - begin):
-                    row = order[begin + place]
-                    old, new = line, line
-                    if place >= length:
-                        node = place - length
-                        new = scratch[node]
-                        parent = parents[first_node + node]
-                        if parent >= 0:
-                            old = scratch[parent]
-                    query_begin = head // group * key_dim
-                    query_factor = key_factor = np.float32(1)
-                    if is_delta:
-                        queries = keys = np.float32(0)
-                        for i in range(key_dim):
-                            value = inputs[row, query_begin + i]
-                            queries += value * value
-                            value = inputs[row, first_key + query_begin + i]
-                            keys += value * value
-                        eps = np.float32(1e-6)
-                        root = np.sqrt(np.float32(key_dim))
-                        query_factor = np.float32(1) / (np.sqrt(queries + eps) * root)
-                        key_factor = np.float32(1) / np.sqrt(keys + eps)
-                    for i in range(key_dim):
-                        query[i] = inputs[row, query_begin + i] * query_factor
-                        key[i] = inputs[row, first_key + query_begin + i] * key_factor
+                    row, node = order[begin + place], place - length
+                    state = line
+                    if node >= 0 and parents[node_starts[seq] + node] >= 0:
+                        state = scratch[parents[node_starts[seq] + node]]
+                    first = head // group * key_dim
+                    _normed(inputs, row, first, key_dim, query_factor, is_delta, query)
+                    _normed(inputs, row, first_key + first, key_dim, np.float32(1), is_delta, key)
                     decay = np.float32(math.exp(rates[row, 0, head]))
-                    strength = rates[row, 1, head]
-                    value_begin = first_value + head * value_dim
                     update[:] = np.float32(0)
                     if is_delta:
-                        for i in range(key_dim):
-                            factor = key[i] * decay
-                            for j in range(value_dim):
-                                update[j] += old[i, j] * factor
+                        _recall(state, key, decay, update)
+                    first = first_value + head * value_dim
                     for j in range(value_dim):
-                        update[j] = (inputs[row, value_begin + j] - update[j]) * strength
-                        out[row, head, j] = np.float32(0)
-                    for i in range(key_dim):
-                        for j in range(value_dim):
-                            state = old[i, j] * decay + key[i] * update[j]
-                            new[i, j] = state
-                            out[row, head, j] += state * query[i]
+                        update[j] = (inputs[row, first + j] - update[j]) * rates[row, 1, head]
+                    if node < 0:
+                        _advance(line, key, query, decay, update, read)
+                    else:
+                        _branch(state, scratch[node], key, query, decay, update, read)
+                    out[row, head, :] = read
                     for column in range(saves.shape[1]):
                         if saves[seq, column] >= 0 and save_lens[seq, column] == place + 1:
                             matrices[saves[seq, column], head] = line
