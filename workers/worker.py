@@ -420,8 +420,8 @@ class Worker:
         if (sizes := self._device_step(0)) is not None:
             free_bytes -= reserved_bytes(sizes, self._models["target"].info, self._collective.size)
             free_bytes -= self._head.spare_bytes() if self._head else 0
-        state_bytes = 0
-        if self._spec.target is not None:
+        state_bytes = 0  # on a CPU, `kv_cpu_bytes` is for keys and values alone
+        if self._spec.target is not None and self._device.type == "cuda":
             num_states = self._spec.target.max_num_seqs + self._spec.target.num_checkpoints
             state_bytes = num_states * self._models["target"].state_bytes
         free_bytes -= state_bytes

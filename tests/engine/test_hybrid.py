@@ -9,7 +9,7 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, WorkerDiedError
 from outrider.scheduler.loop import OverlapLoop
 from outrider.workers.group import LocalGroup
 from outrider.workers.model.family import recurrent
@@ -219,3 +219,22 @@ def test_by_chunks(hybrid, trees, monkeypatch):
             found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
             assert found == expected
         assert sum(each.num_cached_tokens for each in last.values()) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_die_and_requests_are_replayed(hybrid, trees, size):
+    folder, expected = hybrid("qwen3_next")
+    options = {**SMALL, "tensor_parallel_size": size, "max_restarts": 4}
+    with engine_of(folder, trees("qwen3_next", 4), **options) as engine:
+        group = engine._host.target_group
+        call, calls = group.call, []
+
+        def dies_at_times(message):
+            calls.append(message)
+            if len(calls) in (9, 14, 40):
+                raise WorkerDiedError("gone")
+            return call(message)
+
+        group.call = dies_at_times
+        assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
+        assert engine.stats()["num_restarts"] == 3
