@@ -47,6 +47,7 @@ def show_report(report: dict[str, Any]) -> None:
         f"temperature {settings['sampling']['temperature']}, dtype {settings['engine']['dtype']}, "
         f"executor {settings['engine']['executor']}, "
         f"{settings['engine']['tensor_parallel_size']} rank(s)"
+        f"{' a stage' * (settings['engine'].get('pipeline_parallel_size', 1) > 1)}"
     )
     for title, columns, cells in _TABLES:
         shown = [

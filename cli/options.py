@@ -52,6 +52,7 @@ SPELLINGS = {
     "seed": ("--seed", "-s"),
     "max_tokens": ("--max-tokens", "-n"),
     "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
+    "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
     "max_num_seqs": ("--max-num-seqs", "-np"),
     "draft_model": ("--draft-model", "-md"),
     "lookup_cache_static": ("--lookup-cache-static", "-lcs"),

@@ -268,7 +268,7 @@ def _announce(config: EngineConfig, section: ServeConfig, url: str, model: str) 
         f"URL       {url}/v1\n"
         f"Model     {model} ({config.model})\n"
         f"Drafter   {drafter}\n"
-        f"Ranks     {config.tensor_parallel_size}\n"
+        f"Ranks     {config.num_ranks}\n"
         f"Replicas  {section.num_replicas}"
     )
     panel = Panel(Text(text), title="Outrider is ready", border_style="green", expand=False)

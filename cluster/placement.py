@@ -110,6 +110,20 @@ def bundle_of(cpus: float, gpus: float, kind: str | None) -> Bundle:
     return bundle or {"CPU": 0.001}
 
 
+def reserved_at_once(
+    bundle: Bundle, size: int, num_stages: int, totals: Sequence[Mapping[str, float]]
+) -> tuple[Bundle, int]:
+    """What a bundle of the group reserves, and for how many ranks.
+
+    Of several stages, one has a bundle, so that it is not spread over nodes; or a rank has, where
+    no node could ever hold a stage.
+    """
+    per_stage = size // num_stages
+    if num_stages == 1 or not any(_room(bundle, total) >= per_stage for total in totals):
+        return bundle, 1
+    return {name: count * per_stage for name, count in bundle.items()}, per_stage
+
+
 def strategy_of(
     bundle: Bundle, size: int, totals: Sequence[Mapping[str, float]], resources: ResourcesConfig
 ) -> str:
@@ -229,21 +243,23 @@ def _place(
     asked = needs(group.device, group.size, resources, num_gpus)
     bundle = bundle_of(*asked, accelerator(resources, drafts=group.drafts))
     totals = [each.node.total for each in left]
-    strategy = strategy_of(bundle, group.size, totals, resources)
-    rooms = {index: _room(bundle, each.free) for index, each in enumerate(left)}
+    reserved, per_bundle = reserved_at_once(bundle, group.size, group.num_stages, totals)
+    count = group.size // per_bundle
+    strategy = strategy_of(reserved, count, totals, resources)
+    rooms = {index: _room(reserved, each.free) for index, each in enumerate(left)}
     if strategy == "STRICT_PACK":
-        whole = [index for index, room in rooms.items() if room >= group.size]
-        order = sorted(whole, key=lambda index: rooms[index])[:1] * group.size
+        whole = [index for index, room in rooms.items() if room >= count]
+        order = sorted(whole, key=lambda index: rooms[index])[:1] * count
     else:
         order = [
             index
             for index in sorted(rooms, key=lambda index: (-rooms[index], index))
             for _ in range(rooms[index])
-        ][: group.size]
-    if len(order) < group.size:
-        plan.problems.append(_no_room(group, bundle, strategy, left, rooms))
+        ][:count]
+    if len(order) < count:
+        plan.problems.append(_no_room(group, bundle, strategy, left, per_bundle))
         return []
-    return [(left[index], left[index].take(bundle)) for index in order]
+    return [(left[index], left[index].take(bundle)) for index in order for _ in range(per_bundle)]
 
 
 def _no_room(
@@ -251,18 +267,19 @@ def _no_room(
     bundle: Bundle,
     strategy: str,
     left: list[_Left],
-    rooms: Mapping[int, int],
+    per_bundle: int,
 ) -> ConfigError:
     """Names the group, what it asks for, and what every node has left."""
     asked = ", ".join(f"{count:g} {name}" for name, count in bundle.items() if count != 0.001)
     kinds = [name.removeprefix(_KIND) for name in bundle if name.startswith(_KIND)]
     what = f"{group.size} rank{'s' * (group.size > 1)} of {asked or 'no CPU'} each"
     what += f" on nodes with {kinds[0]}" if kinds else ""
+    what += f", each stage of {per_bundle} on one node" if per_bundle > 1 else ""
     what += ", all on one node" if strategy == "STRICT_PACK" and group.size > 1 else ""
     have = "; ".join(
-        f"{each.node.name} ({each.node.kind}) has room for {rooms[index]}"
-        + (" now" if _room(bundle, each.node.total) > rooms[index] else "")
-        for index, each in enumerate(left)
+        f"{each.node.name} ({each.node.kind}) has room for {room}"
+        + (" now" if _room(bundle, each.node.total) > room else "")
+        for each, room in ((each, _room(bundle, each.free)) for each in left)
     )
     return ConfigError.at(group.field, f"no place for the {group.role}: {what}; {have}")
 

@@ -121,6 +121,7 @@ class Rank:
             self._spec.timeout_s,
             device,
             symmetric_memory=self._spec.symmetric_memory == "auto",
+            num_parts=self._spec.stages,
         )
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._worker = Worker(self._spec, collective, device, node, address)

@@ -58,7 +58,8 @@ def single_node_cpus() -> float:
 def place(
     spec: WorkerSpec, resources: ResourcesConfig, *, detached: bool = False
 ) -> PlacementGroup:
-    """One bundle a rank, on one node if that is possible at all; `detached` outlives its maker.
+    """One bundle a rank, or a stage of several, on one node if that is possible at all; `detached`
+    outlives its maker.
 
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
@@ -73,15 +74,17 @@ def place(
         )
     bundle = placement.bundle_of(num_cpus, num_gpus, accelerator(spec, resources))
     totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    strategy = placement.strategy_of(bundle, spec.size, totals, resources)
+    reserved, per_bundle = placement.reserved_at_once(bundle, spec.size, spec.stages, totals)
+    count = spec.size // per_bundle
+    strategy = placement.strategy_of(reserved, count, totals, resources)
     lifetime = "detached" if detached else None
-    bundles = [dict(bundle) for _ in range(spec.size)]
+    bundles = [dict(reserved) for _ in range(count)]
     group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
     if not group.wait(timeout_seconds=resources.placement_timeout_s):
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
         total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         remove_placement_group(group)
-        field = "tensor_parallel_size"
+        field = "pipeline_parallel_size" if spec.stages > 1 else "tensor_parallel_size"
         if spec.head_target is not None:
             field = "speculative_config.placement"
         elif spec.target is None:
@@ -104,7 +107,7 @@ class Formed:
     places: list[RankPlace] = field(default_factory=list)
     reports: list[WorkerReport] = field(default_factory=list)  # or of the ranks before them
     placement: PlacementGroup | None = None
-    devices: list[str | None] = field(default_factory=list)  # by bundle
+    devices: list[str | None] = field(default_factory=list)  # in the bundles' order
     generation: int = 0
 
 
@@ -194,8 +197,9 @@ class RankActors:
         self._load(places, node)
 
     def _actors(self, cpus: float, gpus: float) -> list[Any]:
-        """One actor per bundle, in the bundles' order."""
+        """One actor per rank, in the bundles' order."""
         assert self._formed.placement is not None
+        per_bundle = self._spec.size // self._formed.placement.bundle_count
         detached = {} if self._keeper is None else {"lifetime": "detached", "namespace": NAMESPACE}
         return [
             ray.remote(Rank)
@@ -206,7 +210,7 @@ class RankActors:
                 max_concurrency=4,
                 runtime_env={"env_vars": _ENV},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._formed.placement, placement_group_bundle_index=index
+                    self._formed.placement, placement_group_bundle_index=index // per_bundle
                 ),
             )
             .remote(self._spec, self._keeper)

@@ -128,6 +128,8 @@ class EngineConfig(Strict):
     max_lora_rank: int | None = Field(None, ge=1)
     """Largest rank that an adapter may have; default: any."""
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")
+    pipeline_parallel_size: int = Field(1, ge=1, le=64)
+    """Stages of the target's layers, of tensor_parallel_size ranks each."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and output together; default: the checkpoint's."""
     max_num_seqs: int = Field(64, ge=1, description="Requests that run at once.")
@@ -216,6 +218,22 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _stages_where_they_can_be(self) -> EngineConfig:
+        if self.pipeline_parallel_size == 1:
+            return self
+        key = "pipeline_parallel_size"
+        if self.forward == "bridge":
+            raise at_key(
+                key, f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'"
+            )
+        if self.takes_adapters:
+            raise at_key(
+                key,
+                f"{key}: not available with LoRA adapters; leave lora_modules and enable_lora out",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _chunk_holds_every_draft(self) -> EngineConfig:
         nodes = 1 + self.speculative_config.max_nodes
         if self.max_num_batched_tokens < nodes:
@@ -225,6 +243,11 @@ class EngineConfig(Strict):
                 f"step of {nodes} tokens (speculative_config.max_draft_len + 1)",
             )
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the target, of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def takes_adapters(self) -> bool:

@@ -132,7 +132,9 @@ class Engine:
                 target.num_blocks,
                 max_model_len,
                 tree_drafts=drafting.proposes_trees,
-                ranks_append=overlaps and (drafting.is_idle or drafting.ranks_draft),
+                ranks_append=overlaps
+                and config.pipeline_parallel_size == 1  # other stages do not see what is emitted
+                and (drafting.is_idle or drafting.ranks_draft),
                 keeps_states=report.state_bytes > 0,
             )
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
@@ -438,7 +440,7 @@ class Engine:
             for request_id in steps[0].request_ids:
                 self._deliver(self._loop.abort(request_id, "error", message))
             broken = self._num_failed_in_a_row >= _BROKEN_AFTER
-            if broken or self._config.tensor_parallel_size > 1:
+            if broken or self._config.num_ranks > 1:
                 self._recover(error)
             else:
                 self._loop.drop()
@@ -452,7 +454,7 @@ class Engine:
         for request_id in shrink_after(self._loop.scheduler):
             reason = f"there is not enough memory for one token of this request: {message}"
             self._deliver(self._loop.abort(request_id, "error", reason))
-        if self._config.tensor_parallel_size > 1:
+        if self._config.num_ranks > 1:
             self._recover(error, counts=False)
         else:
             self._loop.drop()

@@ -71,10 +71,19 @@ class GroupEstimate:
     size: int
     rank: RankBytes
     first: RankBytes | None = None  # rank 0's, where it differs
+    others: tuple[RankBytes, ...] = ()  # of a rank of each stage before the last, from there on
     drafts: bool = False  # a drafter's alone
     follows_target: bool = False  # its cache has as many tokens as the target's
 
+    @property
+    def num_stages(self) -> int:
+        return 1 + len(self.others)
+
     def bytes_of(self, rank: int) -> RankBytes:
+        """Ranks are numbered from the last stage on."""
+        stage = rank // (self.size // self.num_stages)
+        if stage:
+            return self.others[stage - 1]
         return self.first if rank == 0 and self.first is not None else self.rank
 
 
@@ -93,6 +102,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
         num_gpus,
         num_blocks=config.num_kv_blocks,
         max_model_len=config.max_model_len,
+        num_stages=config.pipeline_parallel_size,
         adapters=opened_adapters(config),
     )
     made, extra = [], 0
@@ -118,18 +128,31 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
             role = "head" if extra == 1 else f"head {extra}"
             made.append(_separate_head(config, role, head, target))
     rank, first = target.rank(), None
-    on_device = target.on_cuda and target.on_family and not target.state_bytes
+    others = tuple(target.rank(stage) for stage in range(1, len(target.parts)))
+    on_device = target.on_cuda and target.on_family and not target.state_bytes and not others
     if config.device_step == "auto" and on_device and not extra:
         num_nodes = own[0].max_nodes if own else 0
         rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes))
     if own is not None:
-        rank, first = _with_head(rank, own[1], target, on_every_rank=size == 1 or bool(rank.graphs))
-    group = GroupEstimate("target", "tensor_parallel_size", config.device, size, rank, first)
+        on_every_rank = bool(rank.graphs) or (size == 1 and not others)
+        rank, first = _with_head(rank, own[1], target, on_every_rank=on_every_rank)
+    field = "pipeline_parallel_size" if others else "tensor_parallel_size"
+    group = GroupEstimate("target", field, config.device, config.num_ranks, rank, first, others)
     return [group, *made]
 
 
+@dataclass(slots=True)
+class _Part:
+    """What a rank of a stage holds of models, in bytes."""
+
+    weights: int
+    ends: int  # of its part of embedding and output layer, which are weights, too
+    kv_per_token: int
+    fixed_kv_bytes: int | None
+
+
 class _Model:
-    """A target or a draft model, as one rank holds it."""
+    """A target or a draft model, as the ranks of each stage hold it, from the last stage on."""
 
     def __init__(
         self,
@@ -140,6 +163,7 @@ class _Model:
         *,
         num_blocks: int | None,
         max_model_len: int | None = None,
+        num_stages: int = 1,
         adapters: Sequence[Adapter] = (),
     ) -> None:
         from ..workers.model.bridge import build_meta
@@ -151,11 +175,14 @@ class _Model:
             rank_weights,
             state_bytes,
         )
-        from ..workers.model.info import read_model
+        from ..workers.model.info import read_model, stage_layers
 
         self.config, self.size = config, size
         self.num_blocks, self._max_model_len = num_blocks, max_model_len
-        self.on_cuda = config.device == "cuda" or (config.device == "auto" and num_gpus >= size)
+        num_ranks = size * num_stages
+        self.on_cuda = config.device == "cuda" or (
+            config.device == "auto" and num_gpus >= num_ranks
+        )
         serving = _serving(config, on_cuda=self.on_cuda)
         model_config, self.info = read_model(Path(folder), size, serving.dtype, **trust(config))
         model = build_meta(
@@ -164,10 +191,14 @@ class _Model:
         form = find_format(Path(folder))
         self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
         kept = form if self.on_cuda and self.on_family else None
-        self.weights, self.ends = rank_weights(model, size, kept)
-        self.weights += rank_adapters(model, size, adapters)
-        self.kv_per_token = kv_bytes_per_token(model, self.info, size, serving) or 0
-        self.kv_bytes = self._blocks_bytes(self.kv_per_token)
+        self.whole_ends = rank_weights(model, 1)[1]
+        self.parts: list[_Part] = []
+        for layers in reversed(stage_layers(self.info.num_layers, num_stages)):
+            own = None if num_stages == 1 else layers
+            weights, ends = rank_weights(model, size, kept, own)
+            weights += rank_adapters(model, size, adapters)
+            kv_bytes = kv_bytes_per_token(model, self.info, size, serving, layers) or 0
+            self.parts.append(_Part(weights, ends, kv_bytes, self._blocks_bytes(kv_bytes)))
         self.state_bytes = state_bytes(model_config, self.info.dtype, size)
 
     def _blocks_bytes(self, kv_per_token: int) -> int | None:
@@ -175,22 +206,24 @@ class _Model:
         return None if blocks is None else blocks * self.config.block_size * kv_per_token
 
     def add(self, draft: _Model) -> None:
-        """A draft model in the same ranks; both caches hold as many tokens."""
-        self.weights += draft.weights
-        self.kv_per_token += draft.kv_per_token
-        if self.kv_bytes is not None:
-            self.kv_bytes += draft.kv_bytes or self._blocks_bytes(draft.kv_per_token) or 0
+        """A draft model in the ranks of the last stage; both caches hold as many tokens."""
+        part, added = self.parts[0], draft.parts[0]
+        part.weights += added.weights
+        part.kv_per_token += added.kv_per_token
+        if part.fixed_kv_bytes is not None:
+            more = added.fixed_kv_bytes or self._blocks_bytes(added.kv_per_token)
+            part.fixed_kv_bytes += more or 0
 
-    def rank(self) -> RankBytes:
-        """Without heads and graphs."""
-        config, limit = self.config, self.info.max_model_len
+    def rank(self, stage: int = 0) -> RankBytes:
+        """Of a stage's, the last one's first; without heads and graphs."""
+        part, config, limit = self.parts[stage], self.config, self.info.max_model_len
         longest = min(self._max_model_len or limit, limit)
         tokens = -(-longest // config.block_size) * config.block_size
         return RankBytes(
-            self.weights,
+            part.weights,
             states=self.state_bytes * (config.max_num_seqs + config.num_checkpoints),
-            kv_per_token=self.kv_per_token,
-            fixed_kv_bytes=self.kv_bytes,
+            kv_per_token=part.kv_per_token,
+            fixed_kv_bytes=part.fixed_kv_bytes,
             min_tokens=tokens,
             max_tokens=tokens * config.max_num_seqs,
             kv_cpu_bytes=config.kv_cpu_bytes,
@@ -238,9 +271,11 @@ def _head_kv(head: Head, target: _Model) -> int:
     return int(elements * target.info.dtype.itemsize)
 
 
-def _whole_ends(target: _Model) -> int:
-    """Embedding and output layer of the whole target."""
-    return target.ends * target.size
+def _own_ends(target: _Model) -> int:
+    """What a head on rank 0 alone has of embedding and output layer, beside the target's part."""
+    part = target.parts[0]
+    has_output = target.size == 1 and part.ends < target.whole_ends  # a last stage's
+    return target.whole_ends - part.ends * has_output
 
 
 def _with_head(
@@ -257,9 +292,7 @@ def _with_head(
     if fixed is not None and rank.kv_per_token:
         fixed = fixed // rank.kv_per_token * kv
     if not on_every_rank:
-        first = replace(
-            rank, heads=own + _whole_ends(target), kv_per_token=kv, fixed_kv_bytes=fixed
-        )
+        first = replace(rank, heads=own + _own_ends(target), kv_per_token=kv, fixed_kv_bytes=fixed)
         return rank, first
     saved = own - own // target.size
     if target.size > 1 and saved >= _CUT_COLLECTIVES * MIN_SAVED_BYTES:
@@ -270,7 +303,7 @@ def _with_head(
 def _separate_head(config: EngineConfig, role: str, head: Head, target: _Model) -> GroupEstimate:
     rank = target.rank()
     held = RankBytes(
-        0, heads=_head_bytes(head) + _whole_ends(target), kv_per_token=_head_kv(head, target),
+        0, heads=_head_bytes(head) + target.whole_ends, kv_per_token=_head_kv(head, target),
         min_tokens=0, max_tokens=rank.max_tokens, gpu_fraction=rank.gpu_fraction,
     )  # fmt: skip
     return GroupEstimate(

@@ -311,7 +311,8 @@ class EngineHost:
         if colocated:
             draft = self._model_spec(colocated[0].speculative_model, colocated[0].num_kv_blocks)
         return self._worker(
-            config.tensor_parallel_size,
+            config.num_ranks,
+            stages=config.pipeline_parallel_size,
             rule=config.speculative_config.verification,
             rule_parameters=config.speculative_config.rule_parameters,
             device_step=config.device_step,

@@ -66,7 +66,8 @@ def require_checkpoints(config: EngineConfig) -> None:
         check_whole(Path(section.speculative_model), field)
     if config.tokenizer is not None and not Path(config.tokenizer).exists():
         raise ConfigError.at("tokenizer", f"{config.tokenizer!r} does not exist")
-    check_numbers(Path(config.model), config.tensor_parallel_size, config.max_model_len)
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    check_numbers(Path(config.model), *sizes, config.max_model_len)
     opened_adapters(config)
     for head in head_sections(config):
         check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
@@ -169,7 +170,7 @@ def preflight(
             drafter's table or snapshot that is damaged or another vocabulary's, a drafter that
             cannot be imported or built or lacks a method; names the field.
     """
-    from ..workers.model.info import FIELD, outline
+    from ..workers.model.info import FIELD, STAGES_FIELD, outline, stage_layers
 
     config = resolved(config)
     size, path = config.tensor_parallel_size, Path(config.model)
@@ -186,6 +187,10 @@ def preflight(
             config = config.model_copy(update={FIELD: 1})
     if target is None:
         return {}
+    with _noting(errors):
+        stage_layers(target.num_layers, config.pipeline_parallel_size)
+    if config.pipeline_parallel_size > target.num_layers:
+        config = config.model_copy(update={STAGES_FIELD: 1})
     with _noting(errors):
         _check_limits(config, target)
     with _noting(errors):
@@ -222,7 +227,8 @@ def _check_models(
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size
         try:
-            target, kv_bytes = check_weights(path, size, serving, **trust(config))
+            stages = config.pipeline_parallel_size
+            target, kv_bytes = check_weights(path, size, serving, stages, **trust(config))
         except CheckpointError as error:
             raise _as_given(path, error) from None
     facts: dict[str, Any] = {}
@@ -302,7 +308,7 @@ def _facts(
         "layers": target.num_layers,
         "vocabulary": target.vocab_size,
         "context": config.max_model_len or target.max_model_len,
-        "ranks": config.tensor_parallel_size,
+        "ranks": _ranks(config, target.num_layers),
         "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
         "drafter": config.speculative_config.decoding_type,
     }
@@ -334,6 +340,16 @@ def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
         "states per rank": f"{num_bytes:,} bytes a sequence, {total:,.2f} GiB for max_num_seqs "
         f"and {config.num_checkpoints} of cached prefixes"
     }
+
+
+def _ranks(config: EngineConfig, num_layers: int) -> str | int:
+    from ..workers.model.info import stage_layers
+
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if stages == 1:
+        return size
+    shares = ", ".join(str(len(each)) for each in stage_layers(num_layers, stages))
+    return f"{config.num_ranks}: {stages} stages of {size}, with {shares} layers"
 
 
 def _gpu_facts(
@@ -368,12 +384,13 @@ def check_models(config: EngineConfig) -> int:
     Raises:
         ConfigError, CheckpointError: what does not fit, by field.
     """
-    from ..workers.model.info import outline
+    from ..workers.model.info import outline, stage_layers
 
     target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
     if "torch" in sys.modules:  # else the ranks, which load it, say what is wrong with an adapter
         opened_adapters(config)
+    stage_layers(target.num_layers, config.pipeline_parallel_size)
     _check_limits(config, target)
     for field, section in draft_sections(config):
         _check_vocabulary(config, section, field, target.vocab_size)
@@ -470,7 +487,7 @@ def _check_cache(config: EngineConfig, kv_bytes: int | None, device: torch.devic
     blocks, block_size = config.num_kv_blocks, config.block_size
     if device is None or blocks is None or kv_bytes is None:
         return
-    ranks = config.tensor_parallel_size
+    ranks = config.num_ranks
     share = ranks if device.type == "cpu" else -(-ranks // torch.cuda.device_count())
     check_blocks(blocks, block_size, kv_bytes, device, share)
 

@@ -1,4 +1,4 @@
-"""Collectives of one tensor-parallel group, over raw process-group objects.
+"""Collectives of one group of ranks, over raw process-group objects.
 
 Nothing here uses `torch.distributed`'s globals, so a process can discard a group and build a new
 one, and ranks may be threads of one process (tests, local mode).
@@ -275,6 +275,8 @@ class Collective:
         self._group = group
         self._sums: SymmetricSums | None = None
         self._rehearsed: list[Call] | None = None  # None: calls are executed
+        self._make: Callable[[str, int, int], Collective] | None = None  # a group of some ranks
+        self._parts: tuple[Collective, ...] = ()  # that `divided` made
         self.all_reduce_by = ""  # what sums, for the log and `/stats`; empty: a group of one
 
     def all_reduce(self, tensor: Tensor) -> Tensor:  # any shape, contiguous; the same on every rank
@@ -326,7 +328,11 @@ class Collective:
 
     def send(self, tensor: Tensor, peer: int) -> None:  # any shape, contiguous
         """Sends to `peer`, which receives the same shape; on a GPU, on the current stream."""
-        self._live().send([tensor], peer, 0).wait()
+        self.start_send(tensor, peer).wait()
+
+    def start_send(self, tensor: Tensor, peer: int) -> Any:  # any shape, contiguous
+        """Likewise, without waiting; `tensor` stays as it is until `wait` of what is returned."""
+        return self._live().send([tensor], peer, 0)
 
     def receive(self, tensor: Tensor, peer: int) -> Tensor:  # any shape, contiguous
         """Receives `peer`'s values in place; returns `tensor`."""
@@ -373,6 +379,23 @@ class Collective:
         self._sums = None  # the process ends, and its mappings with it
         if group is not None:
             group.abort()
+        for part in self._parts:
+            part.abort()
+
+    def divided(self, num_parts: int) -> tuple[Collective, Collective]:
+        """This rank's part of neighbouring ranks, and the ranks at its place in all parts.
+
+        Collective, once. `abort` leaves those groups, too.
+        """
+        assert self._make is not None, "a group that was joined"
+        assert self.size % num_parts == 0, (self.size, num_parts)
+        length = self.size // num_parts
+        part, place = divmod(self.rank, length)
+        self._parts = (
+            self._make(f"part-{part}", place, length),
+            self._make(f"place-{place}", part, num_parts),
+        )
+        return self._parts
 
     def _live(self) -> Any:
         if self._group is None:
@@ -396,23 +419,35 @@ class Collective:
         device: torch.device,
         *,
         symmetric_memory: bool = False,
+        num_parts: int = 1,
     ) -> Collective:
         """Joins the other ranks at `host:port`, where rank 0 listens. Blocks until all have joined.
 
         `generation` separates the keys of this group from those of an earlier one. Between nodes,
         gloo binds the interface in `GLOO_SOCKET_IFNAME` (NCCL: `NCCL_SOCKET_IFNAME`).
-        `symmetric_memory` sums small messages over it where the ranks can share memory.
+        `symmetric_memory` sums small messages over it where the ranks can share memory: those of a
+        part, if the group is going to be `divided` into `num_parts`.
         """
         if size == 1:
             return Collective.single()
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(host, port, size, rank == 0, timeout)
-        scoped = PrefixStore(f"generation-{generation}", store)
-        group = _new_group(backend, scoped, rank, size, timeout, device)
-        collective = Collective(rank, size, group)
-        collective.all_reduce_by = backend
-        if symmetric_memory and backend == "nccl":
-            collective._share_memory(scoped, device, f"outrider-{port}-{generation}")
+        whole = PrefixStore(f"generation-{generation}", store)
+
+        def make(name: str, rank: int, size: int) -> Collective:
+            if size == 1:
+                return Collective.single()
+            scoped = PrefixStore(name, whole)
+            group = _new_group(backend, scoped, rank, size, timeout, device)
+            collective = Collective(rank, size, group)
+            collective.all_reduce_by = backend
+            sums = name == "all" if num_parts == 1 else name.startswith("part")
+            if symmetric_memory and backend == "nccl" and sums:
+                collective._share_memory(scoped, device, f"outrider-{port}-{generation}-{name}")
+            return collective
+
+        collective = make("all", rank, size)
+        collective._make = make
         return collective
 
     def _share_memory(self, store: Any, device: torch.device, name: str) -> None:
@@ -462,10 +497,18 @@ class Collective:
             return [Collective.single()]
         store, timeout = HashStore(), timedelta(seconds=timeout_s)
 
-        def build(rank: int) -> Collective:
-            group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        def make(name: str, rank: int, size: int) -> Collective:
+            if size == 1:
+                return Collective.single()
+            scoped = PrefixStore(name, store)
+            group = dist.ProcessGroupGloo(scoped, rank, size, timeout)
             collective = Collective(rank, size, group)
             collective.all_reduce_by = "gloo"
+            return collective
+
+        def build(rank: int) -> Collective:
+            collective = make("all", rank, size)
+            collective._make = make
             return collective
 
         with ThreadPoolExecutor(size) as pool:

@@ -30,7 +30,7 @@ from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_layers import attention_specs, load_head
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
-from .model.target import whole_ends
+from .model.target import whole_embedding, whole_ends
 from .ops import PlannedOps
 from .spec import HeadReport
 from .verify.noise import argmax
@@ -276,6 +276,11 @@ class HeadService(HeadRunner):
             ends = whole_ends(
                 model.module, path, info.dtype, model.device, allow_pickle=allow_pickle
             )
+        elif not model.has_embedding:
+            embedding = whole_embedding(
+                model.module, path, info.dtype, model.device, allow_pickle=allow_pickle
+            )
+            ends = embedding, ends[1]
         super().__init__(
             config,
             target,

@@ -38,9 +38,9 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A tensor-parallel group and the models that each rank loads."""
+    """A group of ranks and the models that each loads."""
 
-    size: int
+    size: int  # ranks of all stages
     device: Literal["auto", "cpu", "cuda"]
     threads: int | None  # torch threads per rank; None: the node's cores, divided evenly
     timeout_s: float  # of one message
@@ -55,6 +55,12 @@ class WorkerSpec:
     head: HeadConfig | None = None  # runs in the target's rank 0, or separately without `target`
     head_target: ModelSpec | None = None  # separate head only: the target that it drafts for
     feeds_heads: bool = False  # separate heads read the target's hidden states
+    stages: int = 1  # of the target's layers; ranks of one are neighbours
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.size // self.stages
 
 
 @dataclass(frozen=True, slots=True)

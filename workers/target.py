@@ -24,6 +24,7 @@ from .device_step.service import DeviceStepService
 from .device_step.shape import StepShape
 from .head import HeadService
 from .model.paged import PagedModel
+from .model.stages import Stage
 from .seats import Seats, gather
 from .transport.channel import OpenFeatures, PendingReply
 from .transport.features import FeatureQueue, Features, FeatureSender
@@ -201,7 +202,11 @@ def follows(plan: StepPlan) -> bool:
 
 
 class TargetService:
-    """A loaded target and its cache; rank 0 returns the verdict."""
+    """A loaded target and its cache; rank 0 returns the verdict.
+
+    Args:
+        stage: of several; the last one's ranks verify.
+    """
 
     def __init__(
         self,
@@ -213,8 +218,11 @@ class TargetService:
         device_step: SeatSizes | None = None,
         max_num_seqs: int = 1,
         num_checkpoints: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         self._model = model
+        self._passes_on = stage is not None and not stage.is_last
+        self._passed: dict[int, tuple[int, ...]] = {}  # by link of a head: what the last stage gets
         num_spare = 0 if device_step is None else 1  # blocks that padding writes to
         extra_layers = head.kv_shapes if head else ()
         self._cache = model.new_cache(
@@ -230,6 +238,9 @@ class TargetService:
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
+        if stage is not None:
+            layers = (model.info.num_layers, model.device)
+            self._passed[-1] = stage.capture_of_last(head.capture if head else (), *layers)
         self._capture = self._captured_layers()
         self._posted: PostedVerdict | None = None  # the last step that the device was given
         self._free_at = 0.0  # when the device had finished the step before, at the latest
@@ -252,6 +263,9 @@ class TargetService:
             drafts = gather(made, np.ones(len(made), dtype=np.bool_))
             plan = replace(plan, drafts=drafts, own_drafts=False)
         step = self._seats.lay_out(plan)
+        if self._passes_on:
+            self._model.forward_capturing(step, self._cache, self._capture)
+            return None
         with torch.inference_mode():
             scored, last, capture = None, self._model.info.num_layers, self._capture
             if step.sampling.num_prompt_logprobs is not None:
@@ -319,6 +333,11 @@ class TargetService:
         self._feeds[message.link] = Feed(message, self._model.device)
         self._capture = self._captured_layers()
 
+    def pass_on(self, message: OpenFeatures) -> None:
+        """On other stages' ranks at rank 0's place: gives the last stage what that head reads."""
+        self._passed[message.link] = message.capture
+        self._capture = self._captured_layers()
+
     def close_feeds(self) -> None:
         """Closes the links to separate heads."""
         for feed in self._feeds.values():
@@ -329,6 +348,7 @@ class TargetService:
     def _captured_layers(self) -> tuple[int, ...]:
         """Layers whose inputs any head reads, ascending."""
         layers = set(self._head.capture if self._head else ())
+        layers.update(*self._passed.values())
         for feed in self._feeds.values():
             layers.update(feed.capture)
         return tuple(sorted(layers))

@@ -30,6 +30,7 @@ from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
 from .model.fit import ServedModel, Serving, check_adapters, check_blocks
 from .model.paged import ForwardChoice, PagedModel
+from .model.stages import Stage
 from .model.target import load_model
 from .remote_head import RemoteHeadWorker
 from .spec import (
@@ -70,7 +71,8 @@ class Worker:
         host: str = "127.0.0.1",
     ) -> None:
         self._spec = spec
-        self._collective = collective
+        self._group = self._collective = collective  # all ranks; those that share every layer
+        self._stage: Stage | None = None  # None: the only one
         self._device = device
         self._node, self._host = node, host
         self._models: dict[str, PagedModel] = {}
@@ -93,6 +95,8 @@ class Worker:
             known: report of the rank that this one replaces, whose findings are not made again:
                 which forward serves.
         """
+        if self._spec.stages > 1 and self._stage is None:
+            self._collective, self._stage = Stage.join(self._group, self._spec.stages)
         self._load_models(known)
         self._load_heads()
         # Both caches share the memory left by the weights and hold the same number of tokens.
@@ -107,7 +111,7 @@ class Worker:
         }
         head = self._head or self._remote_head
         self._report = WorkerReport(
-            rank=self._collective.rank,
+            rank=self._group.rank,
             device=str(self._device),
             target=reports.get("target"),
             draft=reports.get("draft"),
@@ -132,6 +136,8 @@ class Worker:
 
     def _model_specs(self) -> dict[str, ModelSpec]:
         specs = {"target": self._spec.target, "draft": self._spec.draft}
+        if self._stage is not None and not self._stage.is_last:
+            del specs["draft"]  # drafts come from where they are verified
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def _load_models(self, known: WorkerReport | None) -> None:
@@ -149,6 +155,7 @@ class Worker:
                 deterministic=spec.deterministic,
                 known=None if known is None else _known_choice(getattr(known, name)),
                 adapters=_placed(spec.adapters),
+                stage=self._stage if name == "target" else None,
                 **spec.trust,
             )
             if name == "draft" and self._models[name].keeps_states:
@@ -168,7 +175,7 @@ class Worker:
         """
         if weights.only_checks:
             field, reason = self._weights_problem(weights)
-            agreed = Agreement(self._collective, self._device).problem(reason)
+            agreed = Agreement(self._group, self._device).problem(reason)
             return WeightsAnswer(agreed, field or "weights" if agreed else "")
         assert self._report is not None, "weights are replaced where there are some"
         num_frozen = gc.get_freeze_count()
@@ -215,7 +222,8 @@ class Worker:
                 field = "weights" if name == "target" else "drafter"
                 path = getattr(weights, name)
                 if path:
-                    self._served[name].check(Path(path), spec.size, **model.trust)
+                    size = spec.tensor_parallel_size
+                    self._served[name].check(Path(path), size, **model.trust)
             field = "drafter"
             if weights.head and spec.head is not None and spec.target is not None:
                 info = self._models["target"].info
@@ -249,7 +257,7 @@ class Worker:
             )
         elif target is not None:
             on_every_rank = self._collective.size > 1 and not self._target_obstacle()
-            if self._collective.rank == 0 or on_every_rank:
+            if self._group.rank == 0 or on_every_rank:
                 self._head = HeadService(
                     head,
                     self._models["target"],
@@ -263,9 +271,8 @@ class Worker:
         """Creates the KV caches; afterwards messages can be handled."""
         self._num_blocks = num_target_blocks, num_draft_blocks
         spec, report = self._spec, DeviceStepReport(False, self._step_obstacle)
-        for name, part in (("target", spec.target), ("draft", spec.draft)):
-            if part is not None:
-                self._models[name].warm_up(part.block_size)
+        for name, part in self._model_specs().items():
+            self._models[name].warm_up(part.block_size)
         if spec.target is not None:
             self._target = TargetService(
                 self._models["target"],
@@ -276,11 +283,12 @@ class Worker:
                 self._device_step(num_target_blocks),
                 spec.target.max_num_seqs,
                 spec.target.num_checkpoints,
+                self._stage,
             )
             if self._target.device_step is not None:
                 self._target.device_step.capture()
                 report = self._target.device_step.report
-        if spec.draft is not None:
+        if spec.draft is not None and "draft" in self._models:
             self._draft = DraftService(
                 self._models["draft"],
                 num_draft_blocks,
@@ -307,6 +315,9 @@ class Worker:
             return self._update(message)
         if isinstance(message, NewAdapter):
             return self._add_adapter(message)
+        if "draft" not in self._models:
+            assert self._stage is not None, "no draft model was loaded"
+            return None
         assert self._draft is not None, "no draft model was allocated"
         with self._draft_threads.step(message.plan.num_tokens):
             return self._draft.draft(message)
@@ -314,7 +325,7 @@ class Worker:
     def _verify(self, plan: StepPlan) -> Verdict | PendingReply | None:
         assert self._target is not None, "no target was allocated"
         with self._threads.step(plan.num_tokens):
-            verdict = self._target.post(plan, self._collective.rank)
+            verdict = self._target.post(plan, self._group.rank)
         if isinstance(verdict, PendingReply):
             return verdict
         if verdict is None or not self._threads.has_news:
@@ -330,14 +341,16 @@ class Worker:
 
     def close(self) -> None:
         """Leaves the group without waiting for the others."""
-        self._collective.abort()
+        self._group.abort()
 
     def _handle_head(self, message: HeadAsk | ListenFeatures | OpenFeatures) -> Reply:
         """Messages for separate heads, at the target's end and at the head's."""
         if isinstance(message, OpenFeatures):
             assert self._target is not None, "no target was allocated"
-            if self._collective.rank == 0:
+            if self._group.rank == 0:
                 self._target.open_feed(message)
+            elif self._stage is not None and self._collective.rank == 0:
+                self._target.pass_on(message)
             return None
         assert self._remote_head is not None, "no head was allocated"
         if isinstance(message, ListenFeatures):
@@ -376,6 +389,8 @@ class Worker:
         """What of it is known without a head; the same on every rank."""
         if self._spec.device_step == "off":
             return "it is turned off"
+        if self._stage is not None:
+            return "the target has pipeline stages"
         if self._spec.feeds_heads:  # known to all ranks, while rank 0 alone has the links
             return "a separate head reads hidden states"
         if self._device.type != "cuda":

@@ -25,11 +25,27 @@ def test_the_plan_is_a_table(outrider_cli, config_file, target, model):
         ["node 1 (H100)", "GPU 0-3", "target 0-3"],
         ["node 0 (L4)", "GPU 0", "draft model 0"],
     ]
-    assert [row[8] for row in plan] == ["80.00", "24.00"]
+    assert [row[9] for row in plan] == ["80.00", "24.00"]
     for row in plan:
-        parts = [float(each) for each in row[3:8]]
-        assert sum(parts[:4]) == pytest.approx(parts[4], abs=0.03)
+        parts = [float(each) for each in row[3:9]]
+        assert sum(parts[:5]) == pytest.approx(parts[5], abs=0.03)
     assert "The configuration is sound." in result.stderr
+
+
+def test_stages_are_planned_on_nodes_of_their_own(outrider_cli, config_file, target):
+    text = f"model: {target}\ndevice: cuda\ntensor_parallel_size: 2\n"
+    path = config_file(f"{text}speculative_config: {{decoding_type: NGram, max_draft_len: 3}}\n")
+    result = outrider_cli("check", path, "-pp", 2, "--nodes", "2x2xL4-24G")
+    assert result.exit_code == 0, result.stderr
+    assert "4: 2 stages of 2" in result.stderr
+    plan = rows(result)
+    assert [row[:3] for row in plan] == [
+        ["node 0 (L4)", "GPU 0-1", "target 0-1"],
+        ["node 1 (L4)", "GPU 0-1", "target 2-3"],
+    ]
+    many = outrider_cli("check", path, "-pp", 64, "--nodes", "2x2xL4-24G")
+    assert many.exit_code == 1
+    assert "pipeline_parallel_size: 64 stages of a model of" in many.stderr
 
 
 def test_what_does_not_fit_is_an_error_behind_the_table(outrider_cli, config_file, target):
@@ -84,7 +100,7 @@ def test_a_running_cluster_is_planned_for(outrider_cli, target, monkeypatch):
         (row,) = rows(both)
         assert "(H100)" in row[0]
         assert row[1:3] == ["GPU 0-1", "target 0-1"]
-        assert row[8] == "?"
+        assert row[9] == "?"
         assert "Without a worker" in both.stderr
         many = outrider_cli("check", target, "--cluster", *args, 4)
         assert many.exit_code == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.cluster import placement
@@ -73,6 +75,22 @@ def test_strict_pack_is_not_spread():
     assert problem.field == "field of target"
     assert "no place for the target: 16 ranks of 1 GPU each, all on one node" in problem.message
     assert "node 0 (H100) has room for 8; node 1 (H100) has room for 8" in problem.message
+
+
+def test_a_stage_is_not_spread_over_nodes():
+    """Where a node could hold one: seven free GPUs are left alone by stages of four."""
+    staged = replace(group(8), others=(group(8).rank,))
+    plan = make_plan([staged], parse_nodes("1x7xH100-80G,2x4xH100-80G"), USUAL)
+    assert not plan.problems
+    assert [each[:2] for each in places(plan)] == [
+        ("target 0-3", "node 0"),
+        ("target 4-7", "node 1"),
+    ]
+    (problem,) = make_plan([staged], parse_nodes("1x7xH100-80G,1x3xH100-80G"), USUAL).problems
+    assert "8 ranks of 1 GPU each, each stage of 4 on one node" in problem.message
+    wide = make_plan([staged], parse_nodes("3x3xH100-80G"), USUAL)
+    assert not wide.problems  # no node could hold a stage
+    assert [each[1] for each in places(wide)] == ["node 0", "node 1", "node 2"]
 
 
 def test_a_node_that_is_busy_now_is_waited_for_and_named():

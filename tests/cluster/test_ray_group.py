@@ -95,6 +95,28 @@ def test_a_leader_and_its_follower_may_die(cluster, tiny, plain, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stages", "size", "lost"), [(2, 1, (1, 0)), (2, 2, (3,))])
+def test_a_rank_of_any_stage_may_die(cluster, tiny, plain, stages, size, lost):
+    """Each stage has a bundle; the first stage's ranks come last."""
+    options = {"pipeline_parallel_size": stages, "tensor_parallel_size": size}
+    section = {"decoding_type": "NGram", "max_draft_len": 3}
+    with engine_of(tiny.target, section, executor="ray", **options) as engine:
+        group = engine._host.target_group
+        assert len(group.reports) == stages * size
+        assert group._source._formed.placement.bundle_count == stages
+        for round_, rank in enumerate(lost, 1):
+
+            def strike(count, delta, rank=rank):
+                if count == 5:
+                    kill(process_of(group, rank))
+
+            outputs, last = complete(engine, PROMPTS, on_delta=strike, **SAMPLED)
+            assert outputs == plain
+            assert {delta.finish_reason for delta in last.values()} == {"length"}
+            assert engine.stats()["num_restarts"] == round_
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_replaced_and_so_is_one_that_dies_idle(cluster, tiny, plain, caplog):
     """SIGSTOP: no connection closes. Then SIGKILL without a request that could meet it.
 

@@ -100,3 +100,31 @@ def test_a_separate_head_has_the_ends_to_itself():
     assert apart.drafts
     assert apart.rank.heads > loaded_bytes(MODELS / "target", 1, 0) // 20
     assert apart.rank.kv_per_token > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_hold_the_model_together(size):
+    """Each its layers; the embedding is the first stage's, the output layer the last one's."""
+    (whole,) = estimate(config(tensor_parallel_size=size), num_gpus=0)
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": 2}
+    (group,) = estimate(config(**sizes), num_gpus=0)
+    assert (group.size, group.num_stages, group.field) == (2 * size, 2, "pipeline_parallel_size")
+    last, first = group.bytes_of(0), group.bytes_of(2 * size - 1)
+    assert first == group.bytes_of(size)
+    assert last == group.bytes_of(size - 1)
+    assert last.kv_per_token + first.kv_per_token == whole.rank.kv_per_token
+    model_config, info = read_model(MODELS / "target", size)
+    twice = 4 * info.hidden_size  # the final norm, and perhaps a tied embedding, are in both
+    if model_config.tie_word_embeddings:
+        twice += info.vocab_size * info.hidden_size * info.dtype.itemsize // size
+    extra = last.weights + first.weights - whole.rank.weights
+    assert 0 < extra <= twice
+
+
+def test_a_head_is_on_the_last_stage():
+    section = head("eagle3", "Eagle3")
+    options = {"pipeline_parallel_size": 2, "device": "cuda", "speculative_config": section}
+    (group,) = estimate(config(**options), num_gpus=2)
+    assert group.bytes_of(0).heads > 0
+    assert group.bytes_of(1).heads == 0
+    assert group.bytes_of(0).graphs == group.bytes_of(1).graphs == 0  # no device step

@@ -72,14 +72,15 @@ def run(engine, *, prefix: str = "", emitted=(), **sampling):
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_drafter_and_size(tiny, oracle, name, size, monkeypatch):
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_every_drafter_and_size(tiny, oracle, name, size, stages, monkeypatch):
     """Twice, so that the prefix cache has the prompts; a few rows of logits at a time."""
     monkeypatch.setattr(target, "_MAX_LOGITS", 96 * 5)
     section = DRAFTERS[name] and {**DRAFTERS[name]}
     if name == "draft":
         section["speculative_model"] = tiny.draft
-    with engine_of(tiny.target, section, tensor_parallel_size=size) as engine:
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    with engine_of(tiny.target, section, **sizes) as engine:
         plain, _ = complete(engine, PROMPTS, max_tokens=8)
         for prefix in ("a", "b"):
             tables, tokens = run(engine, prefix=prefix, max_tokens=8)

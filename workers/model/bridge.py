@@ -265,13 +265,24 @@ class _LastStates(MoeModelOutputWithPast):
 
 class BridgeRunner:
     """Transformers' modules as a `Runner`: the model is called on a flat batch, past the decorators
-    that cost time in every step. Attention is that of `ops`."""
+    that cost time in every step. Attention is that of `ops`.
+
+    Args:
+        recurrent: layers that are not to be run, only to be taken over.
+        layers: of a stage, in whose model others return what they read; None: all.
+    """
 
     def __init__(
-        self, model: Any, info: ModelInfo, ops: Ops, recurrent: Collection[int] = ()
+        self,
+        model: Any,
+        info: ModelInfo,
+        ops: Ops,
+        recurrent: Collection[int] = (),
+        layers: range | None = None,
     ) -> None:
         self._model = model
-        self._recurrent = recurrent  # layers that are not to be run, only to be taken over
+        self._recurrent = recurrent
+        self._layers = range(info.num_layers) if layers is None else layers
         self.planned = PlannedOps(ops)
         self._outer = partial(inspect.unwrap(type(model).forward), model)
         inner = getattr(model, model.base_model_prefix, None) or model.model  # Llama-4's misleads
@@ -305,7 +316,8 @@ class BridgeRunner:
 
         rows = None if len(step.rows) == len(step.token_ids) else put(step.rows)
         plan = self.planned.plan(step, cache)
-        attention = _Planned(self.planned, plan, cache, self.attention_specs)
+        first = self._layers.start
+        attention = _Planned(self.planned, plan, cache, self.attention_specs, first)
         return self._forward(put(step.token_ids), put(step.positions), rows, attention, capture)
 
     def _forward(
@@ -344,11 +356,14 @@ class BridgeRunner:
     def _observe(self, info: ModelInfo) -> tuple[AttentionSpec, ...]:
         """Run one token to see what each layer's attention is called with."""
         observer = _Observer()
+        layers = self._layers
         device = self._model.get_input_embeddings().weight.device
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         logits = self._forward(zero, zero, None, observer)[0]
-        assert logits.shape == (1, info.vocab_size), (logits.shape, info.vocab_size)
-        others = [layer for layer in range(info.num_layers) if layer not in observer.specs]
+        layers = self._layers
+        width = info.vocab_size if layers.stop == info.num_layers else info.hidden_size
+        assert logits.shape == (1, width), (logits.shape, width)
+        others = [layer for layer in layers if layer not in observer.specs]
         if unknown := [layer for layer in others if layer not in self._recurrent]:
             raise _stateful(f"layers {unknown}", self._model)
         observer.specs |= dict.fromkeys(others, NO_ATTENTION)
@@ -362,13 +377,15 @@ class _Planned:
     planned: PlannedOps
     plan: PagedStep
     cache: KVCache
-    specs: Sequence[AttentionSpec]
+    specs: Sequence[AttentionSpec]  # per layer that is here
+    first: int = 0  # of these
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, **_: Any
     ) -> Tensor:
-        place = (self.plan, self.cache, layer)
-        return self.planned.attend(query, key, value, *place, self.specs[layer])
+        index = layer - self.first
+        place = (self.plan, self.cache, index)
+        return self.planned.attend(query, key, value, *place, self.specs[index])
 
 
 class _Observer:
@@ -421,7 +438,9 @@ AttentionInterface.register(ATTENTION, paged_attention)
 
 
 def map_checkpoint(
-    model: Any, stored: Mapping[str, TensorSource]
+    model: Any,
+    stored: Mapping[str, TensorSource],
+    wanted: Callable[[str], bool] = lambda name: True,  # by the model's own names
 ) -> tuple[dict[str, TensorSource], list[str]]:
     """Sources by the model's own names, and checkpoint names that no module uses.
 
@@ -430,7 +449,7 @@ def map_checkpoint(
     """
     sources, merges, surplus = by_target(model, stored)
     for target, (converter, parts) in merges.items():
-        sources.update(_convert(model, target, converter, parts))
+        sources.update(_convert(model, target, converter, parts, is_read=wanted(target)))
     ignored = [
         *(model._keys_to_ignore_on_load_unexpected or []),
         r"rotary_emb\.inv_freq",
@@ -448,7 +467,12 @@ def _beyond_the_last_layer(config: Any) -> list[str]:
 
 
 def _convert(
-    model: Any, target: str, converter: WeightConverter, parts: dict[str, list[TensorSource]]
+    model: Any,
+    target: str,
+    converter: WeightConverter,
+    parts: dict[str, list[TensorSource]],
+    *,
+    is_read: bool,
 ) -> dict[str, TensorSource]:
     operations = converter.operations
     merge, joins = operations[0], operations[1:]
@@ -458,6 +482,8 @@ def _convert(
         if not joins:
             return {target: stacks[0]}
         return {target: Joined(stacks, joins[0].dim)}  # type: ignore[attr-defined]
+    if not is_read:  # another stage reads it, and sees whether it is as it should be
+        return {target: Whole(model.state_dict()[target])}
     readers = {
         pattern: [partial(piece.read, whole_box(piece.shape)) for piece in pieces]
         for pattern, pieces in parts.items()

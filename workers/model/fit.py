@@ -26,9 +26,10 @@ from .checkpoint.hub import require_checkpoint
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint
 from .family import read_spec, recurrent_layers
-from .info import ModelInfo, model_heads, read_config, read_model
+from .info import ModelInfo, model_heads, read_config, read_model, stage_layers
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
-from .target import Wish, fitting_sources, needs_family
+from .stages import StageCut
+from .target import Wish, check_stages, fitting_sources, needs_family
 
 CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -49,20 +50,29 @@ def check_weights(
     path: Path,
     size: int = 1,
     serving: Serving = Serving(),
+    num_stages: int = 1,
     *,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> tuple[ModelInfo, int | None]:
     """What a rank would load, and the bytes of its KV cache per token (None: not known).
 
+    Args:
+        size: ranks that share every layer.
+        num_stages: the rank is one of the first.
+
     Raises:
         CheckpointError: a file is cut short or damaged, or a tensor is missing, superfluous or of
             another shape than config.json says; names it.
-        ConfigError: `size` ranks cannot share the model.
+        ConfigError: `size` ranks cannot share the model, or the family's decoder, which stages
+            need, does not compute it.
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     model, info = _fitting_model(path, size, serving.dtype, **trust)
-    return info, kv_bytes_per_token(model, info, size, serving)
+    layers = stage_layers(info.num_layers, num_stages)[0]
+    if num_stages > 1:
+        check_stages(path, model.config)
+    return info, kv_bytes_per_token(model, info, size, serving, layers)
 
 
 def _fitting_model(
@@ -133,11 +143,15 @@ class ServedModel:
         return _fitting_model(path, size, None, **trust)[1]
 
 
-def kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving) -> int | None:
-    """Of one rank; None for models that look at values, which the meta device does not have."""
+def kv_bytes_per_token(
+    model: Any, info: ModelInfo, size: int, serving: Serving, layers: range | None = None
+) -> int | None:
+    """Of one rank with these layers, or all; None for models that look at values, which the meta
+    device does not have."""
+    layers = range(info.num_layers) if layers is None else layers
     latent = _latent_elements(model.config, info, serving)
     if latent is not None:
-        return int(info.num_layers * latent * info.dtype.itemsize)
+        return int(len(layers) * latent * info.dtype.itemsize)
     fuse_norms(model)
     try:
         recurrent = recurrent_layers(model.config)
@@ -146,7 +160,7 @@ def kv_bytes_per_token(model: Any, info: ModelInfo, size: int, serving: Serving)
         return None
     total_heads = max(shape.num_kv_heads for shape in shapes)
     held = -(-total_heads // size)
-    elements = sum(shape.num_elements for shape in shapes)
+    elements = sum(shapes[layer].num_elements for layer in layers)
     return elements * info.dtype.itemsize * held // total_heads
 
 
@@ -206,12 +220,15 @@ _SCALE_SHARE = {8: 1 / 8192, 4: 1 / 32}
 """Scales and zeros per byte of codes: a float32 a block of 128 x 128; 18 bits a group of 128."""
 
 
-def rank_weights(model: Any, size: int, kept: WeightFormat | None = None) -> tuple[int, int]:
+def rank_weights(
+    model: Any, size: int, kept: WeightFormat | None = None, layers: range | None = None
+) -> tuple[int, int]:
     """Bytes of the weights that a rank holds, and of its part of embedding and output layer.
 
     Args:
         model: from `build_meta`, with the modules whole.
         kept: how its linears and experts stay quantised on the device; None: they do not.
+        layers: of its stage; None: all, with both ends.
     """
     plan, ends = ShardPlan(), (model.get_input_embeddings(), model.get_output_embeddings())
     if size > 1:
@@ -223,8 +240,9 @@ def rank_weights(model: Any, size: int, kept: WeightFormat | None = None) -> tup
         f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
     }
     tied, total, outside = tied_names(model), 0, 0
+    cut = None if layers is None else StageCut(model, layers)
     for name, tensor in model.state_dict().items():
-        if name in tied:
+        if name in tied or (cut is not None and not cut.holds(name)):
             continue
         count, shard = tensor.numel(), plan.shards.get(name)
         if shard is not None:

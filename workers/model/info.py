@@ -107,6 +107,24 @@ def read_eos(path: Path, config: Any) -> tuple[int, ...]:
 
 Range = tuple[int, int]
 FIELD = "tensor_parallel_size"
+STAGES_FIELD = "pipeline_parallel_size"
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage, the first stage's first; where they do not divide evenly, earlier
+    stages have one more: the last one has the output layer and a head.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise ConfigError.at(
+            STAGES_FIELD,
+            f"{num_stages} stages of a model of {num_layers} layers; allowed: 1 to {num_layers}",
+        )
+    least, more = divmod(num_layers, num_stages)
+    ends = [(index + 1) * least + min(index + 1, more) for index in range(num_stages)]
+    return [range(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +235,28 @@ def check_type(kind: str, tensor_parallel_size: int) -> None:
         )
 
 
-def check_numbers(path: Path, tensor_parallel_size: int, max_model_len: int | None) -> None:
+def check_numbers(
+    path: Path, tensor_parallel_size: int, num_stages: int, max_model_len: int | None
+) -> None:
     """Checks what config.json itself says, which takes no time; `outline` reads it in full.
 
     Raises:
-        ConfigError: the ranks cannot share the heads, or the context is shorter.
+        ConfigError: the ranks cannot share the heads, or the stages the layers, or the context is
+            shorter.
     """
     try:
         data = json.loads((path / "config.json").read_text(encoding="utf-8"))
         text = data.get("text_config") or data
         names = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
         num_heads, num_kv_heads, limit = map(text.get, names)
+        num_layers = text.get("num_hidden_layers")
     except (OSError, ValueError, AttributeError):
         return  # reported by whoever reads it in full
     if isinstance(num_heads, int) and num_heads > 0:
         num_kv_heads = num_kv_heads if isinstance(num_kv_heads, int) and num_kv_heads > 0 else None
         Heads(num_heads, num_kv_heads or num_heads, 0, tensor_parallel_size).check()
+    if isinstance(num_layers, int) and num_layers > 0:
+        stage_layers(num_layers, num_stages)
     if isinstance(limit, int) and max_model_len is not None:
         check_length(max_model_len, limit)
 

@@ -55,7 +55,10 @@ class Runner(Protocol):
 
 
 class PagedModel:
-    """One rank's shard of a model. `forward` is collective: every rank calls it, in step."""
+    """One rank's shard of a model. `forward` is collective: every rank calls it, in step.
+
+    Of several stages, the last one's ranks get logits and states.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,10 @@ class PagedModel:
         runner: Runner,
         forward_choice: ForwardChoice,
         adapters: Adapters | None = None,
+        *,
+        has_embedding: bool = True,  # False: it is in another stage
     ) -> None:
+        self.has_embedding = has_embedding
         self.module = module  # with the family's forward, only its two ends still have weights
         self.device = device
         self.collective = collective

@@ -236,10 +236,12 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
     for name in plan.summed:
         module = model.get_submodule(name)
         object.__setattr__(module, "forward", _Summed(module.forward, collective))
-    if plan.embedding is not None and plan.head is not None:
-        embedding, head = model.get_submodule(plan.embedding), model.get_submodule(plan.head)
-        assert isinstance(head, nn.Linear), type(head)
+    if plan.embedding is not None:
+        embedding = model.get_submodule(plan.embedding)
         object.__setattr__(embedding, "forward", _Embedding(embedding, collective))
+    if plan.head is not None:
+        head = model.get_submodule(plan.head)
+        assert isinstance(head, nn.Linear), type(head)
         object.__setattr__(head, "forward", ShardedOutput(head, collective, vocab_size))
 
 

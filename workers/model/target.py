@@ -7,7 +7,7 @@ takes over its weights once the two agree on a short text. Otherwise the bridge 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -48,22 +48,29 @@ from .family import (
     read_spec,
     recurrent_layers,
 )
-from .info import TESTED, ModelInfo, model_heads, read_model
+from .info import STAGES_FIELD, TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
 from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
+from .stages import Stage, StageCut, StageRunner
 
 
 def fitting_sources(
-    model: Any, stored: Mapping[str, TensorSource], path: Path
+    model: Any,
+    stored: Mapping[str, TensorSource],
+    path: Path,
+    is_held: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, TensorSource]:
     """The source of every tensor of `model` that shares no other's, by the model's own names.
+
+    Args:
+        is_held: of tensors by name; what is not is only looked at.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape; names it.
     """
     tied = tied_names(model)
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    sources, surplus = map_checkpoint(model, stored)
+    sources, surplus = map_checkpoint(model, stored, is_held)
     missing = sorted(set(wanted) - set(sources))
     if missing or surplus:
         raise CheckpointError(
@@ -78,15 +85,20 @@ def fitting_sources(
             f"tensor {name!r} of {str(path)!r} has shape {list(sources[name].shape)}, "
             f"its config.json wants {list(wanted[name].shape)}{more}"
         )
-    return {name: sources[name] for name in wanted}
+    return {name: sources[name] for name in wanted if is_held(name)}
 
 
 def load_weights(
-    model: Any, checkpoint: Checkpoint, plan: ShardPlan, device: torch.device, rank: int
+    model: Any,
+    checkpoint: Checkpoint,
+    plan: ShardPlan,
+    device: torch.device,
+    rank: int,
+    is_held: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Read this rank's part of every tensor and put it in place."""
+    """Read this rank's part of every tensor that it holds and put it in place."""
     stored, empty = {name: checkpoint.source(name) for name in checkpoint.names}, model.state_dict()
-    for name, source in fitting_sources(model, stored, checkpoint.path).items():
+    for name, source in fitting_sources(model, stored, checkpoint.path, is_held).items():
         tensor = _read(source, plan.shards.get(name)).to(device=device, dtype=empty[name].dtype)
         if name in plan.rank0_only and rank:
             tensor = torch.zeros_like(tensor)
@@ -95,16 +107,38 @@ def load_weights(
         _place(model, name, _get(model, owner))
 
 
+def whole_embedding(
+    model: Any, path: Path, dtype: torch.dtype, device: torch.device, *, allow_pickle: bool = False
+) -> nn.Module:
+    """A twin of the model's embedding, with its tensor and no part in a collective."""
+    return _twins(model, [model.get_input_embeddings()], path, dtype, device, allow_pickle)[0]
+
+
 def whole_ends(
     model: Any, path: Path, dtype: torch.dtype, device: torch.device, *, allow_pickle: bool = False
 ) -> tuple[nn.Module, nn.Module]:
     """Twins of the model's embedding and output layer, with all of their tensors and no part in a
     collective."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embedding, output = _twins(model, ends, path, dtype, device, allow_pickle)
+    names = {id(module): name for name, module in model.named_modules()}
+    if f"{names[id(ends[1])]}.weight" in tied_names(model):
+        output._parameters["weight"] = embedding._parameters["weight"]
+    return embedding, output
+
+
+def _twins(
+    model: Any,
+    modules: Sequence[nn.Module],
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_pickle: bool,
+) -> list[nn.Module]:
     checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
     stored = {entry: checkpoint.source(entry) for entry in checkpoint.names}
     sources, tied = map_checkpoint(model, stored)[0], tied_names(model)
     names = {id(module): name for name, module in model.named_modules()}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
 
     def whole(module: nn.Module) -> nn.Module:
         twin = copy(module)
@@ -117,10 +151,7 @@ def whole_ends(
                 twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
         return twin
 
-    embedding, output = map(whole, ends)
-    if f"{names[id(ends[1])]}.weight" in tied:
-        output._parameters["weight"] = embedding._parameters["weight"]
-    return embedding, output
+    return [whole(module) for module in modules]
 
 
 def _read(source: TensorSource, shard: Shard | None) -> Tensor:
@@ -235,6 +266,13 @@ class _Rank:
     trust_remote_code: bool
     allow_pickle: bool
     adapters: Sequence[Adapter] | None = None
+    stage: Stage | None = None  # None: it has all layers
+
+    @property
+    def layers(self) -> range:
+        """Those that it holds."""
+        count = self.info.num_layers
+        return range(count) if self.stage is None else self.stage.layers(count)
 
 
 def load_model(
@@ -250,26 +288,30 @@ def load_model(
     deterministic: bool = False,
     known: ForwardChoice | None = None,
     adapters: Sequence[tuple[str, str]] | None = None,
+    stage: Stage | None = None,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
     `deterministic` takes operations whose rows do not depend on the batch. `known` is what an
     earlier load of the same model on such a device has chosen; the two forwards are not compared
     again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
-    it takes none, not even later.
+    it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
             this model.
-        ConfigError: `forward` is "family", or `deterministic` or adapters are asked for, and the
-            family cannot serve this model.
+        ConfigError: `forward` is "family", or `deterministic`, adapters or stages are asked for,
+            and the family cannot serve this model; or there are more stages than layers.
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
-    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
+    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened, stage=stage)
+    assert len(rank.layers), "every stage has a layer"
+    if stage is not None:
+        check_stages(path, config)
     is_free = ops is None and not deterministic
-    if adapters is not None and forward == "auto":
+    if (adapters is not None or stage is not None) and forward == "auto":
         forward = "family"
     spec = _wanted_family(rank, forward, known) if is_free else _read_family(config, forward)
     if deterministic and device.type != "cpu" and recurrent_layers(config):
@@ -297,6 +339,8 @@ def load_model(
         )
     if adapters is not None:
         raise ConfigError.at(FIELD, needs_family(path, spec))
+    if stage is not None:
+        raise ConfigError.at(STAGES_FIELD, f"not available for {str(path)!r}: {spec}")
     if forward == "family":
         why = f"'family' cannot serve {str(path)!r}: {spec}; allowed for it are 'auto' and 'bridge'"
         raise ConfigError.at("forward", why)
@@ -308,6 +352,16 @@ def load_model(
 def needs_family(path: Path, reason: str) -> str:
     """Why a model that the family cannot serve for `reason` has no adapters."""
     return f"adapters need the family's decoder, and it cannot serve {str(path)!r}: {reason}"
+
+
+def check_stages(path: Path, config: Any) -> None:
+    """Raises `ConfigError` where the target cannot be divided into stages."""
+    spec = read_spec(config)
+    reason = f"stages need the family's decoder: {spec}" if isinstance(spec, str) else ""
+    if recurrent_layers(config):
+        reason = "stages of recurrent layers, which keep states, are not implemented"
+    if reason:
+        raise ConfigError.at(STAGES_FIELD, f"not available for {str(path)!r}: {reason}")
 
 
 def _load_bridge(rank: _Rank, reason: str, ops: Ops | None, *, reads_own: bool) -> PagedModel:
@@ -356,15 +410,17 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     """The family's model, or why it is not to be used. Weights are read once."""
     info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank, keeps_quantised=ops.keeps_quantised)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    pack_linears(nn.ModuleList(ends), device, ops)  # the layers' are packed by the family
+    ends = nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
+    if rank.stage is not None:
+        ends = nn.ModuleList(StageCut(model, rank.layers).ends())
+    pack_linears(ends, device, ops)  # the layers' are packed by the family
     connect(model, plan, collective, info.vocab_size)
     recurrent = recurrent_layers(rank.config)
     wanted = None
     if recurrent and not is_known:  # which the bridge does not run
         with own_attention(model):
             wanted = compare.run_own(model, info, device)
-    bridge = BridgeRunner(model, info, ReferenceOps(), recurrent)  # shares no kernel
+    bridge = BridgeRunner(model, info, ReferenceOps(), recurrent, rank.layers)  # shares no kernel
     if wanted is None and not recurrent:
         wanted = compare.run(bridge, info, device)
     adapters = None
@@ -377,13 +433,18 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
             adapters.add(adapter)
     except (AttributeError, ValueError) as error:
         return f"its modules are not those of the family: {error}"
-    runner = FamilyRunner(decoder, info, collective.size)
+    runner: FamilyRunner = FamilyRunner(decoder, info, collective.size)
     if not is_known and wanted is not None:
         found = compare.run(runner, info, device)
         if mismatch := compare.mismatch(found, wanted, info.dtype, collective):
             return f"the family's logits differ from the bridge's: {mismatch}"
     choice = ForwardChoice("family", operations=ops.name)
-    return PagedModel(info, model, device, collective, runner, choice, adapters)
+    if rank.stage is not None:
+        runner = StageRunner(decoder, info, rank.stage)
+    return PagedModel(
+        info, model, device, collective, runner, choice, adapters,
+        has_embedding=rank.stage is None or rank.stage.is_first,
+    )  # fmt: skip
 
 
 def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, ShardPlan]:
@@ -402,11 +463,15 @@ def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, S
     checkpoint = Checkpoint(
         rank.path, allow_pickle=rank.allow_pickle, keeps_quantised=keeps_quantised
     )
-    load_weights(model, checkpoint, plan, rank.device, collective.rank)
+    cut = None if rank.stage is None else StageCut(model, rank.layers)
+    is_held = {} if cut is None else {"is_held": cut.holds}
+    load_weights(model, checkpoint, plan, rank.device, collective.rank, **is_held)
     begin, end = heads.kv_range
     shrink_heads(model, plan.attentions, heads.local, end - begin)
     shrink_states(model, plan.recurrent, collective.size)
     fuse_norms(model)
+    if cut is not None:
+        cut.apply(plan, rank.device)
     return model, plan
 
 

@@ -328,11 +328,12 @@ def test_sglangs_number_of_steps_prevails_in_a_chain(caplog):
 
 def test_engine_keys():
     given = {"kv_cache_config": {"max_tokens": 100, "tokens_per_block": 32, "dtype": "auto"},
-             "pipeline_parallel_size": 1, "backend": "pytorch",
+             "pp_size": 2, "backend": "pytorch",
              "disable_overlap_scheduler": True}  # fmt: skip
     config = EngineConfig.load({"model": "m", **given})
     assert (config.num_kv_blocks, config.block_size) == (4, 32)
-    for key, value in (("pipeline_parallel_size", 2), ("hf_overrides", {"a": 1}),
+    assert config.pipeline_parallel_size == 2
+    for key, value in (("nnodes", 2), ("hf_overrides", {"a": 1}),
                        ("lora", "x"), ("enable_dp_attention", True)):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             translate_engine({"model": "m", key: value})

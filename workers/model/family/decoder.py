@@ -494,6 +494,7 @@ class FamilyModel(LayerStack):
         cache: KVCache,
         rows: Tensor | None,  # [num_rows]; None: every row
         capture: Sequence[int] = (),
+        entering: Tensor | None = None,  # [num_tokens, hidden_size], overwritten; None: embedded
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [num_rows, vocab], each [num_tokens, hidden_size]
         """Logits of `rows`, and the inputs of layers `capture`.
 
@@ -501,10 +502,11 @@ class FamilyModel(LayerStack):
         """
         step, program = self.context(plan, cache), self.program
         if program is None or program.unembed is None or not program.takes(plan):
-            states, captured = self.states(step, rows, capture)
+            states, captured = self.states(step, rows, capture, entering)
             return self.logits(states), captured
         tail = Tail(tuple(sorted(set(capture))), len(self.layers) in capture, has_logits=True)
-        logits, kept = self._run(self._embedded(step), step, tail, rows=rows)
+        residual = self.embedded(plan) if entering is None else entering
+        logits, kept = self._run(residual, step, tail, rows=rows)
         return self._finished(logits), tuple(kept)
 
     def states(
@@ -512,13 +514,16 @@ class FamilyModel(LayerStack):
         step: StepContext,
         rows: Tensor | None,  # [num_rows]
         capture: Sequence[int],
+        entering: Tensor | None = None,  # [num_tokens, hidden_size], overwritten; None: embedded
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
         """What the output layer reads, and the inputs of layers `capture`."""
         layers: Sequence[Layer] = self.layers
         if self.adapters is not None and step.plan.adapters is not None:
             self.adapters.begin(step.plan.adapters)
             layers = self.adapted
-        wanted, residual = set(capture), self._embedded(step)
+        wanted, residual = set(capture), entering
+        if residual is None:
+            residual = self.embedded(step.plan)
         last = len(self.layers) in wanted
         states, captured = self.run(residual, step, 0, wanted, normed=last, layers=layers)
         if last:
@@ -531,8 +536,9 @@ class FamilyModel(LayerStack):
         """Logits of normed states."""
         return self._finished(self.unembed(states))
 
-    def _embedded(self, step: StepContext) -> Tensor:  # [num_tokens, hidden_size]
-        states = self.embed(step.plan.token_ids)
+    def embedded(self, plan: PagedStep) -> Tensor:  # [num_tokens, hidden_size]
+        """What the first layer reads."""
+        states = self.embed(plan.token_ids)
         scale = self.spec.embedding_scale
         return states if scale == 1.0 else states * scale
 
@@ -714,10 +720,14 @@ class FamilyRunner:
             if len(bounds) > 2:
                 context = self.model.context(plan, cache)
                 return self._threads.forward(context, step.rows, capture, bounds)
-        rows = None
-        if len(step.rows) != len(step.token_ids):
-            rows = torch.from_numpy(step.rows).to(cache.device, non_blocking=True)
-        return self.model.forward(plan, cache, rows, capture)
+        return self.model.forward(plan, cache, self.rows_of(step, cache), capture)
+
+    @staticmethod
+    def rows_of(step: StepInput, cache: KVCache) -> Tensor | None:  # [num_rows]; None: every row
+        """The rows whose logits are computed, on the device."""
+        if len(step.rows) == len(step.token_ids):
+            return None
+        return torch.from_numpy(step.rows).to(cache.device, non_blocking=True)
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         return self.model.logits(states)

@@ -45,7 +45,7 @@ from .spec import FamilySpec, Placement
 def build_family(
     model: Any,
     spec: FamilySpec,
-    observed: Sequence[AttentionSpec],  # per layer
+    observed: Sequence[AttentionSpec],  # per layer that is here
     ops: Ops,
     plan: ShardPlan,
     collective: Collective,
@@ -78,18 +78,20 @@ def build_layers(
     builder: Builder,
     base: Any,
     prefix: str,
-    observed: Sequence[AttentionSpec],  # per layer
+    observed: Sequence[AttentionSpec],  # per layer that is here
     ropes: dict[str, Rope],  # by kind
 ) -> list[Layer]:
-    """The layers of `base`, which loses them; raises alike.
+    """The layers of `base`, which loses them; raises alike. Layers of other stages are not here.
 
     Args:
         prefix: of the names of `base`'s modules in the shard plan.
     """
     spec, kinds = builder.spec, list(ropes)
     names = {id(module): name for name, module in base.named_modules()}
-    layers = []
+    layers: list[Layer] = []
     for index, module in enumerate(base.layers):
+        if getattr(module, "is_elsewhere", False):
+            continue
         name = f"{prefix}{names[id(module)]}"
         state = _state_block(builder, module, name)
         if state is not None:
@@ -102,7 +104,7 @@ def build_layers(
             builder,
             module.self_attn,
             f"{name}.self_attn",
-            observed[index],
+            observed[len(layers)],
             (kinds.index(kind), ropes[kind]) if rotated else None,
         )
         layers.append(_layer(builder, module, name, attention))
