@@ -7,18 +7,20 @@ the field, the value and the limit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import EngineConfig
 from ..config.hub import is_hub_id
 from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams, shown_value
-from ..scheduler.types import IntArray, Request, SpeculationOptions, ints
+from ..scheduler.types import FloatArray, IntArray, Request, SpeculationOptions, ints
+from ..workers.model.checkpoint.pooling import Pooling, read_pooling
 from .chat.chat_text import ChatText
 from .chat.template import (
     Message,
@@ -37,6 +39,18 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template in a request
 MAX_KEPT_TOKENS = 2**16  # a list of more tokens than this above the context is not even made
+_KINDS = {"embed": "embeddings", "score": "scores of pairs"}
+_UNDRAFTED = SpeculationOptions(enabled=False)
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""Settings of a request for an embedding or a score: the step that ends its text ends it."""
+_QWEN3_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+_QWEN3_PAIR = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""The pair as Qwen3-Reranker's model card writes it."""
 _PREFIX_CHARS = 8  # for each token of the context, of a long text that is encoded first
 _CUT = 1024  # tokens that the cut at the end of a prefix may have added
 
@@ -60,6 +74,7 @@ class RequestOptions:
     shown_ids: frozenset[int] = frozenset()  # special tokens that `LLM` keeps in the text
     prediction: str | Sequence[int] = ()  # text or token ids that the completion is expected to be
     adapter: str = ""  # name of a LoRA adapter; empty: the model alone
+    pools: bool = False  # the embedding or score is asked for; no text is generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,7 @@ class Frontend:
         self._sampling_defaults = sampling_defaults(config)
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
+        self.pooling = read_pooling(Path(config.model))
         # A checkpoint alone has none.
         self.drafters: tuple[str, ...] = getattr(limits, "drafters", ())
         self.adapters = {each.name: each.path for each in config.lora_modules}  # folders
@@ -209,6 +225,86 @@ class Frontend:
         # The template writes the special tokens itself.
         return self.text_prompt(text, add_special_tokens=add_special_tokens, field="messages")
 
+    def shortened_text(self, text: str, num_tokens: int, field: str) -> str:
+        """The beginning of a text that has at most so many tokens; raises as `text_prompt`."""
+        ids = self.text_prompt(text, add_special_tokens=False, field=field).token_ids
+        return text if len(ids) <= num_tokens else self.vocabulary.text(ids[:num_tokens])
+
+    def require(self, kind: Literal["embed", "score"]) -> Pooling:
+        """What the checkpoint is made for; raises `InvalidRequestError` if it is not `kind`."""
+        found, wanted = self.pooling, _KINDS[kind]
+        if isinstance(found, str):
+            raise InvalidRequestError.at(
+                "model", f"{self.model_name!r} gives no {wanted}: {found}; it generates text"
+            )
+        if found.kind != kind:
+            raise InvalidRequestError.at(
+                "model", f"{self.model_name!r} gives no {wanted}; it gives {_KINDS[found.kind]}"
+            )
+        return found
+
+    def cut_of(self, dimensions: int | None) -> Callable[[FloatArray], FloatArray]:
+        """What cuts an embedding to its first `dimensions`, and normalises it again.
+
+        Raises:
+            InvalidRequestError: the model gives no embeddings, or they may not be cut so.
+        """
+        pooling = self.require("embed")
+        if dimensions is None:
+            return lambda vector: vector
+        sizes = pooling.dimensions
+        if sizes is None and dimensions != pooling.size:
+            raise InvalidRequestError.at(
+                "dimensions",
+                f"{dimensions}, but the embeddings of {self.model_name!r} have {pooling.size}, and "
+                "its config.json declares no others (matryoshka_dimensions, is_matryoshka)",
+            )
+        if not 1 <= dimensions <= pooling.size or (sizes and dimensions not in sizes):
+            allowed = ", ".join(map(str, sizes)) if sizes else f"1 to {pooling.size}"
+            raise InvalidRequestError.at("dimensions", f"{dimensions}; allowed: {allowed}")
+
+        return partial(pooling.cut, dimensions)
+
+    def pair_prompt(
+        self, query: str, document: str, instruction: str | None = None, field: str = "documents"
+    ) -> Prompt:
+        """A pair in the form that the model scores.
+
+        That is the chat template's where it takes messages of the roles query and document (as
+        sentence-transformers and vLLM have them), Qwen3-Reranker's for models of that type, and
+        else the tokenizer's own for pairs.
+
+        Args:
+            instruction: the task, where the form has a place for it; None: the form's own.
+
+        Raises:
+            InvalidRequestError: a text is none, or the form has no instruction.
+            PromptTooLongError: it exceeds the context.
+        """
+        pooling = self.require("score")
+        check_text("query", query)
+        check_text(field, document)
+        own = self._template or template_of(self.tokenizer)
+        if "query" in own and "document" in own:
+            roles = [("system", instruction)] if instruction is not None else []
+            roles += [("query", query), ("document", document)]
+            messages = [{"role": role, "content": text} for role, text in roles]
+            text = render(self.tokenizer, messages, chat_template=self._template,
+                          add_generation_prompt=True)  # fmt: skip
+            return self.text_prompt(text, add_special_tokens=False, field=field)
+        if pooling.model_type == "qwen3":
+            task = _QWEN3_TASK if instruction is None else instruction
+            text = _QWEN3_PAIR.format(instruction=task, query=query, document=document)
+            return self.text_prompt(text, add_special_tokens=False, field=field)
+        if instruction is not None:
+            raise InvalidRequestError.at(
+                "instruction", f"the form of {self.model_name!r} for pairs has no place for it"
+            )
+        for text in (query, document):  # before all of a long one is encoded
+            self.text_prompt(text, field=field)
+        ids = self.tokenizer(query, document)["input_ids"]
+        return Prompt(tuple(ids), None)
+
     def truncated(self, prompt: Prompt, limit: int | None, sampling: SamplingParams) -> Prompt:
         """The last `limit` tokens of a prompt; -1: as many as leave room for `max_tokens`."""
         if limit == -1:
@@ -234,6 +330,12 @@ class Frontend:
         """
         options = options or RequestOptions()
         check_text("cache_salt", options.tenant)
+        if not options.pools and isinstance(self.pooling, Pooling) and not self.pooling.generates:
+            raise InvalidRequestError.at(
+                "model",
+                f"{self.model_name!r} has no output layer to generate text with; it gives "
+                f"{_KINDS[self.pooling.kind]}",
+            )
         self._check_drafters(options.speculation.drafters)
         if options.adapter:
             self._check_adapter(options.adapter)
@@ -270,11 +372,12 @@ class Frontend:
                 sampling=one,
                 seed=derive_seed(seed, index),
                 eos_token_ids=self._eos_token_ids if ends else (),
-                speculation=options.speculation,
+                speculation=_UNDRAFTED if options.pools else options.speculation,
                 priority=options.priority,
                 tenant=options.tenant,
                 adapter=options.adapter,
                 prediction=prediction,
+                pools=options.pools,
             )
             for index in range(sampling.n)
         ]
@@ -381,6 +484,32 @@ class Frontend:
                     field,
                     f"token id {token_id} is not in the vocabulary (0 to {self.vocab_size - 1})",
                 )
+
+
+def paired(
+    queries: str | Sequence[str],
+    documents: str | Sequence[str],
+    names: tuple[str, str] = ("queries", "documents"),
+) -> list[tuple[str, str]]:
+    """Every document with its query: one for all, or as many as there are documents.
+
+    Raises:
+        InvalidRequestError: these are no texts, none, or of another number; names the field.
+    """
+    lists: list[list[str]] = []
+    for name, given in zip(names, (queries, documents), strict=True):
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, Sequence) or not all(isinstance(each, str) for each in texts):
+            raise InvalidRequestError.at(name, f"a text or a list of them, got {given!r}")
+        if not texts:
+            raise InvalidRequestError.at(name, "the list is empty")
+        lists.append(list(texts))
+    first, second = lists
+    if len(first) not in (1, len(second)):
+        raise InvalidRequestError.at(
+            names[0], f"{len(first)} for {len(second)} {names[1]}; expected one, or as many"
+        )
+    return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -33,13 +33,13 @@ from ..errors import (
     WorkerError,
 )
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Delta, Request
+from ..scheduler.types import Delta, FloatArray, Request
 from .chat.template import Message
 from .checkpoints import resolved
-from .frontend import Frontend, LoRARequest, Prompt, RequestOptions
+from .frontend import POOLED, Frontend, LoRARequest, Prompt, RequestOptions, paired
 from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
-from .outputs import Assembler, RequestOutput, prompt_table
+from .outputs import Assembler, Embedding, PooledOutput, RequestOutput, Score, prompt_table
 from .preflight import added_adapter, preflight
 from .weights import PauseMode, SavedStates, checked_mode
 
@@ -70,6 +70,18 @@ class PromptRun:
     @property
     def finished(self) -> bool:
         return all(assembler.finished for assembler in self.assemblers)
+
+    @property
+    def vector(self) -> FloatArray:  # [width]
+        """The embedding or score of a finished job that asked for one."""
+        found = self.assemblers[0].pooled
+        assert found is not None, "it is finished"
+        return found
+
+    def pooled(self, found: Embedding | Score) -> PooledOutput:
+        """The output of a job that asked for an embedding or a score."""
+        cached = self.assemblers[0].num_cached_tokens
+        return PooledOutput(self.id, found, list(self.prompt.token_ids), cached)
 
     def output(self, index: int | None = None) -> RequestOutput:
         """The output so far; an error of one of several prompts begins with its `index`."""
@@ -462,6 +474,74 @@ class LLM:
                 prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
         run = self._run(prompts, sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: AdapterWish | Sequence[AdapterWish] = None,
+        use_tqdm: bool = True,
+    ) -> list[PooledOutput]:
+        """The embedding of every prompt, in order, where the checkpoint is made for embeddings.
+
+        Args:
+            dimensions: size to which a Matryoshka model's embeddings are cut.
+            truncate_prompt_tokens: longest prompt, of which the last tokens are kept; -1: the
+                context's.
+
+        Raises:
+            InvalidRequestError: the model gives none, or a prompt or a setting is wrong.
+            GenerationError, EngineDeadError: as `generate`.
+        """
+        cut, limit = self.frontend.cut_of(dimensions), truncate_prompt_tokens
+        if limit is not None and (type(limit) is not int or limit < -1 or limit == 0):
+            raise InvalidRequestError.at(
+                "truncate_prompt_tokens", f"a number above 0, or -1 (got {limit!r})"
+            )
+        given = [
+            self.frontend.truncated(self.prompt(each), limit, POOLED) for each in _as_list(prompts)
+        ]
+        jobs = self._pool(given, lora_request, use_tqdm=use_tqdm)
+        return [job.pooled(Embedding(cut(job.vector).tolist())) for job in jobs]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        lora_request: AdapterWish | Sequence[AdapterWish] = None,
+        use_tqdm: bool = True,
+    ) -> list[PooledOutput]:
+        """The score of every document for its query, where the checkpoint is made for scores.
+
+        Args:
+            queries: one for all documents, or one for each.
+            instruction: the task, where the model's form of a pair has a place for it.
+
+        Raises as `embed`.
+        """
+        pairs = paired(queries, documents)
+        prompts = [self.frontend.pair_prompt(*pair, instruction) for pair in pairs]
+        jobs = self._pool(prompts, lora_request, use_tqdm=use_tqdm)
+        return [job.pooled(Score(float(job.vector[0]))) for job in jobs]
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        lora_request: AdapterWish | Sequence[AdapterWish],
+        *,
+        use_tqdm: bool,
+    ) -> list[PromptRun]:
+        """Runs requests for embeddings or scores; their jobs."""
+        given: list[PromptLike | InvalidRequestError] = [
+            {"prompt": each.text, "prompt_token_ids": each.token_ids} for each in prompts
+        ]
+        run = self._run(given, POOLED, RequestOptions(pools=True), "raise", lora_request)
+        _finished([(run, "raise")], use_tqdm=use_tqdm)
+        return run.jobs
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers."""

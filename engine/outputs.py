@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Delta, SpeculationUsage, StepTrace, TokenLogprobs
+from ..scheduler.types import Delta, FloatArray, SpeculationUsage, StepTrace, TokenLogprobs
 from .chat.reader import overlap
 
 _CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text
@@ -220,6 +220,34 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """A text's embedding."""
+
+    embedding: list[float]  # [size]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a document answers a query; what a higher score means is the model's business."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """A prompt with its embedding, or a pair with its score."""
+
+    request_id: str
+    outputs: Embedding | Score
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A prompt with its completions."""
 
@@ -366,6 +394,7 @@ class Assembler:
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of all its tokens but the first
     traced: list[Chunk] = field(default_factory=list)  # where the request asked for a trace
+    pooled: FloatArray | None = None  # [width], an embedding or a score
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopMatcher = field(init=False)
     _pieces: list[str] = field(default_factory=list)
@@ -390,6 +419,8 @@ class Assembler:
             self.speculation = delta.usage
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs.by_token()
+        if delta.pooled is not None:
+            self.pooled = delta.pooled
         if self.finish_reason is not None:
             return Chunk("", ())
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)

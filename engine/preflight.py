@@ -299,6 +299,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What the target's configuration contains, for people."""
     from ..workers.model.checkpoint.hub import unpacked_from
+    from ..workers.model.checkpoint.pooling import described
     from ..workers.ops.cpu import KERNEL_DTYPES
     from ..workers.ops.table import describe
 
@@ -318,6 +319,8 @@ def _facts(
         facts |= _gpu_facts(config, device, target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
+    if pooled := described(Path(config.model)):
+        facts["pooling"] = pooled
     if (file := unpacked_from(Path(config.model))) is not None:
         num_bytes = (Path(config.model) / "model.safetensors").stat().st_size
         facts["GGUF file"] = f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB"

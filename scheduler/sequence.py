@@ -323,7 +323,9 @@ class Sequence(PagedTokens):
             self.first_s = now = self._clock()
             times = RequestTimes(self.admitted_s - self.arrived_s, now - self.admitted_s)
         scores, self.scores = self.scores, None
-        table = verdict.logprobs
+        table, pooled = verdict.logprobs, None
+        if self.request.pools and verdict.pooled is not None:
+            pooled = verdict.pooled[np.searchsorted(verdict.pooled_rows, row)]
         return Delta(
             request_id=self.request.id,
             token_ids=tuple(emitted),
@@ -336,6 +338,7 @@ class Sequence(PagedTokens):
             prompt_logprobs=scores.whole() if scores else None,
             trace=step_trace(draft, path) if self.request.speculation.trace else None,
             times=times,
+            pooled=pooled,
         )
 
     def _logprobs(

@@ -108,6 +108,7 @@ class Request:
     resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
     was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
     prediction: IntArray = field(default_factory=lambda: ints([]))  # what the client expects
+    pools: bool = False  # its embedding or score is asked for, and no text
 
     @property
     def ends(self) -> frozenset[int]:
@@ -220,6 +221,7 @@ class SamplingRows:
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
     # [num_seqs], rivals of every known token that the step computes, the root excepted; -1 is none
     num_prompt_logprobs: IntArray | None = None  # None: no request needs them
+    pools: NDArray[np.bool_] | None = None  # [num_seqs], embeddings or scores; None: of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,8 @@ class Verdict:
     prompt_logprobs: Logprobs | None = None  # of `SamplingRows.num_prompt_logprobs`' rows
     compacted: bool = False  # the ranks have moved the accepted nodes' keys and values into place
     thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, whenever they are news
+    pooled: FloatArray | None = None  # [num_pooled, width], embeddings or scores
+    pooled_rows: IntArray = field(default_factory=lambda: ints([]))  # [num_pooled], of the batch
 
     @classmethod
     def empty(cls, step: int, num_seqs: int) -> Verdict:
@@ -459,6 +463,7 @@ class Delta:
     prompt_logprobs: Logprobs | None = None
     trace: StepTrace | None = None  # where the request asked for it
     times: RequestTimes | None = None  # with the first tokens
+    pooled: FloatArray | None = None  # [width], the embedding or score that was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,6 +497,7 @@ class SeatSettings:
     bias_ids: IntArray = field(default_factory=lambda: ints([]))  # [num_biased]
     bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
     adapter: str = ""  # empty: the model alone
+    pools: bool = False  # an embedding or score is asked for
 
     @classmethod
     def of(cls, request: Request) -> SeatSettings:
@@ -516,6 +522,7 @@ class SeatSettings:
             bias_ids=ints(list(biases)),
             bias_values=np.array(list(biases.values()), dtype=np.float32),
             adapter=request.adapter,
+            pools=request.pools,
         )
 
     @classmethod

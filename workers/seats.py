@@ -187,6 +187,7 @@ _COLUMNS = np.dtype(
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
         ("min_tokens", np.int32),
+        ("pools", np.bool_),
         ("num_prompt", np.int32),  # of the opening; the others are of its settings
     ]
 )
@@ -390,6 +391,7 @@ class Seats:
             biases=tuple([Bias(row, each.bias_ids, each.bias_values) for row, each in biased]),
             thinking=plan.thinking,
             num_prompt_logprobs=scores if scored else None,
+            pools=columns["pools"].copy() if columns["pools"].any() else None,
         )
         fixed = not (histories or rows.ends or scored or plan.thinking is not None)
         self._packed = (key, rows) if fixed else None

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from .device_step.seats import SeatSizes
 from .device_step.service import DeviceStepService
 from .device_step.shape import StepShape
 from .head import HeadService
+from .model.checkpoint.pooling import Pooler
 from .model.paged import PagedModel
 from .model.stages import Stage
 from .seats import Seats, gather
@@ -219,8 +221,9 @@ class TargetService:
         max_num_seqs: int = 1,
         num_checkpoints: int = 0,
         stage: Stage | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._pooler = model, pooler
         self._passes_on = stage is not None and not stage.is_last
         self._passed: dict[int, tuple[int, ...]] = {}  # by link of a head: what the last stage gets
         num_spare = 0 if device_step is None else 1  # blocks that padding writes to
@@ -270,6 +273,7 @@ class TargetService:
             scored, last, capture = None, self._model.info.num_layers, self._capture
             if step.sampling.num_prompt_logprobs is not None:
                 scored = PromptRows.of(step)
+            if scored is not None or step.sampling.pools is not None:
                 capture = capture if last in capture else (*capture, last)
             logits, hidden = self._model.forward_capturing(step, self._cache, capture)
             states = dict(zip(capture, hidden, strict=True))
@@ -277,6 +281,7 @@ class TargetService:
             judges = plan.appends or (self._head is not None and self._head.on_every_rank)
             if rank != 0 and not judges:
                 return None
+            pooled = self._pooled(step, states.get(last), logits) if rank == 0 else {}
             verdict = (
                 verify(self._rule, step, logits)
                 if len(step.rows)
@@ -293,7 +298,27 @@ class TargetService:
             if rank != 0:
                 return None
         forward_ms = (time.perf_counter() - start) * 1e3
-        return replace(verdict, forward_ms=forward_ms, prompt_logprobs=prompt)
+        return replace(verdict, forward_ms=forward_ms, prompt_logprobs=prompt, **pooled)
+
+    def _pooled(
+        self,
+        step: StepInput,
+        states: Tensor | None,  # [num_tokens, hidden_size], behind the final norm
+        logits: Tensor,  # [num_rows, vocab]
+    ) -> dict[str, Any]:
+        """What the verdict has of requests for embeddings or scores whose text is complete."""
+        if step.sampling.pools is None:
+            return {}
+        chosen = np.flatnonzero(step.sampling.pools & step.samples)
+        if not len(chosen):
+            return {}
+        assert self._pooler is not None, "requests are checked for it"
+        assert states is not None, "they are captured where they are asked for"
+        rows = step.root_rows[chosen]
+        own = torch.from_numpy(rows).to(states.device, torch.int64)
+        at = torch.from_numpy(np.searchsorted(step.rows, rows)).to(logits.device, torch.int64)
+        values = self._pooler.values(states.index_select(0, own), logits.index_select(0, at))
+        return {"pooled": values, "pooled_rows": ints(chosen)}
 
     def _appended(self, plan: StepPlan, step: StepInput, verdict: Verdict) -> Verdict:
         """Brings the seats up to date, so that a step planned before this verdict can be next."""

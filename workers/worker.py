@@ -28,6 +28,7 @@ from .draft import DraftService
 from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
+from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
 from .model.fit import ServedModel, Serving, check_adapters, check_blocks
 from .model.paged import ForwardChoice, PagedModel
 from .model.stages import Stage
@@ -73,6 +74,7 @@ class Worker:
         self._spec = spec
         self._group = self._collective = collective  # all ranks; those that share every layer
         self._stage: Stage | None = None  # None: the only one
+        self._pooling: Pooling | str | None = None  # None: not read yet
         self._device = device
         self._node, self._host = node, host
         self._models: dict[str, PagedModel] = {}
@@ -284,6 +286,7 @@ class Worker:
                 spec.target.max_num_seqs,
                 spec.target.num_checkpoints,
                 self._stage,
+                self._pooler(spec.target),
             )
             if self._target.device_step is not None:
                 self._target.device_step.capture()
@@ -299,6 +302,17 @@ class Worker:
         if self._remote_head is not None:
             self._remote_head.allocate()
         return report
+
+    def _pooler(self, target: ModelSpec) -> Pooler | None:
+        """What makes embeddings or scores, where the checkpoint is made for them."""
+        if self._collective.rank != 0:
+            return None
+        folder = Path(local_folder(target.path, **target.trust))
+        if self._pooling is None:  # other weights of the same model need not declare it again
+            self._pooling = read_pooling(folder)
+        if isinstance(self._pooling, str):
+            return None
+        return Pooler.load(self._pooling, folder, self._device, allow_pickle=target.allow_pickle)
 
     def handle(self, message: Message) -> Reply:
         """Handles `message`; returns None on ranks whose answer is not used."""

@@ -94,6 +94,7 @@ def _flat(delta: Delta) -> list[Any] | bytes:
         or delta.prompt_logprobs is not None
         or delta.times is not None
         or delta.error is not None
+        or delta.pooled is not None
     ):
         return encode(delta)
     return [*_FLAT(delta), None if delta.usage is None else _USAGE(delta.usage)]

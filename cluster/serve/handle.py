@@ -95,15 +95,15 @@ class HandleMethods:
         return await self._called("/detokenize", request, key)
 
     async def embeddings(self, request: Any, *, key: str | None = None) -> Any:
-        """Refused, as are `score` and `transcriptions`: engines generate text."""
-        raise RefusedError.at("embeddings", "not supported: this server generates text only")
+        """As `/v1/embeddings`."""
+        return await self._called("/v1/embeddings", request, key)
 
     async def score(self, request: Any, *, key: str | None = None) -> Any:
-        """Refused."""
-        raise RefusedError.at("score", "not supported: this server generates text only")
+        """As `/v1/score`."""
+        return await self._called("/v1/score", request, key)
 
     async def transcriptions(self, request: Any, *, key: str | None = None) -> Any:
-        """Refused."""
+        """Refused: engines read text."""
         raise RefusedError.at("transcriptions", "not supported: this server generates text only")
 
     async def _called(self, path: str, request: Any, key: str | None) -> Any:

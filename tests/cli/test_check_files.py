@@ -101,6 +101,7 @@ def changed(file: Path, **values: object) -> None:
         ("tokenizer_config.json", {"chat_template": [7]}, "chat_template", "no text: None"),
         ("model.safetensors.index.json", b'{"weight_map": []}', "model", "'weight_map'"),
         ("model.safetensors", b"version https://git-lfs\n", "model", "git lfs pull"),
+        ("modules.json", b"{", "model", "no list of modules"),
     ],
 )  # fmt: skip
 def test_every_file_of_a_folder(outrider_cli, copy, file, content, field, named):

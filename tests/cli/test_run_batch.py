@@ -39,7 +39,7 @@ def test_every_line_has_its_answer_or_its_error(outrider_cli, model, tmp_path):
         line("a"),
         line("b", prompt=["def", "class"], n=2, ignore_eos=True),
         line("c", max_tokens=-1),
-        line("d", url="/v1/embeddings"),
+        line("d", url="/v1/images"),
         line("e", stream=True),
         line("f", model="gpt"),
         {**line("g"), "method": "GET"},

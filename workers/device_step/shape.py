@@ -44,7 +44,7 @@ class Sampler(IntEnum):
 
     PLAIN = 0  # greedy, or by temperature alone
     SAMPLED = 1  # with cuts or edits: needs the logits of the whole vocabulary
-    HOST = 2  # needs logits or a history on the host, or an adapter
+    HOST = 2  # needs logits, states or a history on the host, or an adapter
 
     @classmethod
     def of(cls, settings: SeatSettings, *, has_edits: bool = False) -> Sampler:
@@ -52,7 +52,7 @@ class Sampler(IntEnum):
 
         Such requests are SAMPLED, at any temperature.
         """
-        if settings.adapter:
+        if settings.adapter or settings.pools:
             return cls.HOST
         if (
             settings.has_penalties

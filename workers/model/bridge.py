@@ -42,6 +42,7 @@ from ..attention import KVCache, KVShape
 from ..ops import Ops, PagedStep, PlannedOps
 from ..ops.protocol import AttentionSpec
 from ..states import StateShape
+from .checkpoint.pooling import LAYER, classifies
 from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
 from .info import ModelInfo
 
@@ -453,6 +454,7 @@ def map_checkpoint(
     ignored = [
         *(model._keys_to_ignore_on_load_unexpected or []),
         r"rotary_emb\.inv_freq",
+        *([rf"^{LAYER}$"] if classifies(model.config) else []),
         *_beyond_the_last_layer(model.config),
     ]
     return sources, [name for name in surplus if not any(re.search(key, name) for key in ignored)]

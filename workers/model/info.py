@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
 from .checkpoint.hub import read_mapping, require_checkpoint
+from .checkpoint.pooling import lacks_output_layer
 from .checkpoint.quantised_formats import find_format
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
             f"{config.model_type!r} is not a decoder with a plain key-value cache: its "
             f"configuration has no {', '.join(lacking)}"
         )
+    if lacks_output_layer(path):
+        config.tie_word_embeddings = True
     return config
 
 

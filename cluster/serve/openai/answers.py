@@ -263,6 +263,67 @@ class Message(TypedDict):
     speculation_trace: NotRequired[list[dict[str, Any]]]
 
 
+class PooledUsage(TypedDict):
+    """Tokens of inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class EmbeddingItem(TypedDict):
+    """An input's embedding."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64: of little-endian float32
+
+
+class EmbeddingList(AnswerHead):
+    """The answer of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    usage: PooledUsage
+
+
+class RankedText(TypedDict):
+    """A document."""
+
+    text: str
+
+
+class RankedDocument(TypedDict):
+    """A document's place in the request, and its score."""
+
+    index: int
+    document: NotRequired[RankedText]
+    relevance_score: float
+
+
+class Reranking(AnswerHead):
+    """The answer of `/v1/rerank`: the best documents first."""
+
+    results: list[RankedDocument]
+    usage: PooledUsage
+
+
+class ScoreItem(TypedDict):
+    """A pair's score."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(AnswerHead):
+    """The answer of `/v1/score`."""
+
+    object: Literal["list"]
+    data: list[ScoreItem]
+    usage: PooledUsage
+
+
 class MessageTokens(TypedDict):
     """The answer of `/v1/messages/count_tokens`."""
 

@@ -165,13 +165,13 @@ class Generation:
         """The answer has to be there `timeout_s` after the request, if not earlier."""
         self._deadline_s = self._call.deadline(self.timeout_s, timeout_s)
 
-    def check_count(self, num_prompts: int, n: int) -> None:
+    def check_count(self, num_prompts: int, n: int, name: str = "prompt") -> None:
         """Raises `InvalidRequestError` for more completions than could ever be queued at once."""
         if self.max_completions is not None and num_prompts * n > self.max_completions:
             raise InvalidRequestError(
-                f"prompt: {num_prompts} prompts x n = {n} are more completions than the queue "
+                f"{name}: {num_prompts} prompts x n = {n} are more completions than the queue "
                 f"holds (max_queued_requests = {self.max_completions}); send fewer at a time",
-                field="n" if num_prompts == 1 else "prompt",
+                field="n" if num_prompts == 1 else name,
             )
 
     def add(

@@ -19,6 +19,7 @@ from ..metrics import CONTENT_TYPE
 from . import answers
 from .messages import CountBody, MessagesBody
 from .parse import IGNORED, UNSUPPORTED
+from .pooling import EmbeddingBody, RerankBody, ScoreBody
 from .protocol import (
     ChatBody,
     CompletionBody,
@@ -57,6 +58,12 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
     "/v1/responses": (ResponsesBody, answers.Response, "Answers an input; stores nothing."),
     "/v1/messages": (MessagesBody, answers.Message, "Anthropic's API: answers messages."),
     "/v1/messages/count_tokens": (CountBody, answers.MessageTokens, "Tokens of messages."),
+    "/v1/embeddings": (EmbeddingBody, answers.EmbeddingList, "Embeddings of texts."),
+    "/v1/rerank": (RerankBody, answers.Reranking, "Ranks documents by a query."),
+    "/v2/rerank": (RerankBody, answers.Reranking, "As /v1/rerank; by Cohere's newer path."),
+    "/rerank": (RerankBody, answers.Reranking, "As /v1/rerank."),
+    "/v1/score": (ScoreBody, answers.ScoreList, "Scores of pairs of texts."),
+    "/score": (ScoreBody, answers.ScoreList, "As /v1/score."),
     "/tokenize": (TokenizeBody, answers.Tokens, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeBody, answers.Text, "The text of token ids."),
     "/admin/update_weights": (

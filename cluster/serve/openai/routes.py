@@ -47,6 +47,15 @@ from .generation import Generation
 from .messages import CountBody, MessagesBody
 from .openapi import document, html_page
 from .parse import nested_too_deeply, parse
+from .pooling import (
+    EmbeddingBody,
+    Embeddings,
+    PooledBody,
+    Rerank,
+    RerankBody,
+    ScoreBody,
+    Scores,
+)
 from .protocol import (
     ChatBody,
     CompletionBody,
@@ -446,8 +455,8 @@ class Endpoint(NamedTuple):
     """A route that generates text."""
 
     kind: str  # what its answers' ids begin with
-    body: type[GenerationBody | ResponsesBody | MessagesBody]
-    work: ModuleType  # with `add`, `answer` and `events`
+    body: type[GenerationBody | ResponsesBody | MessagesBody | PooledBody]
+    work: ModuleType | type[Any]  # with `add`, `answer` and, if it streams, `events`
     named: bool = False  # events have names, and the last of them ends the stream
 
     def opened(self, models: Models, headers: Headers, raw: bytes) -> OpenAnswer:
@@ -463,6 +472,8 @@ class Endpoint(NamedTuple):
         if options is not None and not body.stream:
             raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
         generation = edge.generation(headers)
+        if isinstance(body, PooledBody):
+            generation.limit_time(body.timeout)
         if isinstance(body, GenerationBody):
             generation.limit_time(body.timeout)
             last_id = headers.get("last-event-id")
@@ -503,6 +514,11 @@ ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
         "/v1/chat/completions": Endpoint("chatcmpl-", ChatBody, chat),
         "/v1/responses": Endpoint("resp_", ResponsesBody, responses, named=True),
         "/v1/messages": Endpoint("msg_", MessagesBody, messages, named=True),
+        "/v1/embeddings": Endpoint("embd-", EmbeddingBody, Embeddings),
+        **dict.fromkeys(
+            ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint("rerank-", RerankBody, Rerank)
+        ),
+        **dict.fromkeys(("/v1/score", "/score"), Endpoint("score-", ScoreBody, Scores)),
     }
 )
 

@@ -126,7 +126,8 @@ def test_errors_are_typed(make_edge):
         ("/v1/completions", {**BODY, "max_token": 1}, InvalidRequestError, "max_token"),
         ("/v1/completions", {**BODY, "model": "other"}, ModelNotFoundError, "model"),
         ("/v1/completions", {**BODY, "prompt": "a" * 3000}, BodyTooLargeError, "body"),
-        ("/v1/embeddings", {"input": "a"}, ModelNotFoundError, "url"),
+        ("/v1/images", {"prompt": "a"}, ModelNotFoundError, "url"),
+        ("/v1/embeddings", {"input": "a"}, InvalidRequestError, "model"),
     ):
         with pytest.raises(kind) as caught:
             asyncio.run(calls.answer(path, body))
@@ -179,7 +180,9 @@ def test_refusals_of_a_handle_are_value_errors(make_edge):
         (methods.completions, {**BODY, "max_tokens": -1}, "max_tokens"),
         (methods.completions, "text", "body"),
         (methods.generate, {"prompt": "a", "sampling_params": 3}, "sampling_params"),
-        (methods.embeddings, {"input": "a"}, "embeddings"),
+        (methods.embeddings, {"input": "a"}, "model"),
+        (methods.score, {"queries": "a", "documents": "b"}, "model"),
+        (methods.transcriptions, {"file": "a"}, "transcriptions"),
     ):
         with pytest.raises(RefusedError) as caught:
             asyncio.run(call(body))
