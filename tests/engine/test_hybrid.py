@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.config import EngineConfig
+from outrider.engine.estimate import estimate
 from outrider.engine.preflight import preflight
 from outrider.errors import ConfigError, WorkerDiedError
 from outrider.scheduler.loop import OverlapLoop
@@ -238,3 +239,18 @@ def test_ranks_die_and_requests_are_replayed(hybrid, trees, size):
         group.call = dies_at_times
         assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
         assert engine.stats()["num_restarts"] == 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_plan_counts_the_states_of_a_rank(hybrid, kind, size):
+    folder, _ = hybrid(kind)
+    options = {"tensor_parallel_size": size, "dtype": "float32"}
+    with engine_of(folder, **options) as engine:
+        report = engine._host.target_group.reports[0].target
+    settings = {"model": folder, "executor": "local", "max_num_seqs": 6, **options}
+    rank = estimate(EngineConfig.load(settings), 0)[0].rank
+    assert rank.states == (6 + 6) * report.state_bytes > 0
+    assert rank.kv_per_token == report.kv_bytes_per_token
+    alone = EngineConfig.load({**settings, "enable_prefix_caching": False})
+    assert estimate(alone, 0)[0].rank.states == 6 * report.state_bytes

@@ -152,10 +152,12 @@ def kv_bytes_per_token(
     latent = _latent_elements(model.config, info, serving)
     if latent is not None:
         return int(len(layers) * latent * info.dtype.itemsize)
+    if recurrent := recurrent_layers(model.config):  # whose modules look at values
+        count = len(set(layers) - recurrent)
+        return 2 * count * info.num_kv_heads * info.head_dim * info.dtype.itemsize
     fuse_norms(model)
     try:
-        recurrent = recurrent_layers(model.config)
-        shapes = BridgeRunner(model, info, ReferenceOps(), recurrent).kv_shapes
+        shapes = BridgeRunner(model, info, ReferenceOps()).kv_shapes
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError):
         return None
     total_heads = max(shape.num_kv_heads for shape in shapes)
