@@ -17,8 +17,10 @@ DRAFTERS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "size"), [("awq", 1), ("gptq desc_act", 2)])
-def test_every_drafter_emits_the_tokens_of_generate(tmp_path, kind, size):
+@pytest.mark.parametrize(
+    ("kind", "size", "stages"), [("awq", 1, 1), ("gptq desc_act", 2, 1), ("awq", 1, 2)]
+)
+def test_every_drafter_emits_the_tokens_of_generate(tmp_path, kind, size, stages):
     plain, coded = map(str, write_pair(kind, tmp_path))
     oracle = AutoModelForCausalLM.from_pretrained(plain)
     keys = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -30,7 +32,8 @@ def test_every_drafter_emits_the_tokens_of_generate(tmp_path, kind, size):
     sections = (None, *DRAFTERS, {
         "decoding_type": "DraftTarget", "speculative_model": plain, "max_draft_len": 3,
     })  # fmt: skip
-    for section in sections if size == 1 else sections[:2]:
-        with engine_of(coded, section, tensor_parallel_size=size) as engine:
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    for section in sections if size == stages else sections[:2]:
+        with engine_of(coded, section, **sizes) as engine:
             found = complete(engine, PROMPTS, max_tokens=20)[0]
         assert [list(each) for each in found.values()] == list(wanted.values()), section

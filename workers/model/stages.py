@@ -163,8 +163,10 @@ class _MadeUp:
         self._width, self._dtype = embedding.weight.shape[1], embedding.weight.dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., hidden_size]
-        columns = torch.arange(1, self._width + 1, device=token_ids.device) * 0.618
-        return torch.sin((token_ids.unsqueeze(-1) + 1) * columns).to(self._dtype)
+        # Not torch's default dtype, which another thread's loading may change meanwhile.
+        columns = torch.arange(1, self._width + 1, dtype=torch.float32, device=token_ids.device)
+        phases = (token_ids.unsqueeze(-1).float() + 1) * (columns * 0.618)
+        return torch.sin(phases).to(self._dtype)
 
 
 class StageRunner(FamilyRunner):

@@ -14,7 +14,7 @@ from outrider.tests.helpers.models import (
     RECURRENT,
     full_logits,
 )
-from outrider.workers.model import target
+from outrider.workers.model import stages, target
 from outrider.workers.model.checkpoint.weights import Checkpoint
 from outrider.workers.model.info import stage_layers
 from outrider.workers.model.stages import Stage
@@ -111,6 +111,18 @@ def test_every_architecture_in_stages_of_two_ranks(check, variant):
 
 def test_a_layer_a_stage(check):
     check("llama4", 1, 4)
+
+
+def test_made_up_states_do_not_depend_on_the_default_dtype():
+    """transformers changes it for the whole process while another thread loads."""
+    made_up, tokens = stages._MadeUp(torch.nn.Embedding(8, 64)), torch.arange(8)
+    wanted = made_up(tokens)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(made_up(tokens), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(map(tuple, wanted.tolist()))) == 8
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
