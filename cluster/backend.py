@@ -96,6 +96,10 @@ class RayBackend(Backend):
         if self._keeper is not None:
             self._keeper.note(vocab_size)
 
+    def retain(self) -> None:
+        if self._keeper is not None:
+            self._keeper.retain()
+
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
         from .backend import RayGroup
         from .rank_actors import RankActors

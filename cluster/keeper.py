@@ -15,11 +15,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from itertools import count
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -119,6 +121,11 @@ class Keeper:
             group.shutdown()
         return len(self._groups)
 
+    def retain(self, keys: Collection[str]) -> None:
+        """Ends all groups but these."""
+        for key in [each for each in self._groups if each not in keys]:
+            self.close(key)
+
     def _follow(self, server: socket.socket, address: framing.Address, turn: int) -> None:
         """Returns when the engine is gone; from then on there may be another."""
         with (
@@ -178,7 +185,7 @@ class KeeperLink:
     _keeper: Any = None
     _noted: int | None = None
     _connection: socket.socket | None = None
-    _num_groups: dict[str, int] = field(default_factory=dict)  # by specification
+    _owned: WeakValueDictionary[str, OwnedRanks] = field(default_factory=WeakValueDictionary)
     _formed: dict[str, tuple[OwnedRanks, Formed]] = field(default_factory=dict)  # by key
     _has_left: bool = False
 
@@ -186,8 +193,10 @@ class KeeperLink:
         """The ranks of a specification; a second group of the same one has others."""
         digest = sha256(repr((spec, resources)).encode()).hexdigest()
         with self._lock:  # groups start at once
-            number = self._num_groups[digest] = self._num_groups.get(digest, 0) + 1
-        return OwnedRanks(self, f"{digest}-{number}", spec, resources)
+            keys = (f"{digest}-{number}" for number in count(1))
+            key = next(each for each in keys if each not in self._owned)
+            owned = self._owned[key] = OwnedRanks(self, key, spec, resources)
+        return owned
 
     def recall(self) -> int | None:
         """What an engine that died has noted with its keeper, which is this engine's now."""
@@ -200,6 +209,13 @@ class KeeperLink:
     def note(self, vocab_size: int) -> None:
         """For `recall` of a later engine; sent to every keeper that is started."""
         self._noted = vocab_size
+
+    def retain(self) -> None:
+        """Ends what an earlier engine has left that this one does not use."""
+        with self._lock:
+            keys = [*self._formed]
+        with contextlib.suppress(WorkerDiedError):
+            self.call("retain", keys, timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def call(self, method: str, *arguments: Any, timeout_s: float, may_start: bool = False) -> Any:
         """The keeper's answer.
@@ -338,7 +354,7 @@ class KeeperLink:
         return True
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnedRanks:
     """The verbs of `RankActors`, for actors that the keeper owns."""
 

@@ -44,6 +44,14 @@ class SpeculationBase(Strict):
 
     has_model: ClassVar[bool] = False  # whether the drafter computes with weights
     continues: ClassVar[bool] = False  # whether it can continue another drafter's chain
+    # Limits by the number of running requests, which hold for all drafters together.
+    of_load: ClassVar[tuple[str, ...]] = (
+        "max_concurrency",
+        "draft_len_schedule",
+        "adaptive_draft_len",
+        "acceptance_window",
+        "acceptance_length_threshold",
+    )
 
     max_draft_len: MaxDraftLen = Field(4, description="Draft nodes per request and step.")
     verification: Rule = "coupled"

@@ -350,13 +350,8 @@ MemberConfig = Annotated[
 ]
 
 
-_OF_ALL = (  # limits by the number of running requests hold for all members together
-    "max_concurrency",
-    "draft_len_schedule",
-    "adaptive_draft_len",
-    "acceptance_window",
-    "acceptance_length_threshold",
-)
+_RULES = ("verification", "lossy", *(key for keys in RULE_KEYS.values() for key in keys))
+SHARED_KEYS = (*_RULES, *SpeculationBase.of_load)  # of a composition, not of its members
 
 
 class ComposeConfig(SpeculationBase):
@@ -379,8 +374,7 @@ class ComposeConfig(SpeculationBase):
         """Members are verified together, so that they have the composition's rule."""
         if not isinstance(data, dict) or not isinstance(data.get("members"), (list, tuple)):
             return data
-        shared = {"verification", "lossy", *(key for keys in RULE_KEYS.values() for key in keys)}
-        rule = {key: data[key] for key in shared if key in data}
+        rule = {key: data[key] for key in _RULES if key in data}
         members = [rule | each if isinstance(each, dict) else each for each in data["members"]]
         return {**data, "members": members}
 
@@ -399,7 +393,7 @@ class ComposeConfig(SpeculationBase):
                     f"members.{index}: the keys of verification {self.verification!r} hold for all "
                     "members; set them once, beside `members`",
                 )
-            for key in _OF_ALL:
+            for key in SpeculationBase.of_load:
                 if not member.is_default(key):
                     name = f"members.{index}.{key}"
                     raise at_key(name, f"{name}: set it once, beside `members`")

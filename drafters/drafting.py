@@ -235,9 +235,14 @@ class Drafting:
         self._attempt("open", self.drafter.open, requests)
         self.stats.begin_ms += (time.perf_counter() - start) * 1e3
 
+    @property
+    def parts(self) -> Sequence[Drafting]:
+        """What calls each of its drafters: itself, or the members of a composition."""
+        return self.drafter.members or (self,)
+
     def all_stats(self) -> dict[str, DrafterStats]:
         """Statistics by drafter."""
-        return {each.name: each.stats for each in self.drafter.members or (self,)}
+        return {each.name: each.stats for each in self.parts}
 
     def all_health(self) -> dict[str, dict[str, str]]:
         """`state`, its `reason`, and the `last_fault` if there was one, by drafter.
@@ -483,6 +488,11 @@ class WithPredictions:
             self._open.difference_update(predicted)
             self._predictions.close(predicted)
         self._drafting.close(request_ids)
+
+    def replace(self, drafting: Drafting) -> None:
+        """The engine's drafters are others from now on; no step is under way."""
+        self.drafter, self.proposes_trees = drafting.drafter, drafting.proposes_trees
+        self._drafting, self._drafted = drafting, None
 
     def shutdown(self) -> None:
         self._drafting.shutdown()

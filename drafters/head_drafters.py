@@ -120,6 +120,9 @@ class SeparateHead(OwnWorkers, Colocated):
         super().close(request_ids)
         self._open.difference_update(request_ids)
 
+    def detach(self) -> None:
+        self._model.detach()
+
     def _ask(self, batch: Batch) -> None:
         if self._down or self._model.num_outstanding >= (1 if self._late else _MAX_OUTSTANDING):
             return

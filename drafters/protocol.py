@@ -167,6 +167,9 @@ class Drafter:
     def close(self, request_ids: Sequence[str]) -> None:
         """Called when requests are finished; frees their state."""
 
+    def detach(self) -> None:
+        """Called in the engine's thread before `shutdown`, while the target goes on without it."""
+
     def shutdown(self) -> None:
         """Frees all resources."""
 
@@ -285,6 +288,9 @@ class HeadModel(Protocol):
 
     def revive(self) -> bool:
         """Whether the head is up and linked; if not, starts a restart or opens a link."""
+
+    def detach(self) -> None:
+        """Closes the link to the target for good."""
 
     def shutdown(self) -> None:
         """Shuts its workers down."""

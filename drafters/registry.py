@@ -263,18 +263,35 @@ def _probe_user(config: sections.UserConfig, tokenizer: Path, vocab_size: int) -
     return {config.drafter: drafter.name}
 
 
-def _compose(config: sections.ComposeConfig, host: DraftHost) -> Drafter:
-    """A composition; if one member cannot be built, those before it are shut down."""
-    members: list[Member] = []
+def build_parts(
+    config: sections.SpeculationBase, host: DraftHost, ready: Mapping[int, Drafter]
+) -> tuple[Drafter, dict[int, Drafter]]:
+    """As `build`, where the drafters of some sections are there already.
+
+    If one cannot be built, those that were built before it are shut down.
+
+    Args:
+        ready: drafters by the `id` of their section.
+
+    Returns:
+        The drafter, and all that it is made of, by the `id` of their section.
+    """
+    made = dict(ready)
     try:
-        for section in config.members:
-            drafter = build(section, host)
-            made = Member(drafter, section.max_nodes, section.has_model, section.continues)
-            members.append(made)
-        return Compose(config, members, host.vocab_size)
+        for section in config.sections:
+            if id(section) not in made:
+                made[id(section)] = method_of(section).build(section, host)
+        if not isinstance(config, sections.ComposeConfig):
+            return made[id(config)], made
+        members = [
+            Member(made[id(each)], each.max_nodes, each.has_model, each.continues)
+            for each in config.members
+        ]
+        return Compose(config, members, host.vocab_size), made
     except BaseException:
-        for member in members:
-            member.drafter.shutdown()
+        for key, drafter in made.items():
+            if key not in ready:
+                drafter.shutdown()
         raise
 
 
@@ -357,7 +374,7 @@ _RECORDS: tuple[Method[Any], ...] = (
     Method(
         sections.UserConfig, lambda config, host: User(config), check_code=find, probe=_probe_user
     ),
-    Method(sections.ComposeConfig, _compose),
+    Method(sections.ComposeConfig, lambda config, host: build_parts(config, host, {})[0]),
 )
 METHODS: Mapping[type[sections.SpeculationBase], Method[Any]] = MappingProxyType(
     {record.section: record for record in _RECORDS}

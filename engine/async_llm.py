@@ -176,6 +176,52 @@ class AsyncLLM:
         """As of `LLM`."""
         return await asyncio.to_thread(self.llm.update_weights, weights, drafter=drafter, mode=mode)
 
+    async def drafters(self) -> dict[str, Any]:
+        """As of `LLM`."""
+        return self.llm.drafters()
+
+    async def load_drafter(
+        self, drafter: dict[str, Any], *, replaces: str = "", make_room: bool = False
+    ) -> list[str]:
+        """As of `LLM`."""
+        return await asyncio.to_thread(
+            self.llm.load_drafter, drafter, replaces=replaces, make_room=make_room
+        )
+
+    async def unload_drafter(self, name: str) -> list[str]:
+        """As of `LLM`."""
+        return await asyncio.to_thread(self.llm.unload_drafter, name)
+
+    async def replace_drafters(
+        self, speculative_config: dict[str, Any] | None, *, make_room: bool = False
+    ) -> list[str]:
+        """As of `LLM`."""
+        return await asyncio.to_thread(
+            self.llm.replace_drafters, speculative_config, make_room=make_room
+        )
+
+    async def init_weights_update_group(self, *arguments: Any, **options: Any) -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.init_weights_update_group, *arguments, **options)
+
+    async def update_weights_from_distributed(self, *arguments: Any, **options: Any) -> int:
+        """As of `LLM`."""
+        return await asyncio.to_thread(
+            self.llm.update_weights_from_distributed, *arguments, **options
+        )
+
+    async def destroy_weights_update_group(self, group_name: str = "weights") -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.destroy_weights_update_group, group_name)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.load_lora_adapter, lora_name, lora_path)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.unload_lora_adapter, lora_name)
+
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
         """As of `LLM`."""
         await asyncio.to_thread(self.llm.pause_generation, mode)
@@ -187,6 +233,18 @@ class AsyncLLM:
     async def is_paused(self) -> bool:
         """As of `LLM`."""
         return self.llm.is_paused()
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.sleep, level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As of `LLM`."""
+        await asyncio.to_thread(self.llm.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """As of `LLM`."""
+        return self.llm.is_sleeping()
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers."""

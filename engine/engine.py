@@ -13,18 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
 from ..config import EngineConfig
 from ..drafters.drafting import Drafting, WithPredictions
-from ..drafters.protocol import NoDrafter
-from ..drafters.registry import build
+from ..drafters.registry import build_parts
 from ..errors import (
     ConfigError,
     EngineDeadError,
     InternalError,
+    InvalidRequestError,
     OutriderError,
     ResourcesError,
     StepMemoryError,
@@ -36,16 +36,18 @@ from ..scheduler.scheduler import Scheduler, shrink_after
 from ..scheduler.timer import StepRecord
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
-from ..workers.spec import ModelReport, NewAdapter
+from ..workers.spec import ModelReport, NewAdapter, NewWeights, SentWeights, TrainerLink
 from .host import Backend, EngineHost, local_backend
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
-from .weights import Change, PauseMode
+from .swap import Parts, Swap, facts_of
+from .weights import SLEEP_TAGS, Change, DrafterChange, PauseMode, written
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
+_POLL_S = 0.05  # between looks at the requests of an adapter that goes
 _IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
 
 
@@ -65,6 +67,7 @@ class Engine:
         config: EngineConfig,
         host: EngineHost,
         loop: Loop,
+        parts: Parts,
         drafting: WithPredictions,
         structured: ConstrainedDrafting,
         report: ModelReport,
@@ -73,12 +76,16 @@ class Engine:
         self._host = host
         self._loop = loop
         self._drafting = drafting
+        self._parts = parts
+        self._swapping = threading.Lock()  # held while drafters are replaced
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}  # of requests that have not ended
         self._changes: deque[Change] = deque()  # for when no request runs
         self._is_paused = False
+        self._asleep: set[str] = set()  # what is given back: tags of `wake_up`
         self._num_updates = 0
+        self._sent: str | None = None  # what became of weights that a trainer has sent
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
@@ -90,14 +97,12 @@ class Engine:
             max_model_len=loop.scheduler.max_model_len,
             vocab_size=report.vocab_size,
             eos_token_ids=report.eos_token_ids,
-            drafter=drafting.drafter.name,
-            drafters=tuple(name for name in drafting.all_stats() if name != NoDrafter.name),
             forward=report.forward,
             forward_reason=report.forward_reason,
             all_reduce=host.target_group.reports[0].all_reduce,
             operations=report.operations,
-            heads=tuple(host.heads),
             synthetic_acceptance_rate=config.speculative_config.synthetic_acceptance_rate,
+            **facts_of(parts.drafting, host),
         )
         if config.speculative_config.is_synthetic:
             log.warning(SYNTHETIC_WARNING, self.info.synthetic_acceptance_rate)
@@ -122,7 +127,7 @@ class Engine:
                 max_model_len = min(max_model_len, target.num_blocks * config.block_size)
             check_room(target.num_blocks, config.block_size, max_model_len)
             report, section = target.report, host.speculative_config
-            drafter, in_ranks = build(section, host), target.ranks_draft
+            (drafter, made), in_ranks = build_parts(section, host, {}), target.ranks_draft
             drafting = Drafting(drafter, report.vocab_size, section=section, ranks_draft=in_ranks)
             if drafting.proposes_trees:
                 check_trees(config, report.operations)
@@ -141,7 +146,8 @@ class Engine:
             predicted = WithPredictions(drafting, report.vocab_size)
             structured = ConstrainedDrafting(predicted, compiler)
             loop = (OverlapLoop if overlaps else Loop)(scheduler, target, structured)
-            return cls(config, host, loop, predicted, structured, report)
+            parts = Parts(drafting, made)
+            return cls(config, host, loop, parts, predicted, structured, report)
         except BaseException:
             host.shutdown()
             raise
@@ -221,6 +227,49 @@ class Engine:
         """Whether requests wait for `resume`."""
         return self._is_paused
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests wait for `wake_up`."""
+        return bool(self._asleep)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As of `LLM`: memory is given back, and requests wait until `wake_up`."""
+
+        def rest() -> None:
+            host = self._host
+            self._loop.scheduler.requeue_all()
+            for group in host.apart().values():
+                group.discard()
+            try:
+                host.target_group.sleep(level)
+            except WorkerError as error:
+                self._recover(error)
+                raise
+            self._asleep = set(SLEEP_TAGS)
+
+        self._change(mode, rest)
+
+    def wake_up(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
+        """As of `LLM`: takes memory again; ranks that cannot are replaced."""
+
+        def wake() -> None:
+            group = self._host.target_group
+            if not self._asleep:
+                return
+            try:
+                group.wake(tags)
+            except WorkerError as error:  # new ranks have all of it
+                self._asleep.clear()
+                self._recover(error)
+                return
+            self._asleep -= set(SLEEP_TAGS if "kv_cache" in tags else tags)
+
+        self._change("keep", wake)
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise InvalidRequestError("the engine sleeps; wake it up first")
+
     def update_weights(self, target: str, drafter: str = "", mode: PauseMode = "keep") -> int:
         """Serves other weights of the same models from the next step on.
 
@@ -249,9 +298,59 @@ class Engine:
             except WorkerError as error:
                 self._recover(error)
                 raise
+            if news != NewWeights():
+                self._asleep.discard("weights")
+            if target:
+                self._sent = None
             self._num_updates += 1
 
         self._change(mode, update)
+        return self._num_updates
+
+    def link_trainer(self, link: TrainerLink) -> None:
+        """Has the target's ranks join a trainer's process group, or leave it.
+
+        Steps wait until the trainer has joined, too.
+
+        Raises:
+            ConfigError: they could not, within the time.
+            WorkerError: a rank failed; all are replaced.
+            EngineDeadError.
+        """
+
+        def join() -> None:
+            try:
+                self._host.target_group.link_trainer(link)
+            except WorkerError as error:
+                self._recover(error)
+                raise
+
+        self._change("keep", join)
+
+    def take_weights(self, sent: SentWeights, mode: PauseMode = "keep") -> int:
+        """As `update_weights`, of weights that a trainer sends to the ranks.
+
+        Returns:
+            How many updates there were, with this one.
+
+        Raises:
+            ConfigError: they are not those of the target, or did not arrive; nothing has changed.
+            WorkerError: a rank failed; all are replaced, with the weights of the last folder.
+            EngineDeadError.
+        """
+
+        def take() -> None:
+            group = self._host.target_group
+            try:
+                group.take_weights(sent, self._config.step_timeout_s)
+            except WorkerError as error:
+                self._recover(error)
+                raise
+            self._loop.scheduler.requeue_all()
+            self._asleep.discard("weights")
+            self._sent, self._num_updates = "served", self._num_updates + 1
+
+        self._change(mode, take)
         return self._num_updates
 
     def check_weights(self, target: str, drafter: str = "") -> None:
@@ -265,24 +364,144 @@ class Engine:
         """Serves another LoRA adapter of the target from the next step on.
 
         Raises:
+            ConfigError: the engine takes no adapters.
             CheckpointError: the folder is no adapter of the target; nothing has changed.
             WorkerError: a rank failed; it and the others are replaced, without the adapter.
             EngineDeadError.
         """
+        self._change_adapter(NewAdapter(name, path))
 
-        def add() -> None:
+    def remove_adapter(self, name: str) -> None:
+        """Serves a LoRA adapter no more: new requests are refused, and those that run end first.
+
+        Raises (beside those of `add_adapter`):
+            InvalidRequestError: it is not served.
+        """
+        counts: queue.SimpleQueue[int] = queue.SimpleQueue()
+        scheduler = self._loop.scheduler
+
+        def refuse() -> None:
+            if name not in scheduler.adapters:
+                raise InvalidRequestError.at("lora_name", f"no adapter {name!r} is served")
+            scheduler.adapters.discard(name)
+
+        self._change("keep", refuse)
+        while True:
+            self.check()
+            self._inbox.put(lambda: counts.put(scheduler.num_adapted(name)))
+            with suppress(queue.Empty):
+                if not counts.get(timeout=_IDLE_S):
+                    break
+            self._closed.wait(_POLL_S)
+        self._change_adapter(NewAdapter(name, ""))
+
+    def _change_adapter(self, adapter: NewAdapter) -> None:
+        def change() -> None:
+            self._check_awake()
+            if not self._config.takes_adapters:
+                raise ConfigError.at("enable_lora", "it is not true: the engine takes no adapters")
+            scheduler = self._loop.scheduler
             try:
-                self._host.target_group.add_adapter(NewAdapter(name, path))
+                self._host.target_group.add_adapter(adapter)
             except WorkerError as error:
                 self._recover(error)
                 raise
-            self._loop.scheduler.adapters.add(name)
+            if adapter.path:
+                scheduler.adapters.add(adapter.name)
+            else:  # another of that name may come
+                scheduler.pool.clear_cache()
 
-        self._change("keep", add)
+        self._change("keep", change)
+
+    def adapters(self) -> dict[str, str]:
+        """The folders of the target's LoRA adapters, by name."""
+        target = self._host.target_group.spec.target
+        return dict(target.adapters or ()) if target is not None else {}
+
+    def drafters(self) -> dict[str, Any]:
+        """The drafters in plain values, with the configuration that has them all."""
+        served = self._host.config.speculative_config
+        return self._parts.described(served, self._host.served_sections(served))
+
+    def planned_drafters(self, change: DrafterChange) -> dict[str, Any]:
+        """The `speculative_config` that a change makes; nothing changes yet.
+
+        Raises:
+            InvalidRequestError, ConfigError, CheckpointError: it cannot be made.
+            WorkerError, EngineDeadError.
+        """
+        swap = self._planned(change)
+        swap.check()
+        self._change("keep", swap.check_ranks)
+        return written(swap.config.speculative_config)
+
+    def change_drafters(self, change: DrafterChange) -> None:
+        """Drafts otherwise from some step on, under the same verification.
+
+        Drafters whose section stays go on as they are. Others are loaded beside the engine, which
+        drafts as before until they are up. What drafts in the target's ranks shares their caches:
+        those are made anew, and requests that run are computed again from their tokens.
+
+        Raises:
+            InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
+                serve; nothing has changed.
+            WorkerError: a rank of the target failed as it loaded them; it and the others are
+                replaced, with the drafters from before.
+            EngineDeadError.
+        """
+        with self._swapping:
+            self._check_awake()
+            swap = self._planned(change)
+            if swap.changes_nothing:
+                return
+            swap.check()
+            if not change.make_room:
+                self._swap(swap)
+                return
+            before, after = self.drafters()["speculative_config"], swap.config.speculative_config
+            self._swap(Swap.of(self._host, self._parts, swap.staying()))
+            try:
+                self._swap(Swap.of(self._host, self._parts, written(after)))
+            except OutriderError:
+                self._swap(Swap.of(self._host, self._parts, before))
+                raise
+
+    def _planned(self, change: DrafterChange) -> Swap:
+        served = self._host.config.speculative_config
+        names, host = self._parts.names(served), self._host
+        swap = Swap.of(host, self._parts, change.applied(host.served_sections(served), names))
+        if not change.may_run_code:
+            swap.check_code()
+        return swap
+
+    def _swap(self, swap: Swap) -> None:
+        try:
+            swap.prepare()
+            self._change("keep", partial(self._perform_swap, swap))
+        except BaseException:
+            swap.discard()
+            raise
+        swap.end_replaced()
+
+    def _perform_swap(self, swap: Swap) -> None:
+        """In the loop's thread, between two steps."""
+        self._check_awake()
+        try:
+            self._parts = swap.perform(self._loop, self._drafting)
+        except WorkerError as error:
+            self._recover(error)
+            raise
+        self._config = swap.config
+        self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
 
     def weights(self) -> dict[str, Any]:
-        """What is served: the folders, and the number of updates."""
-        return {**self._host.weights(), "num_updates": self._num_updates}
+        """What is served: the folders, and the number of updates.
+
+        `sent`: "served": by a trainer, in place of the folder's; "lost": those were, until a rank
+        was replaced.
+        """
+        found = {**self._host.weights(), "num_updates": self._num_updates}
+        return found if self._sent is None else found | {"sent": self._sent}
 
     def _change(self, mode: PauseMode, perform: Callable[[], None]) -> None:
         """Performs in the loop's thread, and waits for it (raises alike)."""
@@ -314,6 +533,7 @@ class Engine:
             **self._recoveries.stats(),
             "workers": self._host.workers(),
             "paused": self._is_paused,
+            "sleeping": sorted(self._asleep),
             "weights": self.weights(),
         }
 
@@ -322,29 +542,8 @@ class Engine:
         self._loop.timer.on_step = sink
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
-        """Switches speculation without a restart: `enabled`, `max_draft_len`.
-
-        Raises:
-            ConfigError: an unknown key, a length above the configured one, or no boolean; names
-                the field.
-        """
-        allowed = {"enabled", "max_draft_len"}
-        for key in speculative:
-            if key not in allowed:
-                raise ConfigError.at(key, f"unknown key; allowed: {sorted(allowed)}")
-        enabled = speculative.get("enabled", True)
-        if not isinstance(enabled, bool):
-            raise ConfigError.at("enabled", f"{enabled!r} is not true or false")
-        configured = self._config.speculative_config.max_nodes
-        length = speculative.get("max_draft_len")
-        if length is None:
-            length = configured
-        if type(length) is not int or not 0 <= length <= configured:
-            raise ConfigError.at(
-                "max_draft_len", f"{length!r} is not within 0 to the configured {configured}"
-            )
-        self._loop.scheduler.budget.enabled = enabled
-        self._loop.scheduler.budget.max_draft_len = length
+        """As `DraftBudget.reconfigure`, without a restart."""
+        self._loop.scheduler.budget.reconfigure(speculative)
 
     def shutdown(self) -> None:
         """Ends the loop and the workers; running requests end with an error."""
@@ -385,7 +584,7 @@ class Engine:
 
     @property
     def _can_step(self) -> bool:
-        if self._is_paused:
+        if self._is_paused or self._asleep:
             return False
         return self._loop.is_busy if self._changes else self._loop.has_work
 
@@ -396,7 +595,8 @@ class Engine:
             if change.mode == "abort":
                 for request_id in list(self._sinks):
                     self._deliver(self._end(request_id))
-            if change.mode == "wait" and self._loop.is_busy and not self._is_paused:
+            stands = self._is_paused or bool(self._asleep)
+            if change.mode == "wait" and self._loop.is_busy and not stands:
                 self._loop.scheduler.admits_new = False
                 return
             while self._loop.has_posted:
@@ -461,6 +661,8 @@ class Engine:
 
     def _repair(self, reason: str) -> None:
         """Replaces lost workers at once: no request has to meet them."""
+        if self._asleep:  # they are replaced as it wakes up
+            return
         if not self._host.target_group.alive and self._recoveries.reason is None:
             self._recover(WorkerDiedError(reason))
 
@@ -496,6 +698,13 @@ class Engine:
                 log.warning("requests wait for a place for the workers: %s", lacking.message)
             self._drain(block=False)
         self._recoveries.end()
+        if self._sent == "served":
+            self._sent, self._is_paused = "lost", True
+            log.error(
+                "a rank was replaced, and with it the weights that a trainer had sent: the engine "
+                "is paused; send them again, or resume with those of %s",
+                self._host.weights()["model"],
+            )
         if self._closed.is_set():  # `shutdown` did not wait for the restart
             self._host.shutdown()
 

@@ -7,21 +7,27 @@ does not match or a size that does not divide is reported within a second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig, ResourcesConfig
+from ..config import (
+    DraftModelConfig,
+    EngineConfig,
+    HeadConfig,
+    ResourcesConfig,
+    SpeculationBase,
+)
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import blocks_per_outcome
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.group_head import GroupHead
-from ..workers.spec import ModelSpec, NewWeights, WorkerSpec
+from ..workers.spec import ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
 from .preflight import check_drafter, check_models
 from .statistics import HeadInfo
@@ -49,6 +55,9 @@ class Backend:
 
     def note(self, vocab_size: int) -> None:
         """The checkpoints were checked; the target's vocabulary has this size."""
+
+    def retain(self) -> None:
+        """Ends workers of an engine that this one follows, which it has not taken over."""
 
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
         """A started group of workers (raises `OutriderError`)."""
@@ -89,8 +98,6 @@ class EngineHost:
         self.speculative_config = config.speculative_config  # with folders for all checkpoints
         self._backend = backend
         self._num_links = 0  # heads in workers of their own
-        self.heads: list[HeadInfo] = []
-        self._groups: list[tuple[str, WorkerGroup]] = []  # by what their workers compute
         self._apart: list[tuple[DraftModelConfig | HeadConfig, WorkerGroup]] = []  # of drafters
         self.tokenizer = Path(config.tokenizer or config.model)
         known = backend.recall()
@@ -98,16 +105,32 @@ class EngineHost:
         backend.note(self.vocab_size)
         own_head = self._own_head = head_section(config)
         # Found now: later, these folders need not be there any more.
-        self._drafters: list[Any] = [each for _, each in draft_sections(config)]
-        self._drafters += head_sections(config)
+        self._drafters = _with_weights(config)
         target = self._target_worker(own_head)
         self._early = self._start_drafts(target)
         try:
-            self.target_group = self._group("target", target)
+            self.target_group = self._backend.group(target, config.resources)
+            # Those of an engine that changed its drafters, whose place this one takes.
+            if NewDrafters.of(self.target_group.spec).kinds() != NewDrafters.of(target).kinds():
+                self.target_group.change_drafters(NewDrafters.of(target))
         except BaseException:
             self._end_early()
             raise
-        self._note_head(own_head, self.target_group)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What is served, with folders for all checkpoints."""
+        return self._config
+
+    @property
+    def heads(self) -> list[HeadInfo]:
+        """Of this engine, and what computes their layers."""
+        found = [(self._own_head, self.target_group), *self._apart]
+        return [
+            HeadInfo(_kind(section), section.placement, report.layers, report.layers_reason)
+            for section, group in found
+            if isinstance(section, HeadConfig) and (report := group.reports[0].head) is not None
+        ]
 
     def draft_model(self, config: Any) -> GroupDraftModel:
         """The draft model of a section: in the target's own workers, or in a group of its own."""
@@ -116,9 +139,7 @@ class EngineHost:
         owned = config.placement == "separate"
         group = self.target_group
         if owned:
-            early = self._early.pop(id(config), None)
-            group = self._group("draft", self._draft_worker(config), early)
-            self._apart.append((config, group))
+            group = self._apart_group(config)
         return GroupDraftModel(
             group,
             self._config.max_num_batched_tokens,
@@ -128,18 +149,8 @@ class EngineHost:
 
     def head_model(self, config: Any) -> GroupHead:
         """The head of a section that places it in a worker of its own, linked to the target's."""
-        num_blocks = agreed_blocks(self.target_group.reports)[0]
-        group = self._group(
-            "head",
-            self._worker(
-                1,
-                head=_at_its_place(config, self._config.model),
-                head_target=self._model_spec(self._config.model, num_blocks),
-            ),
-        )
+        group = self._apart_group(config)
         self._num_links += 1
-        self._apart.append((config, group))
-        self._note_head(config, group)
         return GroupHead(
             self.target_group,
             group,
@@ -259,18 +270,75 @@ class EngineHost:
         if group is not None:
             group.shutdown()
 
-    def _note_head(self, section: HeadConfig | None, group: WorkerGroup) -> None:
-        report = group.reports[0].head
-        if section is not None and report is not None:
-            decoding_type = section.decoding_type  # type: ignore[attr-defined]
-            self.heads.append(
-                HeadInfo(decoding_type, section.placement, report.layers, report.layers_reason)
-            )
+    def served_sections(self, config: SpeculationBase) -> SpeculationBase:
+        """`config`, which is served, with the folder that `update_weights` has replaced."""
+        if len(self._drafters) != 1:
+            return config
+        section, folder = self._drafters[0], self.weights()["drafter"]
+        place = section.folder_beside(self._config.model) if _is_head(section) else None
+        place = Path(section.speculative_model) if place is None else place
+        if folder is None or place.resolve() == Path(folder):
+            return config
+        if _is_head(section) and self._is_part_of_target(section):
+            return config
+        news = {id(section): section.model_copy(update={"speculative_model": folder})}
+        if id(config) in news:
+            return news[id(config)]
+        members = tuple(news.get(id(each), each) for each in config.sections)
+        return config.model_copy(update={"members": members})
+
+    def start_apart(self, config: EngineConfig, section: Any) -> WorkerGroup:
+        """The started workers of a section that has some of its own; nothing else changes.
+
+        Raises:
+            OutriderError: they cannot be placed, or cannot load.
+        """
+        return self._backend.group(self._apart_worker(section, config), config.resources)
+
+    def new_drafters(self, config: EngineConfig, kept: Collection[int]) -> NewDrafters | None:
+        """What is asked of the target's ranks for the drafters of `config`; None: nothing.
+
+        Args:
+            kept: the `id` of sections whose drafter stays.
+        """
+        own_head, spec = head_section(config), self.target_group.spec
+        assert spec.target is not None, "the group has a target"
+        wanted = self._target_worker(own_head, config, spec.target.path)
+        colocated = (s for _, s in draft_sections(config) if s.placement == "colocated")
+        if id(own_head) in kept:  # also where its weights are others
+            wanted = replace(wanted, head=spec.head)
+        if any(id(section) in kept for section in colocated):
+            wanted = replace(wanted, draft=spec.draft)
+        old, new = NewDrafters.of(spec), NewDrafters.of(wanted)
+        if new == old:
+            return None
+        is_off = not self.target_group.reports[0].device_step.on
+        if is_off and new == replace(old, feeds_heads=new.feeds_heads):
+            self.target_group.respecify(replace(spec, feeds_heads=new.feeds_heads))
+            return None
+        return new
+
+    def adopt(self, config: EngineConfig, groups: Mapping[int, WorkerGroup]) -> EngineConfig:
+        """Serves the drafters of `config` from now on; returns what was served before.
+
+        Args:
+            groups: workers of the sections that have some of their own, by the section's `id`.
+        """
+        before, self._config = self._config, config
+        self.speculative_config = config.speculative_config
+        self._own_head, self._drafters = head_section(config), _with_weights(config)
+        self._apart = [(each, groups[id(each)]) for each in self._drafters if id(each) in groups]
+        return before
+
+    def apart(self) -> dict[int, WorkerGroup]:
+        """Workers of the sections that have some of their own, by the section's `id`."""
+        return {id(section): group for section, group in self._apart}
 
     def workers(self) -> list[dict[str, Any]]:
         """Every worker and spare worker, as plain values."""
         found = []
-        for role, group in self._groups:
+        apart = [("head" if _is_head(each) else "draft", group) for each, group in self._apart]
+        for role, group in [("target", self.target_group), *apart]:
             every = [("active", report.location) for report in group.reports if group.alive]
             every += [("spare", location) for location in group.spares()]
             found += [{"role": role, "state": state, **asdict(at)} for state, at in every]
@@ -295,17 +363,36 @@ class EngineHost:
             with suppress(OutriderError):
                 early.result().shutdown()
 
-    def _group(
-        self, role: str, spec: WorkerSpec, early: Future[WorkerGroup] | None = None
-    ) -> WorkerGroup:
-        """A started group; `early`: it has been starting already."""
-        resources = self._config.resources
-        group = early.result() if early is not None else self._backend.group(spec, resources)
-        self._groups.append((role, group))
+    def _apart_group(self, section: Any) -> WorkerGroup:
+        """The workers of a section that has some of its own, which may have been started before."""
+        known = self.apart().get(id(section))
+        if known is not None:
+            return known
+        early = self._early.pop(id(section), None)
+        group = self.start_apart(self._config, section) if early is None else early.result()
+        self._apart.append((section, group))
         return group
 
-    def _target_worker(self, own_head: HeadConfig | None) -> WorkerSpec:
-        config = self._config
+    def _apart_worker(self, section: Any, config: EngineConfig) -> WorkerSpec:
+        if isinstance(section, DraftModelConfig):
+            return self._draft_worker(section, config)
+        spec = self.target_group.spec.target
+        assert spec is not None, "the group has a target"
+        num_blocks = agreed_blocks(self.target_group.reports)[0]
+        return self._worker(
+            1,
+            head=_at_its_place(section, spec.path),
+            head_target=self._model_spec(spec.path, num_blocks),
+        )
+
+    def _target_worker(
+        self,
+        own_head: HeadConfig | None,
+        config: EngineConfig | None = None,  # None: what is served
+        model: str | None = None,  # folder of the target's weights; None: the configuration's
+    ) -> WorkerSpec:
+        config = config or self._config
+        model = model or config.model
         colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
         draft = None
         if colocated:
@@ -318,22 +405,24 @@ class EngineHost:
             device_step=config.device_step,
             symmetric_memory=config.symmetric_memory,
             target=replace(
-                self._model_spec(config.model, config.num_kv_blocks, config.max_model_len),
+                self._model_spec(model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
                 adapters=_adapters(config),
             ),
             draft=draft,
-            head=_at_its_place(own_head, config.model),
+            head=_at_its_place(own_head, model),
             feeds_heads=any(each.placement == "separate" for each in head_sections(config)),
         )
 
-    def _draft_worker(self, section: DraftModelConfig) -> WorkerSpec:
+    def _draft_worker(
+        self, section: DraftModelConfig, config: EngineConfig | None = None
+    ) -> WorkerSpec:
         model = self._model_spec(section.speculative_model, section.num_kv_blocks)
         if (cache := section.speculation_cache) is not None:
             size = blocks_per_outcome(section.prepared_len, model.block_size)
             model = replace(model, num_scratch_blocks=cache.budget * size)
         return self._worker(
-            draft_size(self._config, section),
+            draft_size(config or self._config, section),
             symmetric_memory=self._config.symmetric_memory,
             draft=model,
         )
@@ -377,6 +466,19 @@ def _adapters(config: EngineConfig) -> tuple[tuple[str, str], ...] | None:
     if not config.takes_adapters:
         return None
     return tuple((each.name, str(Path(each.path).resolve())) for each in config.lora_modules)
+
+
+def _with_weights(config: EngineConfig) -> list[Any]:
+    """The sections of drafters that have a checkpoint."""
+    return [*(each for _, each in draft_sections(config)), *head_sections(config)]
+
+
+def _is_head(section: Any) -> bool:
+    return isinstance(section, HeadConfig)
+
+
+def _kind(section: Any) -> str:
+    return str(section.decoding_type)
 
 
 def _at_its_place(section: HeadConfig | None, target: str) -> HeadConfig | None:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
@@ -24,7 +23,6 @@ from tqdm.auto import tqdm
 
 from ..config import EngineConfig
 from ..errors import (
-    ConfigError,
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
@@ -41,11 +39,11 @@ from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
 from .outputs import Assembler, Embedding, PooledOutput, RequestOutput, Score, prompt_table
 from .preflight import added_adapter, preflight
-from .weights import PauseMode, SavedStates, checked_mode
+from .upkeep import Upkeep
+from .weights import SavedStates
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .weights import Weights
 
 _POLL_S = 1.0  # interval at which a silent engine is checked
 _BUSY_S = 0.02  # until a queue that others have filled is tried again
@@ -306,7 +304,7 @@ def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[Re
 PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any]
 
 
-class LLM:
+class LLM(Upkeep):
     """A model with its drafter, ready to generate.
 
     Args:
@@ -551,82 +549,6 @@ class LLM:
         """Forgets the stored prefixes; running requests keep theirs. True: it is done."""
         self.engine.reset_prefix_cache()
         return True
-
-    def update_weights(
-        self,
-        weights: Weights | None = None,
-        *,
-        drafter: Weights | None = None,
-        mode: PauseMode = "keep",
-    ) -> int:
-        """Serves other weights of the same models, from the next step on.
-
-        Afterwards outputs are those of a new engine with these weights. Tokenizer, dtype and
-        configuration stay, and so does what drafters have stored of texts; stored prefixes are
-        dropped. The ranks that replace others load these weights, so a folder has to stay until
-        the next update.
-
-        Args:
-            weights: folder of a checkpoint, or a state dict, or pairs of name and tensor, under the
-                names of the checkpoint that is served: all of them. None: as before.
-            drafter: alike, of the one drafter that has weights.
-            mode: of running requests. "keep": they go on, and their tokens so far are computed
-                again with the new weights; "wait": they end first; "abort": they end at once.
-
-        Returns:
-            How many updates there were, with this one.
-
-        Raises:
-            InvalidRequestError: an argument is wrong.
-            CheckpointError, ConfigError: a tensor is missing, unknown or of another shape, a file
-                is cut short, it is another model, or there is no such drafter; names it, and
-                nothing has changed.
-            WorkerError: a rank failed as it loaded them; what was served before still is.
-            EngineDeadError: the engine is gone.
-        """
-        checked_mode(mode)
-        if weights is None and drafter is None:
-            raise InvalidRequestError.at("weights", "neither weights nor those of a drafter")
-        served = self.engine.weights()
-        made: dict[str, Path | None] = {}
-        paths = {"weights": "", "drafter": ""}
-        try:
-            for name, given in (("weights", weights), ("drafter", drafter)):
-                if given is not None:
-                    beside = served["model" if name == "weights" else "drafter"]
-                    if beside is None:
-                        raise ConfigError.at(
-                            name,
-                            "it replaces the weights of the one drafter that has some; here there "
-                            "is none, or there are several",
-                        )
-                    paths[name], made[name] = self._states.folder(given, beside, name)
-            count = self.engine.update_weights(paths["weights"], paths["drafter"], mode)
-        except BaseException:
-            for folder in made.values():
-                self._states.drop(folder)
-            raise
-        for name, folder in made.items():
-            self._states.keep(name, folder)
-        return count
-
-    def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Computes nothing until `resume_generation`; returns once that is so.
-
-        Args:
-            mode: of running requests. "abort": they end; "wait": they end as they would have, and
-                only then this returns; "keep": they go on afterwards. Requests that wait, or
-                arrive meanwhile, go on waiting.
-        """
-        self.engine.pause(checked_mode(mode))
-
-    def resume_generation(self) -> None:
-        """Goes on after `pause_generation`."""
-        self.engine.resume()
-
-    def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
-        return self.engine.is_paused
 
     def stats(self) -> dict[str, Any]:
         """Counts and times of the engine and its drafters."""

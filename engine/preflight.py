@@ -634,6 +634,27 @@ def check_drafter(
         raise CheckpointError.at("drafter", error.message) from None
 
 
+def check_new_drafters(config: EngineConfig, vocab_size: int) -> None:
+    """What small files show of drafters that join a target which is served; imports no torch.
+
+    Raises:
+        ConfigError, CheckpointError: a folder is missing or cut short, a vocabulary is another's,
+            a table or a user's drafter cannot be used; by field.
+    """
+    from ..workers.model.checkpoint.hub import check_whole
+
+    for field, section in draft_sections(config):
+        if not Path(section.speculative_model).is_dir():
+            raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")
+        check_whole(Path(section.speculative_model), field)
+        _check_vocabulary(config, section, field, vocab_size)
+    head_section(config)
+    for head in head_sections(config):
+        check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
+    _import_drafters(config)
+    _check_drafters(config, vocab_size, builds=False)
+
+
 def _import_drafters(config: EngineConfig) -> None:
     """Imports users' drafters, without building them."""
     from ..drafters.registry import method_of

@@ -1,4 +1,5 @@
-"""Other weights for a model that is served: what is asked for, and state dicts as checkpoints.
+"""Other weights and drafters for a model that is served: what is asked for, and state dicts as
+checkpoints.
 
 The ranks load every change from a folder, through the code that loads them at the start, and so do
 the ranks and engines that replace them. A state dict is therefore written to a folder first.
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..config import ComposeConfig, NoSpeculation, SpeculationBase
+from ..config.compat.translate import translate_section
+from ..config.speculation import SHARED_KEYS
 from ..errors import CheckpointError, InvalidRequestError, OutriderError
 
 if TYPE_CHECKING:
@@ -25,6 +29,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of running requests. abort: they end, with the finish reason "abort"; wait: they end
 as they would have; keep: they go on afterwards. Waiting ones go on in the last two."""
 
+SLEEP_TAGS = ("weights", "kv_cache")  # what can be woken, in the order in which it is needed
+
+_OF_COMPOSITION = ("mode", "keep_order", "max_draft_len")
+_RULE = tuple(key for key in SHARED_KEYS if key not in SpeculationBase.of_load)
 _FILE_BYTES = 4 << 30  # of one file of a checkpoint
 _COPIED = ("*.json", "*.py", "*.jinja", "*.model", "*.txt")
 _INDEX = ".safetensors.index.json"
@@ -37,6 +45,21 @@ def checked_mode(mode: Any) -> PauseMode:
         raise InvalidRequestError.at("mode", f"expected one of {allowed}, got {mode!r}")
     found: PauseMode = mode
     return found
+
+
+def checked_sleep(level: Any) -> int:
+    """A level of sleep (raises `InvalidRequestError`)."""
+    if type(level) is not int or level not in (1, 2):
+        raise InvalidRequestError.at("level", f"expected 1 or 2, got {level!r}")
+    return level
+
+
+def checked_tags(tags: Any) -> tuple[str, ...]:
+    """What is to wake; None: all (raises `InvalidRequestError`)."""
+    given = SLEEP_TAGS if tags is None else tags
+    if not isinstance(given, (list, tuple)) or not given or not set(given) <= set(SLEEP_TAGS):
+        raise InvalidRequestError.at("tags", f"expected some of {list(SLEEP_TAGS)}, got {tags!r}")
+    return tuple(given)
 
 
 @dataclass(slots=True)
@@ -164,3 +187,96 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None
         files[0].rename(folder / "model.safetensors")
         return
     (folder / f"model{_INDEX}").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChange:
+    """What is asked for: another drafter, one less, or all others.
+
+    Args:
+        drafter: section of a drafter that is added, or takes the place of one; None: none.
+        replaces: name of a drafter that goes; "": none.
+        whole: in place of both, the whole `speculative_config`.
+        make_room: the drafters that go end before those that come are started, where there is no
+            room for both; nothing is drafted by them meanwhile.
+        may_run_code: whether a drafter of the user's own may come, whose code is imported.
+    """
+
+    drafter: Mapping[str, Any] | None = None
+    replaces: str = ""
+    whole: Mapping[str, Any] | None = None
+    make_room: bool = False
+    may_run_code: bool = False
+
+    def applied(self, current: SpeculationBase, names: Sequence[str]) -> dict[str, Any]:
+        """The `speculative_config` afterwards, with the verification of the current one.
+
+        Args:
+            names: of the drafters, in the order of the sections of `current`.
+
+        Raises:
+            ConfigError: a key of vLLM's or SGLang's cannot be translated.
+            InvalidRequestError: there is no drafter of that name, or nothing is asked for.
+        """
+        rule = _given(current, SHARED_KEYS)
+        if self.whole is not None:
+            if self.drafter is not None or self.replaces:
+                field_name = "drafter" if self.drafter is not None else "replaces"
+                raise InvalidRequestError.at(
+                    field_name, "speculative_config replaces all drafters; give it alone"
+                )
+            rule = {key: rule[key] for key in _RULE if key in rule}
+            return rule | translate_section(self.whole)
+        if self.drafter is None and not self.replaces:
+            raise InvalidRequestError.at("drafter", "neither a drafter nor the name of one to go")
+        sections = [each for each in current.sections if not isinstance(each, NoSpeculation)]
+        members = [written_member(each) for each in sections]
+        place = len(members)
+        if self.replaces:
+            if self.replaces not in names:
+                known = ", ".join(map(repr, names)) or "none"
+                raise InvalidRequestError.at(
+                    "replaces", f"no drafter {self.replaces!r} is served; there is {known}"
+                )
+            place = names.index(self.replaces)
+            del members[place]
+        if self.drafter is not None:
+            members.insert(place, translate_section(self.drafter, "drafter."))
+        return _composed(current, members)
+
+
+def _given(section: SpeculationBase, keys: Sequence[str]) -> dict[str, Any]:
+    """The keys of a section that do not have their defaults."""
+    return {key: getattr(section, key) for key in keys if not section.is_default(key)}
+
+
+def written_member(section: SpeculationBase) -> dict[str, Any]:
+    """A drafter's section as a member has it, in plain values."""
+    given = section.model_dump(mode="json", exclude_defaults=True, exclude=set(SHARED_KEYS))
+    return {"decoding_type": getattr(section, "decoding_type"), **given}  # noqa: B009
+
+
+def written(section: SpeculationBase) -> dict[str, Any]:
+    """A whole `speculative_config` in plain values, without defaults."""
+    given = section.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(section, ComposeConfig):
+        given["members"] = [written_member(each) for each in section.members]
+    return {"decoding_type": getattr(section, "decoding_type"), **given}  # noqa: B009
+
+
+def with_members(whole: SpeculationBase, sections: Sequence[SpeculationBase]) -> dict[str, Any]:
+    """A `speculative_config` of these sections of `whole`."""
+    return _composed(whole, [written_member(each) for each in sections])
+
+
+def _composed(current: SpeculationBase, members: list[dict[str, Any]]) -> dict[str, Any]:
+    """A `speculative_config` of these members, with what `current` says of all together."""
+    rule = _given(current, SHARED_KEYS)
+    if not members:
+        return {**{key: rule[key] for key in _RULE if key in rule}, "decoding_type": "None"}
+    if len(members) == 1:
+        return rule | members[0]
+    whole = {"decoding_type": "Compose", "members": members, **rule}
+    if isinstance(current, ComposeConfig):
+        whole |= _given(current, _OF_COMPOSITION)
+    return whole

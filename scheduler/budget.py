@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SpeculationBase
+from ..errors import ConfigError
 from .sequence import Sequence
 from .types import Batch, Draft, IntArray, Verdict
 
@@ -542,6 +543,30 @@ class DraftBudget:
         self._lengths: DraftLengths | None = None
         if config.adaptive_draft_len and config.max_nodes:
             self._lengths = DraftLengths(config.max_nodes, tree_drafts=tree_drafts)
+
+    def reconfigure(self, speculative: abc.Mapping[str, Any]) -> None:
+        """Switches speculation: `enabled`, `max_draft_len`; what is left out is as configured.
+
+        Raises:
+            ConfigError: an unknown key, a length above the configured one, or no boolean; names
+                the field.
+        """
+        allowed = {"enabled", "max_draft_len"}
+        for key in speculative:
+            if key not in allowed:
+                raise ConfigError.at(key, f"unknown key; allowed: {sorted(allowed)}")
+        enabled = speculative.get("enabled", True)
+        if not isinstance(enabled, bool):
+            raise ConfigError.at("enabled", f"{enabled!r} is not true or false")
+        configured = self._config.max_nodes
+        length = speculative.get("max_draft_len")
+        if length is None:
+            length = configured
+        if type(length) is not int or not 0 <= length <= configured:
+            raise ConfigError.at(
+                "max_draft_len", f"{length!r} is not within 0 to the configured {configured}"
+            )
+        self.enabled, self.max_draft_len = enabled, length
 
     def wishes(self, sequences: abc.Iterable[Sequence], num_running: int) -> dict[Sequence, int]:
         """Nodes that each of `sequences` may draft; those are left out that may have none."""

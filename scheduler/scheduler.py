@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import EngineConfig
+from ..config import EngineConfig, SpeculationBase
 from ..errors import InvalidRequestError, OverloadedError
 from .blocks import BlockPool, StateCheckpoints
 from .budget import DraftBudget, share_nodes
@@ -207,6 +207,7 @@ class Scheduler:
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)
         self.ranks_append = ranks_append
+        self._keeps_states = keeps_states
         self.admits_new = True  # requests that have not run yet
         self._seating = Seating(ranks_append=ranks_append)
         self._poison = PoisonGuard()
@@ -414,6 +415,40 @@ class Scheduler:
                 kept = sequence.plan_saves(checkpoints, sequence.num_computed + num_chunk)
                 saves += [(index, point, number) for point, number in kept]
         return ints(loads).reshape(-1, 2), ints(saves).reshape(-1, 3)
+
+    def requests(self) -> list[Request]:
+        """All that have not ended, each with what it has emitted."""
+        return [
+            replace(each.request, emitted=each.tokens.view[each.num_prompt :].copy())
+            for each in self._sequences.values()
+        ]
+
+    def num_adapted(self, adapter: str) -> int:
+        """Requests of an adapter that have not ended."""
+        return sum(each.request.adapter == adapter for each in self._sequences.values())
+
+    def change_drafters(
+        self, config: SpeculationBase, *, tree_drafts: bool, ranks_append: bool
+    ) -> None:
+        """Other drafters from now on, under the same verification; no step is under way.
+
+        Arguments are as at the start.
+        """
+        budget = DraftBudget(config, self.max_model_len, tree_drafts=tree_drafts)
+        budget.enabled = self.budget.enabled
+        self.budget = budget
+        grows = max(each.reach for each in config.sections) > self._reach
+        appends_else = ranks_append != self.ranks_append
+        if self._keeps_states and (grows or appends_else):  # by seat, and found by hashes
+            self.requeue_all()
+        if grows:
+            self._reach = 1
+            self.pool.clear_cache()
+            for sequence in self._sequences.values():
+                sequence.extend_reach()
+        if appends_else:
+            self.ranks_append = self._seating.ranks_append = ranks_append
+            self._seating.reset(self.running)  # what they keep of a seat differs
 
     def requeue_all(self) -> None:
         """After the KV cache was lost: every request is to be computed again from its tokens."""

@@ -241,6 +241,11 @@ class PagedTokens:
         self.num_computed = self.num_sent_blocks = 0
         self._num_cached_blocks = 0
 
+    def extend_reach(self) -> None:
+        """From now on, rows depend on the token after them; blocks so far are not found again."""
+        self._reach = 1
+        del self._hashes[1:]
+
     def slot(self, index: int, block_size: int) -> int:
         """The cache slot of the token at `index`."""
         return self.blocks[index // block_size] * block_size + index % block_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -538,6 +538,66 @@ class Agreement:
         if len(set(texts)) == 1:
             return texts[0]
         return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+class TrainerGroup:
+    """A trainer (rank 0) and the ranks of engines that take weights from it, without files.
+
+    Everybody joins at once: the trainer makes one, and calls `init_weights_update_group` of the
+    engine. Then it calls `send` and, beside it, `update_weights_from_distributed`.
+
+    Args:
+        host, port: where rank 0 listens, as every rank reaches it.
+        world_size: one more than the engines have ranks together.
+        name: of the group, among those at that address.
+        backend: "gloo", or "nccl", where tensors are on GPUs.
+        rank: of this process.
+        timeout_s: for joining, and of every tensor.
+
+    Raises:
+        RuntimeError: torch's; not all have joined in time.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        *,
+        name: str = "weights",
+        backend: Backend = "gloo",
+        rank: int = 0,
+        timeout_s: float = 300.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or torch.device("cuda" if backend == "nccl" else "cpu")
+        timeout = timedelta(seconds=timeout_s)
+        self._store = TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=True)
+        scoped = PrefixStore(f"trainer-{name}", self._store)
+        self._group = _new_group(backend, scoped, rank, world_size, timeout, self.device)
+
+    def send(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Gives every rank these tensors, in this order, whichever device they are on."""
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        for _, tensor in pairs:
+            self._broadcast(tensor.detach().to(self.device).contiguous())
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor that the trainer sends, in host memory."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._broadcast(tensor)
+        return tensor.cpu()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self._group.abort()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        # Not every backend takes every type: bytes are bytes.
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1)
+        self._group.broadcast([flat], options).wait()
 
 
 def _new_group(

@@ -17,15 +17,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..drafters.protocol import Drafted, DraftStep
-from ..errors import CheckpointError, OutriderError, WorkerDiedError
+from ..errors import CheckpointError, ConfigError, OutriderError, WorkerDiedError
 from ..scheduler.types import Batch, Draft, StepPlan, Verdict
 from .seats import gather
 from .spec import (
     DeviceStepReport,
     ModelReport,
     NewAdapter,
+    NewDrafters,
     NewWeights,
     RankLocation,
+    Rest,
+    SentWeights,
+    TrainerLink,
     WeightsAnswer,
     WorkerReport,
     WorkerSpec,
@@ -66,6 +70,7 @@ class WorkerGroup(ABC):
         self._spec = spec
         self._channel: Channel | None = None  # none: the ranks are down
         self.reports: list[WorkerReport] = []
+        self.is_asleep = False
         self.on_restart: list[Callable[[], None]] = []  # in the same thread, once new ranks are up
         self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
 
@@ -99,8 +104,9 @@ class WorkerGroup(ABC):
             return channel.receive(timeout_s)
 
     def restart(self) -> None:
-        """Discards all ranks and starts new ones, with empty caches."""
+        """Discards all ranks and starts new ones, with empty caches; they are awake."""
         self._replace_ranks()
+        self.is_asleep = False
         for callback in self.on_restart:
             callback()
 
@@ -126,12 +132,57 @@ class WorkerGroup(ABC):
         """
         self._ask_weights(weights)
         self.respecify(weights.applied(self._spec, self.reports[0]))
-        self.reports = [*self.reports]  # as after a restart: drafters have to begin anew
-        for callback in self.on_restart:
-            callback()
+        self._begin_anew()
+
+    def link_trainer(self, link: TrainerLink) -> None:
+        """Every rank joins a trainer's process group, or leaves it.
+
+        Raises:
+            ConfigError: they could not, within the time. WorkerError: a rank died, or failed.
+        """
+        self._ask_trainer(link, link.timeout_s)
+
+    def take_weights(self, sent: SentWeights, timeout_s: float) -> None:
+        """Every rank takes the target's weights from a trainer, with empty caches.
+
+        Ranks that replace these will not have them.
+
+        Raises:
+            ConfigError: they are not those of the target, or did not arrive; nothing has changed.
+            WorkerError: a rank died or failed; none serves anything now.
+        """
+        self._ask_trainer(sent, timeout_s)
+        self._begin_anew()
+
+    def _ask_trainer(self, message: TrainerLink | SentWeights, timeout_s: float) -> None:
+        with self._running() as channel:
+            answer = channel.call(message, timeout_s + _UPDATE_TIMEOUT_S)
+        if answer.problem:
+            raise ConfigError.at(answer.field, answer.problem.removeprefix(f"{answer.field}: "))
+
+    def sleep(self, level: int) -> None:
+        """Every rank gives memory back, as `Rest` says (raises `WorkerError`)."""
+        self.is_asleep = True
+        with self._running() as channel:
+            channel.call(Rest(level), _UPDATE_TIMEOUT_S)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Every rank takes memory again, with empty caches (raises `WorkerError`)."""
+        with self._running() as channel:
+            channel.call(Rest(0, tuple(tags)), _UPDATE_TIMEOUT_S)
+        if "kv_cache" in tags:
+            self.is_asleep = False
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """As after a restart: drafters have to begin anew."""
+        self.reports = [*self.reports]
+        if not self.is_asleep:
+            for callback in self.on_restart:
+                callback()
 
     def add_adapter(self, adapter: NewAdapter) -> None:
-        """Every rank serves another LoRA adapter; so will those that replace them.
+        """Every rank serves another LoRA adapter, or one less; so will those that replace them.
 
         No message is without its answer.
 
@@ -139,7 +190,7 @@ class WorkerGroup(ABC):
             CheckpointError: it is no adapter of the target; nothing has changed.
             WorkerError: a rank died, or failed otherwise.
         """
-        for only_checks in (True, False):
+        for only_checks in (True, False) if adapter.path else (False,):
             with self._running() as channel:
                 message = replace(adapter, only_checks=only_checks)
                 answer = channel.call(message, _UPDATE_TIMEOUT_S)
@@ -147,6 +198,41 @@ class WorkerGroup(ABC):
             if answer.problem:
                 raise CheckpointError(answer.problem, field=answer.field)
         self.respecify(adapter.applied(self._spec))
+
+    def check_drafters(self, drafters: NewDrafters) -> None:
+        """Every rank looks at other drafters' names and shapes; none is read.
+
+        Raises:
+            CheckpointError: they cannot draft for the target.
+            WorkerError: a rank died, or failed otherwise.
+        """
+        self._ask_drafters(replace(drafters, only_checks=True))
+
+    def change_drafters(self, drafters: NewDrafters) -> None:
+        """Every rank drafts otherwise, with empty caches; so will those that replace them.
+
+        Raises:
+            CheckpointError: they cannot be loaded; nothing has changed.
+            WorkerError: a rank died or failed. None serves anything now, and those that replace
+                them will have the drafters from before.
+        """
+        report = self._ask_drafters(drafters)
+        assert isinstance(report, WorkerReport), type(report)
+        self.respecify(drafters.applied(self._spec))
+        self.reports = [
+            replace(each, draft=report.draft, head=report.head, device_step=report.device_step)
+            for each in self.reports
+        ]
+        for callback in self.on_restart:
+            callback()
+
+    def _ask_drafters(self, drafters: NewDrafters) -> Any:
+        with self._running() as channel:
+            answer = channel.call(drafters, _UPDATE_TIMEOUT_S)
+        if isinstance(answer, WeightsAnswer) and answer.problem:
+            problem = answer.problem.removeprefix(f"{answer.field}: ")
+            raise CheckpointError.at(answer.field, problem)
+        return answer
 
     def respecify(self, spec: WorkerSpec) -> None:
         """Ranks that replace these will be of `spec`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import Any, Literal
 
 from ..drafters.protocol import HeadAnswer, HeadAsk
@@ -110,6 +111,14 @@ class GroupHead:
         if not self._linked and self._backoff.try_due():
             self._open()
         return self._linked
+
+    def detach(self) -> None:
+        """Has the target gather nothing more for this head, in the thread that asks for drafts."""
+        self._target.on_restart.remove(self._open_again)
+        self._linked = False
+        if self._target.alive:
+            with suppress(WorkerError):  # a dead target is reported by its next step
+                self._target.call(OpenFeatures(self._link, None, (), self._timeout_s))
 
     def shutdown(self) -> None:
         self._restart_policy.end()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..config import HeadConfig
+from ..config import SECTIONS, HeadConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +92,92 @@ class NewWeights:
 
 @dataclass(frozen=True, slots=True)
 class NewAdapter:
-    """To all ranks of a target's group: serve another LoRA adapter."""
+    """To all ranks of a target's group: serve another LoRA adapter, or one less."""
 
     name: str
-    path: str
+    path: str  # empty: the adapter goes
     only_checks: bool = False  # whether it could be served; nothing changes
 
     def applied(self, spec: WorkerSpec) -> WorkerSpec:
-        """The specification of ranks with this adapter."""
+        """The specification of ranks with this adapter, or without it."""
         assert spec.target is not None, "an adapter is a target's"
-        adapters = (*(spec.target.adapters or ()), (self.name, self.path))
+        others = tuple(each for each in spec.target.adapters or () if each[0] != self.name)
+        adapters = (*others, (self.name, self.path)) if self.path else others
         return replace(spec, target=replace(spec.target, adapters=adapters))
 
 
 @dataclass(frozen=True, slots=True)
+class NewDrafters:
+    """To all ranks of a target's group: what drafts in them, and whether heads read along.
+
+    The target stays. Ranks load what is new first; if that fails, nothing has changed. Then they
+    make their caches anew. They answer with rank 0's report, or with why not.
+    """
+
+    draft: ModelSpec | None
+    head: str  # a section in JSON; empty: none
+    feeds_heads: bool
+    only_checks: bool = False  # whether they fit; nothing is loaded
+
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> NewDrafters:
+        """The drafters of `spec`."""
+        head = "" if spec.head is None else spec.head.model_dump_json()
+        return cls(spec.draft, head, spec.feeds_heads)
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What drafts, whichever weights it has."""
+        head = json.loads(self.head) if self.head else {}
+        draft = self.draft and replace(self.draft, path="", dtype="")
+        return draft, {**head, "speculative_model": ""}, self.feeds_heads
+
+    def applied(self, spec: WorkerSpec) -> WorkerSpec:
+        """The specification of ranks with these drafters."""
+        head: HeadConfig | None = None
+        if self.head:
+            section = SECTIONS[json.loads(self.head)["decoding_type"]]
+            assert issubclass(section, HeadConfig), section
+            head = section.model_validate_json(self.head)
+        return replace(spec, draft=self.draft, head=head, feeds_heads=self.feeds_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLink:
+    """To all ranks of a target's group: join a trainer's process group, or leave it."""
+
+    name: str
+    host: str = ""  # empty: leave
+    port: int = 0
+    rank_offset: int = 1  # of this group's rank 0
+    world_size: int = 0
+    backend: str = "gloo"
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """To all ranks of a target's group: take all of the target's weights from a trainer."""
+
+    group: str
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]  # torch's names
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """To all ranks of a group: give memory back, or take it again.
+
+    Asleep, a rank answers other weights, and nothing else that computes.
+    """
+
+    level: int  # 1: weights to host memory where they are on a GPU; 2: dropped; 0: what wakes
+    tags: tuple[str, ...] = ()  # of what wakes: "weights", "kv_cache", which needs the weights
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsAnswer:
-    """Why weights, or an adapter, cannot be loaded; empty: they can, or they are."""
+    """Why weights, an adapter or drafters cannot be loaded; empty: they can, or they are."""
 
     problem: str = ""
     field: str = ""

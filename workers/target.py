@@ -44,14 +44,16 @@ class Feed:
     """
 
     def __init__(self, message: OpenFeatures, device: torch.device) -> None:
+        offer = message.offer
+        assert offer is not None, "a link leads somewhere"
         self.capture = message.capture
         self._serial = 0
-        self._queue: FeatureQueue = message.offer.queue or FeatureQueue()
-        self._leaves_process = message.offer.queue is None
-        self._leaves_device = self._leaves_process and message.offer.store is None
+        self._queue: FeatureQueue = offer.queue or FeatureQueue()
+        self._leaves_process = offer.queue is None
+        self._leaves_device = self._leaves_process and offer.store is None
         self._sender: FeatureSender | None = None
         if self._leaves_process:
-            self._sender = FeatureSender(self._queue, message.offer, device, message.timeout_s)
+            self._sender = FeatureSender(self._queue, offer, device, message.timeout_s)
 
     def push(
         self,
@@ -351,11 +353,15 @@ class TargetService:
         return self._posted
 
     def open_feed(self, message: OpenFeatures) -> None:
-        """Sends the features of all later steps to a separate head, without waiting for it."""
+        """Sends the features of all later steps to a separate head, without waiting for it.
+
+        Without an offer, the head's link is closed and nothing is gathered for it any more.
+        """
         old = self._feeds.pop(message.link, None)
         if old is not None:
             old.close()
-        self._feeds[message.link] = Feed(message, self._model.device)
+        if message.offer is not None:
+            self._feeds[message.link] = Feed(message, self._model.device)
         self._capture = self._captured_layers()
 
     def pass_on(self, message: OpenFeatures) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..drafters.registry import check_head
 from ..errors import ConfigError, OutriderError
 from ..scheduler.types import StepPlan, Verdict
-from .collective import Agreement, Collective, gpu_of
+from .collective import Agreement, Collective, TrainerGroup, gpu_of
 from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
@@ -29,7 +29,16 @@ from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
 from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
-from .model.fit import ServedModel, Serving, check_adapters, check_blocks
+from .model.fit import (
+    ServedModel,
+    Serving,
+    check_adapters,
+    check_blocks,
+    check_received,
+    check_weights,
+)
+from .model.info import ModelInfo
+from .model.offload import Offloaded, trim
 from .model.paged import ForwardChoice, PagedModel
 from .model.stages import Stage
 from .model.target import load_model
@@ -39,8 +48,12 @@ from .spec import (
     ModelReport,
     ModelSpec,
     NewAdapter,
+    NewDrafters,
     NewWeights,
     RankLocation,
+    Rest,
+    SentWeights,
+    TrainerLink,
     WeightsAnswer,
     WorkerReport,
     WorkerSpec,
@@ -52,8 +65,9 @@ from .verify import make_rule
 
 log = logging.getLogger(__name__)
 
-Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | NewWeights | NewAdapter
-Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | None
+Change = NewWeights | NewAdapter | NewDrafters | Rest | TrainerLink | SentWeights
+Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | Change
+Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | WorkerReport | None
 
 
 class Worker:
@@ -79,12 +93,17 @@ class Worker:
         self._node, self._host = node, host
         self._models: dict[str, PagedModel] = {}
         self._served: dict[str, ServedModel] = {}
+        self._infos: dict[str, ModelInfo] = {}
+        self._trainers: dict[str, TrainerGroup] = {}  # joined, by name
+        self._is_sent = False  # the target's weights are a trainer's, and in no folder
         self._report: WorkerReport | None = None  # of `load`
         self._num_blocks = (0, 0)  # of target and draft model, once they are allocated
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
         self._head: HeadService | None = None
         self._remote_head: RemoteHeadWorker | None = None
+        self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
+        self._offloaded: Offloaded | None = None  # weights in host memory
         self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
         self._threads, self._draft_threads = (
             Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
@@ -124,9 +143,136 @@ class Worker:
         return self._report
 
     def renew(self) -> None:
-        """Forgets all requests; `allocate` comes next, as after `load`."""
+        """Forgets all requests; `allocate` comes next, as after `load`. Who sleeps wakes up."""
         self._release()
+        self._take_weights()
         self._load_heads()
+        self._asleep.clear()
+
+    def _link_trainer(self, message: TrainerLink) -> WeightsAnswer:
+        """Joins a trainer's group, or leaves it; the answer says why not."""
+        old = self._trainers.pop(message.name, None)
+        if old is not None:
+            old.close()
+        if not message.host:
+            known = "" if old is not None else f"there is no group {message.name!r}"
+            return WeightsAnswer(known, "group_name" if known else "")
+        reason = ""
+        try:
+            self._trainers[message.name] = TrainerGroup(
+                message.host,
+                message.port,
+                message.world_size,
+                name=message.name,
+                backend="nccl" if message.backend == "nccl" else "gloo",
+                rank=message.rank_offset + self._collective.rank,
+                timeout_s=message.timeout_s,
+                device=self._device if message.backend == "nccl" else None,
+            )
+        except (RuntimeError, ValueError, OutriderError) as error:  # torch's, ours
+            reason = f"no process group with the trainer: {' '.join(str(error).split())[:300]}"
+        agreed = Agreement(self._collective, self._device).problem(reason)
+        if agreed:
+            self._trainers.pop(message.name, None)
+        return WeightsAnswer(agreed, "master_address" if agreed else "")
+
+    def _receive(self, message: SentWeights) -> WeightsAnswer:
+        """Takes weights that a trainer sends; until all are there, nothing changes."""
+        assert self._report is not None, "there is a target"
+        field, reason = self._sent_problem(message)
+        agreed = Agreement(self._collective, self._device).problem(reason)
+        if agreed:
+            return WeightsAnswer(agreed, field or "names")
+        group, received = self._trainers[message.group], dict[str, torch.Tensor]()
+        try:
+            for name, dtype, shape in zip(message.names, message.dtypes, message.shapes):
+                received[name] = group.receive(shape, getattr(torch, dtype))
+        except RuntimeError as error:  # torch's: the trainer is gone, or too late
+            reason = f"the weights did not arrive: {' '.join(str(error).split())[:300]}"
+        agreed = Agreement(self._collective, self._device).problem(reason)
+        if agreed:
+            return WeightsAnswer(agreed, "group_name")
+        num_frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        self._offloaded = None
+        self._models.pop("target", None)
+        self._release()
+        self._take_weights(received)
+        self._is_sent = True
+        del received
+        self._load_heads()
+        self._asleep.discard("weights")
+        if not self._asleep:
+            self.allocate(*self._num_blocks)
+        if num_frozen:
+            gc.collect()
+            gc.freeze()
+        return WeightsAnswer()
+
+    def _sent_problem(self, message: SentWeights) -> tuple[str, str]:
+        """The field at fault and why; empty: such weights can be taken."""
+        spec = self._spec.target
+        assert spec is not None, "there is a target"
+        if message.group not in self._trainers:
+            return "group_name", f"no group {message.group!r} was joined"
+        counts = len(message.names), len(message.dtypes), len(message.shapes)
+        if len(set(counts)) > 1 or len(set(message.names)) < counts[0]:
+            return "names", f"{counts} names, dtypes and shapes, of which names may repeat"
+        for dtype in message.dtypes:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                return "dtypes", f"{dtype!r} is no type of torch's"
+        shaped = zip(message.names, message.dtypes, message.shapes, strict=True)
+        try:
+            tensors = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                for name, dtype, shape in shaped
+            }
+            folder = Path(local_folder(spec.path, **spec.trust))
+            trusted = spec.trust_remote_code
+            check_received(folder, self._spec.size, tensors, trust_remote_code=trusted)
+        except (RuntimeError, TypeError) as error:  # torch's, of a shape
+            return "shapes", str(error)
+        except OutriderError as error:
+            return "names", error.message
+        return "", ""
+
+    def _rest(self, message: Rest) -> None:
+        """Gives memory back, or takes it again."""
+        num_frozen = gc.get_freeze_count()
+        gc.unfreeze()  # modules that hold themselves
+        if message.level:
+            on_gpu = self._device.type == "cuda"
+            if message.level == 1 and on_gpu and "weights" not in self._asleep:
+                self._offloaded = Offloaded(self._models)
+            elif message.level > 1 or not on_gpu:
+                keeps = message.level == 1 and self._is_sent
+                self._models, self._offloaded = self._models if keeps else {}, None
+                self._is_sent = keeps
+            self._asleep = {"weights", "kv_cache"}
+            self._release()
+            trim()
+        else:
+            if "weights" in self._asleep:
+                self._take_weights()
+                self._load_heads()
+                self._asleep.discard("weights")
+            if "kv_cache" in message.tags and "kv_cache" in self._asleep:
+                self.allocate(*self._num_blocks)
+                self._asleep.clear()
+        if num_frozen:
+            gc.collect()
+            gc.freeze()
+
+    def _take_weights(self, received: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Brings weights back that were given away: from host memory, or from their folders.
+
+        Args:
+            received: the target's, where a trainer has sent them.
+        """
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
+            offloaded.restore()
+        self._load_models(self._report, received)
 
     def _release(self) -> None:
         """Frees caches and heads, before others take their place."""
@@ -142,15 +288,22 @@ class Worker:
             del specs["draft"]  # drafts come from where they are verified
         return {name: spec for name, spec in specs.items() if spec is not None}
 
-    def _load_models(self, known: WorkerReport | None) -> None:
+    def _load_models(
+        self, known: WorkerReport | None, received: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Loads those that are not there; `known` as of `load`."""
         for name, spec in self._model_specs().items():
             if name in self._models:
                 continue
+            sent = received if name == "target" else None
+            dtype = dtype_of(spec.dtype)
+            if sent is not None:  # the one that is served, whatever the trainer's is
+                dtype = self._infos[name].dtype
             folder = Path(local_folder(spec.path, **spec.trust))
             self._models[name] = load_model(
                 folder,
-                dtype=dtype_of(spec.dtype),
+                dtype=dtype,
+                received=sent,
                 device=self._device,
                 collective=self._collective,
                 forward=spec.forward,
@@ -165,6 +318,7 @@ class Worker:
                     "speculative_config.speculative_model",
                     "a draft model has no recurrent layers: only a target's steps rewind states",
                 )
+            self._infos[name] = self._models[name].info
             if name not in self._served:
                 trusted = spec.trust_remote_code
                 self._served[name] = ServedModel.of(folder, trust_remote_code=trusted)
@@ -182,14 +336,20 @@ class Worker:
         assert self._report is not None, "weights are replaced where there are some"
         num_frozen = gc.get_freeze_count()
         gc.unfreeze()  # modules that hold themselves
+        if weights.target:
+            self._is_sent = False
+        if self._offloaded is not None:  # others come: these need not come back first
+            self._models, self._offloaded = {}, None
         for name in ("target", "draft"):
             if getattr(weights, name):
                 self._models.pop(name, None)
         self._release()
         self._spec = weights.applied(self._spec, self._report)
-        self._load_models(self._report)
+        self._take_weights()
         self._load_heads()
-        self.allocate(*self._num_blocks)
+        self._asleep.discard("weights")
+        if not self._asleep:
+            self.allocate(*self._num_blocks)
         if num_frozen:
             gc.collect()
             gc.freeze()
@@ -210,10 +370,98 @@ class Worker:
             agreed = Agreement(self._collective, self._device).problem(reason)
             return WeightsAnswer(agreed, FIELD if agreed else "")
         assert held is not None, "it takes adapters"
+        if not adapter.path:
+            held.remove(adapter.name)
+            self._spec = adapter.applied(self._spec)
+            return WeightsAnswer()
         (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
         held.add(opened)
         self._spec = adapter.applied(self._spec)
         return WeightsAnswer()
+
+    def _change_drafters(self, news: NewDrafters) -> WeightsAnswer | WorkerReport:
+        """Other drafters in this rank; what is new is loaded before anything is given up.
+
+        Requests are to be sent again. The target's cache has the blocks that it had, and a draft
+        model's as many unless its section says otherwise.
+        """
+        assert self._report is not None, "there is a target"
+        spec = news.applied(self._spec)
+        old = self._spec, self._models.get("draft"), self._served.get("draft"), self._head
+        field = reason = ""
+        try:
+            if news.only_checks:
+                field, reason = self._drafters_problem(spec)
+            else:
+                if spec.draft != self._spec.draft:
+                    self._models.pop("draft", None)
+                    self._served.pop("draft", None)
+                self._spec, self._head = spec, None
+                self._load_models(None)
+                self._load_heads()
+        except (OutriderError, RuntimeError, OSError, ValueError, LookupError) as error:
+            log.info("drafters could not be loaded", exc_info=True)
+            known = error.message if isinstance(error, OutriderError) else ""
+            reason = known or f"{type(error).__name__}: {error}"
+            field = getattr(error, "field", None) or "speculative_config"
+        agreed = Agreement(self._collective, self._device).problem(reason)
+        if news.only_checks or agreed:
+            self._spec, model, served, self._head = old
+            for held, part in ((self._models, model), (self._served, served)):
+                held.pop("draft", None)
+                if part is not None:
+                    held["draft"] = part  # type: ignore[assignment]
+            return WeightsAnswer(agreed, field or "speculative_config" if agreed else "")
+        return self._with_new_drafters()
+
+    def _with_new_drafters(self) -> WorkerReport:
+        """Makes the caches anew, once what drafts in this rank is loaded."""
+        assert self._report is not None, "there is a target"
+        num_frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        head = self._head
+        self._release()
+        self._head = head
+        num_target, num_draft = self._num_blocks[0], 0
+        draft = None
+        if self._spec.draft is not None:
+            num_draft = self._spec.draft.num_blocks or num_target
+            model = self._models["draft"]
+            room = replace(self._spec.draft, num_blocks=num_draft)
+            draft = self._report_of(model, room, model.kv_bytes_per_token())
+        self._step_obstacle = self._find_step_obstacle()
+        step = self.allocate(num_target, num_draft)
+        if num_frozen:
+            gc.collect()
+            gc.freeze()
+        report = None if head is None else head.report()
+        self._report = replace(self._report, draft=draft, head=report, device_step=step)
+        return self._report
+
+    def _drafters_problem(self, spec: WorkerSpec) -> tuple[str, str]:
+        """The field at fault and why; empty: what is new would fit. No weight is read."""
+        try:
+            if spec.draft is not None and spec.draft != self._spec.draft:
+                folder = Path(local_folder(spec.draft.path, **spec.draft.trust))
+                check_weights(folder, spec.size, **spec.draft.trust)
+            if spec.head is not None:
+                check_head(spec.head, self._facts())
+        except OutriderError as error:
+            return "speculative_config.speculative_model", error.message
+        return "", ""
+
+    def _facts(self) -> TargetFacts:
+        """What a head reads of the target, without its weights."""
+        spec, info = self._spec.target, self._infos["target"]
+        assert spec is not None, "there is a target"
+        return TargetFacts(
+            info.hidden_size,
+            info.vocab_size,
+            info.num_layers,
+            info.dtype,
+            torch.device("meta"),
+            spec.allow_pickle,
+        )
 
     def _weights_problem(self, weights: NewWeights) -> tuple[str, str]:
         """The field at fault and why; empty: these weights can be loaded here."""
@@ -228,17 +476,8 @@ class Worker:
                     self._served[name].check(Path(path), size, **model.trust)
             field = "drafter"
             if weights.head and spec.head is not None and spec.target is not None:
-                info = self._models["target"].info
-                facts = TargetFacts(
-                    info.hidden_size,
-                    info.vocab_size,
-                    info.num_layers,
-                    info.dtype,
-                    torch.device("meta"),
-                    spec.target.allow_pickle,
-                )
                 section = spec.head.model_copy(update={"speculative_model": weights.head})
-                check_head(section, facts)
+                check_head(section, self._facts())
         except OutriderError as error:
             return field, error.message
         return "", ""
@@ -329,6 +568,15 @@ class Worker:
             return self._update(message)
         if isinstance(message, NewAdapter):
             return self._add_adapter(message)
+        if isinstance(message, NewDrafters):
+            return self._change_drafters(message)
+        if isinstance(message, Rest):
+            self._rest(message)
+            return None
+        if isinstance(message, TrainerLink):
+            return self._link_trainer(message)
+        if isinstance(message, SentWeights):
+            return self._receive(message)
         if "draft" not in self._models:
             assert self._stage is not None, "no draft model was loaded"
             return None

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 
 from ... import errors
+from ...engine.weights import DrafterChange
 from ...errors import InternalError, OutriderError, WorkerDiedError, WorkerError
 from ...scheduler.types import Delta, Request, SpeculationUsage
 from ...workers.transport import framing
@@ -141,8 +142,13 @@ class EngineDoor:
             "take": self._take,
             "reset_prefix_cache": engine.reset_prefix_cache,
             "check_weights": self._check_weights,
+            "drafters": engine.drafters,
+            "adapters": engine.adapters,
+            "plan_drafters": self._plan_drafters,
             "pause": engine.pause,
             "resume": engine.resume,
+            "sleep": engine.sleep,
+            "wake_up": engine.wake_up,
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
@@ -214,6 +220,13 @@ class EngineDoor:
         except OutriderError as error:
             return type(error).__name__, error.message, error.field
         return None
+
+    def _plan_drafters(self, change: dict[str, Any]) -> Any:
+        """The `speculative_config` that a change makes, or a `failure` as above."""
+        try:
+            return {"planned": self.engine.planned_drafters(DrafterChange(**change))}
+        except OutriderError as error:
+            return {"failure": [type(error).__name__, error.message, error.field]}
 
     def _take(self, stream_id: str, owner: str) -> Any:
         """What is kept of a resumable stream; its requests end here."""

@@ -59,6 +59,7 @@ class Ingress(HandleMethods):
         endpoint = self._section.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing.to(endpoint)
         self._clients: list[Engines] = []
+        self._boards: list[tuple[Frontend, WeightsBoard]] = []
         self._door: FrontDoor | None = None
         self._app: Starlette | None = None
         self._health = HeldCheck(self._section.health_hold_s)
@@ -74,6 +75,7 @@ class Ingress(HandleMethods):
         for model, client, *found in zip(self._models, clients, infos, tokenizers, strict=True):
             frontend = await asyncio.to_thread(Frontend, model.config, *found)
             edges.append(self._edge(model, client, frontend))
+            self._boards.append((frontend, client.board))
         self._app = app = build_http(*edges)
         self._calls = Calls(*edges)
         if self._section.port is not None:
@@ -129,6 +131,12 @@ class Ingress(HandleMethods):
         """Serve calls this."""
         if self._door is not None:
             self._door.check()
+        for frontend, board in self._boards:
+            note = await asyncio.to_thread(board.read)
+            if note is not None and note.drafters:  # another ingress may have changed them
+                frontend.drafters = note.drafters
+            if note is not None and note.adapters is not None:
+                frontend.adapters = note.adapters
         await self._health.hold()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -139,11 +147,14 @@ class Ingress(HandleMethods):
         """This edge's metrics, for the edge that collects those of all."""
         return [family for each in self._metrics.values() for family in each.families()]
 
-    async def post(self, path: str, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any], key: str | None = None, method: str = "POST"
+    ) -> dict[str, Any]:
         """For other applications, which have a handle: the JSON answer at `path`, and its status.
 
         Args:
             key: an API key, where the server has any.
+            method: of HTTP; GET and DELETE send no body.
 
         Raises:
             InvalidRequestError: a stream was asked for.
@@ -156,7 +167,8 @@ class Ingress(HandleMethods):
         async with httpx.AsyncClient(
             transport=transport, base_url="http://ingress", timeout=None
         ) as client:
-            answer = await client.post(path, json=body, headers=headers)
+            given = body if method == "POST" else None
+            answer = await client.request(method, path, json=given, headers=headers)
         return {"status": answer.status_code, "body": answer.json()}
 
     async def __del__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -40,7 +40,7 @@ class HeldCheck:
 
 @dataclass(frozen=True, slots=True)
 class WeightsNote:
-    """The weights that every engine of a model has to serve, whenever it was started.
+    """The weights and drafters that every engine of a model has, whenever it was started.
 
     Ray's head keeps the last note, for as long as the cluster lives.
     """
@@ -49,13 +49,34 @@ class WeightsNote:
     drafter: str
     mode: PauseMode
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    speculative: dict[str, Any] | None = None  # its folders are newer than `drafter`; None: as ever
+    make_room: bool = False
+    weights_id: str = ""  # of the note that named the weights; "": this one
+    drafters: tuple[str, ...] = ()  # names, once engines have them
+    adapters: dict[str, str] | None = None  # folders by name; None: those of the configuration
 
     def after(self, before: WeightsNote | None) -> WeightsNote:
         """This note, with what only the one before has named."""
         if before is None:
             return self
-        target, drafter = self.target or before.target, self.drafter or before.drafter
-        return WeightsNote(target, drafter, self.mode, self.id)
+        adapters = before.adapters if self.adapters is None else self.adapters
+        target, is_of_weights = self.target or before.target, bool(self.target or self.drafter)
+        if is_of_weights:
+            return replace(
+                self,
+                target=target,
+                drafter=self.drafter or before.drafter,
+                speculative=before.speculative,
+                drafters=before.drafters,
+                adapters=adapters,
+            )
+        weights_id, mode = before.weights_id or before.id, before.mode
+        note = replace(self, target=target, mode=mode, weights_id=weights_id, adapters=adapters)
+        if self.speculative is not None:
+            return note
+        return replace(
+            note, drafter=before.drafter, speculative=before.speculative, drafters=before.drafters
+        )
 
 
 @dataclass

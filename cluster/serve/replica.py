@@ -17,7 +17,8 @@ from ...config import EngineConfig, UserConfig
 from ...engine.engine import Engine
 from ...engine.metrics import engine_metrics
 from ...engine.statistics import EngineInfo
-from ...errors import OutriderError, WorkerError
+from ...engine.weights import DrafterChange
+from ...errors import EngineDeadError, OutriderError, WorkerError
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.types import Delta, Request, ints
 from ..backend import backend_of
@@ -26,7 +27,7 @@ from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
 from .edge import EngineDoor
 from .metrics import RayMetrics
-from .models import HeldCheck, ServedModel, WeightsBoard
+from .models import HeldCheck, ServedModel, WeightsBoard, WeightsNote
 from .resume_tokens import TokenStore
 from .telemetry import configure_logging
 
@@ -58,10 +59,12 @@ class EngineReplica:
             import transformers  # noqa: F401
         deployment = str(replica.deployment_id)
         successors = Successors(deployment, model.settings, config.resources.keep_workers_s)
-        engine = Engine.start(config, backend_of(config, successors))
+        backend = backend_of(config, successors)
+        engine = Engine.start(config, backend)
         self._engine = engine
         self._weights = WeightsFollower(engine, WeightsBoard(deployment, model.settings))
-        self._weights.follow()
+        self._weights.follow(needs_drafters=False)
+        backend.retain()
         _decode_one_token(engine)
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
@@ -133,21 +136,67 @@ class EngineReplica:
 
 
 class WeightsFollower:
-    """Keeps an engine at the weights of the board, whoever has missed that they changed."""
+    """Keeps an engine at the weights and drafters of the board, whoever has missed a change."""
 
     def __init__(self, engine: Engine, board: WeightsBoard) -> None:
         self._engine, self._board = engine, board
-        self._lock = threading.Lock()  # held while weights are replaced
-        self._served = ""  # id of the note
+        self._lock = threading.Lock()  # held while they are replaced
+        self._served = self._weights = ""  # ids of the notes
+        self._speculative: dict[str, Any] | None = None  # of the last note that named drafters
         self._failure: OutriderError | None = None
 
-    def follow(self) -> None:
-        """Returns once the engine has the weights of the board (raises as `update_weights`)."""
+    def follow(self, *, needs_drafters: bool = True) -> None:
+        """Returns once the engine has the weights and drafters of the board.
+
+        Args:
+            needs_drafters: False: one that cannot be had costs drafts, and no error.
+
+        Raises:
+            OutriderError: as `update_weights` and `change_drafters`.
+        """
         with self._lock:
             while (note := self._board.read()) is not None and note.id != self._served:
-                log.info("the weights are replaced: %s", note.target or note.drafter)
-                self._engine.update_weights(note.target, note.drafter, note.mode)
+                self._follow_drafters(note, needs_drafters)
+                self._follow_adapters(note, needs_drafters)
+                weights_id = note.weights_id or note.id
+                if (note.target or note.drafter) and weights_id != self._weights:
+                    log.info("the weights are replaced: %s", note.target or note.drafter)
+                    self._engine.update_weights(note.target, note.drafter, note.mode)
+                    self._weights = weights_id
                 self._served = note.id
+
+    def _follow_drafters(self, note: WeightsNote, needs_them: bool) -> None:
+        if note.speculative is None or note.speculative == self._speculative:
+            return
+        log.info("the drafters are replaced")
+        try:
+            change = DrafterChange(whole=note.speculative, make_room=note.make_room)
+            self._engine.change_drafters(change)
+            self._speculative = note.speculative
+        except EngineDeadError:
+            raise
+        except OutriderError as error:
+            log.error("the drafters cannot be replaced, and stay: %s", error.message)
+            self._served = note.id  # what asked for them is told, and takes the note back
+            if needs_them:
+                raise
+
+    def _follow_adapters(self, note: WeightsNote, needs_them: bool) -> None:
+        if note.adapters is None:
+            return
+        served = self._engine.adapters()
+        try:
+            for name in served.keys() - note.adapters.keys():
+                self._engine.remove_adapter(name)
+            for name in note.adapters.keys() - served.keys():
+                self._engine.add_adapter(name, note.adapters[name])
+        except EngineDeadError:
+            raise
+        except OutriderError as error:
+            log.error("an adapter cannot be changed: %s", error.message)
+            self._served = note.id
+            if needs_them:
+                raise
 
     def answer(self) -> Any:
         """As `follow`, for an ingress: the kind, message and field of the error, or None."""
@@ -171,7 +220,7 @@ class WeightsFollower:
 
     def _catch_up(self) -> None:
         try:
-            self.follow()
+            self.follow(needs_drafters=False)
         except OutriderError as error:
             log.error("the weights cannot be replaced: %s", error.message)
             self._failure = error

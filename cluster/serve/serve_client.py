@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from ...engine.outputs import add_usage
-from ...engine.weights import PauseMode
-from ...errors import EngineDeadError
+from ...engine.weights import DrafterChange, PauseMode
+from ...errors import EngineDeadError, OutriderError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
 from .edge import EdgeLostError, error_of
 from .engines import Engines
@@ -55,6 +56,12 @@ class ServeClient:
         self._engines = engines
         self._edges = edges
         self._calls: dict[str, _Call] = {}
+
+    @property
+    def board(self) -> WeightsBoard:
+        """Where engines read which weights and drafters they have to serve."""
+        assert self._board is not None, "an application's clients have one"
+        return self._board
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Raises, beside the engine's own errors, `EngineDeadError` where every attempt failed."""
@@ -140,14 +147,66 @@ class ServeClient:
         return len(answers)
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
-        assert self._board is not None, "an application's clients have one"
+        board = self.board
         if not self._engines.links:
             raise EngineDeadError("no engine is up that could check the weights")
         await self._all("check_weights", target, drafter)
-        before = await asyncio.to_thread(self._board.read)
+        before = await asyncio.to_thread(board.read)
         note = WeightsNote(target, drafter, mode).after(before)
-        await asyncio.to_thread(self._board.write, note)
+        await asyncio.to_thread(board.write, note)
         return await self._all("update_weights")
+
+    async def drafters(self) -> dict[str, dict[str, Any]]:
+        return await self._ask("drafters")
+
+    async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
+        board = self.board
+        if not self._engines.links:
+            raise EngineDeadError("no engine is up that could check the drafters")
+        served = await self._every("drafters")
+        plans = await self._every("plan_drafters", asdict(change))
+        for plan in plans.values():
+            if "failure" in plan:
+                raise error_of(*plan["failure"])
+        planned = next(iter(plans.values()))["planned"]
+        had = next(iter(served.values()))["speculative_config"]
+        note = WeightsNote("", "", "keep", speculative=planned, make_room=change.make_room)
+        num_engines, note = await self._announce(note, speculative=had)
+        described = await self._ask("drafters")
+        names = {each["name"]: None for one in described.values() for each in one["drafters"]}
+        note = replace(note, drafters=tuple(names))
+        await asyncio.to_thread(board.write, note)
+        return num_engines, note.drafters
+
+    async def adapters(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for served in (await self._every("adapters")).values():
+            found |= served
+        return found
+
+    async def change_adapters(self, adapters: dict[str, str]) -> int:
+        if not self._engines.links:
+            raise EngineDeadError("no engine is up that could change adapters")
+        had = await self.adapters()
+        note = WeightsNote("", "", "keep", adapters=adapters)
+        return (await self._announce(note, adapters=had))[0]
+
+    async def _announce(self, note: WeightsNote, **had: Any) -> tuple[int, WeightsNote]:
+        """Has all engines follow a note, or none; how many there are, and the whole note.
+
+        Args:
+            had: what the note says in place of its own where one cannot follow.
+        """
+        note = note.after(await asyncio.to_thread(self.board.read))
+        await asyncio.to_thread(self.board.write, note)
+        try:
+            return await self._all("update_weights"), note
+        except OutriderError:  # those that have changed go back
+            back = replace(note, id=WeightsNote("", "", "keep").id, **had)
+            await asyncio.to_thread(self.board.write, back)
+            with suppress(OutriderError):
+                await self._all("update_weights")
+            raise
 
     async def pause(self, mode: PauseMode) -> int:
         return await self._all("pause", mode)
@@ -158,6 +217,15 @@ class ServeClient:
     async def is_paused(self) -> bool:
         return any(each.get("paused") for each in (await self.stats()).values())
 
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        return await self._all("sleep", level, mode)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> int:
+        return await self._all("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return any(each.get("sleeping") for each in (await self.stats()).values())
+
     async def _all(self, verb: str, *arguments: Any) -> int:
         """Has every engine do something; how many there are.
 
@@ -165,20 +233,25 @@ class ServeClient:
             OutriderError: what an engine answers in place of None.
             EngineDeadError: one did not answer.
         """
+        answers = await self._every(verb, *arguments)
+        for failure in answers.values():
+            if failure is not None:
+                raise error_of(*failure)
+        return len(answers)
+
+    async def _every(self, verb: str, *arguments: Any) -> dict[str, Any]:
+        """What every engine answers, by name; raises `EngineDeadError` where one did not."""
         wanted = {link.name for link in self._engines.links}
         try:
             answers = await self._engines.ask(verb, *arguments, timeout_s=_UPDATE_TIMEOUT_S)
         except TimeoutError:
             answers = {}
-        for failure in answers.values():
-            if failure is not None:
-                raise error_of(*failure)
         missing = wanted.intersection(link.name for link in self._engines.links) - answers.keys()
         if missing:
             raise EngineDeadError(
                 f"{len(missing)} of {len(wanted)} engines did not answer: {verb.replace('_', ' ')}"
             )
-        return len(answers)
+        return answers
 
     async def check(self) -> None:
         """Serve replaces engines that are ill; one that is busy need not answer in time."""

@@ -12,7 +12,7 @@ from outrider import LLM, AsyncLLM, LoRARequest, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
 from outrider.engine.preflight import check_models, preflight, require_checkpoints
-from outrider.errors import CheckpointError, InvalidRequestError, WorkerError
+from outrider.errors import CheckpointError, ConfigError, InvalidRequestError, WorkerError
 from outrider.scheduler.types import Request, SeatSettings, ints
 from outrider.workers.device_step.shape import Sampler
 from outrider.workers.group import LocalGroup
@@ -212,6 +212,45 @@ def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size):
         with pytest.raises(InvalidRequestError, match="'x' is not served; there is 'a', 'b'"):
             llm.generate("a", lora_request="x")
         assert found() == wanted
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_come_and_go(demo, tmp_path, size):
+    """A name that comes back has no stored prefix of the one before; those that run end first."""
+    options = {"executor": "local", "dtype": "float32", "tensor_parallel_size": size}
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    paths = {each["name"]: each["path"] for each in demo.modules}
+    with LLM(demo.target, **options, enable_lora=True, max_lora_rank=4) as llm:
+
+        def tokens(name):
+            outputs = llm.generate(demo.prompts[0], sampling, lora_request=name, use_tqdm=False)
+            return tuple(outputs[0].outputs[0].token_ids)
+
+        for wanted in ("a", "b", "a"):
+            llm.load_lora_adapter("x", paths[wanted])
+            llm.load_lora_adapter("y", paths["b"])
+            assert tokens("x") == demo.tokens[f"{wanted}0"]
+            for taken in ("x", "", llm.config.model_name):
+                with pytest.raises(InvalidRequestError, match="lora_name"):
+                    llm.load_lora_adapter(taken, paths["a"])
+            with pytest.raises(CheckpointError):
+                llm.load_lora_adapter("z", str(tmp_path))
+            llm.enqueue(demo.prompts[0], sampling, lora_request="x")
+            llm.unload_lora_adapter("x")
+            (output,) = llm.wait_for_completion(use_tqdm=False)
+            assert tuple(output.outputs[0].token_ids) == demo.tokens[f"{wanted}0"]
+            with pytest.raises(InvalidRequestError, match="'x' is not served"):
+                tokens("x")
+            with pytest.raises(InvalidRequestError, match="no adapter 'x'"):
+                llm.unload_lora_adapter("x")
+            assert tokens("y") == demo.tokens["b0"]
+            llm.engine._inbox.put(lambda: llm.engine._recover(WorkerError("lost")))
+            assert tokens("y") == demo.tokens["b0"]
+            assert list(llm.engine.adapters()) == ["y"]
+            llm.unload_lora_adapter("y")
+            assert tokens(None) == demo.tokens["0"]
+    with LLM(demo.target, **options) as llm, pytest.raises(ConfigError, match="enable_lora"):
+        llm.load_lora_adapter("x", paths["a"])
 
 
 def test_an_event_loop_chooses_too(demo):

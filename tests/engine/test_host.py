@@ -126,9 +126,8 @@ class _Apart(Backend):
         if role == self.failing:
             raise CheckpointError(f"{role} cannot be read")
         report = SimpleNamespace(head=None)
-        return SimpleNamespace(
-            role=role, reports=[report], shutdown=lambda: self.ended.append(role)
-        )
+        end = lambda: self.ended.append(role)  # noqa: E731
+        return SimpleNamespace(role=role, spec=spec, reports=[report], shutdown=end)
 
 
 @pytest.mark.parametrize(("failing", "ended"), [("", ["target"]), ("target", ["draft"])])

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.config import EngineConfig
-from outrider.errors import EngineDeadError, OutriderError
+from outrider.config import EngineConfig, NoSpeculation
+from outrider.engine.weights import DrafterChange
+from outrider.errors import CheckpointError, EngineDeadError, OutriderError
 from outrider.scheduler.types import (
     Delta,
     Logprobs,
@@ -111,6 +112,11 @@ class FakeEngine:
         self.num_resets = 0  # of the prefix cache
         self.updates: list[tuple[str, str, str]] = []  # of weights
         self.pauses: list[str] = []
+        self.changes: list[DrafterChange] = []
+        self.sleeps: list[tuple[Any, ...]] = []
+        self.served_adapters: dict[str, str] = {}
+        self.speculative: dict[str, Any] | None = None
+        self.refuse_drafters: dict[str, Any] | None = None
         self.logprob: Callable[[Request], float] = lambda request: -0.5
         self._running: dict[str, tuple[Request, Any, list[int], int]] = {}
         self._lock = threading.RLock()
@@ -192,6 +198,30 @@ class FakeEngine:
         self.updates.append((target, drafter, mode))
         return len(self.updates)
 
+    def drafters(self) -> dict[str, Any]:
+        self.check()
+        section = self.speculative or {"decoding_type": "None"}
+        kinds = [section] if section["decoding_type"] != "None" else []
+        drafters = [
+            {"name": each["decoding_type"].lower(), "decoding_type": each["decoding_type"],
+             "placement": "engine", "speculative_model": None}
+            for each in kinds
+        ]  # fmt: skip
+        return {"drafters": drafters, "speculative_config": section, "num_changes": 0}
+
+    def planned_drafters(self, change: DrafterChange) -> dict[str, Any]:
+        self.check()
+        return change.applied(NoSpeculation(), [])
+
+    def change_drafters(self, change: DrafterChange) -> None:
+        planned = self.planned_drafters(change)
+        self.changes.append(change)
+        if self.refuse_drafters is not None and self.refuse_drafters == planned:
+            raise CheckpointError.at("speculative_config", "refused here")
+        self.speculative = planned
+        names = tuple(each["name"] for each in self.drafters()["drafters"])
+        self.info = SimpleNamespace(**vars(self.info) | {"drafters": names})
+
     def pause(self, mode: str = "abort") -> None:
         self.check()
         self.pauses.append(mode)
@@ -199,6 +229,32 @@ class FakeEngine:
     def resume(self) -> None:
         self.check()
         self.pauses.clear()
+
+    def adapters(self) -> dict[str, str]:
+        self.check()
+        return dict(self.served_adapters)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        self.check()
+        if self.refuse is not None:
+            raise self.refuse
+        self.served_adapters[name] = path
+
+    def remove_adapter(self, name: str) -> None:
+        self.check()
+        del self.served_adapters[name]
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.check()
+        self.sleeps.append((level, mode))
+
+    def wake_up(self, tags: tuple[str, ...] = ()) -> None:
+        self.check()
+        self.sleeps.append((0, *tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeps) and self.sleeps[-1][0] > 0
 
     @property
     def is_paused(self) -> bool:

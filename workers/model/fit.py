@@ -9,7 +9,7 @@ of the adapters.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.hub import require_checkpoint
 from .checkpoint.quantised_formats import WeightFormat, find_format
-from .checkpoint.weights import Checkpoint
+from .checkpoint.weights import Checkpoint, Received
 from .family import read_spec, recurrent_layers
 from .info import ModelInfo, model_heads, read_config, read_model, stage_layers
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
@@ -141,6 +141,19 @@ class ServedModel:
                 f"quantization_config says {other.format}, not {self.format}"
             )
         return _fitting_model(path, size, None, **trust)[1]
+
+
+def check_received(
+    path: Path, size: int, tensors: Mapping[str, torch.Tensor], *, trust_remote_code: bool
+) -> None:
+    """Raises `CheckpointError` where tensors of these names and shapes are not those of the model
+    in `path`, all of them."""
+    config, info = read_model(path, size, None, trust_remote_code=trust_remote_code)
+    if find_format(path) is not None:
+        raise CheckpointError("a quantised model takes weights from folders only")
+    model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
+    received = Received(path, tensors)
+    fitting_sources(model, {name: received.outline(name) for name in received.names}, path)
 
 
 def kv_bytes_per_token(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from .bridge import (
     tp_hints,
 )
 from .checkpoint.adapters import FIELD, Adapter, open_adapters
-from .checkpoint.weights import Checkpoint, TensorSource
+from .checkpoint.weights import Checkpoint, Received, TensorSource
 from .family import (
     Adapters,
     FamilyRunner,
@@ -266,6 +266,7 @@ class _Rank:
     trust_remote_code: bool
     allow_pickle: bool
     adapters: Sequence[Adapter] | None = None
+    received: Mapping[str, Tensor] | None = None
     stage: Stage | None = None  # None: it has all layers
 
     @property
@@ -289,6 +290,7 @@ def load_model(
     known: ForwardChoice | None = None,
     adapters: Sequence[tuple[str, str]] | None = None,
     stage: Stage | None = None,
+    received: Mapping[str, Tensor] | None = None,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
@@ -296,6 +298,7 @@ def load_model(
     earlier load of the same model on such a device has chosen; the two forwards are not compared
     again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
     it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
+    `received` are weights in the place of those of the folder.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -306,7 +309,8 @@ def load_model(
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
-    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened, stage=stage)
+    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
+    rank = replace(rank, received=received, stage=stage)
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
@@ -460,9 +464,13 @@ def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, S
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         plan_vocabulary(plan, model, *ends, heads.rank, heads.size)
     materialise_constants(model, rank.device)
-    checkpoint = Checkpoint(
-        rank.path, allow_pickle=rank.allow_pickle, keeps_quantised=keeps_quantised
-    )
+    checkpoint: Checkpoint
+    if rank.received is not None:
+        checkpoint = Received(rank.path, rank.received)
+    else:
+        checkpoint = Checkpoint(
+            rank.path, allow_pickle=rank.allow_pickle, keeps_quantised=keeps_quantised
+        )
     cut = None if rank.stage is None else StageCut(model, rank.layers)
     is_held = {} if cut is None else {"is_held": cut.holds}
     load_weights(model, checkpoint, plan, rank.device, collective.rank, **is_held)

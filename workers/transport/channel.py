@@ -249,6 +249,6 @@ class OpenFeatures:
     """To the target's ranks: rank 0 sends the features of every later step to `offer`."""
 
     link: int  # index of the head; an earlier link of the same head is closed
-    offer: LinkOffer
+    offer: LinkOffer | None  # None: the head is gone, and no other link takes its place
     capture: tuple[int, ...]  # layers whose inputs the head reads, ascending
     timeout_s: float  # for connecting, and for writes to a peer that stops reading

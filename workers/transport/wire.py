@@ -23,7 +23,7 @@ from ...errors import WorkerError
 from ...scheduler import types
 from ...scheduler.sampling import SamplingParams
 from ...scheduler.types import JoinedDrafts, Opening, SeatSettings, StepPlan
-from ..spec import NewAdapter, NewWeights, WeightsAnswer
+from .. import spec
 from . import channel
 
 _ARRAY, _RECORD, _SAMPLING, _TUPLE, _PACKED = 1, 2, 3, 4, 5
@@ -64,9 +64,19 @@ _RECORDS: tuple[type[Any], ...] = (
     channel.ListenFeatures,
     channel.LinkOffer,
     channel.OpenFeatures,
-    NewWeights,
-    NewAdapter,
-    WeightsAnswer,
+    spec.NewWeights,
+    spec.NewAdapter,
+    spec.WeightsAnswer,
+    spec.NewDrafters,
+    spec.Rest,
+    spec.TrainerLink,
+    spec.SentWeights,
+    spec.ModelSpec,
+    spec.WorkerReport,
+    spec.ModelReport,
+    spec.RankLocation,
+    spec.HeadReport,
+    spec.DeviceStepReport,
 )
 
 

@@ -21,6 +21,7 @@ _OPEN = frozenset({"/health", "/ping", "/version", "/", "/docs", "/openapi.json"
 _OPEN_BELOW = ("/page/",)
 _CLIENTS = frozenset({"/tokenize", "/detokenize"})
 _CLIENTS_BELOW = ("/v1/",)
+_ADMINS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's names
 _MONITORING = frozenset({"/stats", "/metrics", "/load"})  # read by Prometheus, and by the live view
 TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own name for it
 # Serve's proxy counts the same seconds from a little earlier, and would answer first, with 408.
@@ -96,7 +97,9 @@ def route_below(scope: Scope) -> str:
 
 def _check_path(path: str, identity: Identity) -> None:
     """Raises `PermissionDeniedError` for what the key does not open."""
-    if identity.is_admin or path in _CLIENTS or path.startswith(_CLIENTS_BELOW):
+    if identity.is_admin or path in _CLIENTS:
+        return
+    if path.startswith(_CLIENTS_BELOW) and path not in _ADMINS:
         return
     if identity.may_monitor and path in _MONITORING:
         return

@@ -397,6 +397,47 @@ class WeightsUpdate(TypedDict):
     num_engines: int
 
 
+class AdaptersUpdate(TypedDict):
+    """The engines that serve an adapter more, or less."""
+
+    num_engines: int
+
+
+class DrafterState(TypedDict):
+    """One drafter of an engine."""
+
+    name: str
+    decoding_type: str
+    placement: str  # "engine": look-ups; or as in its section
+    speculative_model: str | None
+    state: NotRequired[str]
+    reason: NotRequired[str]
+    last_fault: NotRequired[str]
+
+
+class EngineDrafters(TypedDict):
+    """The drafters of an engine."""
+
+    model: str
+    replica: str
+    drafters: list[DrafterState]
+    speculative_config: dict[str, Any]
+    num_changes: int
+
+
+class Drafters(TypedDict):
+    """The drafters of every engine."""
+
+    engines: list[EngineDrafters]
+
+
+class DraftersUpdate(TypedDict):
+    """The engines that have other drafters now, and the names of those."""
+
+    num_engines: int
+    drafters: list[str]
+
+
 class Pause(TypedDict):
     """The engines that have paused, or go on."""
 
@@ -407,6 +448,18 @@ class Paused(TypedDict):
     """Whether an engine is paused."""
 
     is_paused: bool
+
+
+class Sleep(TypedDict):
+    """The engines that sleep, or are awake."""
+
+    num_engines: int
+
+
+class Sleeping(TypedDict):
+    """Whether an engine sleeps."""
+
+    is_sleeping: bool
 
 
 class Stats(TypedDict):

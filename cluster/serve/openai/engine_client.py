@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ....engine.weights import PauseMode
+from ....engine.weights import DrafterChange, PauseMode
 from ....errors import EngineDeadError, WorkerError
 from ....scheduler.types import Delta, Request
 from ..resume_tokens import ResumeTokens, TokenStore
@@ -66,6 +66,40 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def drafters(self) -> dict[str, dict[str, Any]]:
+        """`Engine.drafters()` of every replica."""
+        ...
+
+    async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
+        """Every engine, and those that are started later, draft otherwise.
+
+        All have checked the change before the first of them makes it; if one cannot make it, all
+        go back.
+
+        Returns:
+            How many engines there are, and the names of their drafters.
+
+        Raises:
+            InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
+                serve; those from before do.
+            WorkerError, EngineDeadError: an engine did not change.
+        """
+        ...
+
+    async def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters that engines serve, by name."""
+        ...
+
+    async def change_adapters(self, adapters: dict[str, str]) -> int:
+        """Every engine, and those that are started later, serve these LoRA adapters and no others;
+        how many engines there are. Requests of one that goes end first.
+
+        Raises:
+            ConfigError, CheckpointError: an adapter cannot be served; those from before are.
+            WorkerError, EngineDeadError: an engine did not change.
+        """
+        ...
+
     async def pause(self, mode: PauseMode) -> int:
         """Every engine computes nothing from now on; how many there are (raises as above)."""
         ...
@@ -76,6 +110,18 @@ class EngineClient(Protocol):
 
     async def is_paused(self) -> bool:
         """Whether an engine waits for `resume`."""
+        ...
+
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        """Every engine gives its memory back; how many there are (raises as above)."""
+        ...
+
+    async def wake_up(self, tags: tuple[str, ...]) -> int:
+        """Every engine takes its memory again; how many there are (raises as above)."""
+        ...
+
+    async def is_sleeping(self) -> bool:
+        """Whether an engine waits for `wake_up`."""
         ...
 
     async def check(self) -> None:
@@ -140,6 +186,24 @@ class LocalClient:
         await asyncio.to_thread(self._engine.update_weights, target, drafter, mode)
         return 1
 
+    async def drafters(self) -> dict[str, dict[str, Any]]:
+        return {"local": self._engine.drafters()}
+
+    async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
+        await asyncio.to_thread(self._engine.change_drafters, change)
+        return 1, self._engine.info.drafters
+
+    async def adapters(self) -> dict[str, str]:
+        return self._engine.adapters()
+
+    async def change_adapters(self, adapters: dict[str, str]) -> int:
+        served = self._engine.adapters()
+        for name in served.keys() - adapters.keys():
+            await asyncio.to_thread(self._engine.remove_adapter, name)
+        for name in adapters.keys() - served.keys():
+            await asyncio.to_thread(self._engine.add_adapter, name, adapters[name])
+        return 1
+
     async def pause(self, mode: PauseMode) -> int:
         await asyncio.to_thread(self._engine.pause, mode)
         return 1
@@ -150,6 +214,17 @@ class LocalClient:
 
     async def is_paused(self) -> bool:
         return self._engine.is_paused
+
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        await asyncio.to_thread(self._engine.sleep, level, mode)
+        return 1
+
+    async def wake_up(self, tags: tuple[str, ...]) -> int:
+        await asyncio.to_thread(self._engine.wake_up, tags)
+        return 1
+
+    async def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
 
     async def check(self) -> None:
         self._engine.check()

@@ -24,7 +24,10 @@ from .protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DraftersBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     UpdateWeightsBody,
 )
 from .responses import ResponsesBody
@@ -66,10 +69,21 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
     "/score": (ScoreBody, answers.ScoreList, "As /v1/score."),
     "/tokenize": (TokenizeBody, answers.Tokens, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeBody, answers.Text, "The text of token ids."),
+    "/v1/load_lora_adapter": (LoadAdapterBody, answers.AdaptersUpdate, "Adds a LoRA adapter."),
+    "/v1/unload_lora_adapter": (
+        UnloadAdapterBody,
+        answers.AdaptersUpdate,
+        "Drops a LoRA adapter, once its requests have ended.",
+    ),
     "/admin/update_weights": (
         UpdateWeightsBody,
         answers.WeightsUpdate,
         "Serves other weights of the same model.",
+    ),
+    "/admin/drafters": (
+        DraftersBody,
+        answers.DraftersUpdate,
+        "Loads a drafter, or replaces one or all.",
     ),
 }
 GETS: dict[str, tuple[Any, str]] = {
@@ -79,7 +93,9 @@ GETS: dict[str, tuple[Any, str]] = {
     "/ping": (answers.Health, "As /health; by SageMaker's name."),
     "/version": (answers.Version, "The server's version."),
     "/load": (answers.Load, "How many requests run or wait."),
+    "/admin/drafters": (answers.Drafters, "The drafters of every engine."),
     "/is_paused": (answers.Paused, "Whether an engine is paused."),
+    "/is_sleeping": (answers.Sleeping, "Whether an engine sleeps."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),
     "/metrics": (str, "Prometheus metrics."),
     "/openapi.json": (dict, "This document."),
@@ -91,6 +107,13 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "/reset_prefix_cache": (answers.PrefixCacheReset, "Forgets the stored prefixes."),
     "/pause": (answers.Pause, "Computes nothing until /resume."),
     "/resume": (answers.Pause, "Goes on after /pause."),
+    "/sleep": (answers.Sleep, "Gives memory back until /wake_up."),
+    "/wake_up": (answers.Sleep, "Takes memory again."),
+}
+
+
+DELETES: dict[str, tuple[Any, str]] = {
+    "/admin/drafters/{name}": (answers.DraftersUpdate, "Removes a drafter."),
 }
 
 
@@ -101,7 +124,7 @@ def document(
     smallest."""
     bodies = [body for body, _, _ in POSTS.values()]
     shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
-    shown += [answer for answer, _ in COMMANDS.values()]
+    shown += [answer for table in (COMMANDS, DELETES) for answer, _ in table.values()]
     shapes = [*bodies, *shown, answers.Error]
     inputs: Any = [(each, "validation", TypeAdapter(each)) for each in shapes if each not in _PLAIN]
     _, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
@@ -120,7 +143,7 @@ def document(
         properties = schemas[body.__name__]["properties"]
         properties |= {name: each for name, each in fields.items() if name not in properties}
     paths: dict[str, Any] = {path: {"post": _operation(path, *row)} for path, row in POSTS.items()}
-    for method, table in (("get", GETS), ("post", COMMANDS)):
+    for method, table in (("get", GETS), ("post", COMMANDS), ("delete", DELETES)):
         for path, row in table.items():
             paths.setdefault(path, {})[method] = _operation(path, None, *row, method=method)
     return {
@@ -203,7 +226,7 @@ def _operation(
     elif "{name}" in path:
         in_path = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [in_path]
-        codes = (404, *_ERRORS_WITHOUT_BODY)
+        codes = (*((400,) if method == "delete" else ()), 404, *_ERRORS_WITHOUT_BODY)
     else:
         codes = _ERRORS_WITHOUT_BODY
     if body in _STREAMED:

@@ -580,6 +580,32 @@ class UpdateWeightsBody(Strict):
     mode: PauseMode = "keep"
 
 
+class DraftersBody(Strict):
+    """`POST /admin/drafters`: a drafter that comes, one that goes, or all others."""
+
+    model: str | None = None
+    drafter: dict[str, Any] | None = None
+    replaces: Annotated[str, Field(min_length=1)] | None = None
+    speculative_config: dict[str, Any] | None = None
+    make_room: bool = False
+
+
+class LoadAdapterBody(Strict):
+    """`POST /v1/load_lora_adapter`: an adapter, in a folder that the engines see."""
+
+    model: str | None = None
+    lora_name: Annotated[str, Field(min_length=1, pattern=r"^[^:\s]+$")]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadAdapterBody(Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    model: str | None = None
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_int_id: int | None = None  # vLLM's; the name alone decides
+
+
 _MARKS = (
     rb'"response_format" "structured_outputs" "json_schema" "json_object" "guided_ '
     rb'"bad_words" "chat_template" "tools" \u'

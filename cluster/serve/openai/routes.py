@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from .... import __version__
 from ....engine.frontend import Frontend
-from ....engine.weights import checked_mode
+from ....engine.weights import DrafterChange, checked_mode, checked_sleep, checked_tags
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from ....scheduler.sampling import shortened
 from .. import page
@@ -60,8 +60,11 @@ from .protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DraftersBody,
     GenerationBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     UpdateWeightsBody,
     may_compile,
 )
@@ -75,15 +78,19 @@ class Models:
     """What serves each model and each adapter behind one endpoint, by name."""
 
     by_name: Mapping[str, Edge]  # of models
-    adapters: Mapping[str, Edge] = field(default_factory=dict)  # of all models
 
     @classmethod
     def of(cls, *edges: Edge) -> Models:
         """The models of these edges, with their adapters."""
-        adapters = {
+        return cls({edge.model_name: edge for edge in edges})
+
+    @property
+    def adapters(self) -> Mapping[str, Edge]:
+        """Of all models, as they are now."""
+        edges = self.by_name.values()
+        return {
             name: replace(edge, adapter=name) for edge in edges for name in edge.frontend.adapters
         }
-        return cls({edge.model_name: edge for edge in edges}, adapters)
 
     @property
     def names(self) -> list[str]:
@@ -131,22 +138,21 @@ class Models:
 
 def state_routes(models: Models) -> list[Route]:
     """What describes the server: models, health, statistics, metrics, OpenAPI."""
-    served = {**models.by_name, **models.adapters}
-    cards = {name: _card(edge) for name, edge in served.items()}
     vocab_size = min(edge.frontend.vocab_size for edge in models.by_name.values())
     described = document(models.names, vocab_size, list(models.adapters))
     described_page = html_page(described)
 
     async def list_models(request: Request) -> Response:
         down = await _down(models)  # a model that cannot answer is not announced
+        served = {**models.by_name, **models.adapters}
         up = (name for name, edge in served.items() if edge.frontend.model_name not in down)
-        data = [cards[name] for name in up]
+        data = [_card(served[name]) for name in up]
         return JSONResponse({"object": "list", "data": data})
 
     async def get_model(request: Request) -> Response:
         edge = models.find(request.path_params["name"])
         await edge.client.check()
-        return JSONResponse(cards[edge.model_name])
+        return JSONResponse(_card(edge))
 
     async def health(request: Request) -> Response:
         down = await _down(models)
@@ -235,12 +241,105 @@ def admin_routes(models: Models) -> list[Route]:
             {"is_paused": any(await asyncio.gather(*(each.is_paused() for each in clients)))}
         )
 
+    async def sleep(request: Request) -> Response:
+        given = request.query_params.get("level", "1")
+        level = checked_sleep(int(given) if given.isdecimal() else given)
+        mode = checked_mode(request.query_params.get("mode", "abort"))
+        counts = await asyncio.gather(*(each.sleep(level, mode) for each in clients))
+        return JSONResponse({"num_engines": sum(counts)})
+
+    async def wake_up(request: Request) -> Response:
+        tags = checked_tags(request.query_params.getlist("tags") or None)
+        counts = await asyncio.gather(*(each.wake_up(tags) for each in clients))
+        return JSONResponse({"num_engines": sum(counts)})
+
+    async def is_sleeping(request: Request) -> Response:
+        asleep = await asyncio.gather(*(each.is_sleeping() for each in clients))
+        return JSONResponse({"is_sleeping": any(asleep)})
+
     return [
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/admin/update_weights", update_weights, methods=["POST"]),
+        *_drafter_routes(models),
+        *_adapter_routes(models),
         Route("/pause", pause, methods=["POST"]),
         Route("/resume", resume, methods=["POST"]),
         Route("/is_paused", is_paused),
+        Route("/sleep", sleep, methods=["POST"]),
+        Route("/wake_up", wake_up, methods=["POST"]),
+        Route("/is_sleeping", is_sleeping),
+    ]
+
+
+def _adapter_routes(models: Models) -> list[Route]:
+    """What adds and drops LoRA adapters, under vLLM's names."""
+
+    async def changed(edge: Edge, adapters: dict[str, str]) -> Response:
+        count = await edge.client.change_adapters(adapters)
+        edge.frontend.adapters = adapters
+        return JSONResponse({"num_engines": count})
+
+    async def load(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, LoadAdapterBody))
+        edge = models.find(body.model)
+        served = await edge.client.adapters()
+        if body.lora_name in (*models.by_name, *models.adapters, *served):
+            raise InvalidRequestError.at("lora_name", f"{body.lora_name!r} is served already")
+        if not os.path.isabs(body.lora_path):
+            raise InvalidRequestError.at("lora_path", f"{body.lora_path!r} is not absolute")
+        return await changed(edge, served | {body.lora_name: body.lora_path})
+
+    async def unload(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, UnloadAdapterBody))
+        edge = models.find(body.model)
+        served = await edge.client.adapters()
+        if body.lora_name not in served:
+            known = ", ".join(map(repr, served)) or "none"
+            raise ModelNotFoundError(
+                f"lora_name: no adapter {body.lora_name!r} is served; there is {known}",
+                field="lora_name",
+            )
+        return await changed(edge, {n: path for n, path in served.items() if n != body.lora_name})
+
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
+
+
+def _drafter_routes(models: Models) -> list[Route]:
+    """What changes the drafters of engines that serve."""
+
+    async def drafters(request: Request) -> Response:
+        edges = list(models.by_name.values())
+        answers = await asyncio.gather(*(edge.client.drafters() for edge in edges))
+        engines = [
+            {"model": edge.model_name, "replica": name, **each}
+            for edge, replicas in zip(edges, answers)
+            for name, each in replicas.items()
+        ]
+        return JSONResponse({"engines": engines})
+
+    async def change_drafters(edge: Edge, change: DrafterChange) -> Response:
+        count, names = await edge.client.change_drafters(change)
+        edge.frontend.drafters = names
+        return JSONResponse({"num_engines": count, "drafters": list(names)})
+
+    async def load_drafter(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, DraftersBody))
+        change = DrafterChange(
+            body.drafter, body.replaces or "", body.speculative_config, body.make_room
+        )
+        return await change_drafters(models.find(body.model), change)
+
+    async def remove_drafter(request: Request) -> Response:
+        edge = models.find(request.query_params.get("model"))
+        return await change_drafters(edge, DrafterChange(replaces=request.path_params["name"]))
+
+    return [
+        Route("/admin/drafters", drafters),
+        Route("/admin/drafters", load_drafter, methods=["POST"]),
+        Route("/admin/drafters/{name}", remove_drafter, methods=["DELETE"]),
     ]
 
 
@@ -252,8 +351,11 @@ def _card(edge: Edge) -> dict[str, Any]:
     root = edge.frontend.source
     if edge.adapter:
         modules = edge.frontend.lora_modules
-        module = next(each for each in modules if each.name == edge.adapter)
-        root, parent = module.path, module.base_model_name or edge.frontend.model_name
+        module = next((each for each in modules if each.name == edge.adapter), None)
+        root = edge.frontend.adapters.get(edge.adapter) or edge.adapter
+        parent = edge.frontend.model_name
+        if module is not None:
+            root, parent = module.path, module.base_model_name or parent
     return {
         "id": edge.model_name,
         "object": "model",

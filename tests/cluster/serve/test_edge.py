@@ -19,6 +19,7 @@ from outrider.cluster.serve.models import WeightsBoard, WeightsNote
 from outrider.cluster.serve.replica import WeightsFollower
 from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.cluster.serve.serve_client import ServeClient
+from outrider.engine.weights import DrafterChange
 from outrider.errors import (
     CheckpointError,
     EngineDeadError,
@@ -264,6 +265,94 @@ def test_every_engine_gets_the_new_weights_or_none(make_engine: Callable[..., An
                 await client.update_weights("/c", "", "keep")
 
     asyncio.run(main())
+
+
+def test_every_engine_gets_the_new_drafters_or_all_go_back(make_engine: Callable[..., Any]) -> None:
+    ngram, suffix = {"decoding_type": "NGram"}, {"decoding_type": "Suffix"}
+
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            board = Board()
+            client = ServeClient(here.engines, None, board=board)
+            with pytest.raises(EngineDeadError, match="no engine is up"):
+                await client.change_drafters(DrafterChange(ngram))
+            engines = [here.add("a"), here.add("b", node="elsewhere")]
+            for door in here.doors.values():
+                door.verbs["update_weights"] = WeightsFollower(door.engine, board).answer
+            await until(lambda: len(here.engines.links) == 2)
+            assert await client.change_drafters(DrafterChange(ngram)) == (2, ("ngram",))
+            assert [engine.speculative for engine in engines] == [ngram] * 2
+            assert board.read().drafters == ("ngram",)
+            assert await client.update_weights("/a", "", "keep") == 2
+            assert board.read().speculative == ngram
+            engines[1].refuse_drafters = suffix
+            with pytest.raises(CheckpointError, match="refused here"):
+                await client.change_drafters(DrafterChange(whole=suffix))
+            assert [engine.speculative for engine in engines] == [ngram] * 2
+            assert board.read().speculative == ngram
+            engines[1].refuse_drafters = None
+            assert await client.change_drafters(DrafterChange(whole=suffix)) == (2, ("suffix",))
+            assert [engine.updates for engine in engines] == [[("/a", "", "keep")]] * 2
+            assert set(await client.drafters()) == {"a", "b"}
+            with pytest.raises(InvalidRequestError, match="no drafter 'eagle'"):
+                await client.change_drafters(DrafterChange(replaces="eagle"))
+            engines[1].dead = True
+            with pytest.raises(EngineDeadError):
+                await client.change_drafters(DrafterChange(ngram))
+
+    asyncio.run(main())
+
+
+def test_every_engine_gets_an_adapter_or_none(make_engine: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            board = Board()
+            client = ServeClient(here.engines, None, board=board)
+            with pytest.raises(EngineDeadError, match="no engine is up"):
+                await client.change_adapters({"a": "/a"})
+            engines = [here.add("a"), here.add("b", node="elsewhere")]
+            for door in here.doors.values():
+                door.verbs["update_weights"] = WeightsFollower(door.engine, board).answer
+            await until(lambda: len(here.engines.links) == 2)
+            assert await client.change_adapters({"a": "/a"}) == 2
+            assert await client.update_weights("/t", "", "keep") == 2
+            engines[1].refuse = CheckpointError.at("lora_modules", "not here")
+            with pytest.raises(CheckpointError, match="not here"):
+                await client.change_adapters({"a": "/a", "b": "/b"})
+            engines[1].refuse = None
+            assert [each.served_adapters for each in engines] == [{"a": "/a"}] * 2
+            assert await client.adapters() == {"a": "/a"}
+            late = make_engine()
+            WeightsFollower(late, board).follow(needs_drafters=False)
+            assert (late.served_adapters, late.updates) == ({"a": "/a"}, [("/t", "", "keep")])
+            assert await client.change_adapters({}) == 2
+            assert [each.served_adapters for each in engines] == [{}] * 2
+            assert [each.updates for each in engines] == [[("/t", "", "keep")]] * 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_starts_late_has_the_drafters_of_the_board(
+    make_engine: Callable[..., Any],
+) -> None:
+    board = Board()
+    board.write(WeightsNote("/a", "/b", "keep"))
+    ngram = {"decoding_type": "NGram"}
+    note = WeightsNote("", "", "keep", speculative=ngram).after(board.read())
+    assert (note.target, note.drafter, note.speculative) == ("/a", "", ngram)
+    board.write(note)
+    engine, late = make_engine(), make_engine()
+    WeightsFollower(engine, board).follow(needs_drafters=False)
+    assert (engine.speculative, engine.updates) == (ngram, [("/a", "", "keep")])
+    late.refuse_drafters = ngram  # it serves without, rather than not at all
+    follower = WeightsFollower(late, board)
+    follower.follow(needs_drafters=False)
+    follower.look()
+    assert late.speculative is None
+    board.write(WeightsNote("", "/d", "wait").after(board.read()))
+    late.refuse_drafters = None
+    follower.follow()
+    assert (late.speculative, late.updates[-1]) == (ngram, ("/a", "/d", "wait"))
 
 
 def test_an_engine_follows_what_it_has_missed(make_engine: Callable[..., Any]) -> None:

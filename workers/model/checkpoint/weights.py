@@ -8,7 +8,7 @@ read piece by piece.
 from __future__ import annotations
 
 import pickle
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -263,6 +263,28 @@ class Checkpoint:
             except (SafetensorError, OSError, RuntimeError) as error:  # torch cannot map it
                 raise CheckpointError(unreadable(self.path / name, error)) from error
         return self._files[name]
+
+
+class Received(Checkpoint):
+    """Weights that are in memory, in the place of those of a folder whose other files hold."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self._tensors, self.format = path, tensors, None
+        self.num_elements_read = 0
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def source(self, name: str) -> TensorSource:
+        return Whole(self._tensors[name])
+
+    def outline(self, name: str) -> TensorSource:
+        return Whole(self._tensors[name].to("meta"))
+
+    def dtype(self) -> torch.dtype:
+        floating = (each.dtype for each in self._tensors.values() if each.is_floating_point())
+        return next(floating, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,16 @@ class Adapters:
             pairs[name] = _Pair(
                 down.to(self._device, self._dtype), up.to(self._device, self._dtype)
             )
-        number = len(self.numbers) + 1
+        number = max(self.numbers.values(), default=0) + 1
         for product in self._products:
             product.add(number, pairs)
         self.numbers[adapter.name] = number
+
+    def remove(self, name: str) -> None:
+        """Serves an adapter no more; no request has it."""
+        number = self.numbers.pop(name)
+        for product in self._products:
+            product.pairs.pop(number, None)
 
     def begin(self, rows: IntArray) -> None:  # [num_tokens]
         """Sets which adapter each row of this thread's next products has."""

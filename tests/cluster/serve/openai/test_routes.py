@@ -433,6 +433,106 @@ def test_new_weights(server: Server) -> None:
     assert len(server.engine.updates) == 2
 
 
+def test_other_drafters(server: Server) -> None:
+    def asked(**body: Any) -> Any:
+        return server.http.post("/admin/drafters", json=body)
+
+    ngram = {"decoding_type": "NGram", "max_draft_len": 3}
+    listed = server.http.get("/admin/drafters").json()["engines"]
+    assert [(each["model"], each["drafters"]) for each in listed] == [("tiny", [])]
+    answer = asked(drafter=ngram).json()
+    assert answer == {"num_engines": 1, "drafters": ["ngram"]}
+    (card,) = server.http.get("/v1/models").json()["data"]
+    assert card["drafters"] == ["ngram"]
+    wish = {"drafters": ["ngram"]}
+    assert server.post("/v1/completions", prompt="a", speculation=wish).status_code == 200
+    wish = {"drafters": ["fake"]}
+    assert server.post("/v1/completions", prompt="a", speculation=wish).status_code == 400
+    answer = asked(speculative_config={"decoding_type": "Suffix"}, model="tiny", make_room=True)
+    assert answer.json()["drafters"] == ["suffix"]
+    assert [each.make_room for each in server.engine.changes] == [False, True]
+    assert not any(each.may_run_code for each in server.engine.changes)
+    for body, name in (
+        ({}, "drafter"),
+        ({"drafter": 1}, "drafter"),
+        ({"drafter": ngram, "replaces": ""}, "replaces"),
+        ({"drafter": ngram, "replaces": "eagle"}, "replaces"),
+        ({"drafter": ngram, "speculative_config": ngram}, "drafter"),
+        ({"drafters": ngram}, "drafters"),
+        ({"drafter": ngram, "may_run_code": True}, "may_run_code"),
+    ):
+        refused = asked(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    assert asked(drafter=ngram, model="other").status_code == 404
+    assert server.http.delete("/admin/drafters/eagle").status_code == 400
+    assert server.http.delete("/admin/drafters/eagle?model=other").status_code == 404
+    server.engine.refuse_drafters = {"decoding_type": "NGram"}
+    refused = asked(speculative_config={"decoding_type": "NGram"})
+    assert refused.json()["error"]["message"] == "speculative_config: refused here"
+    server.engine.dead = True
+    assert server.http.get("/admin/drafters").status_code == 503
+
+
+def test_adapters_come_and_go(server: Server) -> None:
+    def load(**body: Any) -> Any:
+        return server.http.post("/v1/load_lora_adapter", json=body)
+
+    def listed() -> dict[str, Any]:
+        data = server.http.get("/v1/models").json()["data"]
+        return {each["id"]: (each["root"], each["parent"]) for each in data}
+
+    assert load(lora_name="sql", lora_path="/loras/sql").json() == {"num_engines": 1}
+    assert listed()["sql"] == ("/loras/sql", "tiny")
+    assert server.http.get("/v1/models/sql").status_code == 200
+    assert server.post("/v1/completions", prompt="a", model="sql").json()["model"] == "sql"
+    assert server.engine.submitted[-1].adapter == "sql"
+    for body, name in (
+        ({"lora_name": "sql", "lora_path": "/x"}, "lora_name"),
+        ({"lora_name": "tiny", "lora_path": "/x"}, "lora_name"),
+        ({"lora_name": "a:b", "lora_path": "/x"}, "lora_name"),
+        ({"lora_name": "", "lora_path": "/x"}, "lora_name"),
+        ({"lora_name": "b", "lora_path": "x"}, "lora_path"),
+        ({"lora_name": "b"}, "lora_path"),
+        ({"lora_name": "b", "lora_path": "/x", "rank": 3}, "rank"),
+    ):
+        refused = load(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    server.engine.refuse = CheckpointError.at("lora_modules", "no such adapter")
+    assert load(lora_name="b", lora_path="/x").status_code == 400
+    server.engine.refuse = None
+    assert list(listed()) == ["tiny", "sql"]
+    dropped = server.http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+    assert dropped.json() == {"num_engines": 1}
+    assert list(listed()) == ["tiny"]
+    assert server.post("/v1/completions", prompt="a", model="sql").status_code == 404
+    again = server.http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+    assert again.status_code == 404
+
+
+def test_sleep(server: Server) -> None:
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert server.post("/sleep").json() == {"num_engines": 1}
+    assert server.post("/sleep?level=2&mode=wait").json() == {"num_engines": 1}
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.post("/wake_up?tags=weights").json() == {"num_engines": 1}
+    assert server.post("/wake_up").json() == {"num_engines": 1}
+    assert server.engine.sleeps == [
+        (1, "abort"), (2, "wait"), (0, "weights"), (0, "weights", "kv_cache")
+    ]  # fmt: skip
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+    for path, name in (
+        ("/sleep?level=3", "level"),
+        ("/sleep?level=-1", "level"),
+        ("/sleep?level=deep", "level"),
+        ("/sleep?mode=now", "mode"),
+        ("/wake_up?tags=all", "tags"),
+        ("/wake_up?tags=weights&tags=", "tags"),
+    ):
+        refused = server.post(path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), path
+    assert len(server.engine.sleeps) == 4
+
+
 def test_a_pause(server: Server) -> None:
     assert server.http.get("/is_paused").json() == {"is_paused": False}
     assert server.post("/pause").json() == {"num_engines": 1}
