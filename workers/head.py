@@ -21,13 +21,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..config import HeadConfig
-from ..drafters.heads.protocol import Attend, DraftLevels, Frontier, TargetFacts, Verified
+from ..drafters.heads.protocol import (
+    Attend,
+    DraftLevels,
+    Frontier,
+    TargetFacts,
+    Verified,
+    drafts_of,
+    frontier,
+)
 from ..drafters.heads.tree_drafting import draft, extends, follows, is_plain, joined
-from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict
+from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
 from .attention import KVCache, KVShape
 from .collective import Collective
 from .head_attention import PagedAttend, PagedLevels, committed_rows
 from .head_layers import attention_specs, load_head
+from .head_program import HeadProgram
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
 from .model.target import whole_embedding, whole_ends
@@ -73,6 +82,10 @@ class HeadRunner:
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
+        self._program: HeadProgram | None = None  # None: operations are called one by one
+        if shards.size == 1 and not self.module_reason:
+            self._program = HeadProgram.of(self.head, self._embedding, self._draft_output)
+        self._nothing = NextDrafts.empty(0)
         self._put_off: list[Verified] = []  # plain steps, one after the other; rows to compute
 
     @property
@@ -140,24 +153,50 @@ class HeadRunner:
 
     def _run(self, done: Verified) -> NextDrafts:
         """Drafts, or puts off rows that nothing is drafted from: many cost little more than few."""
-        step = done.step
-        self.catch_up(step)
-        if self._put_off and not extends(self._put_off[-1].step, step):
+        step, before = done.step, self._put_off
+        if before and not (follows(before[-1], step) and extends(before[-1].step, step)):
             self.catch_up()
-        before, self._put_off = self._put_off, []
-        drafts = step.max_nodes is None or step.max_nodes.any()
-        num_rows = (len(before) + 1) * step.num_seqs
-        if drafts or num_rows > _MOST_PUT_OFF or not self.head.layers or not is_plain(step):
-            return draft(self.head, joined([*before, done]), self)
-        hidden = {layer: states.clone() for layer, states in done.hidden.items()}
-        self._put_off = [*before, replace(done, hidden=hidden)]
-        return NextDrafts.empty(step.num_seqs)
+            before = self._put_off
+        drafts = step.max_nodes is None or any(step.max_nodes.tolist())
+        fits = (len(before) + 1) * step.num_seqs <= _MOST_PUT_OFF
+        if fits and not drafts and self.head.layers and (before or is_plain(step)):
+            before.append(done)  # its states are its own: no later step writes to them
+            if len(self._nothing.lens) != step.num_seqs:
+                self._nothing = NextDrafts.empty(step.num_seqs)
+            return self._nothing
+        self._put_off = []
+        return self._draft(joined([*before, done]))
 
     def catch_up(self, step: StepInput | None = None) -> None:
         """Computes the rows that were put off, unless `step` goes on where they end."""
         if self._put_off and not (step and follows(self._put_off[-1], step)):
             steps, self._put_off = self._put_off, []
-            draft(self.head, joined(steps), self)
+            self._draft(joined(steps))
+
+    def _draft(self, done: Verified) -> NextDrafts:
+        """Computes a step's rows, and drafts behind the last committed ones."""
+        step, program = done.step, self._program
+        if program is None or not program.takes(len(step.token_ids), self.head.room):
+            return draft(self.head, done, self)
+        ends, depth = frontier(step, done.verdict), self.head.room
+        if len(ends.seqs) and self.head.branches:
+            return draft(self.head, done, self)
+        if step.max_nodes is not None:
+            depth = min(depth, int(step.max_nodes[ends.seqs].max(initial=0)))
+        assert self._cache is not None, "no cache is attached"
+        choose = None
+        if not self._is_greedy(step.sampling, ends.seqs):
+
+            def choose(logits: Tensor, level: int) -> Tensor:
+                positions = ints(ends.lens + level)
+                return self.draw(logits, step.sampling, ends.seqs, positions, self.head.target_ids)
+
+        tokens = program.run(done, ends, depth, self._cache, self.first_layer, choose)
+        return drafts_of(step, ends, tokens, ints(np.arange(-1, tokens.shape[1] - 1)))
+
+    def drop_program(self) -> None:
+        """Has operations called one by one from now on, for comparisons."""
+        self._program = None
 
     def forget(self) -> None:
         """Drops the rows that were put off."""
@@ -225,12 +264,18 @@ class HeadRunner:
         ids: Tensor | None = None,  # [vocab]
     ) -> Tensor:  # [num_rows]
         logits = logits.float()
-        # Rules that do not share the target's noise accept the likeliest token most often.
-        if not self._shares_noise or (sampling.temperature[seqs] < GREEDY_BELOW).all():
+        if self._is_greedy(sampling, seqs):
             best = argmax(logits)
             return best if ids is None else ids[best]
         whole = self.over_vocabulary(logits, ids)
         return draw(whole, positions, DrawSettings.of(sampling, seqs)).to(torch.int64)
+
+    def _is_greedy(self, sampling: SamplingRows, seqs: NDArray[np.int64]) -> bool:
+        """Whether the likeliest tokens are drafted.
+
+        Rules that do not share the target's noise accept them most often.
+        """
+        return not self._shares_noise or bool((sampling.temperature[seqs] < GREEDY_BELOW).all())
 
     def over_vocabulary(
         self,

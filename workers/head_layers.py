@@ -63,10 +63,16 @@ class _Normed:
     """A norm's forward in one operation."""
 
     def __init__(self, ops: Ops, norm: Norm) -> None:
-        self._ops, self._norm = ops, norm
+        self._ops, self.norm = ops, norm
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_rows, size], alike
-        return self._ops.norm(states, self._norm).clone()  # the next norm reuses its buffer
+        return self._ops.norm(states, self.norm).clone()  # the next norm reuses its buffer
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The norm that a module's forward computes; None: it is torch's."""
+    forward = module.forward
+    return forward.norm if isinstance(forward, _Normed) else None
 
 
 def attention_specs(head: nn.Module) -> list[AttentionSpec]:

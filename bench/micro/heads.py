@@ -1,4 +1,4 @@
-"""A head's draft round: layers on the target's operations against the same layers as torch modules.
+"""A head's draft round: as a program, by the target's operations, and as torch modules.
 
     python -m outrider.bench.micro.heads [--rounds 50] [--dtype bfloat16 ...] [--length 400 ...]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .timing import Pair, timed
 MODELS = Path(__file__).parents[2] / "demo" / "models"
 BLOCK_SIZE = 16
 CHUNK = 256
+PROGRAM, OPERATIONS, MODULES = "program", "operations", "modules"
 CHAIN = {"max_draft_len": 4}
 DYNAMIC = {
     "max_draft_len": 4,
@@ -50,9 +52,11 @@ CASES: list[tuple[str, str, type[HeadConfig], dict[str, Any]]] = [
 class _Round:
     """One head over the rows of a text, in a cache of its own."""
 
-    def __init__(self, model: PagedModel, config: HeadConfig, length: int, *, fused: bool) -> None:
+    def __init__(self, model: PagedModel, config: HeadConfig, length: int, way: str) -> None:
         self._model = model
-        self._head = HeadService(config, model, MODELS / "target", fused=fused)
+        self._head = HeadService(config, model, MODELS / "target", fused=way != MODULES)
+        if way != PROGRAM:
+            self._head.drop_program()
         num_blocks = length // BLOCK_SIZE + 2
         self._cache = model.new_cache(num_blocks, BLOCK_SIZE, self._head.kv_shapes)
         self._head.attach(self._cache)
@@ -88,8 +92,10 @@ def rounds(dtype: torch.dtype, length: int) -> Iterator[Pair]:
     name = str(dtype).removeprefix("torch.")
     for head, shape, section, options in CASES:
         config = parse(section, {"speculative_model": str(MODELS / head), **options})
-        ours, plain = (_Round(model, config, length, fused=fused) for fused in (True, False))
-        yield Pair(f"{head}, {shape}", f"{name}, {length} tokens", ours, plain)
+        for ways in pairwise((PROGRAM, OPERATIONS, MODULES)):
+            ours, other = (_Round(model, config, length, way) for way in ways)
+            part = f"{head}, {shape}, {' to '.join(ways)}"
+            yield Pair(part, f"{name}, {length} tokens", ours, other)
 
 
 @torch.inference_mode()
@@ -102,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=140)
-    console.print("| head | case | operations, us | modules, us | ratio |\n|---|---|---|---|---|")
+    console.print("| head | case | first, us | second, us | ratio |\n|---|---|---|---|---|")
     for dtype in options.dtype:
         for length in options.length:
             for pair in rounds(getattr(torch, dtype), length):

@@ -22,7 +22,7 @@ from ..pard import MASK_KEYS
 from .dflash import BlockModule, BlockOptions, Convolutions, even_layers, views_of
 from .llama_files import LlamaReader
 from .load import fail
-from .protocol import DraftStart, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .protocol import DraftStart, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
 
 _RENAMED = {
     "encoder.fc.": "fc.",
@@ -350,6 +350,7 @@ class BlockHead:
 
     branches = True  # rows of a block may see all others
     reads_device_only = True
+    only_module: FeatureModule | None = None
 
     def __init__(
         self,

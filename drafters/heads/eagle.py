@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .llama import LayerSizes, LlamaModule, RMSNorm, Rope
+from .protocol import Entrance
 
 BESIDE = ("input_layernorm.", "hidden_norm.")
 """Norms of `Eagle3Module` before layer 0, which checkpoints have among layer 0's tensors."""
@@ -53,6 +54,12 @@ class Eagle1Module(LlamaModule):
         if para_norm:
             self.embedding_layernorm = RMSNorm(hidden, sizes.eps)
             self.hidden_states_layernorm = RMSNorm(hidden, sizes.eps)
+
+    def entrance(self) -> Entrance:
+        if not self.para_norm:
+            return Entrance(join=self.fc)
+        norms = self.embedding_layernorm, self.hidden_states_layernorm
+        return Entrance((), None, None, *norms, self.fc)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, None]:
         if self.para_norm:
@@ -131,6 +138,16 @@ class Eagle3Module(LlamaModule):
         if not self.options.num_features:
             return features
         return self.fc(features)
+
+    def entrance(self) -> Entrance:
+        options = self.options
+        fuse = self.fc if options.num_features else None
+        state_norms = tuple(self.fc_norm) if options.fc_norm else ()
+        fused_norm = self.input_norm if options.norm_before_fc else None
+        if options.eh_proj:
+            return Entrance(state_norms, fused_norm, fuse, self.enorm, None, self.eh_proj)
+        norms = self.input_layernorm, self.hidden_norm
+        return Entrance(state_norms, fused_norm, fuse, *norms, None, options.norm_before_residual)
 
     def mask_feature(self) -> Tensor:  # [1, hidden_size]
         """The feature of P-EAGLE's masks, which stand for tokens without states of the target."""

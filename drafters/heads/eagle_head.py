@@ -25,7 +25,16 @@ from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import LlamaModule, Temperature
 from .llama_files import LlamaReader
 from .load import fail
-from .protocol import Attend, DraftStart, HeadHost, HeadLayer, HeadRows, TargetFacts, Trees
+from .protocol import (
+    Attend,
+    DraftStart,
+    FeatureModule,
+    HeadHost,
+    HeadLayer,
+    HeadRows,
+    TargetFacts,
+    Trees,
+)
 from .tree_drafting import Level, TreeDraftingHead
 
 _RENAMED = {
@@ -331,6 +340,7 @@ class EagleHead(TreeDraftingHead):
     ) -> None:
         super().__init__(config)
         self.module, self.capture, self.target_ids = module, capture, target_ids
+        self.only_module: FeatureModule | None = module
         self.layers = tuple(
             HeadLayer(sizes.num_kv_heads, sizes.head_dim, num_draft_rows=self.room)
             for sizes in module.layer_sizes
@@ -386,6 +396,7 @@ class PEagleHead(EagleHead):
     ) -> None:
         super().__init__(config, module, capture, target_ids)
         self.branches, self.room = False, config.draft_len - 1  # rows of masks are a chain
+        self.only_module = None
         self.layers = tuple(replace(each, num_draft_rows=self.room) for each in self.layers)
         self._num_best = config.max_nodes if config.shape == "tree" else 0
         self._mask_token = mask_token

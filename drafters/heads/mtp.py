@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from ...config import MTPConfig
 from .block import DecoderBlock, materialise_constants, read_block_config
 from .load import ConfigReader, Tensors, fail, read_config
-from .protocol import Attend, EarlierRows, FeatureModule, HeadHost, HeadLayer, HeadRows, TargetFacts
+from .protocol import (
+    Attend,
+    EarlierRows,
+    Entrance,
+    FeatureModule,
+    HeadHost,
+    HeadLayer,
+    HeadRows,
+    TargetFacts,
+)
 from .tree_drafting import TreeDraftingHead
 
 
@@ -47,6 +56,9 @@ class MTPModule(FeatureModule):
         self.norm = self.block.new_norm()
         self.layer, self.norm_output = layer, not pre_norm
         self.embed_tokens = self.lm_head = None
+
+    def entrance(self) -> Entrance:
+        return Entrance(embedding_norm=self.enorm, feature_norm=self.hnorm, join=self.eh_proj)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, None]:
         return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1)), None
@@ -297,6 +309,8 @@ class MTPHead(TreeDraftingHead):
         )
         self._zero_first = config.zero_first_embedding
         self._begins_again = config.draft_len > count
+        if count == 1 and not self._zero_first:
+            self.only_module = self.module[0]  # type: ignore[assignment]
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         assert step.attend is not None, "modules attend"

@@ -123,6 +123,20 @@ class HeadRows:
     earlier: Callable[[], EarlierRows] | None  # for heads that read features of the token before
 
 
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """What `FeatureModule.fuse` and `enter` are made of; None: there is no such part."""
+
+    state_norms: tuple[nn.Module, ...] = ()  # of each captured state
+    fused_norm: nn.Module | None = None  # of all of them, side by side
+    fuse: nn.Linear | None = None  # None: there is one state, which is the feature
+    embedding_norm: nn.Module | None = None
+    feature_norm: nn.Module | None = None
+    join: nn.Linear | None = None  # of embedding and feature, side by side, to the residual stream
+    # Without `join` the first attention reads both, and the feature is the residual stream.
+    is_residual_normed: bool = False
+
+
 class FeatureModule(nn.Module, ABC):
     """Decoder layers that predict a token's feature from its embedding and the feature before.
 
@@ -140,6 +154,10 @@ class FeatureModule(nn.Module, ABC):
     def fuse(self, features: Tensor) -> Tensor:  # [num_rows, all features] -> [.., hidden_size]
         """The target's states as one feature."""
         return features
+
+    @abstractmethod
+    def entrance(self) -> Entrance:
+        """What `fuse` and `enter` consist of."""
 
     @abstractmethod
     def enter(
@@ -257,6 +275,9 @@ class Head(Protocol):
     room: int  # rows that one draft computes, at most
     reads_device_only: bool  # whether its torch modules, where they run, read no value on the host
     has_chances: bool  # whether drafts have chances
+    # Computes every row of a step, and every level of a draft from the one above. None: the head
+    # has several modules, or drafts in another way.
+    only_module: FeatureModule | None
 
     @property
     def module(self) -> nn.Module:
@@ -291,6 +312,7 @@ class LastStateHead:
     layers: tuple[HeadLayer, ...] = ()
     target_ids: Tensor | None = None
     branches, room, reads_device_only, has_chances = True, 0, False, False
+    only_module: FeatureModule | None = None
 
     def __init__(self, target: TargetFacts) -> None:
         self.capture: tuple[int, ...] = (target.num_layers,)

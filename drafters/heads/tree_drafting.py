@@ -27,6 +27,7 @@ from .protocol import (
     Attend,
     DraftStart,
     EarlierRows,
+    FeatureModule,
     Head,
     HeadHost,
     HeadRows,
@@ -99,6 +100,7 @@ class TreeDraftingHead:
 
     target_ids: Tensor | None  # [draft_vocab], target id of every draft token; None: the same
     reads_device_only = has_chances = False
+    only_module: FeatureModule | None = None
 
     def __init__(self, config: TreeDraftingConfig) -> None:
         self._config = config
@@ -259,23 +261,28 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
 
 def is_plain(step: StepInput) -> bool:
     """Whether every sequence had one token, which was sampled from."""
-    return len(step.token_ids) == step.num_seqs and bool(step.samples.all())
+    return len(step.token_ids) == step.num_seqs and b"\0" not in step.samples.tobytes()
 
 
 def follows(before: Verified, step: StepInput) -> bool:
     """Whether a step computes the tokens that a plain one emitted, and nothing else."""
     return (
         is_plain(step)
-        and np.array_equal(step.token_ids, before.verdict.emitted)
-        and np.array_equal(step.positions, before.step.positions + 1)
+        and _same(step.token_ids, before.verdict.emitted)
+        and _same(step.positions, before.step.positions + 1)
     )
 
 
 def extends(before: StepInput, step: StepInput) -> bool:
     """Whether the rows before both are the same."""
-    return np.array_equal(step.context_lens, before.context_lens + 1) and np.array_equal(
+    return _same(step.context_lens, before.context_lens + 1) and _same(
         step.block_tables[:, 0], before.block_tables[:, 0]
     )
+
+
+def _same(one: IntArray, other: IntArray) -> bool:
+    """Whether few numbers are equal: five times as fast as numpy's comparison."""
+    return one.tobytes() == other.tobytes()
 
 
 def joined(steps: Sequence[Verified]) -> Verified:

@@ -83,11 +83,18 @@ def head_drafts(part, build_step):
     """`head_drafts(target, config)`: the head, and its drafts of two sequences.
 
     They are drafted after the prompts, and after a tree that was judged. With `dense`, by torch
-    modules over dense copies of the context.
+    modules over dense copies of the context. `grants`: nodes per sequence and step.
     """
 
     @torch.inference_mode()
-    def run(target: str, config, *, dense: bool = False) -> tuple[HeadService, list]:
+    def run(
+        target: str,
+        config,
+        *,
+        dense: bool = False,
+        temperature: float = 0.0,
+        grants: Sequence[Sequence[int]] = ((40, 40), (40, 40)),
+    ) -> tuple[HeadService, list]:
         model = load_model(
             Path(target),
             dtype=torch.float32,
@@ -116,8 +123,9 @@ def head_drafts(part, build_step):
             Verdict(0, ints([21, 22, 40, 41]), ints([0, 3, 4]), ints([1, 2]), ints([0, 2, 2])),
         )
         found = []
-        for step, verdict in zip((prompts, trees), verdicts, strict=True):
-            step = replace(step, max_nodes=ints([40, 40]))
+        for step, verdict, most in zip((prompts, trees), verdicts, grants, strict=True):
+            sampling = replace(step.sampling, temperature=np.full(2, temperature, np.float32))
+            step = replace(step, max_nodes=ints(list(most)), sampling=sampling)
             hidden = model.forward_capturing(step, cache, head.capture)[1]
             drafts = head.draft(step, verdict, hidden).next_drafts
             assert drafts is not None

@@ -240,6 +240,12 @@ class _Packed:
         return out.view(*states.shape[:-1], out.shape[-1])
 
 
+def product_of(linear: nn.Module) -> Projection | None:
+    """What `pack_linears` has laid out; None: it has left the linear alone."""
+    forward = linear.forward
+    return forward.project if isinstance(forward, _Packed) else None
+
+
 def _shared_weights(model: nn.Module) -> set[int]:
     """Weights that more than one module holds: a tied output layer's, usually."""
     seen: set[int] = set()

@@ -132,21 +132,24 @@ class CpuOps(TorchOps):
             plan.positions, plan.slots, plan.row_index, plan.query_start, plan.context_lens,
             plan.tree_start, plan.block_tables, plan.ancestors,
         )  # fmt: skip
-        alignment = plan.block_size  # of the first tile of a row's attention, in keys
-        if self.is_invariant and alignment <= TILE:
-            alignment = TILE // alignment * alignment
         read = Step(
             plan.num_tokens,
             plan.num_seqs,
             plan.block_tables.shape[1],
             plan.ancestors.shape[1],
             plan.block_size,
-            *[*map(Tensor.data_ptr, arrays), alignment],
+            *[*map(Tensor.data_ptr, arrays), self.alignment_of(plan.block_size)],
         )
         adopted = replace(plan, integers=np.array(read, dtype=np.int64), passes=())
         if self._prompt_rows is None or plan.max_query_len < self._prompt_rows:
             return adopted
         return replace(adopted, passes=passes_of(plan, self._prompt_rows, self.adopt))
+
+    def alignment_of(self, block_size: int) -> int:
+        """At multiples of how many keys the first tile of a row's attention begins."""
+        if self.is_invariant and block_size <= TILE:
+            return TILE // block_size * block_size
+        return block_size
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype != self.dtype:  # a router's in float32

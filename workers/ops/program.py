@@ -33,11 +33,12 @@ from .cpu import (
     weight_address,
 )
 from .kernels import INT, VOID, Kernel, Kind, compiled
-from .kernels.panels import SCRATCH_BYTES, kind_of
+from .kernels.panels import GROUP, SCRATCH_BYTES, STRIDE, kind_of
 from .kernels.prepare import item64
 from .kernels.program import (
     ADD_NORM,
     ATTEND,
+    BEST,
     COPY,
     GATE,
     INSIDE,
@@ -50,7 +51,7 @@ from .kernels.program import (
     Team,
     run_phase,
 )
-from .kernels.vector import LINE, fetch_add, pause, peek
+from .kernels.vector import LANES, LINE, fetch_add, pause, peek
 from .plan import PagedStep
 from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
 
@@ -101,8 +102,8 @@ class Program:
     norm: Norm | None
     unembed: PanelProjection | None  # None: the output layer has no kernel
     hidden_size: int
-    _most_rows: int  # above, another product serves
-    _scratch_bytes: int  # of a thread
+    most_rows: int  # above, another product serves
+    scratch_bytes: int  # of a thread
     _made: dict[tuple[Tail, bool], Ints] = field(default_factory=dict)
     _own: _Memory = field(default_factory=lambda: _Memory())
 
@@ -148,7 +149,7 @@ class Program:
     def takes(self, plan: PagedStep) -> bool:
         """Whether it computes such a step."""
         is_whole = plan.turn is None and not plan.passes
-        return is_whole and plan.adapters is None and plan.num_tokens <= self._most_rows
+        return is_whole and plan.adapters is None and plan.num_tokens <= self.most_rows
 
     def run(
         self,
@@ -201,12 +202,8 @@ class Program:
         places = variables[_CACHES : _CACHES + 2 * num_layers]
         places[::2] = [each.data_ptr() for each in cache.keys[first : first + num_layers]]
         places[1::2] = [each.data_ptr() for each in cache.values[first : first + num_layers]]
-        _TEAM.helpers.run(self, phases, variables)
+        run_phases(self, phases, variables)
         return out, captured
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._scratch_bytes
 
     @property
     def widths(self) -> dict[int, int]:
@@ -218,7 +215,7 @@ class Program:
         return dict(zip(_BUFFERS, (*sizes, self.hidden_size, self.hidden_size), strict=True))
 
     def _phases(self, tail: Tail, read: Tensor | None) -> Ints:  # [num_phases, NUM_OPERANDS]
-        phases = _Phases(self.ops, self.hidden_size, self.scale)
+        phases = Phases(self.ops, self.hidden_size, self.scale)
         update, after = 0, None
         for index, layer in enumerate(self.layers):
             phases.add_norm(update, after, layer.before_attention)
@@ -245,65 +242,126 @@ class Program:
         return np.array(phases.rows, dtype=np.int64)
 
 
-class _Phases:
-    """Rows of operands, in order."""
+class Phases:
+    """Rows of operands, in order.
 
-    def __init__(self, ops: CpuOps, hidden_size: int, scale: float) -> None:
+    Args:
+        rows: the variable of how many rows the layers have.
+        step: of the address of the step's row of integers.
+        rotations: of the first cosines; the sines are behind them.
+    """
+
+    def __init__(
+        self,
+        ops: CpuOps,
+        hidden_size: int,
+        scale: float,
+        *,
+        rows: int = ROWS,
+        step: int = STEP,
+        rotations: int = _ROTATIONS,
+    ) -> None:
         self.rows: list[list[int]] = []
         self.states = STATES  # what the last norm wrote
         self._ops, self._size, self._scale = ops, hidden_size, scale
         self._width = ops.dtype.itemsize
+        self._num_rows, self._step, self._rotations = rows, step, rotations
 
     def add_norm(self, update: int, after: Norm | None, before: Norm | None) -> None:
         """`Ops.add_norm` of the stream and the variable `update`; 0: nothing is added."""
         self.states = RESIDUAL if before is None else STATES
         if not update:
             if before is not None:
-                self.norm(RESIDUAL, STATES, before)
+                self.norm(RESIDUAL, STATES, before, self._num_rows)
             return
         eps = 0.0 if before is None else before.eps
         after_eps = 0.0 if after is None else after.eps
         self._add(
-            ADD_NORM, ROWS, RESIDUAL, self.states, self._size, weight_address(before), _bits(eps),
-            update, _bits(self._scale), after is not None, weight_address(after), _bits(after_eps),
-            before is not None,
+            ADD_NORM, self._num_rows, RESIDUAL, self.states, self._size, weight_address(before),
+            _bits(eps), update, _bits(self._scale), after is not None, weight_address(after),
+            _bits(after_eps), before is not None,
         )  # fmt: skip
 
-    def norm(self, source: int, out: int, norm: Norm, rows: int = ROWS) -> None:
-        self._add(NORM, rows, source, out, self._size, weight_address(norm), _bits(norm.eps))
+    def norm(
+        self,
+        source: int,
+        out: int,
+        norm: Norm,
+        rows: int = ROWS,
+        size: int = 0,  # 0: of the layers
+        to_row: int = 0,  # values from a row that is read to the next; 0: `size`
+        to_out: int = 0,  # likewise of those that are written
+    ) -> None:
+        size = size or self._size
+        steps = [(each or size) * self._width for each in (to_row, to_out)]
+        self._add(NORM, rows, source, out, size, weight_address(norm), _bits(norm.eps), *steps)
 
-    def copy(self, source: int, out: int, rows: int = ROWS, chosen: int = 0) -> None:
-        self._add(COPY, rows, source, out, self._size * self._width, chosen)
+    def copy(
+        self,
+        source: int,
+        out: int,
+        rows: int = ROWS,
+        chosen: int = 0,  # the variable of an array of int32, the rows that are read; 0: all
+        size: int = 0,
+        to_row: int = 0,
+        to_out: int = 0,
+    ) -> None:
+        """Likewise, unchanged."""
+        size = size or self._size
+        steps = [(each or size) * self._width for each in (to_row, to_out)]
+        self._add(COPY, rows, source, out, size * self._width, chosen, *steps)
 
     def product(self, by: Projection, source: int, out: int, rows: int = ROWS) -> None:
+        self.columns(by, 0, source, out, rows)
+
+    def columns(self, by: Projection, first: int, source: int, out: int, rows: int = ROWS) -> None:
+        """The product's columns from `first` on, which begins a group."""
         by = _panels(by)
+        assert first % GROUP == 0, first
+        start = by.start + first // GROUP * by.units * STRIDE
+        shift = by.shift + first * self._width if by.shift else 0
+        count = by.columns - first
         self._add(
-            PRODUCT, rows, source, by.length * self._width, by.start, by.shift, out, by.columns,
-            by.units, by.columns * self._width,
+            PRODUCT, rows, source, by.length * self._width, start, shift, out, count, by.units,
+            count * self._width,
+        )  # fmt: skip
+
+    def best(self, source: int, out: int, size: int, names: int, rows: int = ROWS) -> None:
+        """The first best of every row's `size` values; `names`: an address of theirs, int64."""
+        assert size >= LANES, size
+        self._add(BEST, rows, source, out, size, names)
+
+    def prepare(
+        self, spec: AttentionSpec, joined: int, cache: int, *, rotates: bool, is_tempered: bool
+    ) -> None:
+        """Rows [queries, keys, values] in place, then keys and values into the cache."""
+        integers, floats = self._ops.described(spec).addresses
+        cos = sin = 0
+        if rotates and spec.rotary_dim:
+            cos, sin = self._rotations, self._rotations + 1
+        self._add(
+            PREPARE, self._num_rows, self._step, joined, cos, sin, FACTORS if is_tempered else 0,
+            integers, floats, cache, cache + 1, spec.rotary_dim // 2 * 4,
+            spec.joined_width * self._width,
         )  # fmt: skip
 
     def layer(self, layer: LayerParts, cache: int, source: int) -> None:
         """From what the first product reads to the update of the second block."""
-        spec, width = layer.spec, self._width
+        spec, rows = layer.spec, self._num_rows
+        self.product(layer.joined, source, JOINED, rows)
+        own, self._rotations = self._rotations, self._rotations + 2 * (layer.rope or 0)
+        rotates, is_tempered = layer.rope is not None, layer.is_tempered
+        self.prepare(spec, JOINED, cache, rotates=rotates, is_tempered=is_tempered)
+        self._rotations = own
         integers, floats = self._ops.described(spec).addresses
-        self.product(layer.joined, source, JOINED)
-        cos = sin = 0
-        if layer.rope is not None and spec.rotary_dim:
-            cos = _ROTATIONS + 2 * layer.rope
-            sin = cos + 1
-        factors = FACTORS if layer.is_tempered else 0
-        self._add(
-            PREPARE, ROWS, STEP, JOINED, cos, sin, factors, integers, floats, cache, cache + 1,
-            spec.rotary_dim // 2 * 4, spec.joined_width * width,
-        )  # fmt: skip
-        self._add(ATTEND, ROWS, STEP, JOINED, cache, cache + 1, ATTENDED, integers, floats)
-        self.product(layer.output, ATTENDED, UPDATE)
+        self._add(ATTEND, rows, self._step, JOINED, cache, cache + 1, ATTENDED, integers, floats)
+        self.product(layer.output, ATTENDED, UPDATE, rows)
         self.add_norm(UPDATE, layer.after_attention, layer.before_mlp)
-        self.product(layer.gate_up, self.states, GATES)
+        self.product(layer.gate_up, self.states, GATES, rows)
         size, gate = _panels(layer.down).length, layer.gate
         function = GATE_KERNELS[gate.kind]
-        self._add(GATE, ROWS, GATES, GATED, size, function, _bits(gate.limit), _bits(gate.alpha))
-        self.product(layer.down, GATED, UPDATE)
+        self._add(GATE, rows, GATES, GATED, size, function, _bits(gate.limit), _bits(gate.alpha))
+        self.product(layer.down, GATED, UPDATE, rows)
 
     def _add(self, *operands: int) -> None:
         self.rows.append([*map(int, operands), *[0] * (NUM_OPERANDS - len(operands))])
@@ -390,6 +448,11 @@ class _Team(threading.local):
 
 
 _TEAM = _Team()
+
+
+def run_phases(program: Program, phases: Ints, variables: Ints) -> None:
+    """All `phases`, which may be others than the program's, by the calling thread's helpers."""
+    _TEAM.helpers.run(program, phases, variables)
 
 
 def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from . import FLOAT, INT, inlined
 from .attend import num_passes
 from .panels import GROUP, STRIDE
@@ -24,16 +26,21 @@ from .vector import (
     LINE,
     Claims,
     call_of,
+    greatest,
+    larger,
+    load,
+    load_one,
     load_some,
     next_unit,
     num_done,
     pause,
+    store,
     store_one,
     store_some,
     unit_done,
 )
 
-COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE = range(7)
+COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE, BEST = range(8)
 NUM_OPERANDS = 16  # of a phase, its kind included
 NUM_VARIABLES = 1024  # a page that no address lies in
 INSIDE = LINE  # from the number of the step that runs to how many helpers are inside
@@ -160,11 +167,41 @@ def _copy(phase, variables, first, count):
     """Rows, or those that an array of int32 names, as whole lines of float32."""
     read, out = _operand(phase, 2, variables), _operand(phase, 3, variables)
     size, chosen = item64(phase, 4), _operand(phase, 5, variables)
+    to_row, to_out = item64(phase, 6), item64(phase, 7)
     for row in range(first, first + count):
-        source = read + (item(chosen, row) if chosen else row) * size
+        source = read + (item(chosen, row) if chosen else row) * to_row
         for begin in range(0, size // 4, LANES):
             value = load_some(FULL, source + begin * 4, size // 4 - begin)
-            store_some(FULL, out + row * size + begin * 4, value, size // 4 - begin)
+            store_some(FULL, out + row * to_out + begin * 4, value, size // 4 - begin)
+
+
+@inlined
+def _first_best(kind, row, size, scratch):
+    """The first index of a row's largest value; there are at least `LANES` of them."""
+    last = size - LANES
+    best = load(kind.tag, row + last * kind.width)
+    for begin in range(0, last, LANES):
+        best = larger(best, load(kind.tag, row + begin * kind.width))
+    most = greatest(best)
+    for begin in range(0, size, LANES):
+        begin = min(begin, last)
+        values = load(kind.tag, row + begin * kind.width)
+        if greatest(values) == most:
+            store(FULL, scratch, values)
+            for lane in range(LANES):
+                if load_one(FULL, scratch + lane * 4) == most:
+                    return begin + lane
+    return 0
+
+
+@inlined
+def _choose(kind, phase, variables, first, count, team):
+    """Each row's best column as int32, or what an array of int64 has for it."""
+    read, out = _operand(phase, 2, variables), _operand(phase, 3, variables)
+    size, names = item64(phase, 4), item64(phase, 5)
+    for row in range(first, first + count):
+        best = _first_best(kind, read + row * size * kind.width, size, team.scratch)
+        store_one(out + row * 4, np.int32(item64(names, best) if names else best))
 
 
 @inlined
@@ -179,6 +216,8 @@ def _compute(kind, phase, variables, functions, unit, team):
     count, width = min(share, num_rows - first), kind.width
     if operation == COPY:
         _copy(phase, variables, first, count)
+    elif operation == BEST:
+        _choose(kind, phase, variables, first, count, team)
     elif operation == PREPARE:
         _prepare(kind, phase, variables, functions, first, count, team)
     elif operation == GATE:
@@ -190,18 +229,19 @@ def _compute(kind, phase, variables, functions, unit, team):
         )  # fmt: skip
     else:
         size, read = item64(phase, 4), _operand(phase, 2, variables)
-        offset = first * size * width
-        out = _operand(phase, 3, variables) + offset
+        out = _operand(phase, 3, variables)
         if operation == NORM:
+            to_row, to_out = item64(phase, 7), item64(phase, 8)
             _NORM_CALL(
-                functions.norm, read + offset, size * width, item64(phase, 5), out, size * width,
-                count, size, number(phase, 6),
+                functions.norm, read + first * to_row, to_row, item64(phase, 5),
+                out + first * to_out, to_out, count, size, number(phase, 6),
             )  # fmt: skip
         else:
+            offset = first * size * width
             _ADD_NORM_CALL(
                 functions.add_norm, read + offset, _operand(phase, 7, variables) + offset,
                 number(phase, 8), item64(phase, 9), item64(phase, 10), number(phase, 11),
-                item64(phase, 12), item64(phase, 5), number(phase, 6), out, count, size,
+                item64(phase, 12), item64(phase, 5), number(phase, 6), out + offset, count, size,
             )  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""A head's program drafts and stores what its operations do, and falls back to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.config import Eagle3Config, EagleConfig, MTPConfig
+from outrider.tests.helpers.head_files import eagle_tensors, joined_first, write_eagle
+from outrider.tests.helpers.models import write_guessable
+from outrider.tests.helpers.mtp import Made
+from outrider.workers.head_program import HeadProgram
+
+CASES = {
+    "one": (1, {"draft_vocab": 70}),
+    "one-target-output": (1, {"fc_bias": False}),
+    "one-norms": (1, {"para_norm": True, "final_norm": True, "input_norm": True}),
+    "three": (3, {"draft_vocab": 80}),
+    "three-norms": (
+        3,
+        {"qk_norm": True, "fc_norm": True, "config": {"norm_before_residual": True}},
+    ),
+    "three-fused-norm": (3, {"norm_before_fc": True, "draft_vocab": 80}),
+    "three-joined": (3, {"draft_vocab": 80, "input_norm": True, "norm_name": "hidden_norm"}),
+    "three-recycled": (3, {"draft_vocab": 80}),
+    "three-recycled-normed": (3, {"config": {"norm_before_residual": True}}),
+}
+OTHERS = {
+    "deep": (3, {"num_layers": 2, "layer": "layers.0"}),
+    "llama4": (1, {"num_layers": 2}),
+}
+GRANTS = {
+    "both": ((40, 40), (40, 40)),
+    "late": ((0, 0), (40, 40)),  # of the prompts, only keys and values are computed
+    "one": ((40, 0), (0, 3)),
+    "short": ((1, 2), (2, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    return write_guessable(tmp_path_factory.mktemp("six") / "target")
+
+
+@pytest.fixture(scope="module")
+def section(target, tmp_path_factory):
+    """`section(case, **fields)`: the target and the section of its head."""
+    folder = tmp_path_factory.mktemp("heads")
+
+    def of(case, **fields):
+        if case == "mtp":
+            made = Made(folder / "mtp", "llama", 1).folder
+            return made, MTPConfig(speculative_model=made, **fields)
+        version, options = (CASES | OTHERS)[case]
+        if "recycled" in case:
+            fields["recycle"] = "post_norm"
+        raw, tensors = eagle_tensors(target, version, **options)
+        if case == "three-joined":
+            tensors = joined_first(tensors)
+        head = write_eagle(folder / case, raw, tensors)
+        kind = EagleConfig if version == 1 else Eagle3Config
+        return target, kind(speculative_model=head, **fields)
+
+    return of
+
+
+@pytest.fixture
+def by_operations(monkeypatch):
+    """`by_operations(work)`: the result of `work()` without programs of heads."""
+
+    def run(work):
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadProgram, "takes", lambda self, num_rows, depth: False)
+            return work()
+
+    return run
+
+
+def stored(head) -> torch.Tensor:
+    """Keys and values of the head's layer, without those of drafts."""
+    cache, layer = head._cache, head.first_layer
+    return torch.cat([each[layer][: cache.num_slots] for each in (cache.keys, cache.values)])
+
+
+@pytest.mark.parametrize("grants", GRANTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("case", [*CASES, "mtp"])
+def test_drafts_and_rows_are_those_of_the_operations(
+    section, head_drafts, by_operations, case, temperature, grants
+):
+    folder, config = section(case, max_draft_len=4)
+    options = {"temperature": temperature, "grants": GRANTS[grants]}
+    head, found = head_drafts(folder, config, **options)
+    assert head._program is not None
+    assert head._program.takes(20, 4)
+    other, wanted = by_operations(lambda: head_drafts(folder, config, **options))
+    assert found == wanted
+    assert found[-1][2][-1] > 0
+    torch.testing.assert_close(stored(head), stored(other))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_tree_is_drafted_by_operations_from_rows_of_the_program(
+    section, head_drafts, by_operations, num_threads
+):
+    torch.set_num_threads(num_threads)
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 9}
+    folder, config = section("three", max_draft_len=3, **tree)
+    options = {"grants": GRANTS["late"]}
+    head, found = head_drafts(folder, config, **options)
+    assert head._program is not None
+    _, wanted = by_operations(lambda: head_drafts(folder, config, **options))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_rows_of_several_layers_are_computed_in_whole(section, head_drafts, case):
+    head, _ = head_drafts(*section(case, max_draft_len=2))
+    assert not head.module_reason
+    assert head._program is None

@@ -1,0 +1,503 @@
+"""A head of one layer as a program (`ops/program.py`): a step's rows, then greedy chains.
+
+Of a row from which nothing is drafted, only its key and value are ever read: its attention and its
+second block are not computed. A chain's first level is the last committed row's, computed with the
+levels behind it, each as a query of its own over the committed rows and the levels before; tokens
+are chosen and embedded in between, so that a round is one call. Where tokens are drawn, it is one
+per level. `drafters/heads/tree_drafting.py` computes the same drafts by operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..drafters.heads.protocol import FeatureModule, Frontier, Head, Verified
+from ..drafters.heads.tree_drafting import next_tokens
+from ..scheduler.types import IntArray
+from .attention import KVCache
+from .head_attention import committed
+from .head_layers import StackedLayers, norm_of
+from .model.family import LayerStack
+from .model.target import MIN_ELEMENTS, product_of
+from .ops.cpu import CpuOps, PanelProjection, ProjectionByRows
+from .ops.kernels.panels import GROUP
+from .ops.kernels.program import NUM_VARIABLES
+from .ops.kernels.vector import LANES
+from .ops.program import (
+    ATTENDED,
+    GATED,
+    GATES,
+    JOINED,
+    LOGITS,
+    RESIDUAL,
+    STATES,
+    UPDATE,
+    LayerParts,
+    Phases,
+    Program,
+    run_phases,
+)
+from .ops.protocol import Norm
+
+# Variables beside those of a layer's phases, which are of a level's rows: sizes, then addresses.
+(
+    ALL_ROWS, DRAFTS, NEXT_IDS, STEP_OF_ROWS, LAST, FEATURES, FUSED, EMBEDDED, JOINT, JOINT_FEATURE,
+    ENTERED, NORMED, STORED, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE, KEYS, VALUES,
+) = range(200, 218)  # fmt: skip
+_HIDDEN, _PARTS = 230, 240  # of each captured state: it, and its place in `FEATURES`
+_MOST_STATES = 10
+_ROWS_ROTATION = 250  # cosines and sines
+_LEVELS = 256  # its step, cosines, sines, and tokens each
+_MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 4
+_STEP_FIELDS = 14
+
+
+class _Ends(NamedTuple):
+    """A head's parts around its layer, as phases take them."""
+
+    state_norms: Sequence[Norm]
+    fused_norm: Norm | None
+    fuse: PanelProjection | None
+    embedding_norm: Norm | None
+    feature_norm: Norm | None
+    join: PanelProjection | None
+    is_residual_normed: bool
+    table: Tensor  # [vocab, embedding_size]
+    output: PanelProjection
+    most_rows: int  # that all products take
+
+
+class _Numbers(NamedTuple):
+    """What kernels read of a step's rows and, behind them, of each level's; or its addresses."""
+
+    ancestors: Any  # [num_drafts] int64 as int32, zeros: a chain is causal
+    positions: Any  # [num_rows + depth * num_drafts]
+    slots: Any  # alike
+    next_ids: Any  # [num_rows]
+    index: Any  # [depth * num_drafts], of a row in its sequence
+    tokens: Any  # alike, written
+    last: Any  # [num_drafts], the last committed rows
+    starts: Any  # [num_drafts + 1], of the drafts' queries
+    tree_start: Any  # [num_drafts]
+    tables: Any  # [num_drafts * num_keys]
+
+    def addresses(self) -> _Numbers:
+        start, begins = self[0].ctypes.data, [0, *accumulate(map(len, self[:-1]))]
+        return _Numbers(*[start + 4 * begin for begin in begins])
+
+
+class HeadProgram:
+    """The phases of one head, and what they write to; for one thread at a time."""
+
+    def __init__(self, head: Head, module: FeatureModule, stack: LayerStack, ends: _Ends) -> None:
+        assert stack.program is not None, "the caller looked"
+        self._head, self._module, self._ends = head, module, ends
+        self._program: Program = stack.program
+        self._ops: CpuOps = self._program.ops
+        layer = self._program.layers[0]
+        self._rope = None if layer.rope is None else stack.ropes[layer.rope]
+        self._layer: LayerParts = layer if layer.rope is None else layer._replace(rope=0)
+        self._norm = stack.norm
+        spec = layer.spec
+        self._first_stored = spec.key_begin if spec.key_begin % GROUP == 0 else 0
+        if self._first_stored:
+            spec = replace(spec, num_heads=0, query_norm=None)
+        self._stored = spec  # keys and values alone, where they begin a group of columns
+        count = len(head.capture)
+        self._states_size = ends.fuse.length // count if ends.fuse else module.hidden_size
+        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
+        self._buffers: dict[int, Tensor] = {}
+        self._num_rows = self._num_drafts = 0
+        self._entering = _array(self._entering_phases())
+        self._levels: dict[tuple[int, int, bool], NDArray[np.int64]] = {}
+        self._numbers = np.zeros(0, dtype=np.int32)
+
+    @staticmethod
+    def of(head: Head, embedding: nn.Module, output: nn.Module) -> HeadProgram | None:
+        """The head's program; None where a part of it has no kernel.
+
+        Args:
+            embedding: the target's.
+            output: the layer that drafts are drawn from.
+        """
+        module = head.only_module
+        stacked = getattr(module, "decode", None)
+        if module is None or not isinstance(stacked, StackedLayers):
+            return None
+        stack = stacked.stack
+        if stack.program is None or not len(stack.layers) == len(head.layers) == 1:
+            return None
+        if stack.spec.temperature is not None or len(head.capture) > _MOST_STATES:
+            return None
+        if any(rope.long_frequencies is not None for rope in stack.ropes):
+            return None
+        own = module.embed_tokens
+        ends = _ends_of(module, stack.program, embedding if own is None else own, output)
+        if ends is None or (module.norm_output and stack.norm is None):
+            return None
+        return HeadProgram(head, module, stack, ends)
+
+    def takes(self, num_rows: int, depth: int) -> bool:
+        """Whether it computes so many rows, and drafts of so many levels; 0: none."""
+        return num_rows <= self._ends.most_rows and depth <= _MOST_LEVELS
+
+    def run(
+        self,
+        done: Verified,
+        ends: Frontier,
+        depth: int,
+        cache: KVCache,
+        first: int,  # the head's layer in the cache
+        draw: Callable[[Tensor, int], Tensor] | None,  # by logits, of a level; None: the best
+    ) -> IntArray:  # [num_drafts, depth], the target's ids
+        """Stores the rows of a step, and drafts `depth` levels behind those of `ends`."""
+        num_rows, num_drafts = len(done.step.token_ids), len(ends.seqs)
+        depth = depth if num_drafts else 0
+        self._reserve(num_rows, num_drafts)
+        variables = self._variables
+        hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
+        for index, states in enumerate(hidden):
+            assert states.dtype == self._ops.dtype, states.dtype
+            variables[_HIDDEN + index] = states.data_ptr()
+        variables[KEYS], variables[VALUES] = (
+            cache.keys[first].data_ptr(), cache.values[first].data_ptr(),
+        )  # fmt: skip
+        variables[ALL_ROWS], variables[DRAFTS] = num_rows, num_drafts
+        tokens, kept = self._lay_out(done, ends, depth, cache)
+        if not depth:
+            run_phases(self._program, self._entering, variables)
+        elif draw is None:
+            run_phases(self._program, self._phases(0, depth, best=True), variables)
+        else:
+            for level in range(depth):
+                phases = self._phases(level, level + 1, best=False)
+                run_phases(self._program, phases, variables)
+                logits = self._buffers[LOGITS][:num_drafts]
+                tokens[level] = draw(logits, level).numpy()
+        del kept
+        return tokens.T
+
+    def _lay_out(
+        self, done: Verified, ends: Frontier, depth: int, cache: KVCache
+    ) -> tuple[IntArray, Any]:  # [depth, num_drafts]
+        """Fills in what the step and the levels are; also returns what has to be kept."""
+        step, num_rows, num_drafts = done.step, len(done.step.token_ids), len(ends.seqs)
+        places, known, width = None, None, 0
+        if depth:
+            size, room = cache.block_size, self._head.room
+            places, known = committed(step, done.verdict, ends, size, room)
+            width = places.shape[1]
+        num_levels = depth * num_drafts  # of all drafts
+        num_all = num_rows + num_levels
+        sizes = (
+            2 * num_drafts, num_all, num_all, num_rows, num_levels, num_levels, num_drafts,
+            num_drafts + 1, num_drafts, num_drafts * width,
+        )  # fmt: skip
+        numbers = _Numbers(*self._parts_of(sizes))
+        at = numbers.addresses()
+        numbers.positions[:num_rows], numbers.slots[:num_rows] = step.positions, step.slot_mapping
+        numbers.next_ids[:] = next_tokens(step, done.verdict)
+        steps = np.zeros((depth + 1, _STEP_FIELDS), dtype=np.int64)
+        steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
+        angles: Any = None
+        if places is not None and known is not None:
+            self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
+            levels = np.arange(depth)
+            behind = at.index + 4 * num_drafts * levels
+            steps[1:] = (
+                num_drafts, num_drafts, width, 1, 1, 0, 0, 0, at.starts, 0, at.tree_start,
+                at.tables, at.ancestors, self._ops.alignment_of(1),
+            )  # fmt: skip
+            offsets = 4 * (num_rows + num_drafts * levels)
+            steps[1:, 5], steps[1:, 6] = at.positions + offsets, at.slots + offsets
+            steps[1:, 7] = steps[1:, 9] = behind
+        variables, place = self._variables, steps.ctypes.data
+        variables[NEXT_IDS], variables[LAST] = at.next_ids, at.last
+        variables[STEP_OF_ROWS] = place
+        of_levels = variables[_LEVELS : _LEVELS + 4 * depth].reshape(depth, 4)
+        of_levels[:, 0] = place + 8 * _STEP_FIELDS * np.arange(1, depth + 1)
+        of_levels[:, 3] = at.tokens + 4 * num_drafts * np.arange(depth)
+        if self._rope is not None:
+            rope, positions = self._rope, torch.from_numpy(numbers.positions)
+            angles = self._ops.rotation(positions, rope.frequencies, rope.scale)
+            to_row = angles[0].shape[1] * 4
+            for column, each in enumerate(angles):
+                begin = each.data_ptr()
+                variables[_ROWS_ROTATION + column] = begin
+                first = begin + num_rows * to_row
+                of_levels[:, 1 + column] = first + num_drafts * to_row * np.arange(depth)
+        return numbers.tokens.reshape(depth, num_drafts), (steps, angles)
+
+    def _parts_of(self, sizes: Sequence[int]) -> list[IntArray]:
+        """Arrays of these sizes, one behind the other in memory that is kept."""
+        begins = [0, *accumulate(sizes)]
+        if len(self._numbers) < begins[-1]:
+            self._numbers = np.zeros(2 * begins[-1], dtype=np.int32)
+        return [self._numbers[begin:end] for begin, end in pairwise(begins)]
+
+    def _lay_out_levels(
+        self,
+        done: Verified,
+        ends: Frontier,
+        numbers: _Numbers,
+        num_slots: int,  # of the cache's blocks; drafts' rows lie behind
+        places: IntArray,  # [num_drafts, num_keys + room], slots of committed rows
+        known: IntArray,  # [num_drafts], their number
+    ) -> None:
+        """Level 0 is the last committed row, in its own slot."""
+        step, room, num_drafts = done.step, self._head.room, len(ends.seqs)
+        num_rows = len(step.token_ids)
+        index = numbers.index.reshape(-1, num_drafts)
+        levels = np.arange(len(index), dtype=np.int32)[:, None]
+        np.add(known - 1, levels, out=index, casting="unsafe")
+        numbers.positions[num_rows:].reshape(index.shape)[:] = step.positions[ends.rows] + levels
+        own = numbers.slots[num_rows:].reshape(index.shape)
+        drafts = np.arange(num_drafts, dtype=np.int32)
+        np.add(num_slots - 1 + drafts * room, levels, out=own, casting="unsafe")
+        own[0] = step.slot_mapping[ends.rows]
+        numbers.ancestors[:], numbers.last[:] = 0, ends.rows
+        numbers.tree_start[:], numbers.starts[:] = known + room, np.arange(num_drafts + 1)
+        table = numbers.tables.reshape(num_drafts, -1)
+        table[:] = places
+        table[drafts, index[1:]] = own[1:]
+
+    def _reserve(self, num_rows: int, num_drafts: int) -> None:
+        """Memory for so many rows and drafts."""
+        if num_rows > self._num_rows:
+            self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
+            self._make(self._row_widths, self._num_rows)
+        if num_drafts > self._num_drafts:
+            self._num_drafts = num_drafts
+            self._make(self._draft_widths, num_drafts)
+        width, size = self._ops.dtype.itemsize, self._module.embedding_size
+        variables = self._variables
+        variables[JOINT_FEATURE] = variables[JOINT] + size * width
+        variables[LEVEL_FEATURE] = variables[LEVEL_JOINT] + size * width
+        for index in range(1, len(self._head.capture)):
+            variables[_PARTS + index] = variables[FEATURES] + index * self._states_size * width
+
+    def _make(self, widths: dict[int, int], num_rows: int) -> None:
+        for name, width in widths.items():
+            self._buffers[name] = torch.empty(num_rows, width, dtype=self._ops.dtype)
+            self._variables[name] = self._buffers[name].data_ptr()
+
+    @property
+    def _row_widths(self) -> dict[int, int]:
+        module = self._module
+        embedding, hidden = module.embedding_size, module.hidden_size
+        states = self._states_size * len(self._head.capture)
+        stored = self._layer.spec.joined_width - self._first_stored
+        return {
+            FEATURES: states, FUSED: hidden, EMBEDDED: embedding, JOINT: embedding + hidden,
+            ENTERED: hidden, NORMED: hidden, STORED: stored,
+        }  # fmt: skip
+
+    @property
+    def _draft_widths(self) -> dict[int, int]:
+        module = self._module
+        embedding, hidden = module.embedding_size, module.hidden_size
+        widths = {
+            each: width
+            for each, width in self._program.widths.items()
+            if each in (STATES, JOINED, ATTENDED, UPDATE, GATES, GATED)
+        }
+        own = {LEVEL_EMBEDDED: embedding, LEVEL_JOINT: embedding + hidden, RESIDUAL: hidden}
+        return widths | own | {LOGITS: self._ends.output.columns}
+
+    # -- phases
+
+    def _phases(self, begin: int, end: int, *, best: bool) -> NDArray[np.int64]:
+        """Levels `[begin, end)`; the rows before the first."""
+        found = self._levels.get((begin, end, best))
+        if found is None:
+            rows = [] if begin else self._entering_phases()
+            for level in range(begin, end):
+                rows += self._level_phases(level, best=best)
+            found = self._levels[begin, end, best] = _array(rows)
+        return found
+
+    def _entering_phases(self) -> list[list[int]]:
+        """From a step's states to its rows' keys and values."""
+        ends, layer = self._ends, self._layer
+        phases = Phases(
+            self._ops, self._module.hidden_size, 1.0, rows=ALL_ROWS, step=STEP_OF_ROWS,
+            rotations=_ROWS_ROTATION,
+        )  # fmt: skip
+        feature = _HIDDEN
+        if ends.fuse is not None:
+            feature = FUSED
+            self._fuse(phases, ends.fuse)
+        self._join(phases, ALL_ROWS, NEXT_IDS, feature, EMBEDDED, JOINT, JOINT_FEATURE)
+        source = JOINT
+        if ends.join is not None:
+            phases.product(ends.join, JOINT, ENTERED, ALL_ROWS)
+            source = ENTERED
+            if layer.before_attention is not None:
+                phases.norm(ENTERED, NORMED, layer.before_attention, ALL_ROWS)
+                source = NORMED
+        phases.columns(layer.joined, self._first_stored, source, STORED, ALL_ROWS)
+        rotates = layer.rope is not None
+        phases.prepare(self._stored, STORED, KEYS, rotates=rotates, is_tempered=False)
+        return phases.rows
+
+    def _fuse(self, phases: Phases, by: PanelProjection) -> None:
+        ends, size, count = self._ends, self._states_size, len(self._head.capture)
+        if count == 1 and not ends.state_norms and ends.fused_norm is None:
+            phases.product(by, _HIDDEN, FUSED, ALL_ROWS)
+            return
+        whole = {"size": size, "to_out": count * size}
+        for index in range(count):
+            place = FEATURES if index == 0 else _PARTS + index
+            if ends.state_norms:
+                norm = ends.state_norms[index]
+                phases.norm(_HIDDEN + index, place, norm, ALL_ROWS, **whole)
+            else:
+                phases.copy(_HIDDEN + index, place, ALL_ROWS, **whole)
+        if ends.fused_norm is not None:
+            phases.norm(FEATURES, FEATURES, ends.fused_norm, ALL_ROWS, count * size)
+        phases.product(by, FEATURES, FUSED, ALL_ROWS)
+
+    def _join(
+        self,
+        phases: Phases,
+        rows: int,
+        ids: int,
+        feature: int,
+        embedded: int,
+        joint: int,
+        half: int,
+    ) -> None:
+        """The embeddings of `ids` and the features side by side, with their norms."""
+        ends, size, hidden = self._ends, self._module.embedding_size, self._module.hidden_size
+        table, width = ends.table.data_ptr(), size + hidden
+        if ends.embedding_norm is None:
+            phases.copy(table, joint, rows, ids, size, to_out=width)
+        else:
+            phases.copy(table, embedded, rows, ids, size)
+            phases.norm(embedded, joint, ends.embedding_norm, rows, size, to_out=width)
+        if ends.feature_norm is None:
+            phases.copy(feature, half, rows, size=hidden, to_out=width)
+        else:
+            phases.norm(feature, half, ends.feature_norm, rows, hidden, to_out=width)
+
+    def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
+        """From the rows above to logits and tokens."""
+        place, ends, layer = _LEVELS + 4 * level, self._ends, self._layer
+        phases = Phases(
+            self._ops, self._module.hidden_size, self._program.scale, rows=DRAFTS, step=place,
+            rotations=place + 1,
+        )  # fmt: skip
+        if level:
+            self._begin_level(phases, place - 1)
+        else:
+            self._begin_first(phases)
+        source = LEVEL_JOINT
+        if ends.join is not None:
+            phases.add_norm(0, None, layer.before_attention)
+            source = phases.states
+        phases.layer(layer, KEYS, source)
+        phases.add_norm(UPDATE, layer.after_mlp, self._norm)
+        phases.product(ends.output, phases.states, LOGITS, DRAFTS)
+        if best:
+            names, size = self._head.target_ids, ends.output.columns
+            phases.best(LOGITS, place + 3, size, 0 if names is None else names.data_ptr(), DRAFTS)
+        return phases.rows
+
+    def _begin_first(self, phases: Phases) -> None:
+        """What the last committed rows have entered with."""
+        ends, hidden = self._ends, self._module.hidden_size
+        width = self._module.embedding_size + hidden
+        if ends.join is not None:
+            phases.copy(ENTERED, RESIDUAL, DRAFTS, LAST)
+            return
+        phases.copy(JOINT, LEVEL_JOINT, DRAFTS, LAST, width)
+        if ends.is_residual_normed:
+            phases.copy(LEVEL_FEATURE, RESIDUAL, DRAFTS, size=hidden, to_row=width)
+        else:
+            phases.copy(_HIDDEN if ends.fuse is None else FUSED, RESIDUAL, DRAFTS, LAST)
+
+    def _begin_level(self, phases: Phases, ids: int) -> None:
+        """What a level enters with, after the one above."""
+        ends, hidden = self._ends, self._module.hidden_size
+        feature = STATES if self._module.norm_output else RESIDUAL
+        self._join(phases, DRAFTS, ids, feature, LEVEL_EMBEDDED, LEVEL_JOINT, LEVEL_FEATURE)
+        if ends.join is not None:
+            phases.product(ends.join, LEVEL_JOINT, RESIDUAL, DRAFTS)
+        elif ends.is_residual_normed:
+            width = self._module.embedding_size + hidden
+            phases.copy(LEVEL_FEATURE, RESIDUAL, DRAFTS, size=hidden, to_row=width)
+        elif feature != RESIDUAL:
+            phases.copy(feature, RESIDUAL, DRAFTS)
+
+
+def _array(rows: list[list[int]]) -> NDArray[np.int64]:  # [num_phases, NUM_OPERANDS]
+    return np.array(rows, dtype=np.int64)
+
+
+class _NoKernelError(Exception):
+    """A part of a head has another form than phases take."""
+
+
+def _ends_of(
+    module: FeatureModule, program: Program, embedding: Any, output: nn.Module
+) -> _Ends | None:
+    """What is around the layer; None: a part of it has no kernel."""
+    parts, most_rows = module.entrance(), [program.most_rows]
+    dtype = program.ops.dtype
+
+    def product(linear: Any) -> PanelProjection:
+        found = product_of(linear)
+        if found is None:
+            weight, bias = linear.weight, getattr(linear, "bias", None)
+            is_small = type(linear) is nn.Linear and weight.numel() < MIN_ELEMENTS[dtype]
+            if not is_small or weight.dtype != dtype:
+                raise _NoKernelError
+            found = program.ops.pack(weight.detach(), bias)
+        if isinstance(found, ProjectionByRows):
+            most_rows.append(found.fewest_rows - 1)
+            found = found.few
+        if not isinstance(found, PanelProjection) or found.is_padded:
+            raise _NoKernelError
+        return found
+
+    def norm(part: nn.Module) -> Norm:
+        if (found := norm_of(part)) is None:
+            raise _NoKernelError
+        return found
+
+    is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
+    if not is_table:
+        return None
+    table: Tensor = embedding.weight.detach()
+    fits = table.dtype == dtype and table.is_contiguous()
+    if not fits or table.shape[1] != module.embedding_size:
+        return None
+    try:
+        ends = _Ends(
+            [norm(each) for each in parts.state_norms],
+            None if parts.fused_norm is None else norm(parts.fused_norm),
+            None if parts.fuse is None else product(parts.fuse),
+            None if parts.embedding_norm is None else norm(parts.embedding_norm),
+            None if parts.feature_norm is None else norm(parts.feature_norm),
+            None if parts.join is None else product(parts.join),
+            parts.is_residual_normed,
+            table,
+            product(output),
+            0,
+        )
+    except _NoKernelError:
+        return None
+    # Rows are copied as lines of float32.
+    sizes = (module.embedding_size, module.hidden_size)
+    is_whole = all(size * dtype.itemsize % 4 == 0 for size in sizes)
+    if not is_whole or ends.output.columns < LANES:
+        return None
+    return ends._replace(most_rows=min(most_rows))
