@@ -312,7 +312,7 @@ def load_model(
         ConfigError: `forward` is "family", or `deterministic`, adapters or stages are asked for,
             and the family cannot serve this model; or there are more stages than layers.
     """
-    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
     rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
