@@ -42,6 +42,7 @@ class SpeculationBase(Strict):
     is read again must keep what was written, so that the first is not replaced by the second.
     """
 
+    shortens: ClassVar[bool] = True  # whether a draft that is cut is a shorter draft
     has_model: ClassVar[bool] = False  # whether the drafter computes with weights
     continues: ClassVar[bool] = False  # whether it can continue another drafter's chain
     # Limits by the number of running requests, which hold for all drafters together.
@@ -76,9 +77,10 @@ class SpeculationBase(Strict):
     """Running requests above which nothing is drafted."""
     draft_len_schedule: dict[BatchSize, DraftLength] | None = Field(None, min_length=1)
     """Most draft nodes by the number of running requests; above the last, none."""
-    adaptive_draft_len: bool = False
-    """Drafts fewer nodes, or none, where that gives more tokens per second, by measured acceptance
-    and step times."""
+    adaptive_draft_len: bool | None = None
+    """Drafts fewer nodes, or none, where that gives more tokens per second, as measured while
+    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`),
+    except of `Lookahead`, whose window guesses nothing."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
     acceptance_length_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -140,6 +142,13 @@ class SpeculationBase(Strict):
         """The verification rule's parameters by its own names."""
         keys = RULE_KEYS.get(self.verification, {})
         return tuple((name, getattr(self, key)) for key, name in keys.items())
+
+    @property
+    def adapts(self) -> bool:
+        """Whether drafts get shorter where that is faster."""
+        if self.adaptive_draft_len is None:
+            return self.verification == "coupled" and self.shortens
+        return self.adaptive_draft_len
 
     @property
     def is_synthetic(self) -> bool:

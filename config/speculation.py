@@ -219,6 +219,8 @@ class NGramConfig(SpeculationBase):
 class LookaheadConfig(SpeculationBase):
     """Lookahead decoding (arXiv:2402.02057), with TensorRT-LLM's keys for its W, N and G."""
 
+    shortens = False
+
     decoding_type: Literal["Lookahead"] = "Lookahead"
     max_window_size: int = Field(4, ge=1, le=64, description="W: width of the window.")
     max_ngram_size: int = Field(3, ge=1, le=16)

@@ -124,236 +124,190 @@ class Acceptance:
         return float(drafted.sum() / granted.sum()), (accepted / drafted).tolist()
 
 
-_EXACT = 8  # numbers of requests and rows up to which each has its own mean
-_PER_OCTAVE = 4  # means beyond
-_COST_SHARE = 0.05  # of the newest step in a mean
-_FULL_WEIGHT = 20  # steps of a mean, above which more do not make it weigh more
-_OUTLIER = 2.0  # a step counts at most as so many times the mean
-_FRESH_STEPS = (128, 1024)  # for which a mean is used without new ones: per step in it, at most
-_SLOWER = 0.3  # of that share, of a slower step: other work on the machine passes
-_ENOUGH = 2  # steps of a mean that is used
-_STEPS_PER_FIT = 64
-# What slows all steps alike (other work on the machine, longer contexts) must not seem to be the
-# cost of those that it met: steps count as if none had been slower than those before them.
-_PACE_SHARE = 0.1  # of the newest step
-_KNOWN = 10  # steps of a mean that another is compared with
-_NEAR = 4.0  # numbers of requests within this factor tell of each other's steps without drafts
-_PER_OCTAVE_APART = 4.0  # times the octaves between numbers of requests: a mean's distance
-# Weights, in steps, of what is assumed: that the curve is flat between two knots, so that unknown
-# numbers of rows are tried; that drafting and its length cost nothing.
-_FLAT, _FREE = 1.0, 10.0
-_PASSES = 3  # of a fit; means far from the one before count less
-_TYPICAL_ERROR = 0.1
-
-
-class _Fit(NamedTuple):
-    """Costs of steps of about so many requests."""
-
-    knots: Floats  # [num_knots], rows
-    curve: Floats  # alike: milliseconds
-    drafting: float  # milliseconds, whatever is drafted
-    length: float  # milliseconds, of a full draft
-    most_rows: float  # that were measured
-
-
-class StepCosts:
-    """Milliseconds of a step by requests, rows and draft lengths, measured while serving.
-
-    Steps that only decode are counted, with the time of drafting in them, and similar ones are
-    averaged. For a number of requests, a curve over the number of rows, a cost of drafting and one
-    of its length are fitted to the averages; other numbers of requests count less with distance.
-
-    Args:
-        most: nodes of a full draft.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._means: dict[tuple[int, int, bool], _Mean] = {}
-        self._fits: dict[int, _Fit] = {}  # by number of requests
-        self._step = self._fitted_at = 0
-        self._pace = 1.0  # of late: times of steps to their means
-        self._is_new = False  # a mean has come into use since the last fit
-
-    def count(self, num_requests: int, num_nodes: int, longest: int, elapsed_ms: float) -> None:
-        """Another step, in which `longest` nodes were granted at most to one request."""
-        self._step += 1
-        key = (_bucket(num_requests), _bucket(num_requests + num_nodes), longest > 0)
-        mean = self._means.get(key)
-        if mean is None:
-            mean = self._means[key] = _Mean()
-        pace = self._pace
-        if mean.num_steps >= _KNOWN:
-            slowness = min(elapsed_ms / mean.ms, _OUTLIER)
-            self._pace += _PACE_SHARE * (slowness - pace)
-        at_pace_ms = elapsed_ms / pace
-        mean.count(num_requests, num_requests + num_nodes, longest, at_pace_ms, self._step)
-        self._is_new |= mean.num_steps == _ENOUGH
-
-    def knows_any(self, *, drafts: bool) -> bool:
-        """Whether steps with drafts, or without any, have been measured, of any size."""
-        return any(each is drafts for _, _, each in self._means)
-
-    def knows_plain(self, num_requests: int) -> bool:
-        """Whether such a step without drafts, or one near it, has been measured lately."""
-        return any(
-            num_requests / _NEAR < mean.num_requests < num_requests * _NEAR
-            for (_, _, drafts), mean in self._means.items()
-            if not drafts and mean.num_steps >= _ENOUGH
-        )
-
-    def learn(self) -> None:
-        """Takes in what was measured, where that is due."""
-        if self._is_new or self._step - self._fitted_at >= _STEPS_PER_FIT:
-            self._is_new, self._fitted_at = False, self._step
-            means = self._means.items()
-            self._means = {key: mean for key, mean in means if mean.is_fresh(self._step)}
-            self._fits.clear()
-
-    def step_ms(self, num_requests: int, num_nodes: Floats, longest: Floats) -> Floats:
-        """Of steps with so many nodes; beyond what was measured, half of a step grows with them."""
-        bucket = _bucket(num_requests)
-        fit = self._fits.get(bucket)
-        if fit is None:
-            fit = self._fits[bucket] = self._fit(num_requests)
-        rows = num_requests + num_nodes
-        clipped = np.minimum(rows, max(fit.most_rows, num_requests))
-        ms = np.interp(clipped, fit.knots, fit.curve) * (0.5 + 0.5 * rows / clipped)
-        ms += (longest > 0) * fit.drafting + fit.length / self._most * longest
-        return np.asarray(ms * self._pace)
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Means by number of rows, the newest of each."""
-        found: dict[str, dict[int, float]] = {"plain": {}, "drafted": {}}
-        means = sorted(self._means.items(), key=lambda item: item[1].last_step)
-        for (_, _, drafts), mean in means:
-            found["drafted" if drafts else "plain"][round(mean.num_rows)] = mean.ms * self._pace
-        return {
-            kind: {str(rows): ms for rows, ms in sorted(each.items())}
-            for kind, each in found.items()
-        }
-
-    def _fit(self, num_requests: int) -> _Fit:
-        """Least squares of relative errors."""
-        used = [mean.values() for mean in self._means.values() if mean.num_steps >= _ENOUGH]
-        if not used:
-            return _Fit(np.ones(1), np.ones(1), 0.0, 0.0, 1.0)
-        requests, rows, longest, ms, weights = np.array(used).T
-        distances = np.log2(requests / num_requests) * _PER_OCTAVE_APART
-        weights /= 1 + distances**2
-        knots = _knots(float(rows.max()))
-        unit = float(np.average(ms, weights=weights))
-        at = np.clip(np.searchsorted(knots, rows, side="right") - 1, 0, len(knots) - 2)
-        upper = np.clip((rows - knots[at]) / (knots[at + 1] - knots[at]), 0.0, 1.0)
-        size, each = len(knots), np.arange(len(rows))
-        terms = np.zeros((len(rows), size + 2))
-        terms[each, at] = 1 - upper
-        terms[each, at + 1] += upper
-        terms[:, size], terms[:, size + 1] = longest > 0, longest / self._most
-        flat = np.diff(np.eye(size), axis=0)
-        prior = np.diag([1e-6] * size + [_FREE] * 2)
-        # Less of it with more rows, so that what is between two measured points is convex.
-        stiffness = _FLAT * num_requests**2 / np.diff(knots) / knots[1:]
-        prior[:size, :size] += flat.T * stiffness @ flat
-        now = weights
-        for _ in range(_PASSES):
-            weighted = terms * (now * (unit / ms) ** 2)[:, None]
-            found = unit * np.linalg.solve(weighted.T @ terms + prior, weighted.T @ (ms / unit))
-            now = weights / np.maximum(abs(terms @ found / ms - 1) / _TYPICAL_ERROR, 1.0)
-            terms[:, size:] *= found[size:] > 0  # no such cost is negative
-        curve, (drafting, length) = found[:size], np.maximum(found[size:], 0.0).tolist()
-        rising = np.maximum.accumulate(curve) + np.minimum.accumulate(curve[::-1])[::-1]
-        return _Fit(knots, np.maximum(rising / 2, 1e-3 * unit), drafting, length, float(rows.max()))
-
-
-class _Mean:
-    """Of similar steps, newer ones counting more."""
-
-    __slots__ = ("last_step", "longest", "ms", "num_requests", "num_rows", "num_steps")
-
-    def __init__(self) -> None:
-        self.num_requests = self.num_rows = self.longest = self.ms = 0.0
-        self.num_steps = self.last_step = 0
-
-    def count(
-        self, num_requests: int, num_rows: int, longest: int, elapsed_ms: float, step: int
-    ) -> None:
-        self.num_steps += 1
-        self.last_step = step
-        share = max(_COST_SHARE, 1 / self.num_steps)
-        if self.num_steps == _ENOUGH:  # the lower of two: a bad one must not end further trials
-            self.ms = elapsed_ms = min(elapsed_ms, self.ms)
-        elif self.num_steps > 1:
-            elapsed_ms = min(elapsed_ms, _OUTLIER * self.ms)
-        self.num_requests += share * (num_requests - self.num_requests)
-        self.num_rows += share * (num_rows - self.num_rows)
-        self.longest += share * (longest - self.longest)
-        slower = elapsed_ms > self.ms and self.num_steps > _ENOUGH
-        self.ms += share * (_SLOWER if slower else 1.0) * (elapsed_ms - self.ms)
-
-    def is_fresh(self, step: int) -> bool:
-        per_step, most = _FRESH_STEPS
-        return step - self.last_step < min(per_step * self.num_steps, most)
-
-    def values(self) -> tuple[float, float, float, float, float]:
-        weight = min(self.num_steps, _FULL_WEIGHT)
-        return self.num_requests, self.num_rows, self.longest, self.ms, weight
-
-
-def _knots(most_rows: float) -> Floats:
-    """1, 2, 3, 4, 6, 8, 12 and so on, up to one that is not below `most_rows`."""
-    knots = [1.0, 2.0]
-    while knots[-1] < most_rows:
-        octave = 2.0 ** int(np.log2(knots[-1]))
-        knots.append(1.5 * octave if knots[-1] == octave else 2 * octave)
-    return np.array(knots)
-
-
-def _bucket(number: int) -> int:
-    if number <= _EXACT:
-        return number
-    return _EXACT + int(np.log2(number / _EXACT) * _PER_OCTAVE)
-
-
 Ints = NDArray[np.int64]
 
+# Tokens that a row must be expected to bring; the first grants nothing, the last everything.
+PRICES = (np.inf, 0.8, 0.6, 0.45, 0.3, 0.15, 0.0)
+_NUM_PRICES = len(PRICES)
+_CELLS_PER_OCTAVE, _NUM_CELLS = 2, 21  # of numbers of requests: 1 to 1024
+# What is assumed before anything is measured, of logarithms of speeds relative to plain decoding:
+# their mean, which falls with every octave and rises with every lower price by `_TILT`, and
+# deviations that all prices share, that near ones share, and of one price alone.
+_FIRST_GAIN, _TILT = 0.1, 0.02
+_SPREAD, _PRICE_SPREAD, _OWN_SPREAD = 0.4, 0.15, 0.03
+_OCTAVES_ALIKE, _PRICES_ALIKE = 1.5, 1.5  # distances over which speeds resemble each other
+_FORGET_STEPS = 20_000.0  # after which little is left of what was measured
+_LEAST_ERROR = 0.03  # of a comparison
+
+
+class Measured(NamedTuple):
+    """What steps of one price gave."""
+
+    cell: int  # of their number of requests
+    price: int  # its index
+    speed: float  # logarithm of tokens per millisecond
+    error: float  # its variance
+    step_ms: float
+
+
+class Speeds:
+    """How fast each price of a row is, relative to plain decoding, by the number of requests.
+
+    Both are measured alike, as tokens over time, in blocks of steps that take turns: the price that
+    serves, another, and the price that serves again, so that what slows the machine for a while
+    falls out. What is believed is a Gaussian process over loads and prices; every comparison is an
+    observation of the difference of two of its values (Kalman update), and with time the belief
+    returns to its first uncertainty.
+    """
+
+    def __init__(self) -> None:
+        octaves = np.arange(_NUM_CELLS) / _CELLS_PER_OCTAVE
+        prices = np.arange(_NUM_PRICES - 1)
+        near = np.exp(-0.5 * ((octaves[:, None] - octaves) / _OCTAVES_ALIKE) ** 2)
+        alike = np.exp(-0.5 * ((prices[:, None] - prices) / _PRICES_ALIKE) ** 2)
+        size = _NUM_CELLS * (_NUM_PRICES - 1)
+        of_prices = _SPREAD**2 + _PRICE_SPREAD**2 * alike
+        self._first = np.kron(near, of_prices) + _OWN_SPREAD**2 * np.eye(size)
+        self._covariance = self._first.copy()
+        self._mean = np.add.outer(-_TILT * octaves, _TILT * prices).ravel() + _FIRST_GAIN
+        self.num_comparisons = 0
+
+    def compare(self, one: Measured, other: Measured, error: float) -> None:
+        """Takes in the difference of two prices, measured with the variance `error`."""
+        size = _NUM_PRICES - 1
+        used, signs = [], []
+        for block, sign in ((one, 1.0), (other, -1.0)):
+            if block.price:
+                used.append(block.cell * size + block.price - 1)
+                signs.append(sign)
+        if not used:
+            return
+        towards = self._covariance[:, used] @ signs
+        expected = float(self._mean[used] @ signs)
+        spread = float(towards[used] @ signs) + error + _LEAST_ERROR**2
+        surprise = one.speed - other.speed - expected
+        self._mean += towards * (surprise / spread)
+        self._covariance -= np.outer(towards, towards / spread)
+        self.num_comparisons += 1
+
+    def forget(self, num_steps: int) -> None:
+        """With time, as requests and the machine change, less is certain."""
+        kept = float(np.exp(-num_steps / _FORGET_STEPS))
+        self._covariance *= kept
+        self._covariance += (1.0 - kept) * self._first
+
+    def believed(self, cell: int) -> tuple[Floats, Floats]:
+        """Logarithms of gains [num_prices], and their covariance [num_prices, num_prices]."""
+        size = _NUM_PRICES - 1
+        mean, covariance = np.zeros(_NUM_PRICES), np.zeros((_NUM_PRICES, _NUM_PRICES))
+        part = slice(cell * size, (cell + 1) * size)
+        mean[1:], covariance[1:, 1:] = self._mean[part], self._covariance[part, part]
+        return mean, covariance
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Gains over plain decoding by requests and price, where they are known at all."""
+        found: dict[str, dict[str, float]] = {}
+        for cell in range(0, _NUM_CELLS, _CELLS_PER_OCTAVE):
+            mean, covariance = self.believed(cell)
+            known = np.sqrt(np.diag(covariance)) < 0.5 * _SPREAD
+            gains = {
+                str(price): float(np.exp(gain))
+                for price, gain, is_known in zip(PRICES[1:], mean[1:], known[1:])
+                if is_known
+            }
+            if gains:
+                found[str(2 ** (cell // _CELLS_PER_OCTAVE))] = gains
+        return found
+
+
 _STEPS_PER_TREE_PLAN = 4  # a head drafts a step ahead, for what it was granted then
-_STEPS_PER_LESSON = 16  # after which what was measured is taken in
-_STEPS_PER_TRIAL = 4  # of steps without drafts
-_STEPS_BETWEEN_TRIALS = 64  # without drafts: they tell nothing while prompts are in every step
+_STEPS_PER_MODEL_PLAN = 8  # its first step computes what was put off, and may have no draft yet
+_STEPS_PER_LESSON = 16  # after which what was accepted is taken in
 _MAX_GROUPS = 16
 _TREE_GROUPS = 4
-_TRIAL_NODES = 2  # of a request that nothing would be granted
-_TRIAL_SHARE = 0.01  # of the time, for such trials
 _LEAST_DRAFTED = 1e-3  # of the nodes that are granted
-_MARGIN = 1.015  # times as fast, at least, where a choice is neither all nor nothing
-_LEAST_COST = 0.5  # of a row, in those of a request: what is measured may say less by mistake
+_BLOCK_STEPS, _BLOCK_TOKENS = 8, 24  # of a measurement, at least
+_MOST_BLOCK_STEPS = 4  # times the steps of a block, after which it ends whatever was measured
+_OUTLIER = 2.0  # a step counts at most as so many times the median of its block
+_MARGIN = 0.015  # by which drafting must be faster, as a logarithm
+# Of the time, what may be lost on prices that are slower as far as is known, and steps' time that
+# may be lost so at once.
+_EXPLORED, _FIRST_EXPLORED = 0.006, 16.0
+_LEAST_LOSS = 0.03  # of a comparison's time, as unknown prices may be slower than believed
+_MOST_GAIN = 0.3  # that counts as time saved by exploring
+_BEGINNING = 1.0  # steps' time that it takes to begin to draft with a model, and to end it
+_CALIBRATION_SHARE = 0.005  # of the newest step in what corrects expectations
+_TRIAL_NODES = 2  # of a request that nothing would be granted
+_TRIAL_SHARE = 0.004  # of the time, for such trials
+_LEAST_TRIAL_COST, _FIRST_TRIAL_COST = 0.05, 0.3  # by which a step with one takes longer
+_TRIAL_COST_SHARE, _SLOWEST_TRIAL = 0.1, 3.0  # of the newest step in that cost; times a step
 
 
-class _Choice(NamedTuple):
-    """What the requests of a step are granted."""
+class _Block:
+    """Steps of one price that are being measured.
 
-    nodes: list[int]  # by state
-    trial_cost: float  # what a trial in the same step adds to its time, of 1
+    Args:
+        step_ms: of the price that serves; as many steps of another may take less than half as long
+            again together. 0: it is unknown.
+    """
+
+    def __init__(self, price: int, num_unmeasured: int, step_ms: float = 0.0) -> None:
+        self.price = price
+        self._most_ms = 1.5 * step_ms
+        self._spent_ms = 0.0
+        self.num_steps = 0
+        self._num_unmeasured = num_unmeasured  # first steps, which others' drafts may be in
+        self._tokens: list[float] = []
+        self._ms: list[float] = []
+        self._num_requests: list[int] = []
+
+    @property
+    def step_ms(self) -> float:
+        """Of its last step; 0: none has been measured."""
+        return self._ms[-1] if self._ms else 0.0
+
+    def count(self, num_requests: int, num_tokens: float, elapsed_ms: float) -> None:
+        """A step that only decoded."""
+        if self._num_unmeasured > 0:
+            self._num_unmeasured -= 1
+        elif elapsed_ms > 0:
+            self._tokens.append(num_tokens)
+            self._ms.append(elapsed_ms)
+            self._spent_ms += elapsed_ms
+            self._num_requests.append(num_requests)
+
+    def is_whole(self, num_requests: int) -> bool:
+        wanted = max(_BLOCK_STEPS, _BLOCK_TOKENS // num_requests)
+        if self._most_ms and len(self._ms) >= _BLOCK_STEPS // 2:
+            return self._spent_ms >= self._most_ms * wanted or len(self._ms) >= wanted
+        return len(self._ms) >= wanted or self.num_steps >= _MOST_BLOCK_STEPS * wanted
+
+    def measured(self) -> Measured | None:
+        """None: too few steps."""
+        if len(self._ms) < _BLOCK_STEPS // 2:
+            return None
+        tokens, ms = np.array(self._tokens), np.array(self._ms)
+        ms = np.minimum(ms, _OUTLIER * np.median(ms))
+        num, requests = len(ms), float(np.mean(self._num_requests))
+        error = float(np.var(tokens) / np.mean(tokens) ** 2 + np.var(ms) / np.mean(ms) ** 2) / num
+        # Of what requests add to a step's time, half may be shared.
+        speed = float(np.log(tokens.mean() / ms.mean()) - 0.5 * np.log(requests))
+        return Measured(_cell(requests), self.price, speed, error, float(ms.mean()))
 
 
-class _Sorted(NamedTuple):
-    """Nodes of all states, group by group, those that are worth most per row first."""
-
-    states: Ints  # [NUM_STATES * num_groups]
-    sizes: Ints  # alike: nodes
-    ends: Ints  # alike: length of a draft that has them
-    rows: Floats  # alike: nodes that are drafted if they are granted
-    gains: Floats  # alike: nodes that are accepted then
+def _cell(num_requests: float) -> int:
+    octaves = float(np.log2(max(num_requests, 1.0)))
+    return min(int(octaves * _CELLS_PER_OCTAVE + 0.5), _NUM_CELLS - 1)
 
 
 class DraftLengths:
-    """Nodes per request, planned before every step, or every few where trees are drafted.
+    """Nodes per request, planned before every step, or every few where drafts are computed ahead.
 
-    A node is worth the probability that it is accepted, and costs what its row adds to the step.
-    `plan` sorts the nodes that all running requests could draft next by worth and grants as many
-    of them as give the most expected tokens per second, which may be none (goodput: TurboSpec,
-    arXiv:2406.14066). The output does not depend on it.
+    A node is worth the probability that it is accepted. A price decides: the tokens that a row must
+    be expected to bring. Every request is granted the nodes that are worth it, so that nodes go to
+    the requests and depths where they are accepted, and one number is left to be chosen. Which
+    price serves best under a load is measured as tokens over time (`Speeds`), drafting and all that
+    is around it included; the highest drafts nothing. The output does not depend on it.
 
     A chain's nodes are weighed one by one (long ones in groups). The first nodes of a tree are a
     tree as well: it is cut to a quarter, a half or three quarters of its nodes.
@@ -361,28 +315,44 @@ class DraftLengths:
     Args:
         most: nodes of a full draft.
         tree_drafts: whether a draft may have several nodes to a level.
+        has_model: whether drafts are computed with weights, which takes a step to begin again.
     """
 
-    def __init__(self, most: int, *, tree_drafts: bool) -> None:
+    def __init__(self, most: int, *, tree_drafts: bool, has_model: bool = False) -> None:
         self._most = most
         num_groups = min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
-        self._ends, self._sizes = edges[1:], np.diff(edges)
-        self._tree_drafts = tree_drafts
-        self._trial_nodes = int(self._ends[0]) if tree_drafts else min(most, _TRIAL_NODES)
+        self._sizes = np.diff(edges)
+        self._tree_drafts, self._has_model = tree_drafts, has_model
+        self._trial_nodes = int(edges[1]) if tree_drafts else min(most, _TRIAL_NODES)
         self._steps_per_plan = _STEPS_PER_TREE_PLAN if tree_drafts else 1
+        if has_model:
+            self._trial_nodes, self._steps_per_plan = most, _STEPS_PER_MODEL_PLAN
         self._acceptance = Acceptance(self._sizes)
-        self._costs = StepCosts(most)
+        self._speeds = Speeds()
+        self._rng = np.random.default_rng(0)  # of explorations
         self._requests: dict[str, Lately] = {}
+        self._ended: dict[str, Lately] = {}  # since the last step was counted
         self._granted: dict[str, int] = {}
         self._granted_first = most  # to a request that comes before the next plan
-        self._choices: dict[tuple[int, ...], _Choice] = {}  # by requests of each state
-        self._step = self._num_lessons = 0
+        self._drafted_before: set[str] = set()  # requests that were granted nodes in the last step
+        self._step = self._num_lessons = self._forgotten_at = 0
         self._steps_left = 0  # until the next lesson
         self._plan_left = 0  # steps for which the plan holds
-        self._plain_steps_left = 0  # of a trial without drafts
-        self._tried_at = -_STEPS_BETWEEN_TRIALS
-        self._trial_time = 0.0  # that trials may take, in plans
+        self._num_unmeasured = 1 + has_model
+        self._serving = _NUM_PRICES - 1
+        self._block = _Block(self._serving, 0)
+        self._before: Measured | None = None  # the last block of the price that serves
+        self._challenge: Measured | None = None  # a block of another, since then
+        self._expected_loss = 0.0  # of a step of the price that is explored
+        self._explored_steps = 0
+        self._explorable = _FIRST_EXPLORED  # steps' time that may be lost by exploring
+        self._expected = 0.0  # accepted nodes of the next step
+        self._accepted = self._foreseen = 1.0  # of a step, on average: what was, what was expected
+        self._is_trial = False  # a request was granted nodes for a trial
+        self._trial_time = 0.0  # that trials may take, in steps of a plan
+        self._trial_cost = _FIRST_TRIAL_COST  # by which they are slower, alike
+        self._learn()
 
     def plan(self, request_ids: abc.Sequence[str]) -> None:
         """Once before every step, with all that run."""
@@ -399,13 +369,9 @@ class DraftLengths:
         self._plan_left = self._steps_per_plan
         if self._steps_left <= 0:
             self._learn()
-        if self._plain_steps_left > 0:
-            self._plain_steps_left -= self._steps_per_plan
-            self._grant_all(0)
-        elif not self._costs.knows_any(drafts=False):  # every step has had prompts in it so far
-            self._grant_all(self._most)
-        else:
-            self._choose()
+        if self._block.is_whole(len(known)):
+            self._next_block()
+        self._grant()
 
     def most(self, request_id: str) -> int:
         """Nodes that a request may draft under the plan."""
@@ -416,25 +382,46 @@ class DraftLengths:
     ) -> None:
         """What became of a step's drafts, and the time that the step took."""
         self._step += 1
+        self._block.num_steps += 1
         ends, granted = verdict.path_start.tolist(), batch.max_nodes.tolist()
         samples, known, counted = batch.samples.tolist(), self._requests, self._acceptance.count
-        num_nodes = 0
+        before, self._drafted_before = self._drafted_before, set()
+        if self._ended:  # by this step
+            known, self._ended = {**self._ended, **known}, {}
         for row, request_id in enumerate(batch.request_ids):
-            nodes = drafts[row].num_nodes
-            num_nodes += nodes
             lately = known.get(request_id)
             if lately is None or not samples[row]:
                 continue
             if not granted[row]:
                 lately.idle()
                 continue
-            num_accepted = ends[row + 1] - ends[row]
+            if self._has_model:
+                if request_id in self._requests:
+                    self._drafted_before.add(request_id)
+                if request_id not in before:  # its draft is made for the next step
+                    continue
+            nodes, num_accepted = drafts[row].num_nodes, ends[row + 1] - ends[row]
             path = verdict.nodes(row) if self._tree_drafts else None
             counted(lately.state, granted[row], nodes, num_accepted, path)
             if nodes:
                 lately.drafted(nodes, num_accepted)
         if batch.num_tokens == batch.num_seqs == sum(samples):
-            self._costs.count(batch.num_seqs, num_nodes, max(granted), elapsed_ms)
+            if not self._is_trial:
+                self._accepted += _CALIBRATION_SHARE * (ends[-1] - self._accepted)
+                self._foreseen += _CALIBRATION_SHARE * (self._expected - self._foreseen)
+                num_tokens = batch.num_seqs + self._expected * self._accepted / self._foreseen
+                self._block.count(batch.num_seqs, num_tokens, elapsed_ms)
+            elif self._block.step_ms:
+                slower = min(elapsed_ms / self._block.step_ms, _SLOWEST_TRIAL) - 1.0
+                self._trial_cost += _TRIAL_COST_SHARE * (max(slower, 0.0) - self._trial_cost)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended; its last step may still be counted."""
+        self._granted.pop(request_id, None)
+        self._drafted_before.discard(request_id)
+        lately = self._requests.pop(request_id, None)
+        if lately is not None:
+            self._ended[request_id] = lately
 
     def stats(self) -> dict[str, Any]:
         """Plain values: what is granted now, and what that is based on."""
@@ -445,84 +432,102 @@ class DraftLengths:
             "drafted_of_granted": drafted_of_granted,
             "acceptance": acceptance,
             "nodes": self._sizes.tolist(),
-            "step_ms": self._costs.stats(),
+            "price": PRICES[self._serving] if self._serving else None,
+            "speed": self._speeds.stats(),
         }
 
     def _learn(self) -> None:
-        """Takes in what was measured; at first after every step, then less often."""
+        """Takes in what was accepted; at first after every step, then less often."""
         self._num_lessons += 1
         self._steps_left = min(self._num_lessons, _STEPS_PER_LESSON)
         self._acceptance.learn()
-        self._costs.learn()
-        self._choices.clear()
-        self._sort()
-        num_requests, costs = len(self._requests), self._costs
-        tried_lately = self._step - self._tried_at < _STEPS_BETWEEN_TRIALS
-        needs_plain = costs.knows_any(drafts=True) and not costs.knows_plain(num_requests)
-        if needs_plain and not tried_lately:
-            self._tried_at = self._step
-            self._plain_steps_left = _STEPS_PER_TRIAL
-
-    def _grant_all(self, num_nodes: int) -> None:
-        self._granted = dict.fromkeys(self._requests, num_nodes)
-        self._granted_first = num_nodes
-
-    def _choose(self) -> None:
-        """Grants what pays most, and a few nodes to a request without any now and then."""
-        requests = self._requests
-        counts = [0] * NUM_STATES
-        for lately in requests.values():
-            counts[lately.state] += 1
-        choice = self._choices.get(tuple(counts))
-        if choice is None:
-            choice = self._choices[tuple(counts)] = self._best(counts)
-        nodes, trial_cost = choice
-        self._granted_first = nodes[NEW]
-        self._granted = granted = {name: nodes[each.state] for name, each in requests.items()}
-        if trial_cost:
-            self._trial_time += _TRIAL_SHARE
-            if self._trial_time >= trial_cost:
-                self._trial_time = 0.0
-                idle = [name for name, num_nodes in granted.items() if not num_nodes]
-                tried = min(idle, key=lambda name: requests[name].tried_at)
-                requests[tried].tried_at = self._step
-                granted[tried] = self._trial_nodes
-
-    def _sort(self) -> None:
-        """All nodes that a request may draft next, by what they are worth per row."""
         drafted, accepted = self._acceptance.per_granted()
         worth = np.minimum.accumulate(accepted / np.maximum(drafted, _LEAST_DRAFTED), axis=1)
-        order = np.argsort(-worth, axis=None, kind="stable")
-        states, groups = np.divmod(order, len(self._sizes))
-        sizes = self._sizes[groups]
-        rows, gains = drafted.ravel()[order] * sizes, accepted.ravel()[order] * sizes
-        self._sorted = _Sorted(states, sizes, self._ends[groups], rows, gains)
+        pays = worth >= np.array(PRICES)[:, None, None]  # [num_prices, NUM_STATES, num_groups]
+        self._nodes: list[list[int]] = (pays @ self._sizes).tolist()  # by price and state
+        self._gains: list[list[float]] = (pays * accepted @ self._sizes).tolist()  # alike
 
-    def _best(self, counts: list[int]) -> _Choice:
-        """How many of the sorted nodes give the most tokens per second."""
-        states, sizes, ends, rows, gains = self._sorted
-        per_state = np.array(counts)[states]
-        num_nodes, num_gained, longest = np.zeros((3, len(states) + 1))
-        np.cumsum(per_state * rows, out=num_nodes[1:])
-        np.cumsum(per_state * gains, out=num_gained[1:])
-        np.maximum.accumulate(np.where(per_state, ends, 0), out=longest[1:])
-        num_requests = sum(counts)
-        step_ms = self._costs.step_ms(num_requests, num_nodes, longest)
-        speeds = (num_requests + num_gained) / step_ms
-        best = int(speeds.argmax())
-        for known in (0, len(states)):  # nothing, or all: what is measured is not exact
-            if speeds[known] * _MARGIN >= speeds[best]:
-                best = known
-        nodes = np.bincount(states[:best], sizes[:best], NUM_STATES).astype(np.int64).tolist()
-        trial_cost = 0.0
-        if any(count and not granted for count, granted in zip(counts, nodes)):
-            tried = np.array([self._trial_nodes])
-            with_trial = self._costs.step_ms(
-                num_requests, num_nodes[best] + tried, np.maximum(longest[best], tried)
-            )
-            added = float(with_trial[0] / step_ms[best]) - 1.0
-            trial_cost = max(added, _LEAST_COST * self._trial_nodes / num_requests)
-        return _Choice(nodes, trial_cost)
+    def _next_block(self) -> None:
+        """Compares what was measured; chooses the price of the next steps."""
+        block = self._block
+        self._explorable = min(self._explorable + _EXPLORED * block.num_steps, _FIRST_EXPLORED)
+        found, price = block.measured(), self._serving
+        if block.price != price:
+            self._challenge = found
+            self._explored_steps = block.num_steps
+            self._explorable -= self._expected_loss * block.num_steps
+        else:
+            self._compare(found)
+            price = self._choose()
+        step_ms = self._before.step_ms if self._before and price != self._serving else 0.0
+        self._block = _Block(price, self._num_unmeasured if price != block.price else 0, step_ms)
+
+    def _compare(self, found: Measured | None) -> None:
+        """What another price gave, with what the price that serves gave before and after it."""
+        other, before = self._challenge, self._before
+        self._challenge, self._before = None, found
+        if other is None or before is None or found is None:
+            return
+        if max(abs(other.cell - before.cell), abs(other.cell - found.cell)) > 1:
+            return
+        served = found._replace(cell=other.cell, speed=(found.speed + before.speed) / 2)
+        loss = 1.0 - float(np.exp(min(other.speed - served.speed, _MOST_GAIN)))
+        loss *= other.step_ms / served.step_ms
+        self._explorable -= (loss - self._expected_loss) * self._explored_steps
+        if self._has_model:
+            self._explorable -= _BEGINNING
+        drift = (found.speed - before.speed) / 2
+        error = other.error + (found.error + before.error) / 4 + drift**2
+        self._speeds.compare(other, served, error)
+
+    def _choose(self) -> int:
+        """The price of the next block: the one that serves, or one that may be better."""
+        self._speeds.forget(self._step - self._forgotten_at)
+        self._forgotten_at = self._step
+        counts = [0] * NUM_STATES
+        for lately in self._requests.values():
+            counts[lately.state] += 1
+        cell = _cell(sum(counts))
+        mean, covariance = self._speeds.believed(cell)
+        scores = mean.copy()
+        scores[1:] -= _MARGIN
+        scores[self._serving] += _MARGIN / 2
+        best = int(scores.argmax())
+        if best != self._serving:
+            self._serving, self._before = best, None
+            return best
+        # A draw from what is believed: prices are tried as often as they may be the best.
+        variances, axes = np.linalg.eigh(covariance)
+        noise = self._rng.standard_normal(_NUM_PRICES) * np.sqrt(np.maximum(variances, 0.0))
+        other = int((mean + axes @ noise).argmax())
+        used = [state for state, count in enumerate(counts) if count]
+        if all(self._nodes[other][state] == self._nodes[best][state] for state in used):
+            return best
+        if self._explorable <= 0 or self._before is None:
+            return best
+        self._expected_loss = max(1.0 - float(np.exp(mean[other] - mean[best])), _LEAST_LOSS)
+        return other
+
+    def _grant(self) -> None:
+        """Grants what is worth the price, and a few nodes to a request without any now and then."""
+        price, requests = self._block.price, self._requests
+        self._is_trial = False
+        nodes = self._nodes[price]
+        self._granted_first = nodes[NEW]
+        self._granted = granted = {name: nodes[each.state] for name, each in requests.items()}
+        gains = self._gains[price]
+        self._expected = sum([gains[each.state] for each in requests.values()])
+        if price != self._serving:
+            return
+        self._trial_time += _TRIAL_SHARE
+        if self._trial_time < max(self._trial_cost, _LEAST_TRIAL_COST):
+            return
+        idle = [name for name, num_nodes in granted.items() if not num_nodes]
+        if idle:
+            self._trial_time, self._is_trial = 0.0, True
+            tried = min(idle, key=lambda name: requests[name].tried_at)
+            requests[tried].tried_at = self._step
+            granted[tried] = self._trial_nodes
 
 
 class DraftBudget:
@@ -541,8 +546,11 @@ class DraftBudget:
         self._last: tuple[tuple[int, int], int] = ((-1, -1), 0)  # arguments and `nodes_at`
         self.enabled = True
         self._lengths: DraftLengths | None = None
-        if config.adaptive_draft_len and config.max_nodes:
-            self._lengths = DraftLengths(config.max_nodes, tree_drafts=tree_drafts)
+        if config.adapts and config.max_nodes:
+            has_model = any(each.has_model for each in config.sections)
+            self._lengths = DraftLengths(
+                config.max_nodes, tree_drafts=tree_drafts, has_model=has_model
+            )
 
     def reconfigure(self, speculative: abc.Mapping[str, Any]) -> None:
         """Switches speculation: `enabled`, `max_draft_len`; what is left out is as configured.
@@ -630,6 +638,11 @@ class DraftBudget:
         """A step was committed, and took so long with all that the engine did for it."""
         if self._lengths is not None and batch.drafter_nodes is None:
             self._lengths.count(batch, drafts, verdict, elapsed_ms)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        if self._lengths is not None:
+            self._lengths.forget(request_id)
 
     def stats(self) -> dict[str, Any] | None:
         """What measured lengths are based on; None where they are not measured."""

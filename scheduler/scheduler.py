@@ -649,6 +649,7 @@ class Scheduler:
         sequence.free(self.pool)
         self._seating.leave(sequence)
         self._poison.forget(sequence.request.id)
+        self.budget.forget(sequence.request.id)
         self._shares.leave_after(sequence.request, self.in_flight)
         self._num_constrained -= sequence.request.sampling.structured_outputs is not None
         self._num_predicted -= sequence.request.prediction.size > 0

@@ -180,7 +180,10 @@ class StepTimer:
         return result
 
     def count(self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict) -> float:
-        """Counts a step that was committed; milliseconds since the one before was counted."""
+        """Counts a step that was committed; milliseconds since the one before was counted.
+
+        Those of the wall's clock: also what the engine and others did between the verbs.
+        """
         times, plan, num_nodes = self.times, batch.plan, 0
         for draft in drafts:
             num_nodes += len(draft.tokens)
@@ -203,13 +206,14 @@ class StepTimer:
             self._histograms, totals_ms, self._seen_ms, strict=True
         ):
             histogram.observe((total_ms - seen_ms) / 1e3)
-        elapsed_ms = sum(totals_ms) - sum(self._seen_ms)
-        self._seen_ms = totals_ms
         now, begun = self._clock(), self._begun_s
-        if self.on_step is not None and begun is not None:
-            draft_ms = times.propose_ms - self._propose_ms
-            self.on_step(_recorded(batch, drafts, verdict, (now - begun) * 1e3, draft_ms))
-        self._begun_s, self._propose_ms = now, times.propose_ms
+        elapsed_ms = sum(totals_ms) - sum(self._seen_ms)
+        if begun is not None:
+            elapsed_ms = (now - begun) * 1e3
+            if self.on_step is not None:
+                draft_ms = times.propose_ms - self._propose_ms
+                self.on_step(_recorded(batch, drafts, verdict, elapsed_ms, draft_ms))
+        self._seen_ms, self._begun_s, self._propose_ms = totals_ms, now, times.propose_ms
         return elapsed_ms
 
     def rest(self) -> None:

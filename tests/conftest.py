@@ -50,7 +50,8 @@ def make_loop() -> Callable[..., Loop]:
         **options,
     ) -> Loop:
         options = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
-        speculative = {"decoding_type": "NGram", "max_draft_len": options.pop("max_draft_len", 6)}
+        speculative = {"decoding_type": "NGram", "adaptive_draft_len": False}
+        speculative["max_draft_len"] = options.pop("max_draft_len", 6)
         config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
         drafting = drafting or OracleDrafting(seed)
         scheduler = Scheduler(

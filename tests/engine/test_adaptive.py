@@ -33,16 +33,16 @@ def plain(tiny):
 def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps):
     monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
     granted = []
-    choose = DraftLengths._choose
+    grant = DraftLengths._grant
 
-    def choose_and_note(self) -> None:
-        choose(self)
+    def grant_and_note(self) -> None:
+        grant(self)
         # Other lengths than any machine would choose, so that every run meets many.
         for index, request_id in enumerate(self._granted):
             self._granted[request_id] = (0, 1, 2, self._most)[(len(granted) // 8 + index) % 4]
         granted.append(dict(self._granted))
 
-    monkeypatch.setattr(DraftLengths, "_choose", choose_and_note)
+    monkeypatch.setattr(DraftLengths, "_grant", grant_and_note)
     draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 3}
     section = {**SECTIONS.get(name, draft), "adaptive_draft_len": True}
     with engine_of(tiny.target, section) as engine:
@@ -51,10 +51,19 @@ def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps
         stats = engine.stats()["speculation"]["adaptive"]
     lengths = {each for plan in granted for each in plan.values()}
     assert {0, 1, 2} <= lengths
-    assert stats["step_ms"]["plain"]
-    assert stats["step_ms"]["drafted"]
+    assert stats["acceptance"][0] > 0
 
 
-def test_off_unless_asked_for(tiny):
-    with engine_of(tiny.target, SECTIONS["chain"]) as engine:
-        assert engine.stats()["speculation"]["adaptive"] is None
+def test_on_unless_a_fixed_length_is_asked_for(tiny):
+    """And where lengths decide which of the right tokens a seed draws."""
+    for section, is_on in (
+        ({}, True),
+        ({"adaptive_draft_len": False}, False),
+        ({"verification": "rejection"}, False),
+        ({"verification": "rejection", "adaptive_draft_len": True}, True),
+    ):
+        with engine_of(
+            tiny.target, {"adaptive_draft_len": None, **SECTIONS["chain"], **section}
+        ) as engine:
+            found = engine.stats()["speculation"]["adaptive"]
+        assert (found and found["nodes"]) == ([1] * 5 if is_on else None), section

@@ -53,7 +53,12 @@ class Box:
 
 @contextmanager
 def engine_of(model: str, speculative: dict[str, Any] | None = None, **options: Any):
-    """A running engine in float32 with a small cache, shut down afterwards."""
+    """A running engine in float32 with a small cache, shut down afterwards.
+
+    Drafts have their fixed lengths, unless `speculative` says otherwise.
+    """
+    if speculative is not None:
+        speculative = {"adaptive_draft_len": False, **speculative}
     options = {"executor": "local", "dtype": "float32", "num_kv_blocks": 256, **options}
     config = EngineConfig.load({"model": model, "speculative_config": speculative, **options})
     engine = Engine.start(config, backend_of(config))

@@ -1,0 +1,123 @@
+"""Plain decoding, fixed draft lengths and measured ones, in turns in one process.
+
+    python -m outrider.bench.lengths [--drafters NGram Eagle3 DraftTarget] [--streams 1 8 32] ...
+
+Every contender answers the same prompts in every round, in an order that changes with the round;
+a ratio is taken within a round, and the median over rounds is reported with its extremes. Clocks
+are read by the process, on a CPU that should be otherwise idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig
+from ..scheduler.sampling import SamplingParams
+from .contenders import EngineContender
+from .drafters import SECTIONS
+from .measure import Load
+from .prompts import load_prompts
+
+DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
+PLAIN, MEASURED = "plain", "measured"
+
+
+def sections(drafter: str, fixed: list[int]) -> dict[str, dict[str, Any] | None]:
+    """The configurations that are compared, by name; a fixed length of 0 is the configured one."""
+    section = SECTIONS[drafter]
+    if drafter == "DraftTarget":
+        section = {**section, "placement": "colocated"}
+    lengths = {
+        f"fixed {each or section['max_draft_len']}": {
+            **section,
+            "adaptive_draft_len": False,
+            "max_draft_len": each or section["max_draft_len"],
+        }
+        for each in fixed
+    }
+    return {PLAIN: None, **lengths, MEASURED: {**section, "adaptive_draft_len": True}}
+
+
+def contender(name: str, section: dict[str, Any] | None, options: argparse.Namespace) -> Any:
+    """A running engine in this process."""
+    settings = {"model": options.model, "dtype": options.dtype, "executor": "local"}
+    config = EngineConfig.load({**settings, "speculative_config": section, "max_num_seqs": 64})
+    found = EngineContender(name, config)
+    found.start()
+    return found
+
+
+def measure(
+    contenders: list[EngineContender], streams: int, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Tokens per second of every round, by contender."""
+    prompts = load_prompts(options.prompts, 64)
+    num_prompts = max(streams, options.num_prompts)
+    sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+    speeds: dict[str, list[float]] = {each.name: [] for each in contenders}
+    for turn in range(-options.warmup, options.rounds):
+        first = (turn * num_prompts) % len(prompts)
+        chosen = [prompts[(first + each) % len(prompts)] for each in range(num_prompts)]
+        shift = turn % len(contenders)
+        for each in contenders[shift:] + contenders[:shift]:
+            run = each.run(chosen, sampling, Load(streams=streams))
+            tokens = sum(trace.num_tokens for trace in run.traces)
+            if turn >= 0:
+                speeds[each.name].append(tokens / run.wall_s)
+    return speeds
+
+
+def row(name: str, speeds: dict[str, list[float]], streams: int) -> str:
+    """A line of the table: median tokens per second, and ratios to plain."""
+    cells = [name, str(streams)]
+    for each, values in speeds.items():
+        ratios = sorted(one / plain for one, plain in zip(values, speeds[PLAIN], strict=True))
+        median = f"{statistics.median(values):.0f}"
+        if each != PLAIN:
+            median = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        cells.append(median)
+    others = [statistics.median(each) for name, each in speeds.items() if "fixed" in name]
+    cells.append(f"{statistics.median(speeds[MEASURED]) / max(others):.2f}")
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    """Prints a row per drafter and number of streams."""
+    parser = argparse.ArgumentParser(prog="python -m outrider.bench.lengths")
+    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--drafters", nargs="+", default=["NGram", "Eagle3", "DraftTarget"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--fixed", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompts", type=Path, help="a file of prompts; the demo's held-out ones")
+    parser.add_argument("--num-prompts", type=int, default=8, help="a round, or the streams")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--stats", action="store_true", help="what the lengths are based on")
+    options = parser.parse_args()
+    out = sys.stdout
+    for drafter in options.drafters:
+        named = sections(drafter, options.fixed)
+        engines = [contender(name, section, options) for name, section in named.items()]
+        heads = ["drafter", "streams", *named, "measured / best fixed"]
+        out.write(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
+        for streams in options.streams:
+            start = time.perf_counter()
+            speeds = measure(engines, streams, options)
+            out.write(row(drafter, speeds, streams))
+            if options.stats:
+                spent_s, found = time.perf_counter() - start, engines[-1]._running.stats()
+                out.write(f"{found['speculation']} ({spent_s:.0f} s)\n")
+            out.flush()
+        for each in engines:
+            each.close()
+
+
+if __name__ == "__main__":
+    main()
