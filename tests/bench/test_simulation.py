@@ -24,9 +24,14 @@ from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 
 FLAT = TargetTimes(Curve((1.0,), (20.0,)))
-MODEL = {"decoding_type": "DraftTarget", "speculative_model": "m", "max_draft_len": 4}
+MODEL = {
+    "decoding_type": "DraftTarget",
+    "adaptive_draft_len": False,
+    "speculative_model": "m",
+    "max_draft_len": 4,
+}
 COLOCATED = {**MODEL, "placement": "colocated"}
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+NGRAM = {"decoding_type": "NGram", "adaptive_draft_len": False, "max_draft_len": 4}
 
 
 def scenario_of(section=None, *, rates=(0.8,), ranks=(0.6, 0.3), recorded=(), engine=None, **given):
