@@ -76,6 +76,7 @@ class HeadRunner:
         self.target, self._shards = target, shards
         # `module_reason`: why its layers are torch modules; "": they are not
         self.head, self.module_reason = load_head(config, target, planned, shards, fused=fused)
+        self.capture = tuple(sorted(set(self.head.capture)))  # layers whose inputs it reads
         self._embedding, self._output = ends
         self.planned, self._max_num_seqs = planned, max_num_seqs
         self._shares_noise = config.shares_noise
@@ -92,11 +93,6 @@ class HeadRunner:
     def collective(self) -> Collective:
         """Of the ranks that run it."""
         return self._shards.collective
-
-    @property
-    def capture(self) -> tuple[int, ...]:
-        """Layers whose inputs the head reads, ascending."""
-        return tuple(sorted(set(self.head.capture)))
 
     def report(self) -> HeadReport:
         """What the engine shows of the head."""
@@ -157,13 +153,11 @@ class HeadRunner:
         if before and not (follows(before[-1], step) and extends(before[-1].step, step)):
             self.catch_up()
             before = self._put_off
-        drafts = step.max_nodes is None or any(step.max_nodes.tolist())
         fits = (len(before) + 1) * step.num_seqs <= _MOST_PUT_OFF
-        if fits and not drafts and self.head.layers and (before or is_plain(step)):
+        can_wait = fits and bool(self.head.layers) and (bool(before) or is_plain(step))
+        if can_wait and not _drafts(step):
             before.append(done)  # its states are its own: no later step writes to them
-            if len(self._nothing.lens) != step.num_seqs:
-                self._nothing = NextDrafts.empty(step.num_seqs)
-            return self._nothing
+            return self._no_drafts(step.num_seqs)
         self._put_off = []
         return self._draft(joined([*before, done]))
 
@@ -178,13 +172,16 @@ class HeadRunner:
         step, program = done.step, self._program
         if program is None or not program.takes(len(step.token_ids), self.head.room):
             return draft(self.head, done, self)
-        ends, depth = frontier(step, done.verdict), self.head.room
-        if len(ends.seqs) and self.head.branches:
-            return draft(self.head, done, self)
-        if step.max_nodes is not None:
-            depth = min(depth, int(step.max_nodes[ends.seqs].max(initial=0)))
         assert self._cache is not None, "no cache is attached"
-        choose = None
+        ends = frontier(step, done.verdict) if _drafts(step) else None
+        if ends is None or not len(ends.seqs):
+            program.store(done, self._cache, self.first_layer)
+            return self._no_drafts(step.num_seqs)
+        if self.head.branches:
+            return draft(self.head, done, self)
+        depth, choose = self.head.room, None
+        if step.max_nodes is not None:
+            depth = min(depth, int(step.max_nodes[ends.seqs].max()))
         if not self._is_greedy(step.sampling, ends.seqs):
 
             def choose(logits: Tensor, level: int) -> Tensor:
@@ -193,6 +190,11 @@ class HeadRunner:
 
         tokens = program.run(done, ends, depth, self._cache, self.first_layer, choose)
         return drafts_of(step, ends, tokens, ints(np.arange(-1, tokens.shape[1] - 1)))
+
+    def _no_drafts(self, num_seqs: int) -> NextDrafts:
+        if len(self._nothing.lens) != num_seqs:
+            self._nothing = NextDrafts.empty(num_seqs)
+        return self._nothing
 
     def drop_program(self) -> None:
         """Has operations called one by one from now on, for comparisons."""
@@ -287,6 +289,11 @@ class HeadRunner:
             return logits
         whole = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
         return whole.index_copy_(1, ids, logits)
+
+
+def _drafts(step: StepInput) -> bool:
+    """Whether any sequence may have nodes in the next step."""
+    return step.max_nodes is None or any(step.max_nodes.tolist())
 
 
 class HeadService(HeadRunner):

@@ -159,22 +159,12 @@ class HeadProgram:
         draw: Callable[[Tensor, int], Tensor] | None,  # by logits, of a level; None: the best
     ) -> IntArray:  # [num_drafts, depth], the target's ids
         """Stores the rows of a step, and drafts `depth` levels behind those of `ends`."""
-        num_rows, num_drafts = len(done.step.token_ids), len(ends.seqs)
-        depth = depth if num_drafts else 0
-        self._reserve(num_rows, num_drafts)
+        num_drafts = len(ends.seqs)
+        assert num_drafts > 0 < depth, (num_drafts, depth)
+        hidden = self._begin(done, num_drafts, cache, first)
         variables = self._variables
-        hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
-        for index, states in enumerate(hidden):
-            assert states.dtype == self._ops.dtype, states.dtype
-            variables[_HIDDEN + index] = states.data_ptr()
-        variables[KEYS], variables[VALUES] = (
-            cache.keys[first].data_ptr(), cache.values[first].data_ptr(),
-        )  # fmt: skip
-        variables[ALL_ROWS], variables[DRAFTS] = num_rows, num_drafts
         tokens, kept = self._lay_out(done, ends, depth, cache)
-        if not depth:
-            run_phases(self._program, self._entering, variables)
-        elif draw is None:
+        if draw is None:
             run_phases(self._program, self._phases(0, depth, best=True), variables)
         else:
             for level in range(depth):
@@ -182,19 +172,48 @@ class HeadProgram:
                 run_phases(self._program, phases, variables)
                 logits = self._buffers[LOGITS][:num_drafts]
                 tokens[level] = draw(logits, level).numpy()
-        del kept
+        del hidden, kept
         return tokens.T
+
+    def store(self, done: Verified, cache: KVCache, first: int) -> None:
+        """Stores the rows of a step."""
+        step, variables = done.step, self._variables
+        hidden = self._begin(done, 0, cache, first)
+        next_ids = next_tokens(step, done.verdict)
+        numbers = np.zeros(_STEP_FIELDS, dtype=np.int64)
+        numbers[0] = len(next_ids)
+        numbers[5], numbers[6] = step.positions.ctypes.data, step.slot_mapping.ctypes.data
+        variables[NEXT_IDS], variables[STEP_OF_ROWS] = next_ids.ctypes.data, numbers.ctypes.data
+        angles: Any = None
+        if self._rope is not None:
+            positions = torch.from_numpy(step.positions)
+            angles = self._ops.rotation(positions, self._rope.frequencies, self._rope.scale)
+            begins = angles[0].data_ptr(), angles[1].data_ptr()
+            variables[_ROWS_ROTATION : _ROWS_ROTATION + 2] = begins
+        run_phases(self._program, self._entering, variables)
+        del hidden, angles
+
+    def _begin(self, done: Verified, num_drafts: int, cache: KVCache, first: int) -> list[Tensor]:
+        """Sets what a step's rows are computed from; returns what has to be kept."""
+        num_rows, variables = len(done.step.token_ids), self._variables
+        self._reserve(num_rows, num_drafts)
+        hidden = [done.hidden[layer].contiguous() for layer in self._head.capture]
+        for index, states in enumerate(hidden):
+            assert states.dtype == self._ops.dtype, states.dtype
+            variables[_HIDDEN + index] = states.data_ptr()
+        variables[KEYS] = cache.keys[first].data_ptr()
+        variables[VALUES] = cache.values[first].data_ptr()
+        variables[ALL_ROWS], variables[DRAFTS] = num_rows, num_drafts
+        return hidden
 
     def _lay_out(
         self, done: Verified, ends: Frontier, depth: int, cache: KVCache
     ) -> tuple[IntArray, Any]:  # [depth, num_drafts]
         """Fills in what the step and the levels are; also returns what has to be kept."""
         step, num_rows, num_drafts = done.step, len(done.step.token_ids), len(ends.seqs)
-        places, known, width = None, None, 0
-        if depth:
-            size, room = cache.block_size, self._head.room
-            places, known = committed(step, done.verdict, ends, size, room)
-            width = places.shape[1]
+        room = self._head.room
+        places, known = committed(step, done.verdict, ends, cache.block_size, room)
+        width = places.shape[1]
         num_levels = depth * num_drafts  # of all drafts
         num_all = num_rows + num_levels
         sizes = (
@@ -208,23 +227,21 @@ class HeadProgram:
         steps = np.zeros((depth + 1, _STEP_FIELDS), dtype=np.int64)
         steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
         angles: Any = None
-        if places is not None and known is not None:
-            self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
-            levels = np.arange(depth)
-            behind = at.index + 4 * num_drafts * levels
-            steps[1:] = (
-                num_drafts, num_drafts, width, 1, 1, 0, 0, 0, at.starts, 0, at.tree_start,
-                at.tables, at.ancestors, self._ops.alignment_of(1),
-            )  # fmt: skip
-            offsets = 4 * (num_rows + num_drafts * levels)
-            steps[1:, 5], steps[1:, 6] = at.positions + offsets, at.slots + offsets
-            steps[1:, 7] = steps[1:, 9] = behind
+        self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
+        behind = 4 * num_drafts * np.arange(depth)
+        steps[1:] = (
+            num_drafts, num_drafts, width, 1, 1, 0, 0, 0, at.starts, 0, at.tree_start, at.tables,
+            at.ancestors, self._ops.alignment_of(1),
+        )  # fmt: skip
+        offsets = 4 * num_rows + behind
+        steps[1:, 5], steps[1:, 6] = at.positions + offsets, at.slots + offsets
+        steps[1:, 7] = steps[1:, 9] = at.index + behind
         variables, place = self._variables, steps.ctypes.data
         variables[NEXT_IDS], variables[LAST] = at.next_ids, at.last
         variables[STEP_OF_ROWS] = place
         of_levels = variables[_LEVELS : _LEVELS + 4 * depth].reshape(depth, 4)
         of_levels[:, 0] = place + 8 * _STEP_FIELDS * np.arange(1, depth + 1)
-        of_levels[:, 3] = at.tokens + 4 * num_drafts * np.arange(depth)
+        of_levels[:, 3] = at.tokens + behind
         if self._rope is not None:
             rope, positions = self._rope, torch.from_numpy(numbers.positions)
             angles = self._ops.rotation(positions, rope.frequencies, rope.scale)

@@ -181,7 +181,9 @@ class Program:
         if phases is None:
             phases = self._phases(tail, read)
             self._made[tail, read is not None] = phases
-        captured = [torch.empty_like(residual) for _ in tail.captured]
+        captured: list[Tensor] = []
+        if tail.captured:
+            captured = list(torch.empty(len(tail.captured), *residual.shape, dtype=dtype))
         out = residual
         if tail.has_logits:
             assert self.unembed is not None, "`has_logits` asks for its product"
