@@ -254,7 +254,7 @@ class _Chains:
 
 
 def _picked(logits: Tensor, keep: np.ndarray) -> Tensor:  # [num_rows, vocab], [num_rows]
-    return logits[torch.from_numpy(keep).to(logits.device)]
+    return logits if keep.all() else logits[torch.from_numpy(keep).to(logits.device)]
 
 
 def _next_token(

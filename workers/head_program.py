@@ -474,7 +474,8 @@ def _ends_of(
         found = product_of(linear)
         if found is None:
             weight, bias = linear.weight, getattr(linear, "bias", None)
-            is_small = type(linear) is nn.Linear and weight.numel() < MIN_ELEMENTS[dtype]
+            is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
+            is_small = is_plain and weight.numel() < MIN_ELEMENTS[dtype]
             if not is_small or weight.dtype != dtype:
                 raise _NoKernelError
             found = program.ops.pack(weight.detach(), bias)
