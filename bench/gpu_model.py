@@ -42,8 +42,8 @@ from ..workers.attention import KVCache
 from ..workers.collective import Call, Collective
 from ..workers.device_step.draft import DeviceHead
 from ..workers.device_step.seats import DeviceSeats, SeatSizes
+from ..workers.device_step.service import DeviceStep
 from ..workers.device_step.shape import Sampler, StepShape, smallest
-from ..workers.device_step.step import DeviceStep
 from ..workers.head import HeadRunner
 from ..workers.model.bridge import BridgeRunner, build_meta, fuse_norms, shrink_heads, tied_names
 from ..workers.model.bridge import tp_hints as hints_of

@@ -1,6 +1,6 @@
 """`outrider train`: trains heads and draft models for a target.
 
-Every method of `training/registry.py` has a command; its options are the fields of the run's
+Every method of `training/options.py` has a command; its options are the fields of the run's
 settings and of the method's own.
 """
 
@@ -34,12 +34,12 @@ class Methods(Group):
     """A command per training method, made when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        from ..training.registry import METHODS
+        from ..training.options import METHODS
 
         return list(METHODS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        from ..training.registry import METHODS
+        from ..training.options import METHODS
 
         if cmd_name not in METHODS:
             return None
@@ -55,8 +55,7 @@ app = typer.Typer(
 
 def _command(method: str) -> Any:
     """The function of a method's command, with a parameter for every field of its settings."""
-    from ..training.options import TrainingOptions
-    from ..training.registry import METHODS
+    from ..training.options import METHODS, TrainingOptions
 
     entry = METHODS[method]
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -80,8 +79,7 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     """Runs a method; prints a table at the end, or the command that resumes."""
     from ..config import parse
     from ..training.loop import train
-    from ..training.options import TrainingOptions
-    from ..training.registry import METHODS
+    from ..training.options import METHODS, TrainingOptions
     from ..training.report import acceptance_table
 
     out = given["out"]

@@ -23,8 +23,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from ..training.loop import train
-from ..training.options import TrainingOptions
-from ..training.registry import METHODS
+from ..training.options import METHODS, TrainingOptions
 from .checkpoints import TARGET_DIR, WORK_DIR
 from .corpus import collect_files, training_files
 from .train_draft import PROMPT_TOKENS, WINDOW_TOKENS, continue_greedily

@@ -1,7 +1,7 @@
 """The `Method` records of all drafters, looked up by configuration section.
 
 A record is all that the rest of the system uses of a drafter, and this file is the only list of
-them. Training methods are registered by section in `training/registry.py`, since `training/` is
+them. Training methods are registered by section in `training/options.py`, since `training/` is
 above this layer.
 """
 

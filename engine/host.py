@@ -25,8 +25,7 @@ from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
 from ..drafters.protocol import blocks_per_outcome
 from ..errors import ConfigError, OutriderError
-from ..workers.group import GroupDraftModel, LocalGroup, WorkerGroup, agreed_blocks
-from ..workers.group_head import GroupHead
+from ..workers.group import GroupDraftModel, GroupHead, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.spec import ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
 from .preflight import check_drafter, check_models

@@ -34,10 +34,9 @@ from .data import (
     split,
 )
 from .generate import Writer, prompts_of, write_all
-from .options import TrainingOptions
+from .options import METHODS, TrainingOptions
 from .parallel import Ranks, Stop, run
 from .protocol import FrozenTarget, Losses, Method
-from .registry import METHODS
 from .report import Bar, Score, Scores, as_row, from_row, plot_log
 
 _OWN_HELDOUT = 16  # one held-out generated text per so many training ones,

@@ -5,12 +5,19 @@ Imports no torch, so that `outrider train --help` and the check of its options a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ..config import Strict
+
+if TYPE_CHECKING:
+    from .protocol import FrozenTarget, Method
 
 MICRO_BATCH = 4  # default number of windows per forward
 
@@ -288,3 +295,40 @@ class PARDOptions(DraftOptions):
     mask_token_id: int | None = Field(None, ge=0)
     """Token that is the mask; default the rarest of the text, or that of 'init'."""
     max_draft_len: Annotated[MaxDraftLen, Field(le=64)] = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A training method."""
+
+    method: str  # module and class, in `methods/`
+    options: type[Strict]
+    adam_lr: float = 1e-3
+    muon_lr: float = 1e-2
+
+    @property
+    def summary(self) -> str:
+        """The first line of what its options say of it, for the help of the command line."""
+        return (self.options.__doc__ or "").partition("\n")[0]
+
+    def build(self, options: Any, target: FrozenTarget) -> Method:
+        """The method with these options, of the type that the entry has."""
+        module, _, kind = self.method.partition(".")
+        found = import_module(f".methods.{module}", __package__)
+        return getattr(found, kind)(options, target)
+
+
+METHODS: Mapping[str, Entry] = MappingProxyType(
+    {
+        "medusa": Entry("medusa.MedusaMethod", MedusaOptions, muon_lr=2e-2),
+        "draft": Entry("draft.DraftMethod", DraftOptions, adam_lr=3e-3, muon_lr=2e-2),
+        "pard": Entry("draft.PARDMethod", PARDOptions, adam_lr=3e-3, muon_lr=2e-2),
+        "eagle": Entry("eagle.EagleMethod", EagleOptions),
+        "eagle3": Entry("eagle.Eagle3Method", Eagle3TrainOptions),
+        "peagle": Entry("eagle.PEagleMethod", PEagleOptions),
+        "dflash": Entry("dflash.DFlashMethod", DFlashTrainOptions),
+        "dspark": Entry("dflash.DSparkMethod", DSparkTrainOptions),
+        "mtp": Entry("mtp.MTPMethod", MTPOptions),
+        "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
+    }
+)

@@ -1,6 +1,6 @@
 """The base of a training method: a module, its loss on a batch, its exported files.
 
-One file per method derives from `Method`, and `registry.py` lists them. The modules are the ones
+One file per method derives from `Method`, and `options.py` lists them. The modules are the ones
 used for serving (`drafters/heads/`), with another attention. `FrozenTarget` is what they learn
 from.
 """

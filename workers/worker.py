@@ -38,8 +38,7 @@ from .model.fit import (
     check_weights,
 )
 from .model.info import ModelInfo
-from .model.offload import Offloaded, trim
-from .model.paged import ForwardChoice, PagedModel
+from .model.paged import ForwardChoice, Offloaded, PagedModel, trim
 from .model.stages import Stage
 from .model.target import load_model
 from .remote_head import RemoteHeadWorker

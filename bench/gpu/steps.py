@@ -31,8 +31,8 @@ from ...scheduler.types import Opening, SeatSettings, StepPlan, ints
 from ...workers.attention import KVCache, KVShape
 from ...workers.device_step.draft import DeviceHead
 from ...workers.device_step.seats import DeviceSeats, SeatSizes
+from ...workers.device_step.service import DeviceStep
 from ...workers.device_step.shape import StepShape
-from ...workers.device_step.step import DeviceStep
 from ...workers.head import HeadRunner
 from ...workers.model.family import FamilyModel
 from ...workers.ops import PlannedOps

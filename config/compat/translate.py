@@ -21,10 +21,10 @@ from ...errors import ConfigError
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
 from ..strict import check_foreign_names, nearest, unknown_key, unknown_name
-from .conversions import INTERIM, Keys
 from .table import (
     DIALECTS,
     ENGINE,
+    INTERIM,
     LLAMA_CPP,
     SECTION,
     SGLANG,
@@ -34,6 +34,7 @@ from .table import (
     Dialect,
     Entry,
     Ignored,
+    Keys,
     Only,
     Refused,
     To,

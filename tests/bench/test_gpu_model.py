@@ -22,8 +22,8 @@ from outrider.workers.attention import KVCache
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.draft import DeviceHead
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
+from outrider.workers.device_step.service import DeviceStep
 from outrider.workers.device_step.shape import Sampler, StepShape
-from outrider.workers.device_step.step import DeviceStep
 from outrider.workers.head import HeadService
 from outrider.workers.model.paged import ForwardChoice
 from outrider.workers.model.target import load_model

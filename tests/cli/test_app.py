@@ -15,7 +15,7 @@ from outrider.cli.options import EngineOptions
 from outrider.cluster.serve.args import ServeConfig
 from outrider.config import EngineConfig, NGramModConfig
 from outrider.scheduler.sampling import SamplingParams
-from outrider.training.registry import METHODS
+from outrider.training.options import METHODS
 
 COMMANDS = ("serve", "generate", "chat", "bench", "check")
 

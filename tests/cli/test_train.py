@@ -10,8 +10,7 @@ import typer
 
 from outrider.cli import train as command
 from outrider.training import state
-from outrider.training.options import TrainingOptions
-from outrider.training.registry import METHODS
+from outrider.training.options import METHODS, TrainingOptions
 
 QUICK = ("--steps", 2, "--window", 16, "--batch", 2, "--eval-windows", 2, "--threads", 1)
 

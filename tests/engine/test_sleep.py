@@ -17,7 +17,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.weights import DrafterChange
 from outrider.errors import CheckpointError, InvalidRequestError
 from outrider.scheduler.types import Request, ints
-from outrider.workers.model.offload import Offloaded, storages_of
+from outrider.workers.model.paged import Offloaded, storages_of
 
 from ..helpers.eagle import section as eagle_section
 from ..helpers.engines import Box, complete, engine_of, plain_outputs, random_prompts

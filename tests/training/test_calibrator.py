@@ -26,9 +26,8 @@ from outrider.drafters.registry import method_of
 from outrider.errors import ConfigError
 from outrider.scheduler.types import ints
 from outrider.training.calibration import Calibrator
-from outrider.training.options import PARDOptions, PEagleOptions
+from outrider.training.options import METHODS, PARDOptions, PEagleOptions
 from outrider.training.protocol import FrozenTarget, Windows
-from outrider.training.registry import METHODS
 
 from ..helpers.dflash_training import teach_block
 from ..helpers.engines import complete, engine_of

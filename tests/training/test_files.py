@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from outrider.config import EagleConfig, parse
 from outrider.drafters.heads.eagle_head import read_eagle
-from outrider.training.registry import METHODS
+from outrider.training.options import METHODS
 
 from .conftest import VOCAB_SIZE
 

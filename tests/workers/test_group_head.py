@@ -8,7 +8,7 @@ import pytest
 
 from outrider.drafters.protocol import HeadAnswer, HeadAsk
 from outrider.errors import WorkerDiedError, WorkerError
-from outrider.workers.group_head import GroupHead
+from outrider.workers.group import GroupHead
 from outrider.workers.spec import RankLocation
 from outrider.workers.transport.channel import (
     LinkOffer,

@@ -37,8 +37,7 @@ from ....engine.weights import DrafterChange, checked_mode, checked_sleep, check
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from ....scheduler.sampling import shortened
 from .. import page
-from ..access.access import Access, current
-from ..access.gate import AccessGate
+from ..access.access import Access, AccessGate, current
 from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
 from ..telemetry import Tracing
 from . import chat, completions, errors, messages, responses

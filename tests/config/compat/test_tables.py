@@ -8,8 +8,7 @@ import pytest
 
 from outrider.config import SECTIONS, EngineConfig
 from outrider.config.compat import table
-from outrider.config.compat.conversions import INTERIM
-from outrider.config.compat.table import DIALECTS, ENGINE, Ignored, Only, Refused, To
+from outrider.config.compat.table import DIALECTS, ENGINE, INTERIM, Ignored, Only, Refused, To
 from outrider.config.compat.translate import fields_of, own_name, translate_engine
 from outrider.config.strict import read_yaml
 from outrider.errors import ConfigError

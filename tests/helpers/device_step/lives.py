@@ -144,7 +144,7 @@ def emitted(loop, requests, seed) -> dict[str, tuple[int, ...]]:
 
 
 def make(kind, model, drafting, num_blocks, *, on_device, **keys):
-    speculative = {"decoding_type": "NGram", "max_draft_len": 6}
+    speculative = {"decoding_type": "NGram", "adaptive_draft_len": False, "max_draft_len": 6}
     options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 24, **keys}
     config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
     appends = kind is OverlapLoop

@@ -8,7 +8,7 @@ import torch
 from outrider.scheduler.types import Draft, Opening, SeatSettings, StepPlan, ints
 from outrider.workers.attention import KVCache
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
-from outrider.workers.device_step.step import DeviceStep
+from outrider.workers.device_step.service import DeviceStep
 from outrider.workers.seats import Seats, gather
 
 CPU = torch.device("cpu")

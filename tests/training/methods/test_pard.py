@@ -10,7 +10,7 @@ import torch
 from outrider.config import PARDConfig
 from outrider.drafters.pard import mask_token
 from outrider.errors import ConfigError
-from outrider.training.methods.pard import MaskRows, PARDMethod
+from outrider.training.methods.draft import MaskRows, PARDMethod
 from outrider.training.options import PARDOptions
 from outrider.training.protocol import Windows
 

@@ -38,8 +38,8 @@ from outrider.workers.attention import KVCache
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.draft import DeviceHead, head_obstacle
 from outrider.workers.device_step.seats import DeviceSeats
+from outrider.workers.device_step.service import DeviceStep
 from outrider.workers.device_step.shape import all_shapes
-from outrider.workers.device_step.step import DeviceStep
 from outrider.workers.head import HeadService
 from outrider.workers.model.target import load_model
 

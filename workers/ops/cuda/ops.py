@@ -1,6 +1,15 @@
 """`Ops` on a GPU: Triton kernels, and torch's own products (cuBLAS).
 
 `plan` is made on the host like everywhere; every other verb can be captured in a CUDA graph.
+
+Before attention, one program for each head of each row prepares queries and keys with their norms
+and rotation, and puts keys and values into their slots. Queries go to a tensor of their own,
+because a program that wrote them back into `joined` could overwrite what another of its threads has
+yet to read.
+
+Two more kernels edit logits of the device step (biases, forbidden ends, penalties; as
+`workers/verify/process.py` does) and take log-probabilities. A program whose row's request asks for
+none of them ends after a few loads, so that a captured step can always contain both.
 """
 
 from __future__ import annotations
@@ -16,7 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention import KVCache
-from ...verify.device_settings import DeviceEdits, DeviceSettings
+from ...verify import device_settings as words_of
+from ...verify.device_settings import (
+    MAX_BIASES,
+    MAX_ENDS,
+    MAX_TOP,
+    NUM_WORDS,
+    PROMPT,
+    DeviceEdits,
+    DeviceSettings,
+)
 from ..plan import PagedStep
 from ..protocol import (
     AttentionSpec,
@@ -33,11 +51,358 @@ from ..quantised import QuantisedTensor
 from ..reference import ReferenceOps, prepared_heads, route, route_by_row
 from . import elementwise
 from .attention import FIXED, attend, warm_up
-from .draw import draw, gumbel_argmax
-from .edit import edit, logprobs
+from .draw import draw, gumbel_argmax, num_parts, share
+from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
-from .prepare import can_prepare, prepare_and_store
+
+
+@triton.jit
+def _factor(
+    heads, head, eps, columns, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr, NUM: tl.constexpr
+):
+    """One over the root mean square of a head, or of all `NUM` heads if `WIDE` is not 0."""
+    if WIDE:
+        every = tl.arange(0, WIDE)
+        wide = tl.load(heads + every, mask=every < NUM * HEAD_DIM, other=0.0).to(tl.float32)
+        mean = tl.sum(wide * wide, axis=0) / (NUM * HEAD_DIM)
+    else:
+        wide = tl.load(heads + head * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
+        wide = wide.to(tl.float32)
+        mean = tl.sum(wide * wide, axis=0) / HEAD_DIM
+    return tl.rsqrt(mean + eps)
+
+
+@triton.jit
+def _normed(wide, factor, weight, columns, mask, kind: tl.constexpr):
+    """Elements `columns` of a head times `factor` and the norm's weights, rounded."""
+    wide = wide * factor
+    if weight is not None:
+        wide = wide * tl.load(weight + columns, mask=mask, other=0.0)
+    return wide.to(kind).to(tl.float32)
+
+
+@triton.jit
+def _prepared(
+    heads,  # [NUM, HEAD_DIM] of one row
+    head,
+    cos,  # [ROTARY_DIM / 2] of that row
+    sin,
+    weight,
+    eps,
+    NUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_BEGIN: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # [BLOCK] float32
+    """One head as attention reads it."""
+    kind: tl.constexpr = heads.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HEAD_DIM
+    place = heads + head * HEAD_DIM
+    wide = tl.load(place + columns, mask=mask, other=0.0).to(tl.float32)
+    weights = weight
+    factor = 1.0
+    if NORM and not NORM_AFTER:
+        factor = _factor(heads, head, eps, columns, HEAD_DIM, WIDE, NUM)
+        if WIDE:
+            if weight is not None:
+                weights = weight + head * HEAD_DIM
+        wide = _normed(wide, factor, weights, columns, mask, kind)
+    if ROTARY_DIM:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        local = columns - ROTARY_BEGIN
+        turned = (local >= 0) & (local < ROTARY_DIM)
+        lower = local < HALF
+        partner = tl.where(lower, columns + HALF, columns - HALF)
+        other = tl.load(place + partner, mask=turned, other=0.0).to(tl.float32)
+        if NORM and not NORM_AFTER:
+            other = _normed(other, factor, weights, partner, turned, kind)
+        angle = tl.where(lower, local, local - HALF)
+        along = tl.load(cos + angle, mask=turned, other=1.0)
+        across = tl.load(sin + angle, mask=turned, other=0.0)
+        wide = wide * along + other * tl.where(lower, -across, across)
+        wide = wide.to(kind).to(tl.float32)
+    if NORM and NORM_AFTER:
+        factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / HEAD_DIM + eps)
+        wide = _normed(wide, factor, weights, columns, mask, kind)
+    return wide
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "slots"])
+def _prepare_kernel(
+    joined,  # [num_rows, joined width]: queries, keys, values
+    to_row,
+    cos,  # [num_rows, ROTARY_DIM / 2] float32
+    sin,
+    temperature,  # [num_rows] float32, or None
+    slots,  # [num_rows] int32; below 0: not stored
+    query,  # [num_rows, NUM_HEADS, HEAD_DIM], written
+    keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], written
+    values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM], written
+    QUERY_NORM: tl.constexpr, query_weight, query_eps,  # of `facts`
+    KEY_NORM: tl.constexpr, key_weight, key_eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROTARY_BEGIN: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
+    QUERY_WIDE: tl.constexpr,
+    KEY_WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    begin = joined + row * to_row
+    kind: tl.constexpr = joined.dtype.element_ty
+    half = row * (ROTARY_DIM // 2)
+    if lane < NUM_HEADS:
+        wide = _prepared(
+            begin, lane, cos + half, sin + half, query_weight, query_eps,
+            NUM_HEADS, HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, QUERY_NORM, NORM_AFTER, QUERY_WIDE,
+            BLOCK,
+        )  # fmt: skip
+        if temperature is not None:
+            wide = wide * tl.load(temperature + row)
+        place = query + (row * NUM_HEADS + lane) * HEAD_DIM + columns
+        tl.store(place, wide.to(kind), mask=columns < HEAD_DIM)
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        if lane < NUM_HEADS + NUM_KV_HEADS:
+            head = lane - NUM_HEADS
+            wide = _prepared(
+                begin + NUM_HEADS * HEAD_DIM, head, cos + half, sin + half, key_weight, key_eps,
+                NUM_KV_HEADS, HEAD_DIM, ROTARY_BEGIN, ROTARY_DIM, KEY_NORM, NORM_AFTER, KEY_WIDE,
+                BLOCK,
+            )  # fmt: skip
+            place = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + columns
+            tl.store(place, wide.to(kind), mask=columns < tl.where(slot >= 0, HEAD_DIM, 0))
+        else:
+            head = lane - NUM_HEADS - NUM_KV_HEADS
+            wanted = tl.arange(0, BLOCK_V)
+            source = begin + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + head * VALUE_DIM
+            value = tl.load(source + wanted, mask=wanted < VALUE_DIM, other=0.0)
+            target = values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + wanted
+            tl.store(target, value, mask=wanted < tl.where(slot >= 0, VALUE_DIM, 0))
+
+
+def prepare_and_store(
+    joined: Tensor,  # [num_rows, spec.joined_width]
+    rotation: Rotation | None,
+    temperature: Tensor | None,  # [num_rows] float32
+    plan: PagedStep,
+    keys: Tensor,  # [num_slots, num_kv_heads, head_dim], written
+    values: Tensor,  # [num_slots, num_kv_heads, value_dim], written
+    spec: AttentionSpec,
+) -> Tensor:  # [num_rows, num_heads, head_dim]
+    """Queries as attention reads them; keys and values are in their slots afterwards."""
+    num_rows = joined.shape[0]
+    assert joined.shape == (num_rows, spec.joined_width), (joined.shape, spec)
+    assert joined.stride(1) == 1, joined.stride()
+    assert keys.is_contiguous(), keys.stride()
+    assert values.is_contiguous(), values.stride()
+    query = torch.empty(
+        (num_rows, spec.num_heads, spec.head_dim), dtype=joined.dtype, device=joined.device
+    )
+    rotary_dim, cos, sin = 0, plan.positions, plan.positions  # unused without rotation
+    if rotation is not None and spec.rotary_dim:
+        rotary_dim, (cos, sin) = spec.rotary_dim, rotation
+        assert cos.shape == (num_rows, rotary_dim // 2), (cos.shape, spec)
+    num_lanes = spec.num_heads + spec.num_kv_heads * (1 if spec.shared_values else 2)
+    wide = [
+        triton.next_power_of_2(heads * spec.head_dim) if spec.norms_all_heads else 0
+        for heads in (spec.num_heads, spec.num_kv_heads)
+    ]
+    if num_rows:
+        _prepare_kernel[(num_rows, num_lanes)](
+            joined, joined.stride(0), cos, sin, temperature, plan.slots,
+            query, keys, values, *facts(spec.query_norm), *facts(spec.key_norm),
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim,
+            spec.rotary_begin, rotary_dim, spec.norms_after_rotation, *wide,
+            triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim),
+            num_warps=1,
+        )  # fmt: skip
+    return query
+
+
+def can_prepare(spec: AttentionSpec) -> bool:
+    """Whether the kernel covers the layer: no architecture norms all heads after rotating them."""
+    normed = spec.query_norm is not None or spec.key_norm is not None
+    return not (normed and spec.norms_all_heads and spec.norms_after_rotation)
+
+
+_BLOCK = 1024
+_REPETITION = tl.constexpr(words_of.REPETITION)
+_FREQUENCY = tl.constexpr(words_of.FREQUENCY)
+_PRESENCE = tl.constexpr(words_of.PRESENCE)
+_MIN_LEN = tl.constexpr(words_of.MIN_LEN)
+_NUM_LOGPROBS = tl.constexpr(words_of.NUM_LOGPROBS)
+_NUM_BIASES = tl.constexpr(words_of.NUM_BIASES)
+_NUM_ENDS = tl.constexpr(words_of.NUM_ENDS)
+_WORDS = tl.constexpr(NUM_WORDS)
+_BIASES = tl.constexpr(MAX_BIASES)
+_ENDS = tl.constexpr(MAX_ENDS)
+_TOP = tl.constexpr(MAX_TOP)
+_BITS = tl.constexpr(words_of.WORD_BITS)
+_PROMPT = tl.constexpr(PROMPT)
+
+
+@triton.jit
+def _double(word):  # pointer to two int32 words -> float64
+    low = tl.load(word).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(word + 1).to(tl.int64) << 32
+    return (high | low).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _edit_kernel(
+    logits,  # [num_rows, vocab] float32, written
+    seats,  # [num_seqs] int64
+    positions,  # [num_rows] int32
+    ancestors,  # [num_rows, WORDS] int64
+    nodes,  # [num_seqs, NODES] int32
+    words,  # [num_seats, _WORDS] int32
+    bias_ids,  # [num_seats, _BIASES] int32
+    biases,  # [num_seats, _BIASES] float32
+    ends,  # [num_seats, _ENDS] int32
+    counts,  # [num_seats, vocab] int32
+    vocab,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq = row // (NODES + 1)
+    seat = tl.load(seats + seq)
+    own = words + seat * _WORDS
+    num_biases = tl.load(own + _NUM_BIASES)
+    num_ends = tl.load(own + _NUM_ENDS)
+    if tl.load(own + _MIN_LEN) <= tl.load(positions + row) + 1:
+        num_ends = 0
+    repetition, frequency = _double(own + _REPETITION), _double(own + _FREQUENCY)
+    presence = _double(own + _PRESENCE)
+    penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+    if (num_biases + num_ends > 0) | penalised:
+        first, end = share(part, vocab, PARTS, BLOCK)
+        for begin in range(first, end, BLOCK):
+            token = begin + tl.arange(0, BLOCK)
+            inside = token < vocab
+            value = tl.load(logits + row * vocab + token, mask=inside, other=0.0)
+            for index in range(num_biases):
+                bias = tl.load(biases + seat * _BIASES + index)
+                chosen = token == tl.load(bias_ids + seat * _BIASES + index)
+                value = tl.where(chosen, value + bias, value)
+            for index in range(num_ends):
+                chosen = token == tl.load(ends + seat * _ENDS + index)
+                value = tl.where(chosen, float("-inf"), value)
+            if penalised:
+                held = tl.load(counts + seat * vocab + token, mask=inside, other=0)
+                count = held & (_PROMPT - 1)
+                for word in range(WORDS if NODES else 0):
+                    path = tl.load(ancestors + row * WORDS + word)
+                    for node in range(word * _BITS, tl.minimum((word + 1) * _BITS, NODES)):
+                        on_path = ((path >> (node - word * _BITS)) & 1) != 0
+                        chosen = on_path & (token == tl.load(nodes + seq * NODES + node))
+                        count += chosen.to(tl.int32)
+                seen = (held > 0) | (count > 0)
+                factor = tl.where(seen, repetition, 1.0).to(tl.float32)
+                less = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
+                scaled = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+                value = scaled - less.to(tl.float32)
+            tl.store(logits + row * vocab + token, value, mask=inside)
+
+
+@triton.jit
+def _block(logits, begin, vocab, BLOCK: tl.constexpr):
+    """Ids of neighbouring tokens, and a row's logits of them in float32."""
+    token = begin + tl.arange(0, BLOCK)
+    value = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
+    return token, value.to(tl.float32)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits,  # [num_rows, vocab]
+    tokens,  # [num_rows] int32
+    seats,  # [num_seqs] int64
+    words,  # [num_seats, _WORDS] int32
+    values,  # [num_rows, 1 + _TOP] float32, written
+    ids,  # [num_rows, 1 + _TOP] int32, written: the token's rank first
+    vocab,
+    QUERY_LEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    num_top = tl.load(words + tl.load(seats + row // QUERY_LEN) * _WORDS + _NUM_LOGPROBS)
+    if num_top >= 0:
+        logits += row * vocab
+        peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+        for begin in range(0, vocab, BLOCK):
+            peaks = tl.maximum(peaks, _block(logits, begin, vocab, BLOCK)[1])
+        peak = tl.max(peaks, axis=0)
+        chosen = tl.load(tokens + row)
+        own = tl.load(logits + chosen).to(tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        ahead = tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, vocab, BLOCK):
+            token, value = _block(logits, begin, vocab, BLOCK)
+            sums += tl.exp(value - peak)
+            is_ahead = (value > own) | ((value == own) & (token < chosen))
+            ahead += (is_ahead & (token < vocab)).to(tl.int32)
+        log_sum = tl.log(tl.sum(sums, axis=0))
+        tl.store(ids + row * (1 + _TOP), 1 + tl.sum(ahead, axis=0))
+        tl.store(values + row * (1 + _TOP), own - peak - log_sum)
+        last, last_id = float("inf"), -1  # the ranking so far: by value, then lower id
+        for index in range(tl.minimum(num_top, vocab)):
+            best = tl.full([], float("-inf"), tl.float32)
+            best_id = vocab
+            for begin in range(0, vocab, BLOCK):
+                token, value = _block(logits, begin, vocab, BLOCK)
+                behind = (value < last) | ((value == last) & (token > last_id))
+                value = tl.where(behind & (token < vocab), value, float("-inf"))
+                top, lane = tl.max(value, axis=0, return_indices=True)
+                best_id = tl.where(top > best, begin + lane, best_id)
+                best = tl.maximum(best, top)
+            tl.store(values + row * (1 + _TOP) + 1 + index, best - peak - log_sum)
+            tl.store(ids + row * (1 + _TOP) + 1 + index, tl.minimum(best_id, vocab - 1))
+            last, last_id = best, best_id
+
+
+def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
+    """As `DeviceOps.edit_on_device`."""
+    num_rows, vocab = logits.shape
+    tables = edits.tables
+    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
+    _edit_kernel[(num_rows, parts)](
+        logits, edits.seats, edits.positions, edits.ancestors, edits.nodes, tables.words,
+        tables.bias_ids, tables.biases.view(torch.float32), tables.ends, tables.counts,
+        vocab, edits.nodes.shape[1], edits.ancestors.shape[1], parts, block,
+        enable_fp_fusion=False,  # products are rounded before they are added, as on the host
+    )  # fmt: skip
+
+
+def logprobs(logits: Tensor, tokens: Tensor, edits: DeviceEdits) -> tuple[Tensor, Tensor]:
+    """As `DeviceOps.logprobs_on_device`; rows that ask for none are unspecified."""
+    num_rows, vocab = logits.shape
+    values = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, 1 + MAX_TOP), dtype=torch.int32, device=logits.device)
+    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    _logprobs_kernel[(num_rows,)](
+        logits.contiguous(), tokens, edits.seats, edits.tables.words, values, ids, vocab,
+        edits.query_len, block,
+    )  # fmt: skip
+    return values, ids
+
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.cluster.serve.access.access import Access
-from outrider.cluster.serve.access.gate import route_below
+from outrider.cluster.serve.access.access import Access, route_below
 from outrider.config.access import AccessConfig, hash_of
 
 from .conftest import ADMIN, ALICE, BOB, access_config, bearer

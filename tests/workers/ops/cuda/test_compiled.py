@@ -213,7 +213,7 @@ def test_contests(compiled):
 
 @pytest.mark.parametrize("num_nodes", [0, 63, 200])
 def test_edits(compiled, num_nodes):
-    from outrider.workers.ops.cuda.edit import edit, logprobs
+    from outrider.workers.ops.cuda.ops import edit, logprobs
     from outrider.workers.verify.device_settings import (
         MAX_BIASES,
         MAX_ENDS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.tests.helpers.device_step.edited import check_edits
-from outrider.workers.ops.cuda import edit as fused
+from outrider.workers.ops.cuda import ops as fused
 from outrider.workers.ops.cuda.ops import CudaOps
 
 
