@@ -64,6 +64,7 @@ class TeacherForcedHead(HeadService):
         self, config: HeadConfig, model: PagedModel, path: Path, max_num_seqs: int
     ) -> None:
         super().__init__(config, model, path, max_num_seqs)
+        self.drop_program()  # it draws by itself
         self._texts: Sequence[IntArray] = ()
         self._chances: list[Tensor] = []  # per level, [num_rows]
         self._hits: list[Tensor] = []  # per level, [num_rows]

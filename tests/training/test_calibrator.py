@@ -55,7 +55,9 @@ def calibrator(prompts) -> Calibrator:
 
 
 def test_it_measures_what_serving_accepts(calibrator, prompts):
-    section = Eagle3Config(speculative_model=str(HEAD), max_draft_len=DEPTH)
+    section = Eagle3Config(
+        speculative_model=str(HEAD), max_draft_len=DEPTH, adaptive_draft_len=False
+    )
     with engine_of(str(TARGET), section.model_dump(mode="json")) as engine:
         outputs, last = complete(engine, prompts, max_tokens=NUM_TOKENS)
     measured = calibrator.measure(section, 10**6)

@@ -64,7 +64,8 @@ class Setup:
 
     def loop(self, kind, num_blocks: int, heads, *, on_device: bool):
         options = {"block_size": lives.BLOCK, "max_num_seqs": lives.SEATS}
-        options |= {"model": "m", "speculative_config": self.section, "max_num_batched_tokens": 64}
+        section = {"adaptive_draft_len": False, **self.section}
+        options |= {"model": "m", "speculative_config": section, "max_num_batched_tokens": 64}
         overlaps = kind is OverlapLoop
         scheduler = Scheduler(
             EngineConfig.load(options),
