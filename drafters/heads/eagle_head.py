@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ...config import Eagle3Config, EagleConfig, PEagleConfig
 from ...errors import ConfigError
 from ..pard import MASK_KEYS
-from .best_first import best_first_tree, ranked
 from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import LlamaModule, Temperature
 from .llama_files import LlamaReader
@@ -35,7 +34,7 @@ from .protocol import (
     TargetFacts,
     Trees,
 )
-from .tree_drafting import Level, TreeDraftingHead
+from .tree_drafting import Level, TreeDraftingHead, best_first_tree, ranked
 
 _RENAMED = {
     "fusion_fc.": "fc.",

@@ -3,7 +3,7 @@
 Head h (0-based) reads the target's last hidden state x (after the final norm) at position j and
 predicts the token at j + 2 + h: one or more blocks `x <- x + SiLU(W x + b)`, then an output layer.
 The draft is a static tree of ranks, which head d's likeliest tokens fill at level d, or the best
-tree under the heads' probabilities (`best_first.py`).
+tree under the heads' probabilities (`tree_drafting.py`).
 
 Source: Cai et al. 2024, arXiv:2401.10774. File layouts: the reference's and vLLM's.
 """
@@ -19,10 +19,9 @@ from torch.nn.functional import silu
 
 from ...config import MedusaConfig
 from ...errors import ConfigError
-from .best_first import best_first_tree, ranked
 from .load import Tensors
 from .protocol import DraftStart, HeadHost, LastStateHead, TargetFacts, Trees
-from .tree_drafting import fixed_tree
+from .tree_drafting import best_first_tree, fixed_tree, ranked
 
 _FILES = ("medusa_lm_head", "model", "pytorch_model")
 _PREFIX = re.compile(r"^(medusa_head|medusa_heads)\.")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.config import MedusaConfig, PEagleConfig, parse
-from outrider.drafters.heads.best_first import best_first_tree, ranked
+from outrider.drafters.heads.tree_drafting import best_first_tree, ranked
 from outrider.errors import ConfigError
 from outrider.tests.helpers.drafts import drafts_seen
 from outrider.tests.helpers.eagle import MaskReference

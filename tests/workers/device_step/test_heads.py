@@ -129,7 +129,7 @@ class DraftingTarget(InProcessTarget):
 
 def make(kind, model, section, head, num_blocks, *, on_device, vocab=0):
     options = {"block_size": BLOCK, "max_num_seqs": SEATS, "max_num_batched_tokens": 64}
-    section = {"adaptive_draft_len": False, **section}
+    section = section.model_copy(update={"adaptive_draft_len": False})
     config = EngineConfig.load({"model": "m", "speculative_config": section, **options})
     overlaps = kind is OverlapLoop
     scheduler = Scheduler(config, num_blocks, MAX_LEN, tree_drafts=True, ranks_append=overlaps)

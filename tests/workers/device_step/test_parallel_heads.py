@@ -64,7 +64,7 @@ class Setup:
 
     def loop(self, kind, num_blocks: int, heads, *, on_device: bool):
         options = {"block_size": lives.BLOCK, "max_num_seqs": lives.SEATS}
-        section = {"adaptive_draft_len": False, **self.section}
+        section = self.section.model_copy(update={"adaptive_draft_len": False})
         options |= {"model": "m", "speculative_config": section, "max_num_batched_tokens": 64}
         overlaps = kind is OverlapLoop
         scheduler = Scheduler(
