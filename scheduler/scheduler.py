@@ -384,7 +384,9 @@ class Scheduler:
             samples.append(is_last)
             depths.append(max(0, sequence.limit - num_tokens - 1))  # the bonus token is on top
             scored.append(num_chunk - is_last if sequence.scores else 0)
-        loads, saves = self._plan_states(rows)
+        loads, saves = NO_MOVES, NO_SAVES
+        if self.pool.checkpoints is not None:
+            loads, saves = self._plan_states(rows, self.pool.checkpoints)
         plan = self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own)
         if len(loads) or len(saves):
             plan = replace(plan, state_loads=loads, state_saves=saves)
@@ -401,11 +403,10 @@ class Scheduler:
             self.in_flight.append(batch)
         return batch
 
-    def _plan_states(self, rows: list[Row]) -> tuple[IntArray, IntArray]:
+    def _plan_states(
+        self, rows: list[Row], checkpoints: StateCheckpoints
+    ) -> tuple[IntArray, IntArray]:
         """`state_loads` and `state_saves` of the step of `rows`, before any has a seat for it."""
-        checkpoints = self.pool.checkpoints
-        if checkpoints is None:
-            return NO_MOVES, NO_SAVES
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int, int]] = []
         for index, (sequence, num_chunk, _, is_ahead) in enumerate(rows):

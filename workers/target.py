@@ -283,7 +283,9 @@ class TargetService:
             judges = plan.appends or (self._head is not None and self._head.on_every_rank)
             if rank != 0 and not judges:
                 return None
-            pooled = self._pooled(step, states.get(last), logits) if rank == 0 else {}
+            pooled: dict[str, Any] = {}
+            if rank == 0 and step.sampling.pools is not None:
+                pooled = self._pooled(step, states.get(last), logits, step.sampling.pools)
             verdict = (
                 verify(self._rule, step, logits)
                 if len(step.rows)
@@ -307,11 +309,10 @@ class TargetService:
         step: StepInput,
         states: Tensor | None,  # [num_tokens, hidden_size], behind the final norm
         logits: Tensor,  # [num_rows, vocab]
+        pools: NDArray[np.bool_],  # [num_seqs]
     ) -> dict[str, Any]:
         """What the verdict has of requests for embeddings or scores whose text is complete."""
-        if step.sampling.pools is None:
-            return {}
-        chosen = np.flatnonzero(step.sampling.pools & step.samples)
+        chosen = np.flatnonzero(pools & step.samples)
         if not len(chosen):
             return {}
         assert self._pooler is not None, "requests are checked for it"
