@@ -501,10 +501,10 @@ class TraceRun(Strict):
 class Trace(Strict):
     """What live engines recorded: `outrider bench --trace FILE`."""
 
-    version: Literal[1]
-    machine: dict[str, Any]
-    model: str
-    runs: tuple[TraceRun, ...]
+    version: Literal[1] = Field(description="Of the form of traces.")
+    machine: dict[str, Any] = Field(description="Where it was recorded.")
+    model: str = Field(description="Its folder or name.")
+    runs: tuple[TraceRun, ...] = Field(description="Of each drafter and number of streams.")
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Trace:

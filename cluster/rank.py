@@ -1,7 +1,7 @@
 """One rank as a Ray actor: a thin shell around `workers/worker.py`.
 
 Methods are called in this order: place, join, load, allocate (`rank_actors.py`), listen, lead of
-a node's first rank, sentinel (`backend.py`); of a spare first warm and, once it is needed,
+a node's first rank, sentinel (`ray_group.py`); of a spare first warm and, once it is needed,
 take_over. A rank that outlives its engine continues with renew and allocate for the next one.
 """
 

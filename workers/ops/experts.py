@@ -1,6 +1,6 @@
 """A mixture's experts on a CPU: routing and the chosen experts' sum, each one kernel.
 
-Small experts lie in panels and are computed by one call (`kernels/experts.py`). Large ones, of
+Small experts lie in panels and are computed by one call (`kernels/panels.py`). Large ones, of
 which a product is worth all threads, are packed one by one.
 """
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from .kernels import FLOAT, INT, VOID, Kernel, compiled
 from .kernels.elementwise import Activation
-from .kernels.experts import Pairs, Weights, mix_rows, mixing_bytes
-from .kernels.panels import FLOATS, UNIT, kind_of, panels_of
+from .kernels.panels import FLOATS, UNIT, Pairs, Weights, kind_of, mix_rows, mixing_bytes, panels_of
 from .protocol import Experts, Gate, Projection, Router, Scoring
 from .reference import sum_in_order
 
