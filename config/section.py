@@ -147,7 +147,8 @@ class SpeculationBase(Strict):
     def adapts(self) -> bool:
         """Whether drafts get shorter where that is faster."""
         if self.adaptive_draft_len is None:
-            return self.verification == "coupled" and self.shortens
+            cut = all(each.shortens for each in self.sections)
+            return self.verification == "coupled" and cut
         return self.adaptive_draft_len
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.config import EngineConfig
 from outrider.scheduler.budget import DraftLengths
 from outrider.workers.group import LocalGroup
 
@@ -67,3 +68,11 @@ def test_on_unless_a_fixed_length_is_asked_for(tiny):
         ) as engine:
             found = engine.stats()["speculation"]["adaptive"]
         assert (found and found["nodes"]) == ([1] * 5 if is_on else None), section
+
+
+def test_a_window_among_the_drafters_is_not_cut():
+    members = [{"decoding_type": "NGram"}, {"decoding_type": "Lookahead"}]
+    for used, adapts in ((members[:1] * 2, True), (members, False)):
+        section = {"decoding_type": "Compose", "members": used}
+        config = EngineConfig.load({"model": "m", "speculative_config": section})
+        assert config.speculative_config.adapts is adapts
