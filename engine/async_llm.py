@@ -6,7 +6,8 @@ Every request is a task of its own, as in a web application; the engine batches 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -16,10 +17,10 @@ from ..errors import InvalidRequestError, OutriderError, OverloadedError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta
 from .chat.template import Message
-from .frontend import LoRARequest, Prompt, RequestOptions
-from .llm import LLM, PromptLike, Run
+from .frontend import POOLED, LoRARequest, Prompt, RequestOptions
+from .llm import LLM, PromptLike, PromptRun, Run
 from .metrics import Metric
-from .outputs import RequestOutput
+from .outputs import Embedding, PooledOutput, RequestOutput, Score
 from .weights import PauseMode
 
 if TYPE_CHECKING:
@@ -151,6 +152,40 @@ class AsyncLLM:
         wish = await asyncio.to_thread(self._adapted, options, lora_request)
         async for output in self._outputs(parsed, sampling_params, request_id, wish):
             yield output
+
+    async def embed(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> PooledOutput:
+        """The embedding of a prompt; arguments and errors are those of `LLM.embed`."""
+        cut = self.llm.frontend.cut_of(dimensions)
+        parsed = await asyncio.to_thread(self.llm.text_to_embed, prompt, truncate_prompt_tokens)
+        job = await self._pooled(parsed, request_id, lora_request)
+        return job.pooled(Embedding(cut(job.vector).tolist()))
+
+    async def score(
+        self,
+        query: str,
+        document: str,
+        request_id: str | None = None,
+        *,
+        instruction: str | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> PooledOutput:
+        """The score of a document for a query; arguments and errors are those of `LLM.score`."""
+        for name, text in (("query", query), ("document", document)):
+            if not isinstance(text, str):
+                raise InvalidRequestError.at(name, f"a text, got {text!r}")
+        pair = await asyncio.to_thread(
+            self.llm.frontend.pair_prompt, query, document, instruction, "document"
+        )
+        job = await self._pooled(pair, request_id, lora_request)
+        return job.pooled(Score(float(job.vector[0])))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, if it runs; its last output has the finish reason "abort"."""
@@ -289,18 +324,41 @@ class AsyncLLM:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[RequestOutput]:
-        if request_id is not None and request_id in self._runs:
-            raise InvalidRequestError.at("request_id", f"{request_id!r} runs already")
         if sampling is None:
             sampling = self.llm.frontend.with_defaults(SamplingParams())
+        with self._running(prompt, sampling, request_id, options) as (run, _):
+            await run.begin()
+            async for output in run.arriving():
+                yield output
+
+    async def _pooled(
+        self, prompt: Prompt, request_id: str | None, adapter: LoRARequest | str | None
+    ) -> PromptRun:
+        """A finished request for an embedding or a score."""
+        options = await asyncio.to_thread(self._adapted, RequestOptions(pools=True), adapter)
+        with self._running(prompt, POOLED, request_id, options) as (run, job):
+            await run.begin()
+            async for _ in run.arriving():
+                pass
+        return job
+
+    @contextmanager
+    def _running(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        request_id: str | None,
+        options: RequestOptions | None,
+    ) -> Iterator[tuple[_AsyncRun, PromptRun]]:
+        """A run of one request, known by its id; leaving aborts it where it has not ended."""
+        if request_id is not None and request_id in self._runs:
+            raise InvalidRequestError.at("request_id", f"{request_id!r} runs already")
         run = _AsyncRun(self.llm)
         job = run.add(prompt, sampling, options, request_id)
         name = request_id or job.id
         self._runs[name] = run
         try:
-            await run.begin()
-            async for output in run.arriving():
-                yield output
+            yield run, job
         finally:
             del self._runs[name]
             run.abort()

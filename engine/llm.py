@@ -71,9 +71,10 @@ class PromptRun:
 
     @property
     def vector(self) -> FloatArray:  # [width]
-        """The embedding or score of a finished job that asked for one."""
+        """The embedding or score of a job that asked for one; raises `WorkerError` if aborted."""
         found = self.assemblers[0].pooled
-        assert found is not None, "it is finished"
+        if found is None:
+            raise WorkerError(f"the request {self.id!r} was aborted")
         return found
 
     def pooled(self, found: Embedding | Score) -> PooledOutput:
@@ -493,16 +494,19 @@ class LLM(Upkeep):
             InvalidRequestError: the model gives none, or a prompt or a setting is wrong.
             GenerationError, EngineDeadError: as `generate`.
         """
-        cut, limit = self.frontend.cut_of(dimensions), truncate_prompt_tokens
+        cut = self.frontend.cut_of(dimensions)
+        given = [self.text_to_embed(each, truncate_prompt_tokens) for each in _as_list(prompts)]
+        jobs = self._pool(given, lora_request, use_tqdm=use_tqdm)
+        return [job.pooled(Embedding(cut(job.vector).tolist())) for job in jobs]
+
+    def text_to_embed(self, prompt: PromptLike, truncate_prompt_tokens: int | None) -> Prompt:
+        """The tokens of a prompt for `embed`; raises `InvalidRequestError`."""
+        limit = truncate_prompt_tokens
         if limit is not None and (type(limit) is not int or limit < -1 or limit == 0):
             raise InvalidRequestError.at(
                 "truncate_prompt_tokens", f"a number above 0, or -1 (got {limit!r})"
             )
-        given = [
-            self.frontend.truncated(self.prompt(each), limit, POOLED) for each in _as_list(prompts)
-        ]
-        jobs = self._pool(given, lora_request, use_tqdm=use_tqdm)
-        return [job.pooled(Embedding(cut(job.vector).tolist())) for job in jobs]
+        return self.frontend.truncated(self.prompt(prompt), limit, POOLED)
 
     def score(
         self,

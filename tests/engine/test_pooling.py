@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,9 @@ from transformers import (
     Qwen3Model,
 )
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.engine.frontend import RequestOptions
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, WorkerError
 from outrider.tests.helpers import pooling as models
 
 TEXTS = ["def main():", "the quick brown fox jumps over the lazy dog " * 3, "x", "class A:\n    b"]
@@ -136,6 +138,46 @@ def test_scores_of_a_layer(classifier, size):
             with pytest.raises(InvalidRequestError) as error:
                 llm.score(queries, documents)
             assert error.value.field == field
+
+
+def test_from_an_event_loop(embedding, reranker):
+    """Many at once give what `LLM` gives; an abort and a wrong setting are errors by name."""
+    settings = {"executor": "local", "num_kv_blocks": 128, "device": "cpu", "dtype": "float32"}
+
+    async def embeddings() -> None:
+        async with AsyncLLM(str(embedding), **settings) as llm:
+            found = await asyncio.gather(*(llm.embed(text, dimensions=16) for text in TEXTS))
+            alone = llm.llm.embed(TEXTS, dimensions=16, use_tqdm=False)
+            np.testing.assert_allclose(vectors(found), vectors(alone), atol=2e-5)
+            for name, wrong in (("dimensions", 65), ("truncate_prompt_tokens", 0)):
+                with pytest.raises(InvalidRequestError) as error:
+                    await llm.embed("x", **{name: wrong})
+                assert error.value.field == name
+            await llm.pause_generation("keep")
+            waiting = asyncio.create_task(llm.embed("x", "mine"))
+            while "mine" not in llm._runs:
+                await asyncio.sleep(0.01)
+            await llm.abort("mine")
+            with pytest.raises(WorkerError, match="'mine' was aborted"):
+                await waiting
+            await llm.resume_generation()
+            with pytest.raises(InvalidRequestError, match="gives no scores"):
+                await llm.score("q", "d")
+
+    async def scores() -> None:
+        async with AsyncLLM(str(reranker), **settings) as llm:
+            found = await asyncio.gather(*(llm.score("q", each) for each in DOCUMENTS))
+            alone = llm.llm.score("q", DOCUMENTS, use_tqdm=False)
+            np.testing.assert_allclose(
+                [each.outputs.score for each in found], [each.outputs.score for each in alone],
+                atol=2e-5,
+            )  # fmt: skip
+            with pytest.raises(InvalidRequestError) as error:
+                await llm.score("q", 7)
+            assert error.value.field == "document"
+
+    asyncio.run(embeddings())
+    asyncio.run(scores())
 
 
 def test_other_weights(classifier, tmp_path):
