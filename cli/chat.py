@@ -2,25 +2,27 @@
 
 Works at a terminal and with piped stdin, one message a line. `/stats`, `/reset` and `/exit` are
 commands; Ctrl-C ends the answer, a second one the conversation. What a model thinks goes to stderr,
-dimmed, and is no part of the conversation.
+dimmed, and is no part of the conversation. At a terminal, drafted tokens have their drafter's
+colour, and a line after each answer counts them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..engine.chat.reader import Content, Event, Reasoning
 from ..errors import ConfigError, OutriderError
-from .console import aside, err, fail, note, write
+from .console import Origins, aside, err, fail, note, out, write
 from .files import stdin_lines
 from .options import EngineOptions, SamplingOptions
-from .running_server import RunningServer, drafter_lines
+from .running_server import Piece, RunningServer, drafter_lines
 from .session import prepare
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from ..engine.chat.reader import Parser
 
 Message = dict[str, str]
-Piece = tuple[str, bool]  # text, and whether it is reasoning
 _HELP = "/stats shows the drafters' figures, /reset forgets the conversation, /exit ends it."
 
 
@@ -40,6 +41,7 @@ class Local:
     sampling: SamplingOptions
     raw: bool  # no chat template: the conversation's text is the prompt
     adapter: str | None = None
+    traces: bool = False  # pieces have the steps that made them
 
     def answer(self, messages: list[Message]) -> Iterator[Piece]:
         frontend = self.llm.frontend
@@ -49,14 +51,21 @@ class Local:
         else:
             prompt = frontend.chat_prompt(messages)
             parser = frontend.chat.parser(prompt.text or "", ())
-        num_shown = 0
+        num_shown = num_steps = 0
         ready = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
         from ..engine.frontend import RequestOptions
+        from ..scheduler.types import SpeculationOptions
 
-        options = RequestOptions(shown_ids=frontend.chat.shown_ids if parser else frozenset())
+        options = RequestOptions(
+            speculation=SpeculationOptions(trace=self.traces),
+            shown_ids=frontend.chat.shown_ids if parser else frozenset(),
+        )
         params = self.sampling.params()
         for output in self.llm.stream(ready, params, lora_request=self.adapter, options=options):
-            text = output.outputs[0].text
+            text, steps = output.outputs[0].text, output.outputs[0].speculation_trace or ()
+            if len(steps) > num_steps:
+                yield Piece("", trace=steps[num_steps:])
+                num_steps = len(steps)
             if len(text) > num_shown:
                 yield from _read(parser, text[num_shown:])
                 num_shown = len(text)
@@ -67,14 +76,81 @@ class Local:
         return drafter_lines(self.llm.stats()["drafters"])
 
 
+class Painter:
+    """Shows an answer with its drafted tokens in their drafter's colour, and counts them."""
+
+    def __init__(self) -> None:
+        self._origins = Origins()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the answer before."""
+        self._waiting: list[tuple[str, str]] = []  # texts of tokens to come, and their origins
+        self._num_tokens = self._num_steps = self._num_drafted = self._num_accepted = 0
+        self._begun_s = time.perf_counter()
+
+    def take(self, trace: Sequence[dict[str, Any]]) -> None:
+        """Steps, before their text or with it."""
+        for step in trace:
+            self._num_steps += 1
+            self._num_tokens += len(step["tokens"])
+            self._num_drafted += len(step["draft"])
+            self._num_accepted += sum(guess["accepted"] for guess in step["draft"])
+            self._waiting += [(token["text"], token["origin"]) for token in step["tokens"]]
+
+    def runs(self, text: str) -> list[tuple[str, str]]:
+        """`text` in parts, each with its origin; what a parser left out before it is dropped."""
+        at = "".join(part for part, _ in self._waiting).find(text)
+        if at < 0:
+            return [(text, "target")]
+        found, end = [], at + len(text)
+        for index, (part, origin) in enumerate(self._waiting):
+            if shown := part[max(at, 0) : max(end, 0)]:
+                found.append((shown, origin))
+            if len(part) > end:
+                self._waiting[: index + 1] = [(part[max(end, 0) :], origin)]
+                return found
+            at, end = at - len(part), end - len(part)
+        self._waiting.clear()
+        return found
+
+    def show(self, text: str) -> None:
+        """Writes a piece."""
+        from rich.text import Text
+
+        parts = [(part, self._style(origin)) for part, origin in self.runs(text)]
+        out().print(Text.assemble(*parts), end="", soft_wrap=True)
+
+    def note(self) -> None:
+        """A line about the answer: its counts, and the colours' meaning."""
+        from rich.text import Text
+
+        if not self._num_steps:
+            return
+        line = Text(style="dim")
+        seconds = time.perf_counter() - self._begun_s
+        line.append(
+            f"{self._num_tokens} tokens in {self._num_steps} steps, "
+            f"{self._num_tokens / max(seconds, 1e-9):.1f} tokens/s; "
+            f"accepted {self._num_accepted} of {self._num_drafted} drafted"
+        )
+        for origin, style in self._origins.styles.items():
+            line.append(f"  {origin}", style=style)
+        err().print(line, soft_wrap=True)
+
+    def _style(self, origin: str) -> str:
+        return "" if origin == "target" else self._origins.style(origin)
+
+
 @dataclass
 class Conversation:
-    """The messages so far, and who answers: with text and whether it is reasoning, in pieces."""
+    """The messages so far, and who answers, in pieces."""
 
     answer: Callable[[list[Message]], Iterator[Piece]]
     stats: Callable[[], Iterable[str]]
     system: str | None
     shows_reasoning: bool = True
+    painter: Painter | None = None
     messages: list[Message] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -86,17 +162,13 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         thinks = False
+        if self.painter is not None:
+            self.painter.begin()
         try:
-            for piece, is_reasoning in self.answer(self.messages):
-                if is_reasoning:
-                    thinks = True
-                    if self.shows_reasoning:
-                        aside(piece)
-                    continue
-                if thinks and not pieces and self.shows_reasoning:
-                    aside("\n\n")
-                pieces.append(piece)
-                write(piece)
+            for piece in self.answer(self.messages):
+                thinks = thinks or piece.is_reasoning
+                if self._show(piece, thinks and not pieces):
+                    pieces.append(piece.text)
         except BaseException:
             self.messages.pop()
             raise
@@ -105,7 +177,27 @@ class Conversation:
                 write("\n")
             elif thinks and self.shows_reasoning:
                 aside("\n")
+        if self.painter is not None:
+            self.painter.note()
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _show(self, piece: Piece, is_after_thought: bool) -> bool:
+        """Whether the piece is a part of the answer proper."""
+        if self.painter is not None:
+            self.painter.take(piece.trace)
+        if not piece.text:
+            return False
+        if piece.is_reasoning:
+            if self.painter is not None:
+                self.painter.runs(piece.text)
+            if self.shows_reasoning:
+                aside(piece.text)
+            return False
+        if is_after_thought and self.shows_reasoning:
+            aside("\n\n")
+        show = write if self.painter is None else self.painter.show
+        show(piece.text)
+        return True
 
 
 def chat(
@@ -128,14 +220,23 @@ def chat(
     adapter: Annotated[
         str | None, typer.Option(help="One of --lora-modules; of a server: --model.")
     ] = None,
+    origins: Annotated[
+        bool | None,
+        typer.Option(
+            "--origins/--no-origins",
+            help="Colour tokens by drafter, and count them; default: at a terminal.",
+        ),
+    ] = None,
 ) -> None:
     """Talks with a model, several turns, streaming."""
     sampling.params()
+    interactive = sys.stdin.isatty()
+    painter = Painter() if (interactive if origins is None else origins) else None
     with ExitStack() as stack:
-        answer, stats = _partner(engine, sampling, url, api_key, raw, adapter, stack)
-        talk = Conversation(answer, stats, system, shows_reasoning=not hide_reasoning)
+        shows = painter is not None
+        answer, stats = _partner(engine, sampling, url, api_key, raw, adapter, stack, shows)
+        talk = Conversation(answer, stats, system, not hide_reasoning, painter)
         talk.reset()
-        interactive = sys.stdin.isatty()
         if interactive:
             note(_HELP)
         for line in _lines(interactive):
@@ -161,8 +262,9 @@ def _partner(
     raw: bool,
     adapter: str | None,
     stack: ExitStack,
+    traces: bool,
 ) -> tuple[Callable[[list[Message]], Iterator[Piece]], Callable[[], Iterable[str]]]:
-    """How to get an answer, and the statistics."""
+    """How to get an answer, with its steps if `traces`, and the statistics."""
     if url is not None:
         if raw:
             raise ConfigError.at("raw", "only for a model loaded here, not with --url")
@@ -172,7 +274,9 @@ def _partner(
         stack.callback(server.close)
         models = server.models()
         name = engine.served_model_name or engine.model or models[0]
-        given = sampling.given()
+        given: dict[str, Any] = sampling.given()
+        if traces and server.traces(name):
+            given["speculation"] = {"trace": True}
         return (lambda messages: server.chat(name, messages, **given)), server.stats_lines
     config = engine.resolve()
     prepare(config, stack, adapter=adapter)
@@ -180,14 +284,14 @@ def _partner(
 
     with err().status("Loading the model..."):
         llm = stack.enter_context(LLM.from_config(config))
-    local = Local(llm, sampling, raw, adapter)
+    local = Local(llm, sampling, raw, adapter, traces)
     return local.answer, local.stats
 
 
 def _read(parser: Parser | None, text: str) -> Iterator[Piece]:
     """What `text` adds to the answer; without a parser all of it is content."""
     if parser is None:
-        yield text, False
+        yield Piece(text)
     else:
         yield from _pieces(parser.push(text))
 
@@ -195,7 +299,7 @@ def _read(parser: Parser | None, text: str) -> Iterator[Piece]:
 def _pieces(events: Iterable[Event]) -> Iterator[Piece]:
     for event in events:
         if isinstance(event, (Content, Reasoning)):
-            yield event.text, isinstance(event, Reasoning)
+            yield Piece(event.text, isinstance(event, Reasoning))
 
 
 def _turn(talk: Conversation, text: str, interactive: bool) -> None:

@@ -56,6 +56,22 @@ def aside(text: str) -> None:
     err().print(text, style="dim", end="", markup=False, soft_wrap=True)
 
 
+class Origins:
+    """A style for each origin of tokens, in the order in which they come; the target's is plain."""
+
+    _COLOURS = ("green", "cyan", "magenta", "yellow", "blue")
+
+    def __init__(self) -> None:
+        self.styles: dict[str, str] = {}
+
+    def style(self, origin: str) -> str:
+        """Rich's style of an origin; of the target: bold."""
+        if origin == "target":
+            return "bold"
+        colour = self._COLOURS[len(self.styles) % len(self._COLOURS)]
+        return self.styles.setdefault(origin, colour)
+
+
 def note(text: str) -> None:
     """A line on stderr, as it is."""
     err().print(text, markup=False, soft_wrap=True)

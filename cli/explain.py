@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import err, grid, out, table
+from .console import Origins, err, grid, out, table
 from .files import read_stdin
 from .options import EngineOptions, SamplingOptions
 from .session import prepare
 
 if TYPE_CHECKING:
     from rich.text import Text
+    from rich.tree import Tree
 
     from ..cluster.backend import LLM
     from ..engine.outputs import RequestOutput
     from ..scheduler.sampling import SamplingParams
 
 Trace = Sequence[dict[str, Any]]  # `CompletionOutput.speculation_trace`
-_COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of origins, as they come
 
 
 def explain(
@@ -34,6 +34,9 @@ def explain(
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Time plain decoding, too.")
     ] = True,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Draw the draft of each step, branch by branch.")
+    ] = False,
     adapter: Annotated[
         str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
     ] = None,
@@ -41,7 +44,7 @@ def explain(
     """Shows the draft of each step: what was proposed, by whom, and what the target accepted.
 
     A line is a step: accepted tokens by origin, then the target's own, then in brackets what it
-    rejected, each alternative behind a bar. Figures follow.
+    rejected, each alternative behind a bar; with --tree, the draft is drawn below. Figures follow.
     """
     params = sampling.params()
     config = engine.resolve()
@@ -57,9 +60,11 @@ def explain(
         plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None
     completion = output.outputs[0]
     trace = completion.speculation_trace or []
-    colours: dict[str, str] = {}
+    origins = Origins()
     for step in trace:
-        out().print(_line(step, colours), soft_wrap=True)
+        out().print(_line(step, origins), soft_wrap=True)
+        if tree and step["draft"]:
+            out().print(_tree(step["draft"], origins), soft_wrap=True)
     _show(trace, len(completion.token_ids), step_s, plain_s)
 
 
@@ -114,25 +119,37 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
     return total
 
 
-def _line(step: dict[str, Any], colours: dict[str, str]) -> Text:
+def _line(step: dict[str, Any], origins: Origins) -> Text:
     from rich.text import Text
 
     line = Text(f"{step['step'] + 1:4d}  ", style="dim")
     for token in step["tokens"]:
-        is_own = token["origin"] == "target"
-        style = "bold" if is_own else f"{_colour(token['origin'], colours)} underline"
+        style = origins.style(token["origin"])
+        style += "" if token["origin"] == "target" else " underline"
         line.append(_visible(token["text"]), style=style)
     if rejected := list(_rejected(step["draft"])):
         line.append("  [" + "|".join(rejected) + "]", style="dim")
-    if origins := list(dict.fromkeys(guess["origin"] for guess in step["draft"])):
+    if names := list(dict.fromkeys(guess["origin"] for guess in step["draft"])):
         line.append("  ")
-        for origin in origins:
-            line.append(f" {origin}", style=_colour(origin, colours))
+        for name in names:
+            line.append(f" {name}", style=origins.style(name))
     return line
 
 
-def _colour(origin: str, colours: dict[str, str]) -> str:
-    return colours.setdefault(origin, _COLOURS[len(colours) % len(_COLOURS)])
+def _tree(draft: Sequence[dict[str, Any]], origins: Origins) -> Tree:
+    """The draft, branch by branch; a token that the target accepted has a mark."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    root = Tree(Text("      draft", style="dim"))
+    nodes: list[Tree] = []
+    for guess in draft:  # parents come first
+        style = origins.style(guess["origin"]) + (" underline" if guess["accepted"] else " dim")
+        label = Text(_visible(guess["text"]), style=style)
+        label.append(" \u2713" if guess["accepted"] else "", style="dim")
+        parent = root if guess["parent"] < 0 else nodes[guess["parent"]]
+        nodes.append(parent.add(label))
+    return root
 
 
 def _rejected(draft: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -29,6 +29,14 @@ def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
+
+
+class Piece(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    is_reasoning: bool = False
+    trace: Sequence[dict[str, Any]] = ()  # steps whose text comes now or later
 
 
 class RunningServer:
@@ -86,6 +94,11 @@ class RunningServer:
             raise OutriderError(f"{self._field}: {self.url} serves no model now")
         return names
 
+    def traces(self, model: str) -> bool:
+        """Whether the server can tell where a model's tokens come from, as Outrider's do."""
+        listed = self._get("/v1/models")["data"]
+        return any(each["id"] == model and "drafters" in each for each in listed)
+
     def stats_lines(self) -> list[str]:
         """The statistics lines of every drafter of every replica."""
         lines: list[str] = []
@@ -95,8 +108,8 @@ class RunningServer:
 
     def chat(
         self, model: str, messages: Sequence[dict[str, str]], **sampling: Any
-    ) -> Iterator[tuple[str, bool]]:
-        """The answer, piece by piece, and whether each is reasoning."""
+    ) -> Iterator[Piece]:
+        """The answer, piece by piece."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -142,7 +155,7 @@ class RunningServer:
         return ConfigError.at(self._field, f"no server answers at {self.url}: {reason}")
 
 
-def _pieces(event: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def _pieces(event: dict[str, Any]) -> Iterator[Piece]:
     """The text in one event of the stream; servers call reasoning by two names.
 
     Raises:
@@ -152,10 +165,12 @@ def _pieces(event: dict[str, Any]) -> Iterator[tuple[str, bool]]:
         raise OutriderError(str(event["error"].get("message", event["error"])))
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta", {})
+    if trace := choices[0].get("speculation_trace"):
+        yield Piece("", trace=trace)
     if thought := delta.get("reasoning") or delta.get("reasoning_content"):
-        yield thought, True
+        yield Piece(thought, is_reasoning=True)
     if content := delta.get("content"):
-        yield content, False
+        yield Piece(content)
 
 
 def _said(response: httpx.Response) -> OutriderError:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from ..errors import ConfigError
 from .compat.translate import FOREIGN, translate_engine, translate_section
-from .hub import is_hub_id
+from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
 from .speculation import NoSpeculation, SpeculativeConfig
 from .strict import Strict, at_key, check_foreign_names, parse, read_mapping
@@ -77,6 +77,8 @@ class EngineConfig(Strict):
     served_model_name: str | None = None
     """Name for clients; default: the last part of the model's path."""
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face id.")
+    hf_overrides: HfOverrides = HfOverrides()
+    """What the checkpoint gives beside text, for one that does not declare it."""
     generation_config: str = "auto"
     """Sampling defaults of HTTP requests: auto (the model's), vllm (none), a folder."""
     trust_remote_code: bool = Field(False, description="Run Python code contained in a checkpoint.")

@@ -1,12 +1,32 @@
 """Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here; and
-why files of a checkpoint are not read."""
+why files of a checkpoint are not read, or read otherwise."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from .strict import Strict
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+class HfOverrides(Strict):
+    """Keys of config.json that say what else a checkpoint gives, where its own leaves them out."""
+
+    classifier_from_token: tuple[str, str] | None = None
+    """Tokens of no and yes, whose logits make a score: as `["no", "yes"]`."""
+    is_matryoshka: bool | None = None
+    """Embeddings may be cut to any size."""
+    matryoshka_dimensions: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Sizes to which embeddings may be cut."""
+
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, as config.json has them."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def is_hub_id(source: str) -> bool:

@@ -106,7 +106,7 @@ class Frontend:
         self._sampling_defaults = sampling_defaults(config)
         self.max_model_len = limits.max_model_len
         self.vocab_size = limits.vocab_size
-        self.pooling = read_pooling(Path(config.model))
+        self.pooling = read_pooling(Path(config.model), config.hf_overrides.given())
         # A checkpoint alone has none.
         self.drafters: tuple[str, ...] = getattr(limits, "drafters", ())
         self.adapters = {each.name: each.path for each in config.lora_modules}  # folders

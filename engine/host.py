@@ -406,6 +406,7 @@ class EngineHost:
             target=replace(
                 self._model_spec(model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
+                hf_overrides=tuple(config.hf_overrides.given().items()),
                 adapters=_adapters(config),
             ),
             draft=draft,

@@ -319,7 +319,7 @@ def _facts(
         facts |= _gpu_facts(config, device, target.dtype)
     if device is not None and kv_bytes is not None:
         facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
-    if pooled := described(Path(config.model)):
+    if pooled := described(Path(config.model), config.hf_overrides.given()):
         facts["pooling"] = pooled
     if (file := unpacked_from(Path(config.model))) is not None:
         num_bytes = (Path(config.model) / "model.safetensors").stat().st_size

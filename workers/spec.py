@@ -28,6 +28,8 @@ class ModelSpec:
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
+    # Keys of a target's config.json that say what it gives beside text, in place of its own.
+    hf_overrides: tuple[tuple[str, Any], ...] = ()
     # LoRA adapters of a target: (name, folder); None: it takes none.
     adapters: tuple[tuple[str, str], ...] | None = None
 

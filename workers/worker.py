@@ -547,7 +547,7 @@ class Worker:
             return None
         folder = Path(local_folder(target.path, **target.trust))
         if self._pooling is None:  # other weights of the same model need not declare it again
-            self._pooling = read_pooling(folder)
+            self._pooling = read_pooling(folder, dict(target.hf_overrides))
         if isinstance(self._pooling, str):
             return None
         return Pooler.load(self._pooling, folder, self._device, allow_pickle=target.allow_pickle)

@@ -15,12 +15,13 @@ import ast
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, Field
 
+from ..hub import HfOverrides
 from ..strict import Strict
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,23 @@ def schedule(value: Any) -> Keys:
             raise ValueError(f"the range [{first}, {last}] must begin at {after}: without gaps")
         lengths[last], after = tokens, last + 1
     return {"draft_len_schedule": lengths}
+
+
+def overrides(value: Any) -> Keys:
+    """What a checkpoint gives; the class that vLLM converts a reranker to is not needed."""
+    if not isinstance(value, (dict, NoneType)):
+        raise ValueError("expected a mapping of keys of config.json")
+    kept = dict(value or {})
+    if "classifier_from_token" in kept:
+        kept.pop("is_original_qwen3_reranker", None)
+        classes = kept.pop("architectures", [])
+        if any(not str(name).endswith("ForSequenceClassification") for name in classes):
+            raise ValueError(f"architectures: {classes!r} does not score pairs")
+    if others := kept.keys() - HfOverrides.model_fields.keys():
+        allowed = ", ".join(HfOverrides.model_fields)
+        named = ", ".join(sorted(map(repr, others)))
+        raise ValueError(f"{named} cannot be overridden; allowed: {allowed}")
+    return kept
 
 
 # TensorRT-LLM's

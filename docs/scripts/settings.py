@@ -20,6 +20,7 @@ from ...cluster.serve.ray_llm import LLMArgs, ModelLoading, PlacementGroup, Serv
 from ...config import SECTIONS, EngineConfig, SpeculationBase, SpeculationCacheConfig
 from ...config.access import AccessConfig, KeyConfig
 from ...config.engine import ResourcesConfig
+from ...config.hub import HfOverrides
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
 
 _FOLDER = Path(__file__).resolve().parents[1]
@@ -52,6 +53,7 @@ What `structured_outputs` takes, also as a mapping of these fields: exactly one 
 """
 _OTHERS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("Engine", EngineConfig, "The top level of a configuration file."),
+    ("hf_overrides", HfOverrides, "What the checkpoint gives beside text."),
     ("resources", ResourcesConfig, "What each worker asks of the cluster."),
     ("serve", ServeConfig, "The Serve application: `serve` beside the engine's keys."),
     ("serve.access", AccessConfig, "Who may use the server."),

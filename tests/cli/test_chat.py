@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
+from typer.testing import CliRunner
 
-from outrider.cli.chat import Local
+from outrider.cli.app import app as cli
+from outrider.cli.chat import Local, Painter
 from outrider.cli.options import SamplingOptions
 from outrider.cluster.backend import LLM
 
@@ -89,5 +91,68 @@ def test_reasoning_of_a_model_in_this_process(model: Path) -> None:
         raw = Local(llm, SamplingOptions(max_tokens=6), raw=True)
         unread = list(raw.answer([{"role": "user", "content": "import os"}]))
     assert pieces
-    assert all(is_reasoning for _, is_reasoning in pieces)
-    assert not any(is_reasoning for _, is_reasoning in unread)
+    assert all(piece.is_reasoning for piece in pieces)
+    assert not any(piece.is_reasoning for piece in unread)
+
+
+def token(text: str, origin: str) -> dict[str, Any]:
+    return {"text": text, "origin": origin}
+
+
+def test_tokens_are_coloured_by_their_origins():
+    """Of a server that traces; markup that its parser leaves out is no part of the answer."""
+    app, bodies = FastAPI(), []
+    told: dict[str, Any] = {"id": "m", "drafters": ["ngram"]}
+    draft = [{"accepted": True}, {"accepted": False}]
+    steps = [
+        {"tokens": [token("<think>", "target")], "draft": []},
+        {"tokens": [token("Goo", "ngram"), token("d ", "target")], "draft": draft},
+        {"tokens": [token("day.", "target")], "draft": []},
+    ]
+
+    @app.get("/v1/models")
+    def models() -> Any:
+        return {"data": [told]}
+
+    @app.post("/v1/chat/completions")
+    def answer(body: dict[str, Any]) -> StreamingResponse:
+        bodies.append(body)
+        choices = [
+            {"delta": {}, "speculation_trace": steps[:2]},
+            {"delta": {"content": "Go"}},
+            {"delta": {"content": "od "}},
+            {"delta": {"content": "day."}, "speculation_trace": steps[2:]},
+        ]
+        if "speculation" not in body:
+            choices = [{"delta": each["delta"]} for each in choices]
+        events = [f"data: {json.dumps({'choices': [each]})}\n\n" for each in choices]
+        return StreamingResponse([*events, "data: [DONE]\n\n"], media_type="text/event-stream")
+
+    words = ("chat", "--url")
+    with serving(app) as url:
+        runner = CliRunner(env={"FORCE_COLOR": "1", "NO_COLOR": None, "TERM": "xterm"})
+        shown = runner.invoke(cli, [*words, url, "--origins"], input="hello\n")
+        piped = runner.invoke(cli, [*words, url], input="hello\n")
+        told.pop("drafters")  # another maker's server refuses keys that it does not know
+        other = runner.invoke(cli, [*words, url, "--origins"], input="hello\n")
+    green = "\x1b[32m{}\x1b[0m".format
+    assert shown.stdout == f"{green('Go')}{green('o')}d day.\n", shown.output
+    assert "4 tokens in 3 steps, " in shown.stderr
+    assert "accepted 1 of 2 drafted" in shown.stderr
+    assert piped.stdout == other.stdout == "Good day.\n"
+    assert [body.get("speculation") for body in bodies] == [{"trace": True}, None, None]
+
+
+def test_a_local_answer_has_all_of_its_tokens_in_its_traces(model: Path) -> None:
+    options: dict[str, Any] = {"executor": "local", "dtype": "float32", "num_kv_blocks": 64}
+    options["speculative_config"] = {"decoding_type": "NGram", "max_draft_len": 3}
+    with LLM(str(model), **options) as llm:
+        partner = Local(llm, SamplingOptions(max_tokens=24), raw=True, traces=True)
+        painter, text, runs = Painter(), "", []
+        for piece in partner.answer([{"role": "user", "content": "import os\nimport os\n"}]):
+            painter.take(piece.trace)
+            text += piece.text
+            runs += painter.runs(piece.text) if piece.text else []
+    assert "".join(part for part, _ in runs) == text
+    assert {"ngram", "target"} >= {origin for _, origin in runs}
+    assert painter._num_tokens >= painter._num_steps > 0

@@ -40,6 +40,9 @@ def test_every_step_is_a_line(outrider_cli, model):
     assert "".join(texts) == plain.rstrip("\n").replace("\n", "\\n")
     for said in ("guess 1", "tokens per step", "time of a plain step", "speed to plain"):
         assert said in shown.stderr
+    drawn = outrider_cli("explain", *args, "--spec-type", "ngram", "--tree", "--no-compare").stdout
+    assert drawn.count("      draft\n") == sum(line.endswith("ngram") for line in lines) > 0
+    assert "└── " in drawn
     alone = outrider_cli("explain", *args, "--no-compare")
     assert "speed to plain" not in alone.stderr
     assert "0 with a draft" in alone.stderr

@@ -10,6 +10,7 @@ import pytest
 from outrider.cli import options as cli_options
 from outrider.cluster.serve import args as serve_args
 from outrider.config import SECTIONS, EngineConfig, SpeculationBase, Strict
+from outrider.config.hub import HfOverrides
 from outrider.config.section import RULE_KEYS
 from outrider.drafters.registry import build
 from outrider.tests.helpers.files import SOURCES, relative
@@ -18,7 +19,7 @@ from outrider.training import options as training_options
 
 # `lossy` confirms a choice, `llm_engine` and `log_engine_metrics` have one value: their checks are
 # the only readers, and so does `enable_auto_tool_choice`. Parameters of rules are read by name, as
-# are llama.cpp's options, which become keys of the section.
+# are llama.cpp's options, which become keys of the section, and keys of a config.json.
 OF_RULES = {key for keys in RULE_KEYS.values() for key in keys}
 READ_OTHERWISE = {
     *("lossy", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice", "spec_key"),
@@ -26,6 +27,7 @@ READ_OTHERWISE = {
     "spec_type",
     *cli_options._LookupFields.model_fields,
     *OF_RULES,
+    *HfOverrides.model_fields,
 }
 LOOKUPS = ("NGram", "PromptLookup", "NGramSimple", "NGramMapK", "NGramMapK4V", "NGramMod",
            "NGramCache", "Suffix")  # fmt: skip

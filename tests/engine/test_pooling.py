@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from transformers import (
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.engine.frontend import RequestOptions
-from outrider.errors import InvalidRequestError, WorkerError
+from outrider.errors import CheckpointError, InvalidRequestError, WorkerError
 from outrider.tests.helpers import pooling as models
 
 TEXTS = ["def main():", "the quick brown fox jumps over the lazy dog " * 3, "x", "class A:\n    b"]
@@ -77,6 +79,30 @@ def test_embeddings(embedding, options):
             with pytest.raises(InvalidRequestError) as error:
                 llm.embed("x", **{name: wrong})
             assert error.value.field == name
+
+
+def test_a_checkpoint_that_declares_nothing(reranker, tmp_path):
+    """As Qwen3-Reranker's first release: vLLM's `hf_overrides` say what it gives."""
+    folder = shutil.copytree(reranker, tmp_path / "first")
+    (folder / "modules.json").unlink()
+    names = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    no, yes = (next(key for key, at in names.items() if at == x) for x in (models.NO, models.YES))
+    given = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": [no, yes],
+        "is_original_qwen3_reranker": True,
+    }
+    with open_llm(reranker) as llm:
+        expected = [each.outputs.score for each in llm.score("q", DOCUMENTS, use_tqdm=False)]
+    for options in ({"hf_overrides": given}, {"hf_overrides": given, "tensor_parallel_size": 2}):
+        with open_llm(folder, **options) as llm:
+            found = [each.outputs.score for each in llm.score("q", DOCUMENTS, use_tqdm=False)]
+            assert found == pytest.approx(expected, abs=2e-5)
+            assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(CheckpointError, match="classifier_from_token"):
+        open_llm(folder, hf_overrides={"classifier_from_token": ["no such token", yes]})
+    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="hf_overrides"):
+        llm.score("q", "d")
 
 
 def sigmoid(values) -> np.ndarray:

@@ -339,6 +339,23 @@ def test_engine_keys():
         assert caught.value.field == key
 
 
+def test_what_a_checkpoint_gives_may_be_overridden():
+    given = {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True,
+             "architectures": ["Qwen3ForSequenceClassification"]}  # fmt: skip
+    config = EngineConfig.load({"model": "m", "hf_overrides": given})
+    assert config.hf_overrides.given() == {"classifier_from_token": ["no", "yes"]}
+    for wrong, field in (
+        ({"rope_theta": 1}, "hf_overrides"),
+        ({**given, "architectures": ["LlamaForCausalLM"]}, "hf_overrides"),
+        ({"classifier_from_token": ["no"]}, "hf_overrides.classifier_from_token"),
+        ({"matryoshka_dimensions": [0]}, "hf_overrides.matryoshka_dimensions"),
+        ("yes", "hf_overrides"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.load({"model": "m", "hf_overrides": wrong})
+        assert caught.value.field.startswith(field), (wrong, caught.value)
+
+
 def test_a_schedule_follows_the_load():
     section = load({**NGRAM, "max_draft_len": 8, "draft_len_schedule": {4: 8, 8: 2, 32: 1}})
     assert [section.nodes_at(size, 8) for size in (1, 4, 5, 8, 9, 32, 33)] == [8, 8, 2, 2, 1, 1, 0]

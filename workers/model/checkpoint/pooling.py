@@ -14,8 +14,10 @@ Qwen3-Embedding (arXiv:2506.05176).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -66,17 +68,20 @@ class Pooling:
         return part / np.float32(length or 1.0)
 
 
-def read_pooling(path: Path) -> Pooling | str:
+def read_pooling(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Pooling | str:
     """What the checkpoint in `path` is made for; or why it is made for neither.
+
+    Args:
+        overrides: keys in place of config.json's.
 
     Raises:
         CheckpointError: one of its files is damaged.
     """
-    config = read_mapping(path / "config.json")
+    config = {**read_mapping(path / "config.json"), **overrides}
     if not is_declared(path, config):
         return (
             "its checkpoint has neither sentence-transformers' modules.json nor an architecture "
-            f"...{_CLASSIFIER}, nor {_TOKENS} in its config.json"
+            f"...{_CLASSIFIER}, nor {_TOKENS} in its config.json or in hf_overrides"
         )
     if config.get("is_causal") is False:
         return "its attention is not causal (is_causal: false), which is not computed"
@@ -209,11 +214,12 @@ def _dimensions(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(sorted(listed))
 
 
-def described(path: Path) -> str:
+def described(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> str:
     """What a checkpoint gives beside text, for people; nothing: text alone."""
-    found = read_pooling(path)
+    found = read_pooling(path, overrides)
     if isinstance(found, str):
-        return found if is_declared(path, read_mapping(path / "config.json")) else ""
+        is_meant = overrides or is_declared(path, read_mapping(path / "config.json"))
+        return found if is_meant else ""
     if found.kind == "embed":
         cut = "" if found.dimensions is None else ", to be cut"
         return f"embeddings of {found.size}{', normalised' * found.normalizes}{cut}"
