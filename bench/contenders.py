@@ -6,24 +6,20 @@ detokenizer), with as many requests in flight as the batch size says, and notes 
 
 from __future__ import annotations
 
-import queue
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..cluster.backend import backend_of
 from ..config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.frontend import Frontend, Prompt, RequestOptions
-from ..engine.outputs import Assembler
-from ..errors import WorkerError
+from ..engine.frontend import Frontend, RequestOptions
+from ..engine.llm import Run as Prompts
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.timer import StepRecord
-from ..scheduler.types import Delta
 from .measure import Acceptance, Arrival, Load, Run, Trace
-
-_POLL_S = 1.0  # how often a silent engine is asked whether it lives
 
 
 class Contender(Protocol):
@@ -88,20 +84,26 @@ class EngineContender:
         assert load.streams is not None, load
         engine = self._running
         assert engine is not None, "started"
-        parsed = [self._frontend.text_prompt(prompt) for prompt in prompts]
+        flight = _Flight(engine, self._frontend, load.streams)
+        # A tenant per run: what one run wrote must not be what the next one drafts from.
+        options = RequestOptions(tenant=uuid.uuid4().hex)
+        for index, prompt in enumerate(prompts):
+            # A seed per prompt: the same text from every engine, also when sampling.
+            seeded = sampling.model_copy(update={"seed": (sampling.seed or 0) + index})
+            flight.add(self._frontend.text_prompt(prompt), seeded, options)
         before = engine.stats()
-        flight = _Flight(engine, self._frontend, parsed, sampling)
         start = time.perf_counter()
-        flight.fly(load.streams)
+        flight.fly()
         wall_s = time.perf_counter() - start
         after = engine.stats()
+        steps = (job.assemblers[0].speculation.num_steps for job in flight.jobs)
         return Run(
             contender=self.name,
             load=load,
             wall_s=wall_s,
             traces=flight.traces(start, self._as_text),
             num_steps=after["steps"]["num_steps"] - before["steps"]["num_steps"],
-            acceptance=_acceptance(before, after, flight.num_emitting_steps),
+            acceptance=_acceptance(before, after, sum(steps)),
         )
 
     def close(self) -> None:
@@ -110,102 +112,46 @@ class EngineContender:
             engine.shutdown()
 
 
-class _Flight:
-    """The requests of one run, and the sink that their deltas come to."""
+class _Flight(Prompts):
+    """The prompts of one run, as many at once as there are streams, and when their tokens came."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        frontend: Frontend,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-    ) -> None:
-        self._engine = engine
-        self._prompts = prompts
-        run = uuid.uuid4().hex
-        self._requests = []
-        for index, prompt in enumerate(prompts):
-            # A seed per prompt: the same text from every engine, also when sampling.
-            seeded = sampling.model_copy(update={"seed": (sampling.seed or 0) + index})
-            # A tenant per run: what one run wrote must not be what the next one drafts from.
-            options = RequestOptions(tenant=run)
-            self._requests += frontend.requests(f"{run}-{index}", prompt, seeded, options)
-        self._index = {request.id: index for index, request in enumerate(self._requests)}
-        self._assemblers = [
-            Assembler(frontend.vocabulary, request.sampling, frontend.end_of_text(request.sampling))
-            for request in self._requests
-        ]
-        self._inbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
-        self._submitted_s = [0.0] * len(prompts)
-        self._arrivals: list[list[Arrival]] = [[] for _ in prompts]
-        self._num_steps = [0] * len(prompts)
+    def __init__(self, engine: Engine, frontend: Frontend, num_streams: int) -> None:
+        super().__init__(engine, frontend, num_streams)
+        self._submitted_s: list[float] = []  # in the prompts' order
+        self._arrivals: dict[str, list[Arrival]] = defaultdict(list)  # by the job's id
 
-    @property
-    def num_emitting_steps(self) -> int:
-        """Target steps that emitted, summed over requests."""
-        return sum(self._num_steps)
+    def submit(self) -> None:
+        now_s, num_waiting = time.perf_counter(), len(self._waiting)
+        super().submit()
+        self._submitted_s += [now_s] * (num_waiting - len(self._waiting))
 
-    def deliver(self, deltas: list[Delta]) -> None:
-        """The engine's loop thread calls this."""
-        self._inbox.put(deltas)
-
-    def fly(self, batch_size: int) -> None:
-        """Keeps `batch_size` requests in flight until all are done."""
-        waiting = iter(range(len(self._requests)))
-        num_running = 0
-        for index in waiting:
-            self._submit(index)
-            num_running += 1
-            if num_running == batch_size:
-                break
-        while num_running:
-            for delta in self._next():
-                if self._take(delta):
-                    num_running -= 1
-                    following = next(waiting, None)
-                    if following is not None:
-                        self._submit(following)
-                        num_running += 1
+    def fly(self) -> None:
+        """Runs everything; raises the first error."""
+        for job, delta in self.deltas():
+            if job.error is not None:
+                raise job.error
+            if delta.token_ids:
+                arrival = Arrival(time.perf_counter(), len(delta.token_ids))
+                self._arrivals[job.id].append(arrival)
 
     def traces(self, start_s: float, as_text: bool) -> tuple[Trace, ...]:
         """One per prompt, in order, on the run's clock."""
         return tuple(
             Trace(
                 prompt_index=index,
-                submitted_s=self._submitted_s[index] - start_s,
+                submitted_s=submitted_s - start_s,
                 arrivals=tuple(
-                    Arrival(each.at_s - start_s, each.num_tokens) for each in self._arrivals[index]
+                    Arrival(each.at_s - start_s, each.num_tokens) for each in self._arrivals[job.id]
                 ),
-                output=self._assemblers[index].output().text
+                output=job.assemblers[0].output().text
                 if as_text
-                else tuple(self._assemblers[index].token_ids),
-                num_prompt_tokens=len(prompt.token_ids),
+                else tuple(job.assemblers[0].token_ids),
+                num_prompt_tokens=len(job.prompt.token_ids),
             )
-            for index, prompt in enumerate(self._prompts)
+            for index, (job, submitted_s) in enumerate(
+                zip(self.jobs, self._submitted_s, strict=True)
+            )
         )
-
-    def _submit(self, index: int) -> None:
-        self._submitted_s[index] = time.perf_counter()
-        self._engine.submit(self._requests[index], self)
-
-    def _take(self, delta: Delta) -> bool:
-        """Counts a delta; whether it was its request's last."""
-        index = self._index[delta.request_id]
-        chunk = self._assemblers[index].push(delta)
-        if chunk.token_ids:
-            self._arrivals[index].append(Arrival(time.perf_counter(), len(chunk.token_ids)))
-        if delta.finish_reason == "error":
-            raise WorkerError(delta.error or "the step of this request failed")
-        if delta.usage is not None:  # of the request so far
-            self._num_steps[index] = delta.usage.num_steps
-        return delta.finish_reason is not None
-
-    def _next(self) -> list[Delta]:
-        while True:
-            try:
-                return self._inbox.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._engine.check()
 
 
 def _acceptance(before: dict[str, Any], after: dict[str, Any], num_steps: int) -> Acceptance:

@@ -104,10 +104,7 @@ def wide_heads(folder: Path) -> int:
     config.rope_parameters = {**rope, "rope_theta": rope["rope_theta"] ** (_WIDE / narrow)}
     model: Any = LlamaForCausalLM(config)
     model.load_state_dict(state)
-    config.dtype = torch.bfloat16
-    model.to(torch.bfloat16).save_pretrained(folder)
-    _copy_tokenizer(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return _written(model, folder)
 
 
 def padded(folder: Path, target_layers: int = 24, draft_layers: int = 4) -> int:
@@ -132,7 +129,12 @@ def _pad(source: Path, folder: Path, num_layers: int) -> int:
     config.layer_types = None
     model: Any = LlamaForCausalLM(config)
     model.load_state_dict(state)
-    config.dtype = torch.bfloat16
+    return _written(model, folder)
+
+
+def _written(model: Any, folder: Path) -> int:
+    """Writes the model with the demo's tokenizer; the number of its parameters."""
+    model.config.dtype = torch.bfloat16
     model.to(torch.bfloat16).save_pretrained(folder)
     _copy_tokenizer(folder)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -23,7 +23,7 @@ from .console import Origins, aside, err, fail, note, out, write
 from .files import stdin_lines
 from .options import EngineOptions, SamplingOptions
 from .running_server import Piece, RunningServer, drafter_lines
-from .session import prepare
+from .session import loaded
 
 if TYPE_CHECKING:
     from ..cluster.backend import LLM
@@ -52,7 +52,6 @@ class Local:
             prompt = frontend.chat_prompt(messages)
             parser = frontend.chat.parser(prompt.text or "", ())
         num_shown = num_steps = 0
-        ready = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
         from ..engine.frontend import RequestOptions
         from ..scheduler.types import SpeculationOptions
 
@@ -61,7 +60,7 @@ class Local:
             shown_ids=frontend.chat.shown_ids if parser else frozenset(),
         )
         params = self.sampling.params()
-        for output in self.llm.stream(ready, params, lora_request=self.adapter, options=options):
+        for output in self.llm.stream(prompt, params, lora_request=self.adapter, options=options):
             text, steps = output.outputs[0].text, output.outputs[0].speculation_trace or ()
             if len(steps) > num_steps:
                 yield Piece("", trace=steps[num_steps:])
@@ -278,13 +277,7 @@ def _partner(
         if traces and server.traces(name):
             given["speculation"] = {"trace": True}
         return (lambda messages: server.chat(name, messages, **given)), server.stats_lines
-    config = engine.resolve()
-    prepare(config, stack, adapter=adapter)
-    from ..cluster.backend import LLM
-
-    with err().status("Loading the model..."):
-        llm = stack.enter_context(LLM.from_config(config))
-    local = Local(llm, sampling, raw, adapter, traces)
+    local = Local(loaded(engine.resolve(), stack, adapter), sampling, raw, adapter, traces)
     return local.answer, local.stats
 
 

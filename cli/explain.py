@@ -14,7 +14,7 @@ import typer
 from .console import Origins, err, grid, out, table
 from .files import read_stdin
 from .options import EngineOptions, SamplingOptions
-from .session import prepare
+from .session import Adapter, loaded
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,9 +37,7 @@ def explain(
     tree: Annotated[
         bool, typer.Option("--tree", help="Draw the draft of each step, branch by branch.")
     ] = False,
-    adapter: Annotated[
-        str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
-    ] = None,
+    adapter: Adapter = None,
 ) -> None:
     """Shows the draft of each step: what was proposed, by whom, and what the target accepted.
 
@@ -49,12 +47,8 @@ def explain(
     params = sampling.params()
     config = engine.resolve()
     text = read_stdin() if prompt == "-" else prompt
-    from ..cluster.backend import LLM
-
     with ExitStack() as stack:
-        prepare(config, stack, adapter=adapter)
-        with err().status("Loading the model..."):
-            llm = stack.enter_context(LLM.from_config(config))
+        llm = loaded(config, stack, adapter)
         # Plain decoding comes second: a drafter must not find its text where it looks things up.
         output, step_s = _timed(llm, text, params, adapter, enabled=True)
         plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import err, note, say, table, write
+from .console import note, say, table, write
 from .files import read_stdin
 from .options import EngineOptions, SamplingOptions
 from .running_server import drafter_lines
-from .session import prepare
+from .session import Adapter, loaded
 
 if TYPE_CHECKING:
     from ..cluster.backend import LLM
@@ -32,20 +32,14 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="Statistics, on stderr.")
     ] = True,
-    adapter: Annotated[
-        str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
-    ] = None,
+    adapter: Adapter = None,
 ) -> None:
     """Completes prompts and prints the text; how speculation went goes to stderr."""
     params = sampling.params()
     config = engine.resolve()
     texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
-    from ..cluster.backend import LLM
-
     with ExitStack() as stack:
-        prepare(config, stack, adapter=adapter)
-        with err().status("Loading the model..."):
-            llm = stack.enter_context(LLM.from_config(config))
+        llm = loaded(config, stack, adapter)
         start = time.perf_counter()
         if stream and len(texts) == 1:
             outputs = [_stream(llm, texts[0], params, adapter)]

@@ -24,10 +24,10 @@ from ..errors import (
     OutriderError,
     OverloadedError,
 )
-from .console import err, note
+from .console import note
 from .files import check_writable
 from .options import EngineOptions
-from .session import prepare
+from .session import loaded
 
 if TYPE_CHECKING:
     from ..cluster.backend import LLM
@@ -57,12 +57,8 @@ def run_batch(
     num_lines = sum(1 for _ in requests_of(input_file, check_ids=True))
     check_writable(output_file, "output_file")
     done = continued(output_file)
-    from ..cluster.backend import LLM
-
     with ExitStack() as stack:
-        prepare(config, stack)
-        with err().status("Loading the model..."):
-            llm = stack.enter_context(LLM.from_config(config))
+        llm = loaded(config, stack)
         file = stack.enter_context(output_file.open("a", encoding="utf-8"))
         waiting = (each for each in requests_of(input_file) if each["custom_id"] not in done)
         num_waiting = sum(each["custom_id"] not in done for each in requests_of(input_file))

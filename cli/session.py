@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ..cluster.local_ray import find_ray, start_ray
 from ..engine.preflight import check_files, preflight, require_checkpoints
@@ -13,7 +15,22 @@ from ..errors import ConfigError
 from .console import err
 
 if TYPE_CHECKING:
+    from ..cluster.backend import LLM
     from ..config import EngineConfig
+
+
+Adapter = Annotated[
+    str | None, typer.Option(help="One of --lora-modules; default: the target alone.")
+]
+
+
+def loaded(config: EngineConfig, stack: ExitStack, adapter: str | None = None) -> LLM:
+    """The model of `config`, until `stack` ends (raises as `prepare`)."""
+    prepare(config, stack, adapter=adapter)
+    from ..cluster.backend import LLM
+
+    with err().status("Loading the model..."):
+        return stack.enter_context(LLM.from_config(config))
 
 
 def prepare(

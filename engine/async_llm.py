@@ -6,11 +6,12 @@ Every request is a task of its own, as in a web application; the engine batches 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, OutriderError, OverloadedError
@@ -21,11 +22,9 @@ from .frontend import POOLED, LoRARequest, Prompt, RequestOptions
 from .llm import LLM, PromptLike, PromptRun, Run
 from .metrics import Metric
 from .outputs import Embedding, PooledOutput, RequestOutput, Score
-from .weights import PauseMode
 
-if TYPE_CHECKING:
-    from .weights import Weights
-
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 _BUSY_S = 0.05  # until a full queue is tried again
 
 
@@ -75,6 +74,18 @@ class _AsyncRun(Run):
 def _settle(future: asyncio.Future[OutriderError | None], error: OutriderError | None) -> None:
     if not future.done():  # its task may have been cancelled
         future.set_result(error)
+
+
+def _awaited(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Result]]:
+    """A method of `LLM` that runs in a thread."""
+
+    @wraps(method)
+    async def awaited(self: Any, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        return await asyncio.to_thread(method, self.llm, *args, **options)
+
+    return awaited
 
 
 class AsyncLLM:
@@ -197,89 +208,24 @@ class AsyncLLM:
         """Raises `EngineDeadError` if the engine runs no more."""
         self.llm.engine.check()
 
-    async def reset_prefix_cache(self) -> bool:
-        """As of `LLM`."""
-        return self.llm.reset_prefix_cache()
-
-    async def update_weights(
-        self,
-        weights: Weights | None = None,
-        *,
-        drafter: Weights | None = None,
-        mode: PauseMode = "keep",
-    ) -> int:
-        """As of `LLM`."""
-        return await asyncio.to_thread(self.llm.update_weights, weights, drafter=drafter, mode=mode)
-
-    async def drafters(self) -> dict[str, Any]:
-        """As of `LLM`."""
-        return self.llm.drafters()
-
-    async def load_drafter(
-        self, drafter: dict[str, Any], *, replaces: str = "", make_room: bool = False
-    ) -> list[str]:
-        """As of `LLM`."""
-        return await asyncio.to_thread(
-            self.llm.load_drafter, drafter, replaces=replaces, make_room=make_room
-        )
-
-    async def unload_drafter(self, name: str) -> list[str]:
-        """As of `LLM`."""
-        return await asyncio.to_thread(self.llm.unload_drafter, name)
-
-    async def replace_drafters(
-        self, speculative_config: dict[str, Any] | None, *, make_room: bool = False
-    ) -> list[str]:
-        """As of `LLM`."""
-        return await asyncio.to_thread(
-            self.llm.replace_drafters, speculative_config, make_room=make_room
-        )
-
-    async def init_weights_update_group(self, *arguments: Any, **options: Any) -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.init_weights_update_group, *arguments, **options)
-
-    async def update_weights_from_distributed(self, *arguments: Any, **options: Any) -> int:
-        """As of `LLM`."""
-        return await asyncio.to_thread(
-            self.llm.update_weights_from_distributed, *arguments, **options
-        )
-
-    async def destroy_weights_update_group(self, group_name: str = "weights") -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.destroy_weights_update_group, group_name)
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.load_lora_adapter, lora_name, lora_path)
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.unload_lora_adapter, lora_name)
-
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.pause_generation, mode)
-
-    async def resume_generation(self) -> None:
-        """As of `LLM`."""
-        self.llm.resume_generation()
-
-    async def is_paused(self) -> bool:
-        """As of `LLM`."""
-        return self.llm.is_paused()
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.sleep, level, mode)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As of `LLM`."""
-        await asyncio.to_thread(self.llm.wake_up, tags)
-
-    async def is_sleeping(self) -> bool:
-        """As of `LLM`."""
-        return self.llm.is_sleeping()
+    # As of `LLM`, awaited.
+    reset_prefix_cache = _awaited(LLM.reset_prefix_cache)
+    update_weights = _awaited(LLM.update_weights)
+    drafters = _awaited(LLM.drafters)
+    load_drafter = _awaited(LLM.load_drafter)
+    unload_drafter = _awaited(LLM.unload_drafter)
+    replace_drafters = _awaited(LLM.replace_drafters)
+    init_weights_update_group = _awaited(LLM.init_weights_update_group)
+    update_weights_from_distributed = _awaited(LLM.update_weights_from_distributed)
+    destroy_weights_update_group = _awaited(LLM.destroy_weights_update_group)
+    load_lora_adapter = _awaited(LLM.load_lora_adapter)
+    unload_lora_adapter = _awaited(LLM.unload_lora_adapter)
+    pause_generation = _awaited(LLM.pause_generation)
+    resume_generation = _awaited(LLM.resume_generation)
+    is_paused = _awaited(LLM.is_paused)
+    sleep = _awaited(LLM.sleep)
+    wake_up = _awaited(LLM.wake_up)
+    is_sleeping = _awaited(LLM.is_sleeping)
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers."""

@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
@@ -240,11 +240,8 @@ class Engine:
             self._loop.scheduler.requeue_all()
             for group in host.apart().values():
                 group.discard()
-            try:
+            with self._recovering():
                 host.target_group.sleep(level)
-            except WorkerError as error:
-                self._recover(error)
-                raise
             self._asleep = set(SLEEP_TAGS)
 
         self._change(mode, rest)
@@ -293,11 +290,8 @@ class Engine:
             news = self._host.changes(target, drafter)
             self._host.check_weights(news, drafter)
             self._loop.scheduler.requeue_all()
-            try:
+            with self._recovering():
                 self._host.load_weights(news, drafter)
-            except WorkerError as error:
-                self._recover(error)
-                raise
             if news != NewWeights():
                 self._asleep.discard("weights")
             if target:
@@ -319,11 +313,8 @@ class Engine:
         """
 
         def join() -> None:
-            try:
+            with self._recovering():
                 self._host.target_group.link_trainer(link)
-            except WorkerError as error:
-                self._recover(error)
-                raise
 
         self._change("keep", join)
 
@@ -340,12 +331,8 @@ class Engine:
         """
 
         def take() -> None:
-            group = self._host.target_group
-            try:
-                group.take_weights(sent, self._config.step_timeout_s)
-            except WorkerError as error:
-                self._recover(error)
-                raise
+            with self._recovering():
+                self._host.target_group.take_weights(sent, self._config.step_timeout_s)
             self._loop.scheduler.requeue_all()
             self._asleep.discard("weights")
             self._sent, self._num_updates = "served", self._num_updates + 1
@@ -401,17 +388,22 @@ class Engine:
             if not self._config.takes_adapters:
                 raise ConfigError.at("enable_lora", "it is not true: the engine takes no adapters")
             scheduler = self._loop.scheduler
-            try:
+            with self._recovering():
                 self._host.target_group.add_adapter(adapter)
-            except WorkerError as error:
-                self._recover(error)
-                raise
             if adapter.path:
                 scheduler.adapters.add(adapter.name)
             else:  # another of that name may come
                 scheduler.pool.clear_cache()
 
         self._change("keep", change)
+
+    def serve_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Serves the LoRA adapters in these folders, by name, and no others (raises as above)."""
+        served = self.adapters()
+        for name in served.keys() - adapters.keys():
+            self.remove_adapter(name)
+        for name in adapters.keys() - served.keys():
+            self.add_adapter(name, adapters[name])
 
     def adapters(self) -> dict[str, str]:
         """The folders of the target's LoRA adapters, by name."""
@@ -486,11 +478,8 @@ class Engine:
     def _perform_swap(self, swap: Swap) -> None:
         """In the loop's thread, between two steps."""
         self._check_awake()
-        try:
+        with self._recovering():
             self._parts = swap.perform(self._loop, self._drafting)
-        except WorkerError as error:
-            self._recover(error)
-            raise
         self._config = swap.config
         self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
 
@@ -665,6 +654,15 @@ class Engine:
             return
         if not self._host.target_group.alive and self._recoveries.reason is None:
             self._recover(WorkerDiedError(reason))
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Starts new workers where those that are to change fail, and raises their error."""
+        try:
+            yield
+        except WorkerError as error:
+            self._recover(error)
+            raise
 
     def _recover(self, error: WorkerError, *, counts: bool = True) -> None:
         """Starts new workers; every request continues from its tokens.

@@ -302,7 +302,7 @@ def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[Re
     return outputs
 
 
-PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any]
+PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any] | Prompt
 
 
 class LLM(Upkeep):
@@ -470,7 +470,7 @@ class LLM(Upkeep):
                     raise _of_prompt(error, index if len(conversations) > 1 else None) from None
                 prompts.append(error)
             else:
-                prompts.append({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
+                prompts.append(prompt)
         run = self._run(prompts, sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
@@ -538,10 +538,7 @@ class LLM(Upkeep):
         use_tqdm: bool,
     ) -> list[PromptRun]:
         """Runs requests for embeddings or scores; their jobs."""
-        given: list[PromptLike | InvalidRequestError] = [
-            {"prompt": each.text, "prompt_token_ids": each.token_ids} for each in prompts
-        ]
-        run = self._run(given, POOLED, RequestOptions(pools=True), "raise", lora_request)
+        run = self._run(prompts, POOLED, RequestOptions(pools=True), "raise", lora_request)
         _finished([(run, "raise")], use_tqdm=use_tqdm)
         return run.jobs
 
@@ -606,8 +603,7 @@ class LLM(Upkeep):
         self.engine.check()
         run = Run(self.engine, self.frontend, self.config.max_queued_requests)
         settings = _per_prompt("sampling_params", SamplingParams, sampling, len(prompts))
-        if options is None:
-            options = RequestOptions()
+        options = RequestOptions() if options is None else options
         wishes = _per_prompt("options", RequestOptions, options, len(prompts))
         wishes = self._adapted(wishes, lora_request)
         for index, given in enumerate(prompts):
@@ -645,9 +641,7 @@ class LLM(Upkeep):
         """Options of each prompt, with the adapter that is asked for."""
         if wish is None:
             return options
-        wishes: list[Any] = [wish] * len(options)
-        if isinstance(wish, (list, tuple)):
-            wishes = list(wish)
+        wishes = wish if isinstance(wish, (list, tuple)) else [wish] * len(options)
         if len(wishes) != len(options):
             raise InvalidRequestError.at(
                 "lora_request", f"{len(wishes)} for {len(options)} prompts"
@@ -657,6 +651,8 @@ class LLM(Upkeep):
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """The tokens of a prompt in any form; raises `InvalidRequestError`."""
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, str):
             return self.frontend.text_prompt(prompt)
         if isinstance(prompt, dict):
@@ -688,7 +684,7 @@ def _of_prompt(error: OutriderError, index: int | None) -> OutriderError:
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, (str, dict, Prompt)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise InvalidRequestError.at(

@@ -126,9 +126,7 @@ class WorkerGroup(ABC):
             CheckpointError: they cannot be served in place of these; names `weights` or `drafter`.
             WorkerError: a rank died, or failed otherwise.
         """
-        answer = self._ask_weights(replace(weights, only_checks=True))
-        if answer.problem:
-            raise CheckpointError.at(answer.field, answer.problem)
+        self._ask(replace(weights, only_checks=True), CheckpointError)
 
     def load_weights(self, weights: NewWeights) -> None:
         """Every rank loads other weights, with empty caches; so will those that replace them.
@@ -137,7 +135,7 @@ class WorkerGroup(ABC):
             WorkerError: a rank died or failed. None serves anything now, and those that replace
                 them will have the weights from before.
         """
-        self._ask_weights(weights)
+        self._ask(weights, CheckpointError)
         self.respecify(weights.applied(self._spec, self.reports[0]))
         self._begin_anew()
 
@@ -147,7 +145,7 @@ class WorkerGroup(ABC):
         Raises:
             ConfigError: they could not, within the time. WorkerError: a rank died, or failed.
         """
-        self._ask_trainer(link, link.timeout_s)
+        self._ask(link, ConfigError, link.timeout_s)
 
     def take_weights(self, sent: SentWeights, timeout_s: float) -> None:
         """Every rank takes the target's weights from a trainer, with empty caches.
@@ -158,25 +156,17 @@ class WorkerGroup(ABC):
             ConfigError: they are not those of the target, or did not arrive; nothing has changed.
             WorkerError: a rank died or failed; none serves anything now.
         """
-        self._ask_trainer(sent, timeout_s)
+        self._ask(sent, ConfigError, timeout_s)
         self._begin_anew()
-
-    def _ask_trainer(self, message: TrainerLink | SentWeights, timeout_s: float) -> None:
-        with self._running() as channel:
-            answer = channel.call(message, timeout_s + _UPDATE_TIMEOUT_S)
-        if answer.problem:
-            raise ConfigError.at(answer.field, answer.problem.removeprefix(f"{answer.field}: "))
 
     def sleep(self, level: int) -> None:
         """Every rank gives memory back, as `Rest` says (raises `WorkerError`)."""
         self.is_asleep = True
-        with self._running() as channel:
-            channel.call(Rest(level), _UPDATE_TIMEOUT_S)
+        self._ask(Rest(level))
 
     def wake(self, tags: Sequence[str]) -> None:
         """Every rank takes memory again, with empty caches (raises `WorkerError`)."""
-        with self._running() as channel:
-            channel.call(Rest(0, tuple(tags)), _UPDATE_TIMEOUT_S)
+        self._ask(Rest(0, tuple(tags)))
         if "kv_cache" in tags:
             self.is_asleep = False
             self._begin_anew()
@@ -198,12 +188,7 @@ class WorkerGroup(ABC):
             WorkerError: a rank died, or failed otherwise.
         """
         for only_checks in (True, False) if adapter.path else (False,):
-            with self._running() as channel:
-                message = replace(adapter, only_checks=only_checks)
-                answer = channel.call(message, _UPDATE_TIMEOUT_S)
-            assert isinstance(answer, WeightsAnswer), type(answer)
-            if answer.problem:
-                raise CheckpointError(answer.problem, field=answer.field)
+            self._ask(replace(adapter, only_checks=only_checks), CheckpointError)
         self.respecify(adapter.applied(self._spec))
 
     def check_drafters(self, drafters: NewDrafters) -> None:
@@ -213,7 +198,7 @@ class WorkerGroup(ABC):
             CheckpointError: they cannot draft for the target.
             WorkerError: a rank died, or failed otherwise.
         """
-        self._ask_drafters(replace(drafters, only_checks=True))
+        self._ask(replace(drafters, only_checks=True), CheckpointError)
 
     def change_drafters(self, drafters: NewDrafters) -> None:
         """Every rank drafts otherwise, with empty caches; so will those that replace them.
@@ -223,7 +208,7 @@ class WorkerGroup(ABC):
             WorkerError: a rank died or failed. None serves anything now, and those that replace
                 them will have the drafters from before.
         """
-        report = self._ask_drafters(drafters)
+        report = self._ask(drafters, CheckpointError)
         assert isinstance(report, WorkerReport), type(report)
         self.respecify(drafters.applied(self._spec))
         self.reports = [
@@ -233,12 +218,18 @@ class WorkerGroup(ABC):
         for callback in self.on_restart:
             callback()
 
-    def _ask_drafters(self, drafters: NewDrafters) -> Any:
+    def _ask(
+        self, message: Any, refusal: type[ConfigError] = ConfigError, timeout_s: float = 0.0
+    ) -> Any:
+        """The ranks' answer to what changes them; `refusal` where they refuse it.
+
+        Args:
+            timeout_s: what may pass before they begin.
+        """
         with self._running() as channel:
-            answer = channel.call(drafters, _UPDATE_TIMEOUT_S)
+            answer = channel.call(message, timeout_s + _UPDATE_TIMEOUT_S)
         if isinstance(answer, WeightsAnswer) and answer.problem:
-            problem = answer.problem.removeprefix(f"{answer.field}: ")
-            raise CheckpointError.at(answer.field, problem)
+            raise refusal.at(answer.field, answer.problem.removeprefix(f"{answer.field}: "))
         return answer
 
     def respecify(self, spec: WorkerSpec) -> None:
@@ -248,12 +239,6 @@ class WorkerGroup(ABC):
     def discard(self) -> None:
         """Ends the ranks; their places remain for those that replace them."""
         self._drop_ranks()
-
-    def _ask_weights(self, weights: NewWeights) -> WeightsAnswer:
-        with self._running() as channel:
-            answer = channel.call(weights, _UPDATE_TIMEOUT_S)
-        assert isinstance(answer, WeightsAnswer), type(answer)
-        return answer
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -437,7 +422,6 @@ class GroupDraftModel:
         self._restart_policy.end()
 
 
-log = logging.getLogger(__name__)
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 _JOIN_S = 10.0
 
@@ -526,7 +510,6 @@ class RestartPolicy:
             self._group.shutdown()
 
 
-log = logging.getLogger(__name__)
 _LINK_TIMEOUT_S = 10.0
 Transport = Literal["auto", "socket", "distributed"]
 

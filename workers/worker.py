@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,6 +109,19 @@ class Worker:
         self._threads, self._draft_threads = (
             Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
         )
+        self._handlers: dict[type, Callable[[Any], Reply | PendingReply]] = {
+            StepPlan: self._verify,
+            DraftStep: self._draft_step,
+            HeadAsk: self._handle_head,
+            ListenFeatures: self._handle_head,
+            OpenFeatures: self._handle_head,
+            NewWeights: self._update,
+            NewAdapter: self._add_adapter,
+            NewDrafters: self._change_drafters,
+            Rest: self._rest,
+            TrainerLink: self._link_trainer,
+            SentWeights: self._receive,
+        }
 
     def load(self, known: WorkerReport | None = None) -> WorkerReport:
         """Loads this rank's shards and reports how many KV blocks fit.
@@ -170,43 +185,37 @@ class Worker:
             )
         except (RuntimeError, ValueError, OutriderError) as error:  # torch's, ours
             reason = f"no process group with the trainer: {' '.join(str(error).split())[:300]}"
-        agreed = Agreement(self._collective, self._device).problem(reason)
-        if agreed:
+        answer = self._agreed("master_address", reason)
+        if answer.problem:
             self._trainers.pop(message.name, None)
-        return WeightsAnswer(agreed, "master_address" if agreed else "")
+        return answer
 
     def _receive(self, message: SentWeights) -> WeightsAnswer:
         """Takes weights that a trainer sends; until all are there, nothing changes."""
         assert self._report is not None, "there is a target"
         field, reason = self._sent_problem(message)
-        agreed = Agreement(self._collective, self._device).problem(reason)
-        if agreed:
-            return WeightsAnswer(agreed, field or "names")
+        answer = self._agreed(field or "names", reason)
+        if answer.problem:
+            return answer
         group, received = self._trainers[message.group], dict[str, torch.Tensor]()
         try:
             for name, dtype, shape in zip(message.names, message.dtypes, message.shapes):
                 received[name] = group.receive(shape, getattr(torch, dtype))
         except RuntimeError as error:  # torch's: the trainer is gone, or too late
             reason = f"the weights did not arrive: {' '.join(str(error).split())[:300]}"
-        agreed = Agreement(self._collective, self._device).problem(reason)
-        if agreed:
-            return WeightsAnswer(agreed, "group_name")
-        num_frozen = gc.get_freeze_count()
-        gc.unfreeze()
+        answer = self._agreed("group_name", reason)
+        if answer.problem:
+            return answer
         self._offloaded = None
         self._models.pop("target", None)
-        self._release()
-        self._take_weights(received)
+        self._serve_anew(received)
         self._is_sent = True
-        del received
-        self._load_heads()
-        self._asleep.discard("weights")
-        if not self._asleep:
-            self.allocate(*self._num_blocks)
-        if num_frozen:
-            gc.collect()
-            gc.freeze()
         return WeightsAnswer()
+
+    def _agreed(self, field: str, reason: str) -> WeightsAnswer:
+        """What all ranks answer where one has a `reason` to refuse; empty: none has."""
+        agreed = Agreement(self._group, self._device).problem(reason)
+        return WeightsAnswer(agreed, field if agreed else "")
 
     def _sent_problem(self, message: SentWeights) -> tuple[str, str]:
         """The field at fault and why; empty: such weights can be taken."""
@@ -237,20 +246,10 @@ class Worker:
 
     def _rest(self, message: Rest) -> None:
         """Gives memory back, or takes it again."""
-        num_frozen = gc.get_freeze_count()
-        gc.unfreeze()  # modules that hold themselves
-        if message.level:
-            on_gpu = self._device.type == "cuda"
-            if message.level == 1 and on_gpu and "weights" not in self._asleep:
-                self._offloaded = Offloaded(self._models)
-            elif message.level > 1 or not on_gpu:
-                keeps = message.level == 1 and self._is_sent
-                self._models, self._offloaded = self._models if keeps else {}, None
-                self._is_sent = keeps
-            self._asleep = {"weights", "kv_cache"}
-            self._release()
-            trim()
-        else:
+        with _unfrozen():
+            if message.level:
+                self._sleep(message.level)
+                return
             if "weights" in self._asleep:
                 self._take_weights()
                 self._load_heads()
@@ -258,9 +257,34 @@ class Worker:
             if "kv_cache" in message.tags and "kv_cache" in self._asleep:
                 self.allocate(*self._num_blocks)
                 self._asleep.clear()
-        if num_frozen:
-            gc.collect()
-            gc.freeze()
+
+    def _sleep(self, level: int) -> None:
+        on_gpu = self._device.type == "cuda"
+        if level == 1 and on_gpu and "weights" not in self._asleep:
+            self._offloaded = Offloaded(self._models)
+        elif level > 1 or not on_gpu:
+            keeps = level == 1 and self._is_sent
+            self._models, self._offloaded = self._models if keeps else {}, None
+            self._is_sent = keeps
+        self._asleep = {"weights", "kv_cache"}
+        self._release()
+        trim()
+
+    def _serve_anew(self, received: dict[str, torch.Tensor] | None = None) -> None:
+        """Takes the weights that are not there, and makes caches, unless they are given back.
+
+        Args:
+            received: the target's, where a trainer has sent them; emptied once they are taken.
+        """
+        with _unfrozen():
+            self._release()
+            self._take_weights(received)
+            if received is not None:
+                received.clear()
+            self._load_heads()
+            self._asleep.discard("weights")
+            if not self._asleep:
+                self.allocate(*self._num_blocks)
 
     def _take_weights(self, received: Mapping[str, torch.Tensor] | None = None) -> None:
         """Brings weights back that were given away: from host memory, or from their folders.
@@ -330,11 +354,8 @@ class Worker:
         """
         if weights.only_checks:
             field, reason = self._weights_problem(weights)
-            agreed = Agreement(self._group, self._device).problem(reason)
-            return WeightsAnswer(agreed, field or "weights" if agreed else "")
+            return self._agreed(field or "weights", reason)
         assert self._report is not None, "weights are replaced where there are some"
-        num_frozen = gc.get_freeze_count()
-        gc.unfreeze()  # modules that hold themselves
         if weights.target:
             self._is_sent = False
         if self._offloaded is not None:  # others come: these need not come back first
@@ -342,16 +363,8 @@ class Worker:
         for name in ("target", "draft"):
             if getattr(weights, name):
                 self._models.pop(name, None)
-        self._release()
         self._spec = weights.applied(self._spec, self._report)
-        self._take_weights()
-        self._load_heads()
-        self._asleep.discard("weights")
-        if not self._asleep:
-            self.allocate(*self._num_blocks)
-        if num_frozen:
-            gc.collect()
-            gc.freeze()
+        self._serve_anew()
         return WeightsAnswer()
 
     def _add_adapter(self, adapter: NewAdapter) -> WeightsAnswer:
@@ -366,15 +379,13 @@ class Worker:
                 check_adapters(folder, self._spec.size, [opened], Serving(), **spec.trust)
             except ConfigError as error:
                 reason = error.message
-            agreed = Agreement(self._collective, self._device).problem(reason)
-            return WeightsAnswer(agreed, FIELD if agreed else "")
+            return self._agreed(FIELD, reason)
         assert held is not None, "it takes adapters"
         if not adapter.path:
             held.remove(adapter.name)
-            self._spec = adapter.applied(self._spec)
-            return WeightsAnswer()
-        (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
-        held.add(opened)
+        else:
+            (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
+            held.add(opened)
         self._spec = adapter.applied(self._spec)
         return WeightsAnswer()
 
@@ -403,36 +414,31 @@ class Worker:
             known = error.message if isinstance(error, OutriderError) else ""
             reason = known or f"{type(error).__name__}: {error}"
             field = getattr(error, "field", None) or "speculative_config"
-        agreed = Agreement(self._collective, self._device).problem(reason)
-        if news.only_checks or agreed:
+        answer = self._agreed(field or "speculative_config", reason)
+        if news.only_checks or answer.problem:
             self._spec, model, served, self._head = old
             for held, part in ((self._models, model), (self._served, served)):
                 held.pop("draft", None)
                 if part is not None:
                     held["draft"] = part  # type: ignore[assignment]
-            return WeightsAnswer(agreed, field or "speculative_config" if agreed else "")
+            return answer
         return self._with_new_drafters()
 
     def _with_new_drafters(self) -> WorkerReport:
         """Makes the caches anew, once what drafts in this rank is loaded."""
         assert self._report is not None, "there is a target"
-        num_frozen = gc.get_freeze_count()
-        gc.unfreeze()
-        head = self._head
-        self._release()
-        self._head = head
+        head, draft = self._head, None
         num_target, num_draft = self._num_blocks[0], 0
-        draft = None
-        if self._spec.draft is not None:
-            num_draft = self._spec.draft.num_blocks or num_target
-            model = self._models["draft"]
-            room = replace(self._spec.draft, num_blocks=num_draft)
-            draft = self._report_of(model, room, model.kv_bytes_per_token())
-        self._step_obstacle = self._find_step_obstacle()
-        step = self.allocate(num_target, num_draft)
-        if num_frozen:
-            gc.collect()
-            gc.freeze()
+        with _unfrozen():
+            self._release()
+            self._head = head
+            if self._spec.draft is not None:
+                num_draft = self._spec.draft.num_blocks or num_target
+                model = self._models["draft"]
+                room = replace(self._spec.draft, num_blocks=num_draft)
+                draft = self._report_of(model, room, model.kv_bytes_per_token())
+            self._step_obstacle = self._find_step_obstacle()
+            step = self.allocate(num_target, num_draft)
         report = None if head is None else head.report()
         self._report = replace(self._report, draft=draft, head=report, device_step=step)
         return self._report
@@ -559,23 +565,9 @@ class Worker:
 
     def begin(self, message: Message) -> Reply | PendingReply:
         """`handle`, without waiting for a step that a device computes."""
-        if isinstance(message, HeadAsk | ListenFeatures | OpenFeatures):
-            return self._handle_head(message)
-        if isinstance(message, StepPlan):
-            return self._verify(message)
-        if isinstance(message, NewWeights):
-            return self._update(message)
-        if isinstance(message, NewAdapter):
-            return self._add_adapter(message)
-        if isinstance(message, NewDrafters):
-            return self._change_drafters(message)
-        if isinstance(message, Rest):
-            self._rest(message)
-            return None
-        if isinstance(message, TrainerLink):
-            return self._link_trainer(message)
-        if isinstance(message, SentWeights):
-            return self._receive(message)
+        return self._handlers[type(message)](message)
+
+    def _draft_step(self, message: DraftStep) -> Drafted | None:
         if "draft" not in self._models:
             assert self._stage is not None, "no draft model was loaded"
             return None
@@ -713,6 +705,17 @@ class Worker:
                 + f"{' or max_num_seqs, whose states take a part' if state_bytes else ''}",
             )
         return min(room, per_sequence * spec.max_num_seqs)
+
+
+@contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Collects what is given up inside, too, where all objects were frozen."""
+    num_frozen = gc.get_freeze_count()
+    gc.unfreeze()  # modules hold themselves
+    yield
+    if num_frozen:
+        gc.collect()
+        gc.freeze()
 
 
 def _placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:

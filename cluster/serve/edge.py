@@ -110,6 +110,20 @@ def _delta(given: list[Any] | bytes) -> Delta:
     return Delta(request_id, ids, num_accepted, reason, stop_token_id, (), num_cached, usage)
 
 
+def described(error: OutriderError) -> tuple[str, str, str | None]:
+    """An error as `error_of` takes it."""
+    return type(error).__name__, error.message, error.field
+
+
+def failure_of(check: Callable[[], object]) -> tuple[str, str, str | None] | None:
+    """What `check` raises, as `error_of` takes it; None: nothing."""
+    try:
+        check()
+    except OutriderError as error:
+        return described(error)
+    return None
+
+
 def error_of(name: str, message: str, field: str | None) -> OutriderError:
     """The error that a failure stands for."""
     kind = getattr(errors, name, WorkerError)
@@ -214,19 +228,15 @@ class EngineDoor:
         self.changed()
 
     def _check_weights(self, target: str, drafter: str) -> Any:
-        """The kind, message and field of the error, or None."""
-        try:
-            self.engine.check_weights(target, drafter)
-        except OutriderError as error:
-            return type(error).__name__, error.message, error.field
-        return None
+        """The failure, or None."""
+        return failure_of(partial(self.engine.check_weights, target, drafter))
 
     def _plan_drafters(self, change: dict[str, Any]) -> Any:
         """The `speculative_config` that a change makes, or a `failure` as above."""
         try:
             return {"planned": self.engine.planned_drafters(DrafterChange(**change))}
         except OutriderError as error:
-            return {"failure": [type(error).__name__, error.message, error.field]}
+            return {"failure": described(error)}
 
     def _take(self, stream_id: str, owner: str) -> Any:
         """What is kept of a resumable stream; its requests end here."""
@@ -316,11 +326,8 @@ class EdgeLink:
 
     def _why(self, delta: Delta) -> tuple[str, str, str | None]:
         """The failure of a request whose steps failed, or whose engine did."""
-        try:
-            self._door.engine.check()
-        except OutriderError as error:
-            return type(error).__name__, error.message, error.field
-        return WorkerError.__name__, delta.error or "the step of this request failed", None
+        reason = delta.error or "the step of this request failed"
+        return failure_of(self._door.engine.check) or described(WorkerError(reason))
 
     def _release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -414,8 +421,7 @@ class EdgeLink:
         """The engine has queued the request, or refused it."""
         if error is not None:
             self.requests.discard(request_id)
-            failure = (request_id, type(error).__name__, error.message, error.field)
-            self._send(failures=[failure])
+            self._send(failures=[(request_id, *described(error))])
             self._release([request_id])
         elif self.lost:  # while it was on its way: nobody would end it
             self._door.engine.abort(request_id)

@@ -45,9 +45,9 @@ class WeightsNote:
     Ray's head keeps the last note, for as long as the cluster lives.
     """
 
-    target: str  # folders; empty: those that are served already
-    drafter: str
-    mode: PauseMode
+    target: str = ""  # folders; empty: those that are served already
+    drafter: str = ""
+    mode: PauseMode = "keep"
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     speculative: dict[str, Any] | None = None  # its folders are newer than `drafter`; None: as ever
     make_room: bool = False

@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -25,7 +27,7 @@ from ..backend import backend_of
 from ..keeper import Successors
 from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
-from .edge import EngineDoor
+from .edge import EngineDoor, failure_of
 from .metrics import RayMetrics
 from .models import HeldCheck, ServedModel, WeightsBoard, WeightsNote
 from .resume_tokens import TokenStore
@@ -169,42 +171,33 @@ class WeightsFollower:
         if note.speculative is None or note.speculative == self._speculative:
             return
         log.info("the drafters are replaced")
-        try:
+        with self._following(note, "the drafters cannot be replaced, and stay", needs_them):
             change = DrafterChange(whole=note.speculative, make_room=note.make_room)
             self._engine.change_drafters(change)
             self._speculative = note.speculative
-        except EngineDeadError:
-            raise
-        except OutriderError as error:
-            log.error("the drafters cannot be replaced, and stay: %s", error.message)
-            self._served = note.id  # what asked for them is told, and takes the note back
-            if needs_them:
-                raise
 
     def _follow_adapters(self, note: WeightsNote, needs_them: bool) -> None:
         if note.adapters is None:
             return
-        served = self._engine.adapters()
+        with self._following(note, "an adapter cannot be changed", needs_them):
+            self._engine.serve_adapters(note.adapters)
+
+    @contextmanager
+    def _following(self, note: WeightsNote, failed: str, needs_it: bool) -> Iterator[None]:
+        """Logs what an engine that goes on cannot follow; whoever `needs_it` gets the error."""
         try:
-            for name in served.keys() - note.adapters.keys():
-                self._engine.remove_adapter(name)
-            for name in note.adapters.keys() - served.keys():
-                self._engine.add_adapter(name, note.adapters[name])
+            yield
         except EngineDeadError:
             raise
         except OutriderError as error:
-            log.error("an adapter cannot be changed: %s", error.message)
-            self._served = note.id
-            if needs_them:
+            log.error("%s: %s", failed, error.message)
+            self._served = note.id  # what asked for it is told, and takes the note back
+            if needs_it:
                 raise
 
     def answer(self) -> Any:
-        """As `follow`, for an ingress: the kind, message and field of the error, or None."""
-        try:
-            self.follow()
-        except OutriderError as error:
-            return type(error).__name__, error.message, error.field
-        return None
+        """As `follow`, for an ingress: the failure, or None."""
+        return failure_of(self.follow)
 
     def look(self) -> None:
         """Begins to follow where the board has news.

@@ -135,26 +135,15 @@ class ServeClient:
                 taken[index] = longer(taken.get(index), ResumeTokens(*tokens))
         return taken
 
-    async def reset_prefix_cache(self) -> int:
-        wanted = {link.name for link in self._engines.links}
-        answers = await self._ask("reset_prefix_cache")
-        # One that is lost meanwhile has no cache any more.
-        missing = wanted.intersection(link.name for link in self._engines.links) - answers.keys()
-        if missing:
-            raise EngineDeadError(
-                f"{len(missing)} of {len(wanted)} engines did not reset their prefix cache"
-            )
-        return len(answers)
-
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
         board = self.board
         if not self._engines.links:
             raise EngineDeadError("no engine is up that could check the weights")
-        await self._all("check_weights", target, drafter)
+        await self.tell("check_weights", target, drafter)
         before = await asyncio.to_thread(board.read)
         note = WeightsNote(target, drafter, mode).after(before)
         await asyncio.to_thread(board.write, note)
-        return await self._all("update_weights")
+        return await self.tell("update_weights")
 
     async def drafters(self) -> dict[str, dict[str, Any]]:
         return await self._ask("drafters")
@@ -170,7 +159,7 @@ class ServeClient:
                 raise error_of(*plan["failure"])
         planned = next(iter(plans.values()))["planned"]
         had = next(iter(served.values()))["speculative_config"]
-        note = WeightsNote("", "", "keep", speculative=planned, make_room=change.make_room)
+        note = WeightsNote(speculative=planned, make_room=change.make_room)
         num_engines, note = await self._announce(note, speculative=had)
         described = await self._ask("drafters")
         names = {each["name"]: None for one in described.values() for each in one["drafters"]}
@@ -188,7 +177,7 @@ class ServeClient:
         if not self._engines.links:
             raise EngineDeadError("no engine is up that could change adapters")
         had = await self.adapters()
-        note = WeightsNote("", "", "keep", adapters=adapters)
+        note = WeightsNote(adapters=adapters)
         return (await self._announce(note, adapters=had))[0]
 
     async def _announce(self, note: WeightsNote, **had: Any) -> tuple[int, WeightsNote]:
@@ -200,39 +189,15 @@ class ServeClient:
         note = note.after(await asyncio.to_thread(self.board.read))
         await asyncio.to_thread(self.board.write, note)
         try:
-            return await self._all("update_weights"), note
+            return await self.tell("update_weights"), note
         except OutriderError:  # those that have changed go back
-            back = replace(note, id=WeightsNote("", "", "keep").id, **had)
+            back = replace(note, id=WeightsNote().id, **had)
             await asyncio.to_thread(self.board.write, back)
             with suppress(OutriderError):
-                await self._all("update_weights")
+                await self.tell("update_weights")
             raise
 
-    async def pause(self, mode: PauseMode) -> int:
-        return await self._all("pause", mode)
-
-    async def resume(self) -> int:
-        return await self._all("resume")
-
-    async def is_paused(self) -> bool:
-        return any(each.get("paused") for each in (await self.stats()).values())
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        return await self._all("sleep", level, mode)
-
-    async def wake_up(self, tags: tuple[str, ...]) -> int:
-        return await self._all("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        return any(each.get("sleeping") for each in (await self.stats()).values())
-
-    async def _all(self, verb: str, *arguments: Any) -> int:
-        """Has every engine do something; how many there are.
-
-        Raises:
-            OutriderError: what an engine answers in place of None.
-            EngineDeadError: one did not answer.
-        """
+    async def tell(self, verb: str, *arguments: Any) -> int:
         answers = await self._every(verb, *arguments)
         for failure in answers.values():
             if failure is not None:

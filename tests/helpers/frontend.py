@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from outrider.config import EngineConfig, NoSpeculation
+from outrider.engine.engine import Engine
 from outrider.engine.weights import DrafterChange
 from outrider.errors import CheckpointError, EngineDeadError, OutriderError
 from outrider.scheduler.types import (
@@ -158,6 +159,8 @@ class FakeEngine:
         return {
             "running": len(self._running),
             "waiting": 0,
+            "paused": bool(self.pauses),
+            "sleeping": bool(self.sleeps) and self.sleeps[-1][0] > 0,
             "kv": {"num_blocks": 8, "num_free_blocks": 8 - len(self._running), "block_size": 16},
             "requests": {"num_finished": len(self.submitted) - len(self._running)},
             "steps": {"num_steps": 7},
@@ -244,6 +247,8 @@ class FakeEngine:
         self.check()
         del self.served_adapters[name]
 
+    serve_adapters = Engine.serve_adapters
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.check()
         self.sleeps.append((level, mode))
@@ -251,14 +256,6 @@ class FakeEngine:
     def wake_up(self, tags: tuple[str, ...] = ()) -> None:
         self.check()
         self.sleeps.append((0, *tags))
-
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self.sleeps) and self.sleeps[-1][0] > 0
-
-    @property
-    def is_paused(self) -> bool:
-        return bool(self.pauses)
 
     def shutdown(self) -> None:
         self._closed = True

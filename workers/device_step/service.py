@@ -334,8 +334,6 @@ class Captured:
             replay()
 
 
-log = logging.getLogger(__name__)
-
 RULE = "coupled"  # the only one that the device step computes
 MAX_POSTED = 2  # outcomes on their way: a step is started before the one before it is read
 

@@ -385,20 +385,8 @@ class Load(TypedDict):
     server_load: int
 
 
-class PrefixCacheReset(TypedDict):
-    """The engines that have forgotten their stored prefixes."""
-
-    num_engines: int
-
-
-class WeightsUpdate(TypedDict):
-    """The engines that serve the new weights."""
-
-    num_engines: int
-
-
-class AdaptersUpdate(TypedDict):
-    """The engines that serve an adapter more, or less."""
+class EngineCount(TypedDict):
+    """How many engines have done what was asked for."""
 
     num_engines: int
 
@@ -438,22 +426,10 @@ class DraftersUpdate(TypedDict):
     drafters: list[str]
 
 
-class Pause(TypedDict):
-    """The engines that have paused, or go on."""
-
-    num_engines: int
-
-
 class Paused(TypedDict):
     """Whether an engine is paused."""
 
     is_paused: bool
-
-
-class Sleep(TypedDict):
-    """The engines that sleep, or are awake."""
-
-    num_engines: int
 
 
 class Sleeping(TypedDict):

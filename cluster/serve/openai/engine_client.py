@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ....engine.weights import DrafterChange, PauseMode
 from ....errors import EngineDeadError, WorkerError
@@ -18,6 +18,9 @@ from ..resume_tokens import ResumeTokens, TokenStore
 
 if TYPE_CHECKING:
     from ....engine.engine import Engine
+
+EngineVerb = Literal["reset_prefix_cache", "pause", "resume", "sleep", "wake_up"]
+"""What all engines are told alike, by the names of `Engine`'s methods."""
 
 
 class EngineClient(Protocol):
@@ -43,11 +46,12 @@ class EngineClient(Protocol):
         """What the engines keep of a stream, by completion; its requests end, wherever they run."""
         ...
 
-    async def reset_prefix_cache(self) -> int:
-        """Every engine forgets its stored prefixes; how many engines there are.
+    async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
+        """Every engine does what its method `verb` does; how many engines there are.
 
         Raises:
             EngineDeadError: one did not answer.
+            OutriderError: the first that an engine raised.
         """
         ...
 
@@ -98,30 +102,6 @@ class EngineClient(Protocol):
             ConfigError, CheckpointError: an adapter cannot be served; those from before are.
             WorkerError, EngineDeadError: an engine did not change.
         """
-        ...
-
-    async def pause(self, mode: PauseMode) -> int:
-        """Every engine computes nothing from now on; how many there are (raises as above)."""
-        ...
-
-    async def resume(self) -> int:
-        """Every engine goes on; how many there are (raises as above)."""
-        ...
-
-    async def is_paused(self) -> bool:
-        """Whether an engine waits for `resume`."""
-        ...
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        """Every engine gives its memory back; how many there are (raises as above)."""
-        ...
-
-    async def wake_up(self, tags: tuple[str, ...]) -> int:
-        """Every engine takes its memory again; how many there are (raises as above)."""
-        ...
-
-    async def is_sleeping(self) -> bool:
-        """Whether an engine waits for `wake_up`."""
         ...
 
     async def check(self) -> None:
@@ -178,8 +158,8 @@ class LocalClient:
     async def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
-    async def reset_prefix_cache(self) -> int:
-        self._engine.reset_prefix_cache()
+    async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
+        await asyncio.to_thread(getattr(self._engine, verb), *arguments)
         return 1
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
@@ -197,34 +177,8 @@ class LocalClient:
         return self._engine.adapters()
 
     async def change_adapters(self, adapters: dict[str, str]) -> int:
-        served = self._engine.adapters()
-        for name in served.keys() - adapters.keys():
-            await asyncio.to_thread(self._engine.remove_adapter, name)
-        for name in adapters.keys() - served.keys():
-            await asyncio.to_thread(self._engine.add_adapter, name, adapters[name])
+        await asyncio.to_thread(self._engine.serve_adapters, adapters)
         return 1
-
-    async def pause(self, mode: PauseMode) -> int:
-        await asyncio.to_thread(self._engine.pause, mode)
-        return 1
-
-    async def resume(self) -> int:
-        self._engine.resume()
-        return 1
-
-    async def is_paused(self) -> bool:
-        return self._engine.is_paused
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        await asyncio.to_thread(self._engine.sleep, level, mode)
-        return 1
-
-    async def wake_up(self, tags: tuple[str, ...]) -> int:
-        await asyncio.to_thread(self._engine.wake_up, tags)
-        return 1
-
-    async def is_sleeping(self) -> bool:
-        return self._engine.is_sleeping
 
     async def check(self) -> None:
         self._engine.check()

@@ -69,15 +69,15 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
     "/score": (ScoreBody, answers.ScoreList, "As /v1/score."),
     "/tokenize": (TokenizeBody, answers.Tokens, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeBody, answers.Text, "The text of token ids."),
-    "/v1/load_lora_adapter": (LoadAdapterBody, answers.AdaptersUpdate, "Adds a LoRA adapter."),
+    "/v1/load_lora_adapter": (LoadAdapterBody, answers.EngineCount, "Adds a LoRA adapter."),
     "/v1/unload_lora_adapter": (
         UnloadAdapterBody,
-        answers.AdaptersUpdate,
+        answers.EngineCount,
         "Drops a LoRA adapter, once its requests have ended.",
     ),
     "/admin/update_weights": (
         UpdateWeightsBody,
-        answers.WeightsUpdate,
+        answers.EngineCount,
         "Serves other weights of the same model.",
     ),
     "/admin/drafters": (
@@ -104,11 +104,11 @@ GETS: dict[str, tuple[Any, str]] = {
 # By POST, without a body.
 COMMANDS: dict[str, tuple[Any, str]] = {
     "/ping": GETS["/ping"],
-    "/reset_prefix_cache": (answers.PrefixCacheReset, "Forgets the stored prefixes."),
-    "/pause": (answers.Pause, "Computes nothing until /resume."),
-    "/resume": (answers.Pause, "Goes on after /pause."),
-    "/sleep": (answers.Sleep, "Gives memory back until /wake_up."),
-    "/wake_up": (answers.Sleep, "Takes memory again."),
+    "/reset_prefix_cache": (answers.EngineCount, "Forgets the stored prefixes."),
+    "/pause": (answers.EngineCount, "Computes nothing until /resume."),
+    "/resume": (answers.EngineCount, "Goes on after /pause."),
+    "/sleep": (answers.EngineCount, "Gives memory back until /wake_up."),
+    "/wake_up": (answers.EngineCount, "Takes memory again."),
 }
 
 

@@ -8,7 +8,7 @@ import json
 import json.scanner
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -273,6 +273,21 @@ def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidReques
             name, f"it has to be a string or a list of {parts} of type 'text'"
         )
     return invalid_request(error)
+
+
+def objects_of(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """The entries of a list that are objects, with their places; none of anything else."""
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict):
+            yield index, item
+
+
+def check_kind(field: str, given: Mapping[Any, Any], allowed: Sequence[Any], rule: str) -> None:
+    """Refuses an object of another `type` by its name, which a union's errors would hide."""
+    kind = given.get("type")
+    if kind not in allowed:
+        shown = shown_value(kind)
+        raise InvalidRequestError.at(f"{field}.type", f"{shown} is not supported; {rule}")
 
 
 def renamed(error: InvalidRequestError, names: Sequence[tuple[str, str]]) -> InvalidRequestError:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,13 @@ from starlette.types import Receive, Scope, Send
 
 from .... import __version__
 from ....engine.frontend import Frontend
-from ....engine.weights import DrafterChange, checked_mode, checked_sleep, checked_tags
+from ....engine.weights import (
+    DrafterChange,
+    PauseMode,
+    checked_mode,
+    checked_sleep,
+    checked_tags,
+)
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from ....scheduler.sampling import shortened
 from .. import page
@@ -41,7 +47,7 @@ from ..access.access import Access, AccessGate, current
 from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
 from ..telemetry import Tracing
 from . import chat, completions, errors, messages, responses
-from .engine_client import EngineClient
+from .engine_client import EngineClient, EngineVerb
 from .generation import Generation
 from .messages import CountBody, MessagesBody
 from .openapi import document, html_page
@@ -210,9 +216,26 @@ def admin_routes(models: Models) -> list[Route]:
     # Adapters have the clients of their models.
     clients = list({id(each.client): each.client for each in models.by_name.values()}.values())
 
-    async def reset_prefix_cache(request: Request) -> Response:
-        counts = await asyncio.gather(*(each.reset_prefix_cache() for each in clients))
-        return JSONResponse({"num_engines": sum(counts)})
+    def command(
+        path: str, verb: EngineVerb, read: Callable[[Request], Sequence[Any]] = lambda _: ()
+    ) -> Route:
+        """A route by which every engine does `verb`, with what `read` finds in the query."""
+
+        async def tell(request: Request) -> Response:
+            arguments = read(request)
+            counts = await asyncio.gather(*(each.tell(verb, *arguments) for each in clients))
+            return JSONResponse({"num_engines": sum(counts)})
+
+        return Route(path, tell, methods=["POST"])
+
+    def state(path: str, name: str, key: str) -> Route:
+        """A route that says whether `key` of an engine's statistics is true."""
+
+        async def is_true(request: Request) -> Response:
+            engines = [each for _, replicas in await _stats(models) for each in replicas.values()]
+            return JSONResponse({name: any(each.get(key) for each in engines)})
+
+        return Route(path, is_true)
 
     async def update_weights(request: Request) -> Response:
         body = await _prepared(models, request, partial(parse, UpdateWeightsBody))
@@ -226,48 +249,31 @@ def admin_routes(models: Models) -> list[Route]:
         count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
         return JSONResponse({"num_engines": count})
 
-    async def pause(request: Request) -> Response:
-        mode = checked_mode(request.query_params.get("mode", "abort"))
-        counts = await asyncio.gather(*(each.pause(mode) for each in clients))
-        return JSONResponse({"num_engines": sum(counts)})
-
-    async def resume(request: Request) -> Response:
-        counts = await asyncio.gather(*(each.resume() for each in clients))
-        return JSONResponse({"num_engines": sum(counts)})
-
-    async def is_paused(request: Request) -> Response:
-        return JSONResponse(
-            {"is_paused": any(await asyncio.gather(*(each.is_paused() for each in clients)))}
-        )
-
-    async def sleep(request: Request) -> Response:
-        given = request.query_params.get("level", "1")
-        level = checked_sleep(int(given) if given.isdecimal() else given)
-        mode = checked_mode(request.query_params.get("mode", "abort"))
-        counts = await asyncio.gather(*(each.sleep(level, mode) for each in clients))
-        return JSONResponse({"num_engines": sum(counts)})
-
-    async def wake_up(request: Request) -> Response:
-        tags = checked_tags(request.query_params.getlist("tags") or None)
-        counts = await asyncio.gather(*(each.wake_up(tags) for each in clients))
-        return JSONResponse({"num_engines": sum(counts)})
-
-    async def is_sleeping(request: Request) -> Response:
-        asleep = await asyncio.gather(*(each.is_sleeping() for each in clients))
-        return JSONResponse({"is_sleeping": any(asleep)})
-
     return [
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/admin/update_weights", update_weights, methods=["POST"]),
         *_drafter_routes(models),
         *_adapter_routes(models),
-        Route("/pause", pause, methods=["POST"]),
-        Route("/resume", resume, methods=["POST"]),
-        Route("/is_paused", is_paused),
-        Route("/sleep", sleep, methods=["POST"]),
-        Route("/wake_up", wake_up, methods=["POST"]),
-        Route("/is_sleeping", is_sleeping),
+        command("/reset_prefix_cache", "reset_prefix_cache"),
+        command("/pause", "pause", _pausing),
+        command("/resume", "resume"),
+        state("/is_paused", "is_paused", "paused"),
+        command("/sleep", "sleep", _sleeping),
+        command("/wake_up", "wake_up", _waking),
+        state("/is_sleeping", "is_sleeping", "sleeping"),
     ]
+
+
+def _pausing(request: Request) -> tuple[PauseMode]:
+    return (checked_mode(request.query_params.get("mode", "abort")),)
+
+
+def _sleeping(request: Request) -> tuple[int, PauseMode]:
+    level = request.query_params.get("level", "1")
+    return checked_sleep(int(level) if level.isdecimal() else level), *_pausing(request)
+
+
+def _waking(request: Request) -> tuple[tuple[str, ...]]:
+    return (checked_tags(request.query_params.getlist("tags") or None),)
 
 
 def _adapter_routes(models: Models) -> list[Route]:

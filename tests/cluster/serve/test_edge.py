@@ -225,11 +225,11 @@ def test_every_engine_resets_its_prefix_cache(make_engine: Callable[..., Any]) -
             ]
             client = ServeClient(here.engines, None)
             await until(lambda: len(here.engines.links) == 2)
-            assert await client.reset_prefix_cache() == 2
+            assert await client.tell("reset_prefix_cache") == 2
             assert [engine.num_resets for engine in engines] == [1, 1]
             engines[1].dead = True
-            with pytest.raises(EngineDeadError, match="1 of 2 engines did not reset"):
-                await client.reset_prefix_cache()
+            with pytest.raises(EngineDeadError, match="1 of 2 engines did not answer"):
+                await client.tell("reset_prefix_cache")
 
     asyncio.run(main())
 
@@ -257,9 +257,9 @@ def test_every_engine_gets_the_new_weights_or_none(make_engine: Callable[..., An
             assert [len(engine.updates) for engine in engines] == [2, 2]
             assert len(board.notes) == 2
             engines[1].refuse = None
-            assert await client.pause("wait") == 2
+            assert await client.tell("pause", "wait") == 2
             assert engines[0].pauses == engines[1].pauses == ["wait"]
-            assert await client.resume() == 2
+            assert await client.tell("resume") == 2
             engines[1].dead = True
             with pytest.raises(EngineDeadError):
                 await client.update_weights("/c", "", "keep")

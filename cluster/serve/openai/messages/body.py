@@ -17,7 +17,7 @@ from .....errors import InvalidRequestError, in_words
 from .....scheduler.sampling import MAX_STOPS, shown_value
 from .. import chat
 from ..generation import Generation
-from ..parse import MANY, Strict, at_most, renamed
+from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed
 from ..protocol import ChatBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
@@ -176,12 +176,11 @@ class ConversationBody(Strict):
     def _kinds(cls, data: Any) -> Any:
         """Refuses blocks and tools of other kinds by name, which a union's errors would hide."""
         if isinstance(data, dict):
-            for index, message in _objects(data.get("messages")):
+            for index, message in objects_of(data.get("messages")):
                 _check_blocks(f"messages.{index}.content", message.get("content"), KINDS)
             _check_blocks("system", data.get("system"), ("text",))
-            for index, tool in _objects(data.get("tools")):
-                if tool.get("type") not in (None, "custom"):
-                    raise _unserved(f"tools.{index}.type", tool["type"], "only functions are")
+            for index, tool in objects_of(data.get("tools")):
+                check_kind(f"tools.{index}", tool, (None, "custom"), "only functions are")
         return data
 
     @model_validator(mode="after")
@@ -298,23 +297,11 @@ def _field(location: Sequence[int | str]) -> str:
     return ".".join(parts)
 
 
-def _objects(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
-    for index, item in enumerate(items if isinstance(items, list) else ()):
-        if isinstance(item, dict):
-            yield index, item
-
-
-def _unserved(field: str, given: Any, rule: str) -> InvalidRequestError:
-    return InvalidRequestError.at(field, f"{shown_value(given)} is not supported; {rule}")
-
-
 def _check_blocks(field: str, blocks: Any, allowed: Sequence[str]) -> None:
-    for number, block in _objects(blocks):
-        kind = block.get("type")
-        if kind not in allowed:
-            rule = f"it has to be one of {', '.join(allowed)}" if allowed[1:] else "only text is"
-            raise _unserved(f"{field}.{number}.type", kind, rule)
-        if kind == "tool_result":
+    rule = f"it has to be one of {', '.join(allowed)}" if allowed[1:] else "only text is"
+    for number, block in objects_of(blocks):
+        check_kind(f"{field}.{number}", block, allowed, rule)
+        if block["type"] == "tool_result":
             _check_blocks(f"{field}.{number}.content", block.get("content"), ("text",))
 
 

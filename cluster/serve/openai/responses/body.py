@@ -6,7 +6,7 @@ refused by name, unless the value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -15,7 +15,15 @@ from .....errors import InvalidRequestError
 from .....scheduler.sampling import shown_value
 from .. import chat
 from ..generation import Generation
-from ..parse import MANY, Strict, at_most, check_unserved, renamed
+from ..parse import (
+    MANY,
+    Strict,
+    at_most,
+    check_kind,
+    check_unserved,
+    objects_of,
+    renamed,
+)
 from ..protocol import (
     CalledFunction,
     ChatBody,
@@ -125,23 +133,6 @@ def text_of(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _objects(items: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """The entries of a list that are objects, with their places."""
-    for index, item in enumerate(items if isinstance(items, list) else ()):
-        if isinstance(item, dict):
-            yield index, item
-
-
-def _check_kind(
-    field: str, given: dict[Any, Any], allowed: Sequence[str | None], rule: str
-) -> None:
-    kind = given.get("type")
-    if kind not in allowed:
-        raise InvalidRequestError.at(
-            f"{field}.type", f"{shown_value(kind)} is not supported; {rule}"
-        )
-
-
 def check_kinds(items: Any, tools: Any) -> None:
     """Refuses items, parts and tools of other kinds by their names, which a union's errors would
     hide.
@@ -150,15 +141,15 @@ def check_kinds(items: Any, tools: Any) -> None:
         InvalidRequestError: names the item, the part or the tool.
     """
     rule = f"it has to be one of {', '.join(KINDS)}"
-    for index, item in _objects(items):
-        _check_kind(f"input.{index}", item, (None, *KINDS), rule)
+    for index, item in objects_of(items):
+        check_kind(f"input.{index}", item, (None, *KINDS), rule)
         kind = item.get("type")
         place = "output" if kind == "function_call_output" else "content"
-        for number, part in _objects(item.get(place) if kind != "reasoning" else None):
+        for number, part in objects_of(item.get(place) if kind != "reasoning" else None):
             field = f"input.{index}.{place}.{number}"
-            _check_kind(field, part, ("input_text", "output_text"), "only text is")
-    for index, tool in _objects(tools):
-        _check_kind(f"tools.{index}", tool, ("function",), "only functions are")
+            check_kind(field, part, ("input_text", "output_text"), "only text is")
+    for index, tool in objects_of(tools):
+        check_kind(f"tools.{index}", tool, ("function",), "only functions are")
 
 
 class FunctionTool(FunctionDefinition):
