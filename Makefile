@@ -22,6 +22,8 @@ TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=20
 
 test test-slow: export OMP_NUM_THREADS = 1
+# What a test process has compiled, the next one and those that it starts read.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) $(LINK)
 	$(PYTEST) -m "not slow"
 

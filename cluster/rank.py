@@ -8,7 +8,6 @@ take_over. A rank that outlives its engine continues with renew and allocate for
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import socket
 import struct
@@ -130,9 +129,7 @@ class Rank:
         """Reads this rank's shards; `known` is its predecessor's report."""
         assert self._worker is not None
         report = self._worker.load(known)
-        # Modules and weights stay for good; `renew` collects garbage while streams wait.
-        gc.collect()
-        gc.freeze()
+        self._worker.freeze()  # `renew` collects garbage while streams wait
         return report
 
     def renew(self) -> None:

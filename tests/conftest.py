@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ray" if starts_ray(file) else file
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for in what is loaded by now: a second each time, with all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -105,6 +105,7 @@ class Worker:
         self._remote_head: RemoteHeadWorker | None = None
         self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
         self._offloaded: Offloaded | None = None  # weights in host memory
+        self._is_frozen = False
         self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
         self._threads, self._draft_threads = (
             Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
@@ -246,7 +247,7 @@ class Worker:
 
     def _rest(self, message: Rest) -> None:
         """Gives memory back, or takes it again."""
-        with _unfrozen():
+        with self._unfrozen():
             if message.level:
                 self._sleep(message.level)
                 return
@@ -276,7 +277,7 @@ class Worker:
         Args:
             received: the target's, where a trainer has sent them; emptied once they are taken.
         """
-        with _unfrozen():
+        with self._unfrozen():
             self._release()
             self._take_weights(received)
             if received is not None:
@@ -296,6 +297,21 @@ class Worker:
         if offloaded is not None:
             offloaded.restore()
         self._load_models(self._report, received)
+
+    def freeze(self) -> None:
+        """Garbage is no longer looked for in what is alive: modules and weights stay for good."""
+        gc.collect()
+        gc.freeze()
+        self._is_frozen = True
+
+    @contextmanager
+    def _unfrozen(self) -> Iterator[None]:
+        """Collects what is given up inside, too, where all objects were frozen."""
+        if self._is_frozen:
+            gc.unfreeze()  # modules hold themselves
+        yield
+        if self._is_frozen:
+            self.freeze()
 
     def _release(self) -> None:
         """Frees caches and heads, before others take their place."""
@@ -429,7 +445,7 @@ class Worker:
         assert self._report is not None, "there is a target"
         head, draft = self._head, None
         num_target, num_draft = self._num_blocks[0], 0
-        with _unfrozen():
+        with self._unfrozen():
             self._release()
             self._head = head
             if self._spec.draft is not None:
@@ -705,17 +721,6 @@ class Worker:
                 + f"{' or max_num_seqs, whose states take a part' if state_bytes else ''}",
             )
         return min(room, per_sequence * spec.max_num_seqs)
-
-
-@contextmanager
-def _unfrozen() -> Iterator[None]:
-    """Collects what is given up inside, too, where all objects were frozen."""
-    num_frozen = gc.get_freeze_count()
-    gc.unfreeze()  # modules hold themselves
-    yield
-    if num_frozen:
-        gc.collect()
-        gc.freeze()
 
 
 def _placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:

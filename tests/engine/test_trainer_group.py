@@ -35,12 +35,12 @@ class Trainer:
     def __init__(self, llm: LLM, ranks: int, name: str = "weights") -> None:
         self.llm, self.name, port = llm, name, free_port()
         made: list[TrainerGroup] = []
-        options = {"name": name, "timeout_s": 20.0}
+        options = {"name": name, "timeout_s": 120.0}
         thread = threading.Thread(
             target=lambda: made.append(TrainerGroup("127.0.0.1", port, 1 + ranks, **options))
         )
         thread.start()
-        llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, name, timeout_s=20.0)
+        llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, name, timeout_s=120.0)
         thread.join()
         (self.group,) = made
 
