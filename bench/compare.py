@@ -23,6 +23,7 @@ from ..scheduler.sampling import SamplingParams
 from .contenders import Contender
 from .measure import Load, Run, Trace, add_acceptance, differing, percentiles, ratio_of_rounds
 
+PAUSE_S = 1.0
 _WARM_UP_TOKENS = 8
 Progress = Callable[[str], None]
 
@@ -54,7 +55,7 @@ class Plan:
     loads: Sequence[Load]
     num_rounds: int
     num_prompts: int
-    pause_s: float = 1.0  # before every run
+    pause_s: float = field(default_factory=lambda: PAUSE_S)  # before every run
     alone: bool = False  # each is started for its part of a round, and is then closed
 
     def prompts(self, workload: Workload, load: Load, salt: str) -> list[str]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 
-def test_bench_compares_in_one_run(outrider_cli, model, tmp_path):
+def test_bench_compares_in_one_run(outrider_cli, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.bench.compare.PAUSE_S", 0.0)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def main(\nimport os\nclass Node:\n")
     report_path = tmp_path / "report.json"

@@ -14,6 +14,11 @@ from ..helpers import fake_server
 PROGRAM = [sys.executable, str(Path(fake_server.__file__)), "--port", "{port}"]
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr("outrider.bench.compare.PAUSE_S", 0.0)
+
+
 @pytest.mark.slow
 def test_everyone_in_one_run(outrider_cli, model, tmp_path):
     out = tmp_path / "report"

@@ -6,6 +6,8 @@ The checkpoints are sparse files with the real names and shapes (`helpers/outlin
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from outrider.tests.helpers.kubernetes import manifests
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
 README = (ROOT / "examples" / "README.md").read_text()
 MODELS = "/models/"
+Check = Callable[[Path, str], Result]
 IN_K8S = {
     "single-gpu.yaml": "single-gpu",
     "tp8.yaml": "tp8",
@@ -31,19 +34,23 @@ IN_K8S = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    """`check(file, nodes)`: the command on an example with checkpoints; each is run once."""
+    folder, models = tmp_path_factory.mktemp("examples"), tmp_path_factory.mktemp("models")
 
+    @cache
+    def run(file: Path, nodes: str) -> Result:
+        text = file.read_text()
+        for name in re.findall(rf" {MODELS}(\S+)", text):
+            if not (models / name).exists():
+                outlines.MAKERS[name](models / name)
+        copy = folder / file.name
+        text = text.replace(f" {MODELS}", f" {models}/").replace(" demo/", f" {ROOT}/demo/")
+        copy.write_text(text)
+        runner = CliRunner(env={"COLUMNS": "160"})
+        return runner.invoke(app, ["check", str(copy), "--nodes", nodes])
 
-def check(file: Path, folder: Path, models: Path, *args: str) -> Result:
-    """The command on an example whose checkpoints are in `models`."""
-    text = file.read_text()
-    for name in re.findall(rf" {MODELS}(\S+)", text):
-        if not (models / name).exists():
-            outlines.MAKERS[name](models / name)
-    copy = folder / file.name
-    copy.write_text(text.replace(f" {MODELS}", f" {models}/").replace(" demo/", f" {ROOT}/demo/"))
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["check", str(copy), *args])
+    return run
 
 
 def described(file: Path) -> str:
@@ -64,8 +71,8 @@ def test_the_page_lists_every_example() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_an_example_is_sound_and_finds_room(file: Path, tmp_path: Path, models: Path) -> None:
-    result = check(file, tmp_path, models, "--nodes", described(file))
+def test_an_example_is_sound_and_finds_room(file: Path, check: Check) -> None:
+    result = check(file, described(file))
     assert result.exit_code == 0, result.stderr
     for row in plan(result):
         assert float(row[8]) <= float(row[9]), row
@@ -82,19 +89,17 @@ def test_an_example_is_sound_and_finds_room(file: Path, tmp_path: Path, models: 
         ("single-gpu.yaml", "1xL4-24G", "rank 0 of the target need"),
     ],
 )
-def test_what_is_too_small_is_named(
-    name: str, nodes: str, complaint: str, tmp_path: Path, models: Path
-) -> None:
-    result = check(ROOT / "examples" / name, tmp_path, models, "--nodes", nodes)
+def test_what_is_too_small_is_named(name: str, nodes: str, complaint: str, check: Check) -> None:
+    result = check(ROOT / "examples" / name, nodes)
     assert result.exit_code == 1, result.stderr
     assert re.search(complaint, result.stderr), result.stderr
 
 
-def test_deepseek_s_estimate_is_the_published_size(tmp_path: Path, models: Path) -> None:
+def test_deepseek_s_estimate_is_the_published_size(check: Check) -> None:
     """671 billion parameters, in FP8 but for embeddings, norms and routers; 576 latent values a
     layer, and the MTP module's keys and values as its own module would store them."""
     file = ROOT / "examples" / "deepseek-r1-mtp.yaml"
-    rows = plan(check(file, tmp_path, models, "--nodes", described(file)))
+    rows = plan(check(file, described(file)))
     assert [row[:3] for row in rows] == [
         ["node 0 (H100)", "GPU 0-7", "target 0-7"],
         ["node 1 (H100)", "GPU 0-7", "target 8-15"],

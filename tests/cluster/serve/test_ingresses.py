@@ -272,14 +272,25 @@ def test_engines_are_added_for_what_runs_and_waits(server: Server) -> None:
     }  # fmt: skip
     serve.run(build_app(arguments), name="scaled", route_prefix="/scaled")
     try:
+        is_scaled = Event()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
-            body = {"prompt": "def main(", "max_tokens": 1500, "ignore_eos": True}
+            body = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
+
+            def ask(_: int) -> set[int]:
+                """One request after the other, until one was sent to both engines."""
+                found: set[int] = set()
+                is_last = False
+                while not is_last:
+                    is_last = is_scaled.is_set()
+                    found.add(http.post("/v1/completions", json=body).status_code)
+                return found
+
             with ThreadPoolExecutor(12) as threads:
-                running = [
-                    threads.submit(http.post, "/v1/completions", json=body) for _ in range(12)
-                ]
-                wait_for(lambda: len(below("scaled:Engine")) == 2, 200)
-                answers = [each.result() for each in running]
-            assert {each.status_code for each in answers} == {200}
+                answers = threads.map(ask, range(12))
+                try:
+                    wait_for(lambda: len(below("scaled:Engine")) == 2, 200)
+                finally:
+                    is_scaled.set()
+                assert set().union(*answers) == {200}
     finally:
         serve.delete("scaled")

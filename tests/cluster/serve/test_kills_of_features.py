@@ -160,11 +160,16 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert one == wanted, name
 
 
+@pytest.fixture(scope="module")
+def expected(url: str) -> dict[str, Any]:
+    """What is answered where nothing is killed."""
+    return run(url, lambda: None, scored=True)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_request_loses_or_repeats_a_token(url: str) -> None:
-    expected = run(url, lambda: None, scored=True)
+def test_no_request_loses_or_repeats_a_token(url: str, expected: dict[str, Any]) -> None:
     assert expected["several"]["ends"] == 4
     assert len(json.loads(expected["tools"]["0"].removeprefix("note"))["text"]) == 300
 
@@ -194,11 +199,9 @@ def test_no_request_loses_or_repeats_a_token(url: str) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_may_die_during_a_graceful_shutdown(url: str) -> None:
+def test_a_rank_may_die_during_a_graceful_shutdown(url: str, expected: dict[str, Any]) -> None:
     """The last test: nothing is served behind it."""
     from ray import serve
-
-    expected = run(url, lambda: None, scored=True)
 
     def end() -> None:
         serve.delete("test", _blocking=False)

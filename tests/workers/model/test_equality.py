@@ -90,7 +90,7 @@ def check(stored, oracle_of, part, build_step, run_ranks):
             assert model.forward_choice.kind == forward
             cache = model.new_cache(num_blocks=24, block_size=BLOCK)
             logits = [model.forward(step, cache) for step, _ in steps]
-            return logits, greedy(model, NUM_GREEDY if size < 4 else 4), captured(model)
+            return logits, greedy(model, NUM_GREEDY if size == 1 else 6), captured(model)
 
         wanted = oracle_of(name, steps)
         for logits, text, (last, every) in run_ranks(size, work):
