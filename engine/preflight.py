@@ -586,22 +586,27 @@ def _as_given(folder: Path, error: CheckpointError) -> CheckpointError:
 
 def _check_heads(config: EngineConfig, target: ModelInfo, mistaken: Set[str]) -> dict[str, str]:
     """Whether the heads fit the target; their folders and placements."""
-    import torch
-
-    from ..drafters.heads.protocol import TargetFacts
-    from ..drafters.registry import check_head
-
     head_section(config)  # one at most in the target's workers
-    sizes = (target.hidden_size, target.vocab_size, target.num_layers)
-    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
     facts: dict[str, str] = {}
     for index, (field, head) in enumerate(named_heads(config)):
         if field in mistaken:
             continue
         folder = str(head.folder_beside(config.model))
-        check_head(head.model_copy(update={"speculative_model": folder}), fits)
+        _check_head(config, head, folder, target)
         facts[f"head {index + 1}" if index else "head"] = f"{folder} ({head.placement})"
     return facts
+
+
+def _check_head(config: EngineConfig, head: HeadConfig, folder: str, target: ModelInfo) -> None:
+    """Raises `CheckpointError` or `ConfigError` where the head in `folder` does not fit."""
+    import torch
+
+    from ..drafters.heads.protocol import TargetFacts
+    from ..drafters.registry import check_head
+
+    sizes = (target.hidden_size, target.vocab_size, target.num_layers)
+    fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
+    check_head(head.model_copy(update={"speculative_model": folder}), fits)
 
 
 def check_drafter(
@@ -612,10 +617,6 @@ def check_drafter(
     Raises:
         CheckpointError, ConfigError: it cannot; names `drafter`.
     """
-    import torch
-
-    from ..drafters.heads.protocol import TargetFacts
-    from ..drafters.registry import check_head
     from ..workers.model.fit import ServedModel
     from ..workers.model.info import describe
 
@@ -627,9 +628,7 @@ def check_drafter(
             served.check(Path(folder), draft_size(config, section), **trust(config))
             return
         target = describe(Path(config.model), **trust(config))
-        sizes = (target.hidden_size, target.vocab_size, target.num_layers)
-        fits = TargetFacts(*sizes, target.dtype, torch.device("meta"), config.allow_pickle)
-        check_head(section.model_copy(update={"speculative_model": folder}), fits)
+        _check_head(config, section, folder, target)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError.at("drafter", error.message) from None
 

@@ -576,7 +576,7 @@ class Worker:
 
     def handle(self, message: Message) -> Reply:
         """Handles `message`; returns None on ranks whose answer is not used."""
-        reply = self.begin(message)
+        reply = self._handlers[type(message)](message)
         return reply.result() if isinstance(reply, PendingReply) else reply
 
     def begin(self, message: Message) -> Reply | PendingReply:
