@@ -52,9 +52,12 @@ def no_cache_of_code(tmp_path, monkeypatch):
     ],
     ids=lambda args: "-".join(args[:2]),
 )
-def test_code_is_refused_by_name(outrider_cli, hostile, model, tmp_path, args):
+def test_code_is_refused_by_name(outrider_cli, hostile, model, tmp_path, args, monkeypatch):
     from outrider.tests.helpers.ports import free_port
 
+    # A server's Ray starts while checkpoints are checked; that it does is shown in `test_serve.py`.
+    monkeypatch.setattr("outrider.cli.session.start_ray", lambda *args, **options: False)
+    monkeypatch.setattr("outrider.cli.serve._start_serve", lambda *args: None)
     if "--tokenizer" in args:  # a tokenizer's class is code as well
         (hostile / "tokenizer_config.json").write_text(
             json.dumps({"auto_map": {"AutoTokenizer": ["code.Words", None]}})

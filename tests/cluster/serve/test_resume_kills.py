@@ -60,9 +60,16 @@ def server(serve_port: int) -> Server:
     return started
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(server: Server) -> str:
     return server.url
+
+
+@pytest.fixture(autouse=True)
+def _all_are_there(server: Server) -> None:
+    """What an earlier test has killed is back."""
+    health = f"http://127.0.0.1:{server.port}/health"
+    wait_for(lambda: len(below("test:Ingress")) == 2 and is_healthy(health), timeout_s=240)
 
 
 def is_healthy(url: str) -> bool:
@@ -162,6 +169,12 @@ def read_all(
         return list(streams)
 
 
+@pytest.fixture(scope="module")
+def expected(url: str) -> list[Stream]:
+    """What is read where nothing dies."""
+    return read_all(url, ())
+
+
 def check(found: list[Stream], expected: list[Stream]) -> None:
     """The same texts and log-probabilities."""
     for mine, wanted in zip(found, expected, strict=True):
@@ -172,9 +185,8 @@ def check(found: list[Stream], expected: list[Stream]) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stream_continues_on_the_other_ingress(url: str) -> None:
+def test_a_stream_continues_on_the_other_ingress(url: str, expected: list[Stream]) -> None:
     """Until the one that was killed had a stream; Serve chooses which of the two gets one."""
-    expected = read_all(url, ())
     num_resumed = 0
     while not num_resumed:
         deadline = time.monotonic() + 120
@@ -191,8 +203,7 @@ def test_a_stream_continues_on_the_other_ingress(url: str) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_process_on_the_way_may_die(url: str) -> None:
-    expected = read_all(url, ())
+def test_every_process_on_the_way_may_die(url: str, expected: list[Stream]) -> None:
     for kills in (("test:Ingress",), ("test:Ingress", "test:Engine")):
         found = read_all(url, kills)
         check(found, expected)
@@ -202,8 +213,7 @@ def test_every_process_on_the_way_may_die(url: str) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_may_die_while_streams_are_replayed(url: str) -> None:
-    expected = read_all(url, ())
+def test_a_rank_may_die_while_streams_are_replayed(url: str, expected: list[Stream]) -> None:
     check(read_all(url, ("test:Ingress",), in_replay=("ray::Rank",)), expected)
 
 
@@ -211,7 +221,8 @@ def test_a_rank_may_die_while_streams_are_replayed(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["test:Engine", "ray::Rank", "test:Ingress"])
-def test_a_process_may_die_while_settings_change(server: Server, name: str) -> None:
+def test_a_process_may_die_while_settings_change(
+    server: Server, expected: list[Stream], name: str
+) -> None:
     """The text stays the same, since the length of drafts does not change it."""
-    expected = read_all(server.url, ())
     check(read_all(server.url, (name,), meanwhile=server.change), expected)
