@@ -313,6 +313,7 @@ class Tape(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._batch, self._context_len = batch, context_len
         self._touched = 1.0  # share of the experts that the mixture at hand reads
+        self._num_parts: dict[int, int] = {}  # of a sequence's keys, by the id of their list
         self._made: dict[int, Any] = {}  # storages that the step writes first, kept alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -366,14 +367,32 @@ class Tape(TorchDispatchMode):
         return Operation(name, _num_bytes([args, out]), flops, weight_bytes=weights)
 
     def attend(self, name: str, given: dict[str, Any]) -> Operation:
-        query_len, num_seqs = given["num_rows"] // given["num_seqs"], self._batch
+        query_len, num_seqs = len(given["query"]) // given["num_seqs"], self._batch
         rows, num_keys = num_seqs * query_len, self._context_len + query_len
         key, value = given["HEAD_DIM"], given["VALUE_DIM"]
         stored = key if given["values"] is given["keys"] else key + value
         kv = num_seqs * num_keys * given["NUM_KV_HEADS"] * stored * given["keys"].itemsize
         flops = 2.0 * rows * given["NUM_HEADS"] * (key + value) * num_keys
         beside = _num_bytes([given["query"], given["out"]])
+        num_parts = self._num_parts.get(id(given["items"]), 1)
+        if num_parts > 1:  # each query's part, in float32
+            beside += num_parts * 2 * _num_bytes(given["out"])
         return Operation(name, kv + beside, flops, kv_bytes=kv)
+
+    def schedule(self, name: str, given: dict[str, Any]) -> Operation:
+        """Every sequence has the same number of parts."""
+        num_keys = min(self._context_len, given["REACH"] or self._context_len)
+        blocks = (given["num_items"] - given["most"]) * self._batch // given["num_seqs"]
+        share = max(-(-num_keys * blocks // given["most"]), given["MIN_KEYS"])
+        for each in (given["items"], given["spans"]):
+            self._num_parts[id(each)] = -(-num_keys // share)
+            self._made[id(each)] = each  # ids are not used again
+        return Operation(name, _num_bytes(list(given.values())))
+
+    def combine(self, name: str, given: dict[str, Any]) -> Operation:
+        num_parts = self._num_parts[id(given["spans"])]
+        out = _num_bytes(given["out"])
+        return Operation(name, 0.0 if num_parts == 1 else out + num_parts * 2 * out)
 
     def prepare(self, name: str, given: dict[str, Any]) -> Operation:
         return Operation(name, 2 * _num_bytes([given["joined"]]))
@@ -403,6 +422,8 @@ class Tape(TorchDispatchMode):
 
 _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "attend_kernel": Tape.attend,
+    "schedule_kernel": Tape.schedule,
+    "_combine_kernel": Tape.combine,
     "_prepare_kernel": Tape.prepare,
     "_product_kernel": Tape.product,
     "_gate_up_kernel": Tape.gate_up,

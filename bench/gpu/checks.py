@@ -6,7 +6,7 @@ A dry run has the same cases with shorter contexts and fewer columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,8 @@ def replayed_layer(machine: Machine) -> Row:
     results: list[Tensor] = []
 
     def run() -> None:
-        results[:] = [_normed_layer(machine.ops, norm, joined, kept, mine)]
+        plan = replace(kept, derived={})  # as every step makes its own
+        results[:] = [_normed_layer(machine.ops, norm, joined, plan, mine)]
 
     replay, found = machine.captured(run), []
     for step, arrays in steps:

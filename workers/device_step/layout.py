@@ -1,8 +1,8 @@
 """A step's rows from the seats, on the device: what `workers/ops/plan.py` computes on the host.
 
 Every sequence has `query_len` rows, its root and its nodes. Nodes that pad it are leaves below the
-root: no other row sees them, and their keys and values go into the padding's block. Every tree is
-described by ancestor bits, chains too.
+root: no row sees them, not even their own, since their keys and values go into the padding's block.
+Every tree is described by ancestor bits, chains too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
         token_ids = torch.cat([roots[:, None], tokens], dim=1)
         positions = context[:, None] + torch.nn.functional.pad(depths, (1, 0)).to(torch.int32)
         slots = torch.cat([slots[:, :1], torch.where(is_node, slots[:, 1:], spare_slot)], dim=1)
-        words = bits(ancestors)
+        words = bits(ancestors & is_node[:, :, None])
     starts = torch.arange(shape.num_seqs + 1, device=device, dtype=torch.int32) * shape.query_len
     plan = PagedStep(
         token_ids=token_ids.view(-1),

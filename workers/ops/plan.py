@@ -17,7 +17,7 @@ int32 arrays stay int32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -142,6 +142,7 @@ class PagedStep:
     adapters: IntArray | None = None  # [num_tokens], on the host; 0: none. None: no row has one
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
     passes: tuple[Any, ...] = ()  # of attention (`prompts.py`); none: the kernel's alone
+    derived: dict[Any, Any] = field(default_factory=dict)  # what operations made of the arrays
 
     @property
     def num_tokens(self) -> int:

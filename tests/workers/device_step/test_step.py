@@ -18,6 +18,7 @@ from outrider.tests.helpers.device_step.plans import (
 from outrider.tests.workers.device_step.conftest import Dispatches, Tape, WeightsOnMeta
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
+from outrider.workers.device_step.layout import lay_out
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model.target import load_model
 
@@ -77,6 +78,21 @@ def test_one_tape_for_all_data_of_a_shape(llama, num_nodes, temperature):
     for tensor, wanted in zip(state, eager, strict=True):
         assert torch.equal(tensor, wanted)
     assert not torch.equal(before[1], eager[1])
+
+
+@torch.inference_mode()
+def test_no_row_sees_a_node_that_pads_a_draft(llama):
+    """Its slot in the block table may belong to another request."""
+    step = device_step(llama())
+    plan = open_plan(np.random.default_rng(1), 3, 12, 0.0)
+    shape = stage(step, plan)
+    layout = lay_out(step.seats, shape)
+    words = layout.plan.ancestors.view(shape.num_seqs, shape.query_len)
+    for seq, count in enumerate(plan.drafts.num_nodes.tolist()):
+        assert 0 < count < shape.num_nodes
+        assert not words[seq, 1 + count :].any()
+        own = (words[seq, 1 : 1 + count] >> torch.arange(count)) & 1
+        assert own.all()
 
 
 @pytest.mark.parametrize("num_nodes", [0, 3, 12])

@@ -1,9 +1,9 @@
-"""Tile sizes and the number of splits of attention, from shapes alone; launches its kernels."""
+"""Attention over a paged cache: its kernels, their tile sizes from shapes alone, the launches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from ..plan import PagedStep
 from ..protocol import AttentionSpec
 from .elementwise import tanh
 from .linear import dot
+from .schedule import schedule_kernel, schedule_of
 
 # Attention over a paged cache: trees, windows, chunks, soft caps, sinks, grouped heads.
 #
 # A program computes up to BLOCK_M queries of one sequence that share a key head: rows times the
 # query heads of a group, so that a decode step of a grouped model fills a product's tile too. It
-# walks over a part of the keys (a split), tile by tile, with an online softmax; a second kernel
-# adds the parts. Which sequence a program belongs to, where its keys begin and end, and what is
-# visible is read on the device; `workers/ops/plan.py` defines it.
+# walks over a part of the keys, tile by tile, with an online softmax; a second kernel adds the
+# parts. Which sequence a program belongs to, where its keys begin and end, and what is visible is
+# read on the device; `workers/ops/plan.py` defines it.
+# How many parts a sequence has is decided once a step (`schedule.py`).
 #
 # Keys that are not a power of two long are multiplied in two parts, for example 96 = 64 + 32 and
 # 576 = 512 + 64 (MLA's latent and its rotated part).
@@ -37,6 +39,7 @@ Arguments = tuple[Any, ...]
 MINUS = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)  # above every position
+NOTHING = tl.constexpr(1 << 24)  # above every number of blocks
 
 
 @triton.jit
@@ -150,13 +153,14 @@ def _bounds(
     position,  # [BLOCK_M], FAR: no row
     start,
     key_len,
-    split,
+    part,
+    num_parts,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SHARE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """This split's first key, the first that not every query sees, and the end."""
+    """This part's first key, the first that not every query sees, and the end."""
     highest = tl.max(index, axis=0)
     end = tl.where(highest >= start, key_len, highest + 1)
     begin = end * 0
@@ -165,11 +169,11 @@ def _bounds(
     if CHUNK:
         begin = tl.maximum(begin, tl.min(position, axis=0) // CHUNK * CHUNK)
     if SHARE:  # cut at fixed keys, in tiles from fixed keys
-        begin = tl.maximum(tl.maximum(begin, 0) // BLOCK_N * BLOCK_N, split * SHARE)
-        end = tl.minimum((split + 1) * SHARE, end)
+        begin = tl.maximum(tl.maximum(begin, 0) // BLOCK_N * BLOCK_N, part * SHARE)
+        end = tl.minimum((part + 1) * SHARE, end)
     else:
-        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-        begin = begin + split * share
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_parts) * BLOCK_N
+        begin = begin + part * share
         end = tl.minimum(begin + share, end)
     free = begin
     if not WINDOW and not CHUNK:
@@ -193,12 +197,12 @@ def _values(place, key, inside, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 
 
 @triton.jit
-def _before(sinks, head, real, split, BLOCK_M: tl.constexpr):
-    """The softmax's peak and total before the first key: the sink's, in the first split."""
+def _before(sinks, head, real, part, BLOCK_M: tl.constexpr):
+    """The softmax's peak and total before the first key: the sink's, in the first part."""
     peak = tl.full([BLOCK_M], MINUS, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        if split == 0:
+        if part == 0:
             peak = tl.load(sinks + head, mask=real, other=0.0) * LOG2E
             total = total + 1.0
     return peak, total
@@ -213,23 +217,67 @@ def _part(place, real, begin: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.cons
 
 
 @triton.jit
-def _store(out, sums_out, item, num_items, split, real, peak, total, sums,
-           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr):  # fmt: skip
-    """The result of each query and head, or this split's part with the logarithm of its sum."""
-    known = tl.where(total == 0.0, 1.0, total)
-    result = sums / known[:, None]
-    if IS_SPLIT:
-        item = split.to(tl.int64) * num_items + item
-        level = tl.where(total == 0.0, MINUS, peak + tl.log2(known))
-        tl.store(sums_out + item, level, mask=real)
+def _store_rows(out, item, real, result, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Writes `result` [BLOCK_M, BLOCK_V] to the places `item` of `out`, each of VALUE_DIM."""
     column = tl.arange(0, BLOCK_V)
     mask = real[:, None] & (column < VALUE_DIM)[None, :]
     place = out + item[:, None] * VALUE_DIM + column[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=mask)
 
 
-_SIZES = ("num_rows", "num_seqs", "max_blocks", "num_words")
-_ARRAYS = ("sums_out", "sinks", "positions", "row_index", "query_start", "context_lens",
+@triton.jit
+def _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums,
+           VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr):  # fmt: skip
+    """The result of each query and head, or its part with the logarithm of the part's sum."""
+    known = tl.where(total == 0.0, 1.0, total)
+    result = sums / known[:, None]
+    if IS_SPLIT:
+        if num_parts > 1:
+            tl.store(sums_out + lane, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), real)
+            _store_rows(parts, lane, real, result, VALUE_DIM, BLOCK_V)
+        else:
+            _store_rows(out, item, real, result, VALUE_DIM, BLOCK_V)
+    else:
+        _store_rows(out, item, real, result, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit
+def _item(
+    block,
+    items,
+    query_start,
+    num_seqs,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
+    """A program's sequence, block of queries (beyond any: none), part, and number of parts."""
+    seq, first, part, num_parts = block, block * 0, block * 0, block * 0 + 1
+    if IS_SPLIT:
+        place = items + block * 4
+        seq, first = tl.load(place), tl.load(place + 1)
+        part, num_parts = tl.load(place + 2), tl.load(place + 3)
+        first = tl.where(seq < 0, NOTHING, first)
+        seq = tl.maximum(seq, 0)
+    elif not ONE_BLOCK:
+        seq = _sequence_of(block, query_start, num_seqs, GROUP, BLOCK_M)
+        first = block - (tl.load(query_start + seq) * GROUP // BLOCK_M + seq)
+    return seq, first, part, num_parts
+
+
+@triton.jit
+def _hidden(scores, value, seen):
+    """Scores and values of a tile without what is not seen.
+
+    A slot that no row sees may hold anything, also what is not a number.
+    """
+    is_read = tl.max(seen.to(tl.int32), axis=0) > 0
+    return tl.where(seen, scores, MINUS), tl.where(is_read[:, None], value, 0.0)
+
+
+_SIZES = ("num_seqs", "max_blocks", "num_words")
+_ARRAYS = ("sums_out", "sinks", "items", "positions", "row_index", "query_start", "context_lens",
            "tree_start", "block_tables", "ancestors")  # fmt: skip
 
 
@@ -239,27 +287,28 @@ def attend_kernel(
     query,  # [num_rows, NUM_HEADS, HEAD_DIM]
     keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM]; the keys if they are shared
-    out,  # [num_rows, NUM_HEADS, VALUE_DIM], or [num_splits, num_rows, ...] float32
-    sums_out,  # [num_splits, num_rows, NUM_HEADS] float32, unused with one split
+    out,  # [num_rows, NUM_HEADS, VALUE_DIM]
+    parts,  # [num_items, NUM_KV_HEADS, BLOCK_M, VALUE_DIM] float32, each normalised; with IS_SPLIT
+    sums_out,  # [num_items, NUM_KV_HEADS, BLOCK_M] float32: logarithms to base 2 of their sums
     sinks,  # [NUM_HEADS] float32, or None
+    items,  # of `schedule_kernel`
     positions, row_index,  # [num_rows]
     query_start, context_lens, tree_start,  # per sequence
     block_tables,  # [num_seqs, max_blocks]
     ancestors,  # [num_rows, num_words] int64
-    num_rows, num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
+    num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, SHARED: tl.constexpr, IS_SPLIT: tl.constexpr, SHARE: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_LOW: tl.constexpr,
     DIM_HIGH: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, NUM_KV_HEADS, num_splits)."""
+    """Grid: (blocks of queries, or items, NUM_KV_HEADS)."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq, first = block, block * 0
-    if not ONE_BLOCK:
-        seq = _sequence_of(block, query_start, num_seqs, GROUP, BLOCK_M)
-        first = block - (tl.load(query_start + seq) * GROUP // BLOCK_M + seq)
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    seq, first, part, num_parts = _item(
+        block, items, query_start, num_seqs, GROUP, BLOCK_M, IS_SPLIT, ONE_BLOCK
+    )
     begin_row = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - begin_row
     if first * BLOCK_M >= query_len * GROUP:
@@ -271,11 +320,9 @@ def attend_kernel(
     index = tl.load(row_index + row, mask=real, other=-1)
     position = tl.load(positions + row, mask=real, other=FAR)
     start, context = tl.load(tree_start + seq), tl.load(context_lens + seq)
-    begin, free, end = _bounds(
-        index, position, start, context + query_len, split, WINDOW, CHUNK, SHARE, BLOCK_N,
-    )  # fmt: skip
-
-    peak, total = _before(sinks, head, real, split, BLOCK_M)
+    begin, free, end = _bounds(index, position, start, context + query_len, part, num_parts,
+                               WINDOW, CHUNK, SHARE, BLOCK_N)  # fmt: skip
+    peak, total = _before(sinks, head, real, part, BLOCK_M)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     item = row.to(tl.int64) * NUM_HEADS + head
     low = _part(query + item * HEAD_DIM, real, 0, HEAD_DIM, DIM_LOW)
@@ -311,64 +358,77 @@ def attend_kernel(
             ancestors, num_words, at + BLOCK_N > start, WINDOW, CHUNK,
         )  # fmt: skip
         value = _values(values + slot * to_value, tile, inside, VALUE_DIM, BLOCK_V, SHARED, True)
-        scores = tl.where(seen, scores, MINUS)
+        scores, value = _hidden(scores, value, seen)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
-    _store(out, sums_out, item, num_rows * NUM_HEADS, split, real, peak, total, sums,
+    lane = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums,
            VALUE_DIM, BLOCK_V, IS_SPLIT)  # fmt: skip
 
 
-# -- the second half of split attention: a row's parts, weighted by their sums of exponentials
+# -- the second half: a row's parts, weighted by their sums of exponentials
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_items"])
+@triton.jit(do_not_specialize_on_alignment=["row_seq", "query_start", "spans"])
 def _combine_kernel(
-    parts,  # [num_splits, num_items, VALUE_DIM] float32, each normalised
-    sums,  # [num_splits, num_items] float32, base-2 logarithms of sums of exponentials
-    out,  # [num_items, VALUE_DIM]
-    num_splits,
-    num_items,
+    parts, sums,  # of `attend_kernel`
+    row_seq, query_start,  # of the step
+    spans,  # of `schedule_kernel`
+    out,  # [num_rows, NUM_HEADS, VALUE_DIM], written where there are several parts
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
-    """`BLOCK_S` parts at a time; parts beyond a row's keys add zeros, however many there are."""
-    item = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_S)
-    columns = tl.arange(0, BLOCK_V)
-    peak = tl.full([BLOCK_S], MINUS, tl.float32)
-    for begin in range(0, num_splits, BLOCK_S):
-        place = sums + (begin + lane).to(tl.int64) * num_items + item
-        peak = tl.maximum(peak, tl.load(place, mask=begin + lane < num_splits, other=MINUS))
-    height = tl.max(peak, axis=0)
-    height = tl.where(height == MINUS, 0.0, height)
-    total = tl.zeros([], tl.float32)
-    result = tl.zeros([BLOCK_V], tl.float32)
-    for begin in range(0, num_splits, BLOCK_S):
-        split = (begin + lane).to(tl.int64)
-        inside = begin + lane < num_splits
-        level = tl.load(sums + split * num_items + item, mask=inside, other=MINUS)
-        weights = tl.exp2(level - height)
-        place = parts + (split * num_items + item)[:, None] * VALUE_DIM + columns[None, :]
-        mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-        total += tl.sum(weights, axis=0)
-        result += tl.sum(tl.load(place, mask=mask, other=0.0) * weights[:, None], axis=0)
-    result = result / tl.where(total == 0.0, 1.0, total)
-    target = out + item * VALUE_DIM + columns
-    tl.store(target, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
+):  # fmt: skip
+    """Grid: (num_rows, NUM_HEADS).
+
+    `BLOCK_S` parts at a time; parts beyond a row's keys add zeros, however many there are.
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    row, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(row_seq + row)
+    first, num_parts = tl.load(spans + 2 * seq), tl.load(spans + 2 * seq + 1)
+    if num_parts > 1:
+        flat = (row - tl.load(query_start + seq)) * GROUP + head % GROUP
+        item = first + flat // BLOCK_M * num_parts
+        lane = tl.arange(0, BLOCK_S)
+        columns = tl.arange(0, BLOCK_V)
+        peak = tl.full([BLOCK_S], MINUS, tl.float32)
+        of_head = head // GROUP * BLOCK_M + flat % BLOCK_M
+        for begin in range(0, num_parts, BLOCK_S):
+            inside = begin + lane < num_parts
+            place = (item + begin + lane).to(tl.int64) * (NUM_KV_HEADS * BLOCK_M) + of_head
+            peak = tl.maximum(peak, tl.load(sums + place, mask=inside, other=MINUS))
+        height = tl.max(peak, axis=0)
+        height = tl.where(height == MINUS, 0.0, height)
+        total = tl.zeros([], tl.float32)
+        result = tl.zeros([BLOCK_V], tl.float32)
+        for begin in range(0, num_parts, BLOCK_S):
+            inside = begin + lane < num_parts
+            place = (item + begin + lane).to(tl.int64) * (NUM_KV_HEADS * BLOCK_M) + of_head
+            weights = tl.exp2(tl.load(sums + place, mask=inside, other=MINUS) - height)
+            value = parts + place[:, None] * VALUE_DIM + columns[None, :]
+            mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+            total += tl.sum(weights, axis=0)
+            result += tl.sum(tl.load(value, mask=mask, other=0.0) * weights[:, None], axis=0)
+        result = result / tl.where(total == 0.0, 1.0, total)
+        target = out + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + columns
+        tl.store(target, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
 
 
 _BLOCK_S = 8
 
 
-def _combine_arguments(out: Any, spec: AttentionSpec, num_splits: int, num_items: int) -> Arguments:
-    """Of `_combine_kernel`, behind parts and sums."""
-    sizes = (spec.value_dim, _BLOCK_S, triton.next_power_of_2(spec.value_dim))
-    return (out, num_splits, num_items, *sizes)
+def _combine_constants(spec: AttentionSpec, tile: Tiles) -> Arguments:
+    """Of `_combine_kernel`."""
+    values = triton.next_power_of_2(spec.value_dim)
+    return (spec.num_heads, spec.num_kv_heads, spec.value_dim, tile.queries, _BLOCK_S, values)
 
 
-MAX_SPLITS = 64
-MIN_KEYS_PER_SPLIT = 256
+MIN_KEYS_PER_PART = 256
 PROGRAMS_PER_PROCESSOR = 2
+_WAVES = 8  # of programs: with more blocks of queries the device is busy whatever their lengths
 FIXED = 0
 """As `splits`: parts of `FIXED_KEYS` keys from the first key on, and tiles of fixed sizes."""
 FIXED_KEYS = 2048
@@ -422,11 +482,12 @@ def num_programs(num_rows: int, num_seqs: int, group: int, queries: int) -> int:
     return num_rows * group // queries + num_seqs
 
 
-def num_splits(programs: int, max_key_len: int, num_processors: int) -> int:
-    """Parts to cut contexts into: a power of two that fills the device but leaves parts long."""
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors // max(programs, 1)
-    most = min(wanted, max_key_len // MIN_KEYS_PER_SPLIT, MAX_SPLITS)
-    return 1 if most < 2 else 1 << (most.bit_length() - 1)
+def most_parts(blocks: int, num_kv_heads: int, max_key_len: int, num_processors: int) -> int:
+    """Parts of a step beside one for each block of queries; 0: nothing is cut."""
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors
+    if max_key_len < 2 * MIN_KEYS_PER_PART or blocks * num_kv_heads >= _WAVES * wanted:
+        return 0
+    return max(1, wanted // num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +495,7 @@ class Variant:
     """What is compiled into `attend_kernel`, beside a layer's own facts."""
 
     tile: Tiles
-    one_block: bool  # each sequence's queries fit into one tile
+    one_block: bool  # each sequence's queries fit into one tile, and no keys are cut
     is_split: bool
     is_fixed: bool
 
@@ -445,7 +506,8 @@ class Variant:
         """For queries of at most that length."""
         tile = tiles(spec, FIXED_QUERIES if is_fixed else max_query_len, itemsize)
         group = spec.num_heads // spec.num_kv_heads
-        return Variant(tile, max_query_len * group <= tile.queries, is_split, is_fixed)
+        one_block = max_query_len * group <= tile.queries
+        return Variant(tile, one_block and not is_split, is_split, is_fixed)
 
     def constants(self, spec: AttentionSpec, block_size: int) -> Arguments:
         """The kernel's, of a layer in blocks of that size."""
@@ -458,6 +520,14 @@ class Variant:
             tile.queries, tile.keys, tile.dim_low, tile.dim_high, tile.values,
         )  # fmt: skip
 
+    def schedule_constants(self, spec: AttentionSpec) -> Arguments:
+        """Of `schedule_kernel`."""
+        group = spec.num_heads // spec.num_kv_heads
+        bounds = () if self.is_fixed else (spec.window, spec.chunk)
+        reach = min((bound for bound in bounds if bound), default=0)
+        share = FIXED_KEYS if self.is_fixed else 0
+        return (group, reach, share, MIN_KEYS_PER_PART, self.tile.queries, self.tile.keys)
+
     @property
     def options(self) -> dict[str, int]:
         """Of a launch."""
@@ -465,15 +535,15 @@ class Variant:
 
 
 def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Variant]:
-    """Every variant of a layer that any step can need: 2 to 8.
+    """Every variant of a layer that any step can need: 2 to 7.
 
     Sizes of a step and addresses of its arrays are no part of one, the longest query is by its
-    tile alone, and the number of splits by whether there are several.
+    tile alone, and the number of parts by whether there are several.
     """
     found: list[Variant] = []
     max_query_len = 1
     while not found or found[-1].one_block:
-        for is_split in (False, True):
+        for is_split in (True, False):
             found.append(
                 Variant.of(spec, max_query_len, itemsize, is_split=is_split, is_fixed=is_fixed)
             )
@@ -491,16 +561,28 @@ def warm_up(
         strides = (to_value_head * spec.num_kv_heads, to_value_head)
         sinks = None if spec.sinks is None else spec.sinks.dtype
         for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed):
-            parts = torch.float32 if variant.is_split else dtype
+            sums = torch.float32
             kernel = attend_kernel.warmup(
-                dtype, dtype, dtype, parts, parts, sinks, *[torch.int32] * 6, torch.int64,
-                2, 2, 2, 2, *strides, 1.0, 1.0, *variant.constants(spec, block_size),
+                dtype, dtype, dtype, dtype, sums if variant.is_split else dtype,
+                sums if variant.is_split else dtype, sinks, *[torch.int32] * 7, torch.int64,
+                2, 2, 2, *strides, 1.0, 1.0, *variant.constants(spec, block_size),
                 grid=(1,), **variant.options,
             )  # fmt: skip
             made.add(id(kernel))
-        behind = _combine_arguments(dtype, spec, 2, 2)
-        made.add(id(_combine_kernel.warmup(torch.float32, torch.float32, *behind, grid=(1,))))
+            if variant.is_split:
+                made |= _warm_up_parts(spec, variant, dtype)
     return len(made)
+
+
+def _warm_up_parts(spec: AttentionSpec, variant: Variant, dtype: torch.dtype) -> set[int]:
+    schedule = schedule_kernel.warmup(
+        *[torch.int32] * 4, 2, 2, 2, 2, *variant.schedule_constants(spec), grid=(1,)
+    )
+    combine = _combine_kernel.warmup(
+        torch.float32, torch.float32, *[torch.int32] * 3, dtype,
+        *_combine_constants(spec, variant.tile), grid=(1,),
+    )  # fmt: skip
+    return {id(schedule), id(combine)}
 
 
 def attend(
@@ -526,29 +608,36 @@ def attend(
     blocks = plan.num_seqs
     if not variant.one_block:
         blocks = num_programs(num_rows, plan.num_seqs, group, variant.tile.queries)
+    fixed, most = splits or 0, 1
+    num_items = blocks * fixed
     if is_fixed:
-        splits = max(1, triton.cdiv(plan.max_key_len, FIXED_KEYS))
-    if splits is None:
+        num_items = blocks * max(1, triton.cdiv(plan.max_key_len, FIXED_KEYS))
+    elif not fixed:
         bounds = [bound + max_query_len for bound in (spec.window, spec.chunk) if bound]
-        reach = min(plan.max_key_len, *bounds) if bounds else plan.max_key_len
-        splits = num_splits(blocks * spec.num_kv_heads, reach, num_processors)
+        reach = min([plan.max_key_len, *bounds])
+        most = most_parts(blocks, spec.num_kv_heads, reach, num_processors)
+        num_items = blocks + most
     if spec.shared_values:
         values = keys
-    parts, sums = out, out
-    if splits > 1:
-        variant = replace(variant, is_split=True)
-        parts = torch.empty((splits, *size), dtype=torch.float32, device=query.device)
-        sums = torch.empty((splits, *size[:2]), dtype=torch.float32, device=query.device)
-    attend_kernel[(blocks, spec.num_kv_heads, splits)](
-        query, keys, values, parts, sums, spec.sinks,
+    parts, sums, items = out, out, plan.query_start
+    if num_items > blocks:
+        variant = Variant.of(spec, max_query_len, itemsize, is_split=True, is_fixed=is_fixed)
+        schedule = schedule_of(plan, variant.schedule_constants(spec), num_items, most, fixed)
+        items = schedule.items
+        lanes = (num_items, spec.num_kv_heads, variant.tile.queries)
+        parts = query.new_empty((*lanes, spec.value_dim), dtype=torch.float32)
+        sums = query.new_empty(lanes, dtype=torch.float32)
+    attend_kernel[(max(blocks, num_items), spec.num_kv_heads)](
+        query, keys, values, out, parts, sums, spec.sinks, items,
         plan.positions, plan.row_index, plan.query_start, plan.context_lens, plan.tree_start,
         plan.block_tables, plan.ancestors,
-        num_rows, plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
+        plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
         values.stride(0), values.stride(1), float(spec.scale), float(spec.softcap or 0.0),
         *variant.constants(spec, plan.block_size), **variant.options,
     )  # fmt: skip
-    if splits > 1:  # a row that sees nothing in any part becomes zeros
-        num_items = num_rows * spec.num_heads
-        behind = _combine_arguments(out, spec, splits, num_items)
-        _combine_kernel[(num_items,)](parts, sums, *behind)
+    if num_items > blocks:  # a row that sees nothing in any part becomes zeros
+        _combine_kernel[(num_rows, spec.num_heads)](
+            parts, sums, plan.row_seq, plan.query_start, schedule.spans, out,
+            *_combine_constants(spec, variant.tile),
+        )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.tests.helpers.steps import assert_close, covering
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import PagedStep
-from outrider.workers.ops.cuda.attention import num_splits, split_dim, tiles
+from outrider.workers.ops.cuda import attention
+from outrider.workers.ops.cuda.attention import attend, most_parts, split_dim, tiles
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.protocol import AttentionSpec, Norm
 from outrider.workers.ops.reference import ReferenceOps
@@ -206,15 +207,81 @@ def test_rows_without_a_slot_are_not_stored_and_empty_sequences_are_skipped():
         assert torch.equal(cache.keys[0][plan.slots[2]], before[plan.slots[2]])
 
 
+SKEWED = {
+    "decode": ([(700, 1), *[(3, 1)] * 7], [[]] * 8),
+    "chains": ([(5, 1), (900, 1), (2, 1)], [[-1, 0, 1]] * 3),
+    "large trees": ([(610, 1), (40, 1)], [[-1] * 20, [-1] * 33]),
+    "prompts": ([(0, 70), (650, 9)], [[], []]),
+    "even": ([(300, 1)] * 4, [[]] * 4),
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+@pytest.mark.parametrize("window", [None, 100])
+def test_work_is_cut_by_length(monkeypatch, name, window):
+    """A long context among short ones is shared by many programs, and the short ones are whole."""
+    monkeypatch.setattr(attention, "MIN_KEYS_PER_PART", 32)
+    torch.manual_seed(0)
+    spec = AttentionSpec(4, 2, 16, 16, 0.25, window=window)
+    step, num_blocks = step_of(np.random.default_rng(0), *SKEWED[name], 16)
+    cache = KVCache([KVShape(2, 16, 16)], num_blocks, 16, torch.float32, CPU)
+    for storage in cache._storages:
+        storage.normal_()
+    plan = REFERENCE.plan(step, cache)
+    query = torch.randn(len(step.token_ids), 4, 16)
+    out = attend(query, cache.keys[0], cache.values[0], plan, spec, 16)
+    whole = attend(query, cache.keys[0], cache.values[0], plan, spec, 16, splits=1)
+    torch.testing.assert_close(out, whole)
+    (schedule,) = plan.derived.values()
+    items = [tuple(item) for item in schedule.items.tolist() if item[0] >= 0]
+    lens = step.context_lens + step.query_lens
+    reach = lens if window is None else np.minimum(lens, window + step.query_lens)
+    parts = {seq: count for seq, _, _, count in items}
+    blocks = -(-2 * step.query_lens // tiles(spec, plan.max_query_len, 4).queries)
+    assert items == [
+        (seq, block, part, parts[seq])
+        for seq in range(step.num_seqs)
+        for block in range(blocks[seq])
+        for part in range(parts[seq])
+    ]
+    most = most_parts(1, 2, 1000, 16)
+    share = max(32, int((reach * blocks).sum()) / most + 64)
+    assert all(count == 1 or keys / count <= share for keys, count in zip(reach, parts.values()))
+    if name in ("decode", "chains") and window is None:
+        assert max(parts.values()) > 5
+        assert sorted(parts.values())[:-1] == [1] * (step.num_seqs - 1)
+    assert attend(query, cache.keys[0], cache.values[0], plan, spec, 16).equal(out)
+    assert list(plan.derived.values()) == [schedule], "layers share it"
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_slots_that_no_row_sees_may_hold_anything(splits):
+    """Nodes that pad a draft to its shape read slots of requests that are gone."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(4, 2, 16, 16, 0.25)
+    step, num_blocks = step_of(np.random.default_rng(0), [(20, 1), (7, 1)], [[-1, -1, 0]] * 2, 16)
+    cache = KVCache([KVShape(2, 16, 16)], num_blocks, 16, torch.float32, CPU)
+    for storage in cache._storages:
+        storage.normal_()
+    plan = CudaOps(CPU).plan(step, cache)
+    plan.ancestors[3] = plan.ancestors[7] = 0  # the last nodes of both
+    query = torch.randn(8, 4, 16)
+    wanted = attend(query, cache.keys[0], cache.values[0], plan, spec, 4, splits)
+    unseen = plan.slots[[3, 7]].long()
+    cache.keys[0][unseen], cache.values[0][unseen] = torch.nan, torch.inf
+    found = attend(query, cache.keys[0], cache.values[0], plan, spec, 4, splits)
+    assert torch.equal(found, wanted)
+
+
 def test_shapes_decide_the_launch():
     assert split_dim(64) == (64, 0)
     assert split_dim(96) == (64, 32)
     assert split_dim(80) == (64, 16)
     assert split_dim(576) == (512, 64)
     assert split_dim(8) == (16, 0)
-    assert num_splits(8, 32768, 132) == 32
-    assert num_splits(8, 600, 132) == 2
-    assert num_splits(512, 32768, 132) == 1
+    assert most_parts(1, 8, 32768, 132) == most_parts(64, 8, 32768, 132) == 33
+    assert most_parts(1, 8, 500, 132) == 0
+    assert most_parts(300, 8, 32768, 132) == 0
     for head_dim, value_dim in ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512)):
         for itemsize in (2, 4):
             spec = AttentionSpec(32, 8, head_dim, value_dim, 1.0)

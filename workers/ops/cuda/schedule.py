@@ -1,0 +1,116 @@
+"""A step's list of work for attention: which program computes which part of which sequence.
+
+An item is (sequence, block of queries, part, number of parts). How many parts the keys of a
+sequence have follows from its own length among those of the step, so that one long context beside
+short ones is spread over the device and the short ones are not cut. The number of items is a bound
+that follows from shapes; the lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plan import PagedStep
+
+_LANES = tl.constexpr(128)
+
+
+@triton.jit
+def _work(seq, inside, query_start, context_lens, GROUP: tl.constexpr, REACH: tl.constexpr,
+          BLOCK_M: tl.constexpr):  # fmt: skip
+    """Blocks of queries of sequences, and the keys that each reads at most."""
+    begin = tl.load(query_start + seq, mask=inside, other=0)
+    query_len = tl.load(query_start + seq + 1, mask=inside, other=0) - begin
+    num_keys = tl.load(context_lens + seq, mask=inside, other=0) + query_len
+    if REACH:
+        num_keys = tl.minimum(num_keys, REACH + query_len)
+    return tl.cdiv(query_len * GROUP, BLOCK_M), num_keys
+
+
+@triton.jit
+def _parts_of(num_keys, share, fixed):
+    return tl.where(fixed > 0, fixed, tl.maximum(tl.cdiv(num_keys, share), 1))
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_items", "most", "fixed"],
+    do_not_specialize_on_alignment=["query_start", "context_lens"],
+)
+def schedule_kernel(
+    query_start, context_lens,  # of the step
+    items,  # [num_items, 4], written; beyond the work a sequence of -1
+    spans,  # [num_seqs, 2], written: a sequence's first item and its number of parts
+    num_seqs, num_items,
+    most,  # parts of the step, beside one for each block of queries
+    fixed,  # parts of every sequence; 0: by its length
+    GROUP: tl.constexpr, REACH: tl.constexpr, SHARE: tl.constexpr, MIN_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs,). A part has SHARE keys, or as many that `most` parts cover all."""
+    own = tl.program_id(0)
+    lane = tl.arange(0, _LANES)
+    total = tl.zeros([], tl.int64)
+    for first in range(0, num_seqs, _LANES):
+        seq = first + lane
+        blocks, num_keys = _work(
+            seq, seq < num_seqs, query_start, context_lens, GROUP, REACH, BLOCK_M
+        )
+        total += tl.sum(blocks.to(tl.int64) * num_keys, axis=0)
+    share = tl.cdiv(tl.cdiv(total, most), BLOCK_N) * BLOCK_N
+    share = tl.maximum(share, MIN_KEYS).to(tl.int32)
+    if SHARE:
+        share = tl.zeros([], tl.int32) + SHARE
+    before = tl.zeros([], tl.int32)
+    for first in range(0, own, _LANES):
+        seq = first + lane
+        blocks, num_keys = _work(seq, seq < own, query_start, context_lens, GROUP, REACH, BLOCK_M)
+        count = blocks * _parts_of(num_keys, share, fixed)
+        before += tl.sum(tl.where(seq < own, count, 0), axis=0)
+    blocks, num_keys = _work(own, own >= 0, query_start, context_lens, GROUP, REACH, BLOCK_M)
+    num_parts = _parts_of(num_keys, share, fixed)
+    tl.store(spans + 2 * own, before)
+    tl.store(spans + 2 * own + 1, num_parts)
+    end = before + blocks * num_parts
+    last = tl.where(own == num_seqs - 1, num_items, end)
+    for first in range(before, last, _LANES):
+        item = first + lane
+        is_own = item < end
+        place = items + item * 4
+        tl.store(place, tl.where(is_own, own, -1), mask=item < last)
+        tl.store(place + 1, (item - before) // num_parts, mask=is_own)
+        tl.store(place + 2, (item - before) % num_parts, mask=is_own)
+        tl.store(place + 3, tl.zeros_like(item) + num_parts, mask=is_own)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A step's list of work."""
+
+    items: Tensor  # [num_items, 4] int32
+    spans: Tensor  # [num_seqs, 2] int32
+    made_from: tuple[Tensor, Tensor]  # `query_start` and `context_lens`
+
+
+def schedule_of(
+    plan: PagedStep, constants: tuple[int, ...], num_items: int, most: int, fixed: int
+) -> Schedule:
+    """The list of a step, which layers of the same sizes share; arguments as the kernel's."""
+    key = (constants, num_items, most, fixed)
+    found = plan.derived.get(key)
+    made_from = (plan.query_start, plan.context_lens)
+    if found is not None and all(map(operator.is_, found.made_from, made_from)):
+        return found
+    make = partial(torch.empty, dtype=torch.int32, device=plan.query_start.device)
+    made = Schedule(make((num_items, 4)), make((plan.num_seqs, 2)), made_from)
+    schedule_kernel[(plan.num_seqs,)](
+        *made_from, made.items, made.spans, plan.num_seqs, num_items, most, fixed, *constants
+    )
+    plan.derived[key] = made
+    return made
