@@ -11,12 +11,19 @@ this round is the number of accepted nodes of a sequence's chain and the bonus t
 sequence. `lay_out_outcomes` makes each of them a sequence of its own, so that all are drafted in
 one batch: its table has the sequence's blocks up to the bonus token, and scratch blocks from there
 on, into which the begun block is copied. Source: Kumar et al. 2026, arXiv:2603.03251 (Saguaro).
+
+On a CPU, the forward of the known tokens and those of a chain's levels are one program
+(`ops/program.py`), with embedding and choice of tokens in between: a call where tokens are the
+likeliest, a call per level where they are drawn.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +40,34 @@ from ..scheduler.types import (
     ints,
     starts_of,
 )
+from .attention import KVCache
 from .collective import Collective
+from .head_program import product_of_few
+from .model.family import FamilyModel, FamilyRunner
 from .model.paged import PagedModel
+from .ops.cpu import PanelProjection
+from .ops.kernels.prepare import NUM_STEP_FIELDS
+from .ops.kernels.program import NUM_VARIABLES
+from .ops.kernels.vector import LANES
+from .ops.plan import PagedStep
+from .ops.program import (
+    CACHES,
+    CHOSEN,
+    CHOSEN_ROWS,
+    LOGITS,
+    NORMED,
+    PICKED,
+    RESIDUAL,
+    ROTATIONS,
+    ROWS,
+    STEP,
+    UPDATE,
+    Phases,
+    Program,
+    run_phases,
+)
 from .seats import Seats, lay_out
-from .verify.process import DrawSettings
+from .verify.process import GREEDY_BELOW, DrawSettings
 from .verify.sample import draw, draw_siblings, rank_draws
 
 
@@ -59,8 +90,14 @@ class DraftService:
         self._block_size = block_size
         self._first_scratch, self._num_scratch = num_blocks, num_scratch_blocks
         self._cache = model.new_cache(num_blocks + num_scratch_blocks, block_size)
+        # None: forwards are called one by one
+        self._program = ChainProgram.of(model) if collective.size == 1 else None
         self._seats = Seats(block_size)
         self._collective = collective
+
+    def drop_program(self) -> None:
+        """Has forwards called one by one from now on, for comparisons."""
+        self._program = None
 
     def draft(self, step: DraftStep) -> Drafted:
         """Draws a chain of up to `max_nodes` tokens per sequence, in one batch.
@@ -106,12 +143,45 @@ class DraftService:
     def _draw_chains(self, step: DraftStep, lanes: _Lanes) -> _Chains:
         """A chain behind every lane's tokens."""
         chains = _Chains(lanes.budgets, step.probs_top)
+        if self._draw_by_program(step, lanes, chains):
+            return chains
         logits = self._model.forward(lanes.first, self._cache)
         if step.mask_token is None:
             self._draw_in_turn(step, lanes, logits, chains)
         else:
             self._draw_at_once(step, lanes, logits, chains)
         return chains
+
+    def _draw_by_program(self, step: DraftStep, lanes: _Lanes, chains: _Chains) -> bool:
+        """Whether all is drawn by one program; if not, nothing is."""
+        program, first = self._program, lanes.first
+        if program is None or step.mask_token is not None or step.p_min > 0:
+            return False
+        rows = ints(np.flatnonzero(first.samples & (lanes.budgets > 0)))
+        if not len(rows):
+            return False
+        # Those with longer chains come first, so that a level's lanes are the first of the last's.
+        rows = rows[np.argsort(-lanes.budgets[rows], kind="stable")]
+        plan = program.plan(first, len(rows), chains.depth, self._cache)
+        if plan is None:
+            return False
+        if len(first.kv_moves):
+            self._cache.apply_moves(first.kv_moves)
+        draw: Callable[[Tensor, int], IntArray] | None = None
+        heat = first.sampling.temperature[lanes.owner[rows]]
+        if step.probs_top or not (heat < GREEDY_BELOW).all():
+
+            def draw(logits: Tensor, level: int) -> IntArray:
+                own = rows[: len(logits)]
+                drawn = self._draw(step, lanes, own, logits.float(), level)
+                chains.put(own, level, drawn)
+                return drawn[0]
+
+        # [depth, num_lanes]
+        tokens = program.run(first, plan, rows, lanes, chains.depth, self._cache, draw)
+        chains.tokens[rows] = tokens.T
+        chains.lengths[rows] = lanes.budgets[rows]
+        return True
 
     def _draw_in_turn(
         self,
@@ -243,14 +313,233 @@ class _Chains:
             self._ids[rows, levels, :width], self._probs[rows, levels, :width] = drawn[1:]
 
     def drafted(self) -> Drafted:
-        order = [(row, depth) for row, count in enumerate(self.lengths) for depth in range(count)]
-        picked = tuple(np.array(order, dtype=np.int64).reshape(-1, 2).T)
-        probs = DraftProbs(self._ids[picked], self._probs[picked])
-        return Drafted(
-            tokens=self.tokens[picked],
-            start=starts_of(self.lengths),
-            probs=probs if self._ids.shape[2] else None,
+        drawn = np.arange(self.depth) < self.lengths[:, None]
+        probs: DraftProbs | None = None
+        if self._ids.shape[2]:
+            probs = DraftProbs(self._ids[drawn], self._probs[drawn])
+        return Drafted(tokens=self.tokens[drawn], start=starts_of(self.lengths), probs=probs)
+
+
+class ChainProgram:
+    """A model's forward of known tokens, then a chain's levels; for one thread at a time.
+
+    Its rows' results are those of forwards that are called one by one. Behind those of the layers'
+    caches its variables are the known token ids, then those of each level: its number of rows, its
+    step, its tokens, and cosines and sines of every kind.
+    """
+
+    def __init__(
+        self,
+        model: FamilyModel,
+        program: Program,
+        table: Tensor,  # [vocab, hidden_size], embeddings
+        output: PanelProjection,
+        most_lanes: int,
+    ) -> None:
+        self._model, self._program, self._table = model, program, table
+        self._output, self._most_lanes = output, min(most_lanes, program.most_rows)
+        self._ids = CACHES + 2 * len(program.layers)
+        self._width = 3 + 2 * len(model.ropes)  # variables of a level
+        self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
+        self._buffers: dict[int, Tensor] = {}
+        self._num_rows = self._num_lanes = 0
+        self._made: dict[tuple[int, int, bool], NDArray[np.int64]] = {}
+
+    @staticmethod
+    def of(model: PagedModel) -> ChainProgram | None:
+        """The model's; None where a part of it has no kernel."""
+        runner = getattr(model, "runner", None)
+        if not isinstance(runner, FamilyRunner):
+            return None
+        family, (embedding, output) = runner.model, model.ends
+        spec, program = family.spec, family.program
+        if program is None:
+            return None
+        is_plain = spec.embedding_scale == spec.logit_scale == 1.0
+        if not is_plain or spec.logit_softcap is not None or spec.temperature is not None:
+            return None
+        if any(rope.long_frequencies is not None for rope in family.ropes):
+            return None
+        if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None:
+            return None
+        table = embedding.weight.detach()
+        fits = table.dtype == program.ops.dtype and table.is_contiguous()
+        is_whole = table.shape[1] * table.itemsize % 4 == 0  # copied as lines of float32
+        if not fits or not is_whole or table.shape[1] != program.hidden_size:
+            return None
+        product = product_of_few(output, program.ops)
+        if product is None or product[0].columns < LANES:
+            return None
+        return ChainProgram(family, program, table, *product)
+
+    def plan(
+        self, first: StepInput, num_lanes: int, depth: int, cache: KVCache
+    ) -> PagedStep | None:
+        """The plan of the known tokens; None where it does not compute them and such levels."""
+        if num_lanes > self._most_lanes or self._level(depth) > NUM_VARIABLES:
+            return None
+        plan = self._program.ops.plan(first, cache)
+        return plan if self._program.takes(plan) else None
+
+    def run(
+        self,
+        first: StepInput,
+        plan: PagedStep,  # of `first`
+        rows: IntArray,  # [num_lanes], of lanes that draft, those with most tokens first
+        lanes: _Lanes,
+        depth: int,  # of the longest
+        cache: KVCache,
+        draw: Callable[[Tensor, int], IntArray] | None,  # by logits, of a level; None: the best
+    ) -> IntArray:  # [depth, num_lanes]; a lane's first tokens count
+        """Computes the known tokens, and draws a chain behind those of `rows`."""
+        num_lanes, variables = len(rows), self._variables
+        self._reserve(len(first.token_ids), num_lanes)
+        tokens = np.zeros((depth, num_lanes), dtype=np.int32)
+        counts = (lanes.budgets[rows] > np.arange(depth)[:, None]).sum(1)
+        num_layers = len(self._program.layers)
+        places = variables[CACHES : self._ids]
+        places[::2] = [each.data_ptr() for each in cache.keys[:num_layers]]
+        places[1::2] = [each.data_ptr() for each in cache.values[:num_layers]]
+        chosen = first.query_start[1:][rows] - 1
+        assert plan.integers is not None, "`plan` made it"
+        variables[ROWS], variables[CHOSEN_ROWS] = len(first.token_ids), num_lanes
+        variables[STEP], variables[CHOSEN] = plan.integers.ctypes.data, chosen.ctypes.data
+        variables[self._ids] = first.token_ids.ctypes.data
+        kept = self._lay_out(first, rows, lanes, cache.block_size, tokens)
+        levels = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
+        levels[:, 0] = counts
+        if draw is None:
+            run_phases(self._program, self._phases(0, depth, best=True), variables)
+        else:
+            for level, count in enumerate(counts.tolist()):
+                phases = self._phases(level, level + 1, best=False)
+                run_phases(self._program, phases, variables)
+                tokens[level, :count] = draw(self._buffers[LOGITS][:count], level)
+        del kept
+        return tokens
+
+    def _level(self, level: int) -> int:
+        """The first of its variables."""
+        return self._ids + 1 + self._width * level
+
+    def _lay_out(
+        self, first: StepInput, rows: IntArray, lanes: _Lanes, block_size: int, tokens: IntArray
+    ) -> Any:
+        """Fills in what the known tokens and the levels are; returns what has to be kept.
+
+        Level 0 has no rows of its own: it is drawn behind the known tokens.
+        """
+        depth, num_lanes = tokens.shape
+        num_known, count = len(first.token_ids), (depth - 1) * num_lanes
+        tables = np.ascontiguousarray(first.block_tables[rows])
+        sizes = (num_known + count, count, count, count, num_lanes + 1, 2 * num_lanes)
+        begins = [0, *accumulate(sizes)]
+        numbers = np.zeros(begins[-1], dtype=np.int32)
+        positions, slots, index, ends, starts, _ = (
+            numbers[begin:end] for begin, end in pairwise(begins)
         )
+        start = numbers.ctypes.data
+        at_positions, at_slots, at_index, at_ends, at_starts, at_bits, _ = (
+            start + 4 * begin for begin in begins
+        )
+        levels = np.arange(depth - 1, dtype=np.int32)[:, None]
+        by_level = index.reshape(-1, num_lanes)
+        by_level[:] = lanes.lens[rows] + levels
+        positions[:num_known], positions[num_known:] = first.positions, index
+        block = np.minimum(by_level // block_size, tables.shape[1] - 1)  # of lanes that have ended
+        found = tables[np.arange(num_lanes), block] * block_size + by_level % block_size
+        slots.reshape(found.shape)[:] = found
+        np.add(index, 1, out=ends)
+        starts[:] = np.arange(num_lanes + 1)
+        ops, behind = self._program.ops, 4 * num_lanes * np.arange(depth - 1)
+        steps = np.zeros((max(depth - 1, 1), NUM_STEP_FIELDS), dtype=np.int64)
+        steps[:] = (
+            num_lanes, num_lanes, tables.shape[1], 1, block_size, 0, 0, 0, at_starts, 0, 0,
+            tables.ctypes.data, at_bits, ops.alignment_of(block_size),
+        )  # fmt: skip
+        variables = self._variables
+        places = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
+        places[:, 2] = tokens.ctypes.data + 4 * num_lanes * np.arange(depth)
+        if depth > 1:
+            counts = (lanes.budgets[rows] > 1 + levels).sum(1)
+            steps[:, 0] = steps[:, 1] = counts
+            steps[:, 5] = at_positions + 4 * num_known + behind
+            steps[:, 6], steps[:, 10] = at_slots + behind, at_ends + behind
+            steps[:, 7] = steps[:, 9] = at_index + behind
+            places[1:, 1] = steps.ctypes.data + 8 * NUM_STEP_FIELDS * np.arange(depth - 1)
+        angles = self._rotate(torch.from_numpy(positions), num_known, places[1:], behind)
+        return numbers, steps, tables, angles
+
+    def _rotate(
+        self,
+        positions: Tensor,  # [num_known + (depth - 1) * num_lanes]
+        num_known: int,
+        places: NDArray[np.int64],  # [depth - 1, variables of a level], written
+        behind: NDArray[np.int64],  # [depth - 1], bytes from the first level's rows
+    ) -> list[Any]:
+        """Every row's cosines and sines."""
+        kept: list[Any] = []
+        for index, rope in enumerate(self._model.ropes):
+            angles = self._program.ops.rotation(positions, rope.frequencies, rope.scale)
+            kept.append(angles)
+            for half, each in enumerate(angles):
+                begin, size = each.data_ptr(), each.shape[1]
+                self._variables[ROTATIONS + 2 * index + half] = begin
+                places[:, 3 + 2 * index + half] = begin + size * (4 * num_known + behind)
+        return kept
+
+    def _reserve(self, num_rows: int, num_lanes: int) -> None:
+        """Memory for so many known tokens, and for so many lanes."""
+        if num_rows <= self._num_rows and num_lanes <= self._num_lanes:
+            return
+        self._num_rows = max(num_rows, min(2 * self._num_rows, self._num_rows + 256))
+        self._num_lanes = max(num_lanes, self._num_lanes)
+        program = self._program
+        widths = program.widths | {RESIDUAL: program.hidden_size, LOGITS: self._output.columns}
+        for name, width in widths.items():
+            is_of_lanes = name in (PICKED, NORMED, LOGITS)
+            size = self._num_lanes if is_of_lanes else max(self._num_rows, self._num_lanes)
+            self._buffers[name] = torch.empty(size, width, dtype=program.ops.dtype)
+            self._variables[name] = self._buffers[name].data_ptr()
+
+    def _phases(self, begin: int, end: int, *, best: bool) -> NDArray[np.int64]:
+        """Levels `[begin, end)`; [num_phases, NUM_OPERANDS]."""
+        found = self._made.get((begin, end, best))
+        if found is None:
+            rows: list[list[int]] = []
+            for level in range(begin, end):
+                rows += self._level_phases(level, best=best)
+            found = self._made[begin, end, best] = np.array(rows, dtype=np.int64)
+        return found
+
+    def _level_phases(self, level: int, *, best: bool) -> list[list[int]]:
+        """From token ids to logits and tokens."""
+        program, place = self._program, self._level(level)
+        assert program.norm is not None, "a model with an output layer has it"
+        rows, step, rotations = (place, place + 1, place + 3) if level else (ROWS, STEP, ROTATIONS)
+        phases = Phases(
+            program.ops, program.hidden_size, program.scale, rows=rows, step=step,
+            rotations=rotations,
+        )  # fmt: skip
+        ids = self._level(level - 1) + 2 if level else self._ids
+        phases.copy(self._table.data_ptr(), RESIDUAL, rows, ids)
+        update, after = 0, None
+        for index, layer in enumerate(program.layers):
+            phases.add_norm(update, after, layer.before_attention)
+            phases.layer(layer, CACHES + 2 * index, phases.states)
+            update, after = UPDATE, layer.after_mlp
+        if level:
+            phases.add_norm(update, after, program.norm)
+            phases.product(self._output, phases.states, LOGITS, rows)
+        else:
+            phases.add_norm(update, after, None)
+            phases.copy(RESIDUAL, PICKED, CHOSEN_ROWS, CHOSEN)
+            phases.norm(PICKED, NORMED, program.norm, CHOSEN_ROWS)
+            phases.product(self._output, NORMED, LOGITS, CHOSEN_ROWS)
+        if best:
+            count = rows if level else CHOSEN_ROWS
+            phases.best(LOGITS, place + 2, self._output.columns, 0, count)
+        return phases.rows
 
 
 def _picked(logits: Tensor, keep: np.ndarray) -> Tensor:  # [num_rows, vocab], [num_rows]

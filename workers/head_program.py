@@ -29,6 +29,7 @@ from .model.family import LayerStack
 from .model.target import MIN_ELEMENTS, product_of
 from .ops.cpu import CpuOps, PanelProjection, ProjectionByRows
 from .ops.kernels.panels import GROUP
+from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
 from .ops.kernels.vector import LANES
 from .ops.program import (
@@ -57,7 +58,6 @@ _MOST_STATES = 10
 _ROWS_ROTATION = 250  # cosines and sines
 _LEVELS = 256  # its step, cosines, sines, and tokens each
 _MOST_LEVELS = (NUM_VARIABLES - _LEVELS) // 4
-_STEP_FIELDS = 14
 
 
 class _Ends(NamedTuple):
@@ -180,7 +180,7 @@ class HeadProgram:
         step, variables = done.step, self._variables
         hidden = self._begin(done, 0, cache, first)
         next_ids = next_tokens(step, done.verdict)
-        numbers = np.zeros(_STEP_FIELDS, dtype=np.int64)
+        numbers = np.zeros(NUM_STEP_FIELDS, dtype=np.int64)
         numbers[0] = len(next_ids)
         numbers[5], numbers[6] = step.positions.ctypes.data, step.slot_mapping.ctypes.data
         variables[NEXT_IDS], variables[STEP_OF_ROWS] = next_ids.ctypes.data, numbers.ctypes.data
@@ -224,7 +224,7 @@ class HeadProgram:
         at = numbers.addresses()
         numbers.positions[:num_rows], numbers.slots[:num_rows] = step.positions, step.slot_mapping
         numbers.next_ids[:] = next_tokens(step, done.verdict)
-        steps = np.zeros((depth + 1, _STEP_FIELDS), dtype=np.int64)
+        steps = np.zeros((depth + 1, NUM_STEP_FIELDS), dtype=np.int64)
         steps[0, 0], steps[0, 5], steps[0, 6] = num_rows, at.positions, at.slots
         angles: Any = None
         self._lay_out_levels(done, ends, numbers, cache.num_slots, places, known)
@@ -240,7 +240,7 @@ class HeadProgram:
         variables[NEXT_IDS], variables[LAST] = at.next_ids, at.last
         variables[STEP_OF_ROWS] = place
         of_levels = variables[_LEVELS : _LEVELS + 4 * depth].reshape(depth, 4)
-        of_levels[:, 0] = place + 8 * _STEP_FIELDS * np.arange(1, depth + 1)
+        of_levels[:, 0] = place + 8 * NUM_STEP_FIELDS * np.arange(1, depth + 1)
         of_levels[:, 3] = at.tokens + behind
         if self._rope is not None:
             rope, positions = self._rope, torch.from_numpy(numbers.positions)
@@ -463,6 +463,23 @@ class _NoKernelError(Exception):
     """A part of a head has another form than phases take."""
 
 
+def product_of_few(linear: Any, ops: CpuOps) -> tuple[PanelProjection, int] | None:
+    """The product by a linear's weight that phases take, and of how many rows at most."""
+    found, most_rows = product_of(linear), 1 << 62
+    if found is None:
+        weight, bias = linear.weight, getattr(linear, "bias", None)
+        is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
+        is_small = is_plain and weight.numel() < MIN_ELEMENTS[ops.dtype]
+        if not is_small or weight.dtype != ops.dtype:
+            return None
+        found = ops.pack(weight.detach(), None if bias is None else bias.detach())
+    if isinstance(found, ProjectionByRows):
+        most_rows, found = found.fewest_rows - 1, found.few
+    if not isinstance(found, PanelProjection) or found.is_padded:
+        return None
+    return found, most_rows
+
+
 def _ends_of(
     module: FeatureModule, program: Program, embedding: Any, output: nn.Module
 ) -> _Ends | None:
@@ -471,20 +488,10 @@ def _ends_of(
     dtype = program.ops.dtype
 
     def product(linear: Any) -> PanelProjection:
-        found = product_of(linear)
-        if found is None:
-            weight, bias = linear.weight, getattr(linear, "bias", None)
-            is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
-            is_small = is_plain and weight.numel() < MIN_ELEMENTS[dtype]
-            if not is_small or weight.dtype != dtype:
-                raise _NoKernelError
-            found = program.ops.pack(weight.detach(), bias)
-        if isinstance(found, ProjectionByRows):
-            most_rows.append(found.fewest_rows - 1)
-            found = found.few
-        if not isinstance(found, PanelProjection) or found.is_padded:
+        if (found := product_of_few(linear, program.ops)) is None:
             raise _NoKernelError
-        return found
+        most_rows.append(found[1])
+        return found[0]
 
     def norm(part: nn.Module) -> Norm:
         if (found := norm_of(part)) is None:

@@ -1,5 +1,7 @@
 """A head's draft round: as a program, by the target's operations, and as torch modules.
 
+A draft model's likewise, as a program and by forwards that are called one by one.
+
     python -m outrider.bench.micro.heads [--rounds 50] [--dtype bfloat16 ...] [--length 400 ...]
 
 The modules attend over the paged cache, as layers do that are not of the family. The demo target
@@ -21,9 +23,14 @@ from rich.console import Console
 from torch import Tensor
 
 from ...config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, parse
+from ...drafters.protocol import Drafted, DraftStep
+from ...scheduler.blocks import BlockPool
+from ...scheduler.sampling import SamplingParams
+from ...scheduler.sequence import PagedTokens, Row, Seating
 from ...scheduler.tree import EMPTY
-from ...scheduler.types import Draft, StepInput, Verdict, ints
+from ...scheduler.types import Draft, Request, SeatSettings, StepInput, Verdict, ints
 from ...workers.collective import Collective
+from ...workers.draft import DraftService
 from ...workers.head import HeadService
 from ...workers.model.family.compare import sample_step
 from ...workers.model.paged import PagedModel
@@ -33,7 +40,7 @@ from .timing import Pair, timed
 MODELS = Path(__file__).parents[2] / "demo" / "models"
 BLOCK_SIZE = 16
 CHUNK = 256
-PROGRAM, OPERATIONS, MODULES = "program", "operations", "modules"
+WAYS = PROGRAM, OPERATIONS, MODULES = "program", "operations", "modules"
 CHAIN = {"max_draft_len": 4}
 DYNAMIC = {
     "max_draft_len": 4,
@@ -79,6 +86,32 @@ class _Round:
         return self._model.forward_capturing(step, self._cache, self._head.capture)[1]
 
 
+class _DraftModelRound:
+    """Chains of four behind a few new tokens of each of some sequences."""
+
+    def __init__(self, model: PagedModel, length: int, num_seqs: int, way: str) -> None:
+        num_blocks = num_seqs * (length // BLOCK_SIZE + 2)
+        self._service = DraftService(model, num_blocks, BLOCK_SIZE, model.collective)
+        if way != PROGRAM:
+            self._service.drop_program()
+        rng, pool, seating = np.random.default_rng(0), BlockPool(num_blocks, BLOCK_SIZE), Seating()
+        rows: list[Row] = []
+        for index in range(num_seqs):
+            prompt = ints(rng.integers(5, 4000, length))
+            request = Request(str(index), prompt, SamplingParams(temperature=0.0), seed=0)
+            sequence = PagedTokens(request, SeatSettings.for_drafting(request))
+            assert sequence.allocate(pool, length + CHAIN["max_draft_len"]), "blocks for all"
+            rows.append(Row(sequence, length, 0))
+        self._service.draft(DraftStep(seating.plan(0, rows), probs_top=0))
+        for row in rows:
+            row.sequence.num_computed = length - 3
+        rows = [Row(row.sequence, 3, CHAIN["max_draft_len"]) for row in rows]
+        self._step = DraftStep(seating.plan(1, rows), probs_top=0)
+
+    def __call__(self) -> Drafted:
+        return self._service.draft(self._step)
+
+
 def _verdict(num_accepted: int) -> Verdict:
     emitted = ints(range(10, 11 + num_accepted))
     path = ints(range(num_accepted))
@@ -92,10 +125,15 @@ def rounds(dtype: torch.dtype, length: int) -> Iterator[Pair]:
     name = str(dtype).removeprefix("torch.")
     for head, shape, section, options in CASES:
         config = parse(section, {"speculative_model": str(MODELS / head), **options})
-        for ways in pairwise((PROGRAM, OPERATIONS, MODULES)):
+        for ways in pairwise(WAYS):
             ours, other = (_Round(model, config, length, way) for way in ways)
             part = f"{head}, {shape}, {' to '.join(ways)}"
             yield Pair(part, f"{name}, {length} tokens", ours, other)
+    draft_model = load_model(MODELS / "draft", dtype=dtype, device=cpu, collective=alone)
+    for num_seqs in (1, 8):
+        one, two = (_DraftModelRound(draft_model, length, num_seqs, way) for way in WAYS[:2])
+        part = f"draft model, {num_seqs} sequences, {' to '.join(WAYS[:2])}"
+        yield Pair(part, f"{name}, {length} tokens", one, two)
 
 
 @torch.inference_mode()

@@ -5,7 +5,8 @@ compact arrays, a slice's bytes are a key, and nothing is looked at twice.
 
 A step indexes tokens in proportion to its forward (`Allowance`), so that no prompt holds up the
 batch: what was emitted first, then what waits of prompts, in order of arrival. Until its prompt is
-indexed to the end, a request drafts from the part that is, or not at all.
+indexed to the end, a request drafts from the part that is, or not at all. Where nothing is asked,
+what several steps emitted is learnt together.
 """
 
 from __future__ import annotations
@@ -157,12 +158,16 @@ Kept = TypeVar("Kept", bound=Memory)
 class LookupDrafter(Drafter, Generic[Kept]):
     """Opens, asks and updates one memory per request.
 
+    `most_put_off` is the number of steps that are learnt together where nothing was asked.
+
     Args:
         name: in statistics.
         memory: returns the memory of a new request; None: the request gets no drafts.
         draft_min: shorter drafts are dropped.
         max_indexed: tokens of all requests that a step indexes whatever its forward takes.
     """
+
+    most_put_off = 16
 
     def __init__(
         self,
@@ -177,13 +182,19 @@ class LookupDrafter(Drafter, Generic[Kept]):
         self._behind: dict[str, Kept] = {}  # whose tokens are not all indexed, in order of arrival
         self._allowance = Allowance(max_indexed)
         self._num_spare = 0  # tokens that `observe` left for what else there is to index
+        self._was_asked = False  # since the last step was observed
+        # Of steps that are not learnt yet: requests, emitted tokens, where each request's begin.
+        self._put_off: list[tuple[Sequence[str], list[int], list[int]]] = []
+        self._num_put_off = 0  # tokens that the target computed in them
 
     @property
     def num_waiting(self) -> int:
         """Tokens that are known and not indexed yet."""
+        self._catch_up_steps()
         return sum(len(each.tokens) - each.num_indexed for each in self._behind.values())
 
     def open(self, requests: Sequence[Request]) -> None:
+        self._catch_up_steps()
         for request in requests:
             memory = self._memory(request)
             if memory is not None:
@@ -191,6 +202,8 @@ class LookupDrafter(Drafter, Generic[Kept]):
         self._catch_up()
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        self._catch_up_steps()
+        self._was_asked = True
         memories, least, name = self._memories, self._draft_min, self.name
         drafts = [tree.EMPTY] * batch.num_seqs
         for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
@@ -203,6 +216,8 @@ class LookupDrafter(Drafter, Generic[Kept]):
     def extend(
         self, batch: Batch, chains: Sequence[Sequence[int]], budgets: IntArray
     ) -> list[Draft]:
+        self._catch_up_steps()
+        self._was_asked = True
         drafts = [tree.EMPTY] * batch.num_seqs
         for row, (request_id, budget) in enumerate(zip(batch.request_ids, budgets.tolist())):
             memory = self._memories.get(request_id)
@@ -211,27 +226,55 @@ class LookupDrafter(Drafter, Generic[Kept]):
         return drafts
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        emitted, starts = verdict.emitted.tolist(), verdict.emitted_start.tolist()
+        self._put_off.append(
+            (batch.request_ids, verdict.emitted.tolist(), verdict.emitted_start.tolist())
+        )
+        self._num_put_off += batch.num_tokens
+        can_wait = not self._was_asked and not self._behind
+        if can_wait and len(self._put_off) < self.most_put_off:
+            self._num_spare = self._allowance.renew()
+            return
+        self._was_asked = False
+        self._catch_up_steps()
+
+    def _catch_up_steps(self) -> None:
+        """Learns what the steps that were put off emitted."""
+        if not self._put_off:
+            return
+        steps, self._put_off = self._put_off, []
+        num_computed, self._num_put_off = self._num_put_off, 0
+        if len(steps) == 1:
+            ids, emitted, starts = steps[0]
+            told = [(each, emitted[starts[row] : starts[row + 1]]) for row, each in enumerate(ids)]
+        else:
+            texts: dict[str, list[int]] = {}
+            for ids, emitted, starts in steps:
+                for row, each in enumerate(ids):
+                    texts.setdefault(each, []).extend(emitted[starts[row] : starts[row + 1]])
+            told = list(texts.items())
         memories, behind, num_indexed = self._memories, self._behind, 0
-        for row, request_id in enumerate(batch.request_ids):
-            begin, end = starts[row], starts[row + 1]
-            if begin < end and (memory := memories.get(request_id)) is not None:
-                num_indexed += memory.learn(emitted[begin:end])
+        for request_id, text in told:
+            if text and (memory := memories.get(request_id)) is not None:
+                num_indexed += memory.learn(text)
                 if memory.num_indexed < len(memory.tokens):
                     behind[request_id] = memory
-        self._allowance.forward_ended(batch.num_tokens, num_indexed)
+        self._allowance.forward_ended(num_computed, num_indexed)
         if behind:
             self._catch_up()
         self._num_spare = self._allowance.renew()
 
     def close(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self._behind.pop(request_id, None)
-            memory = self._memories.pop(request_id, None)
-            if memory is not None:
-                self._closed(memory)
+        try:
+            self._catch_up_steps()
+        finally:
+            for request_id in request_ids:
+                self._behind.pop(request_id, None)
+                memory = self._memories.pop(request_id, None)
+                if memory is not None:
+                    self._closed(memory)
 
     def shutdown(self) -> None:
+        self._put_off.clear()
         self._memories.clear()
         self._behind.clear()
 

@@ -175,6 +175,8 @@ class SharedNGram(LookupDrafter[PoolMemory]):
     lose theirs first, and of theirs those learnt or found longest ago.
     """
 
+    most_put_off = 1  # pools are cut to their bound after every step
+
     def __init__(self, config: NGramConfig, link: PoolLink | None) -> None:
         max_indexed = max(1, _MAX_STORED // config.max_matching_ngram_size)
         super().__init__("ngram", self._pool_memory, max_indexed=max_indexed)

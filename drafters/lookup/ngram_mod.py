@@ -147,6 +147,7 @@ class NGramMod(LookupDrafter[ModMemory]):
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         """All requests are indexed before any drafts."""
+        self._catch_up_steps()
         for request_id, budget in zip(batch.request_ids, budgets.tolist()):
             memory = self._memories.get(request_id)
             if budget <= 0 or memory is None:

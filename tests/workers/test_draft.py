@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
-from outrider.drafters.protocol import DraftStep
+from outrider.drafters.protocol import Drafted, DraftStep
 from outrider.scheduler.blocks import BlockPool
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.sequence import PagedTokens, Row, Seating
 from outrider.scheduler.types import Request, SeatSettings, StepPlan, ints
+from outrider.tests.helpers.models import write_guessable
 from outrider.tests.helpers.verification import sampling_rows
 from outrider.workers.collective import Collective
-from outrider.workers.draft import DraftService
+from outrider.workers.draft import ChainProgram, DraftService
+from outrider.workers.model.target import load_model
 from outrider.workers.verify import DrawSettings, draw_siblings
 
 VOCAB, DEPTH = 20, 3
@@ -86,3 +91,84 @@ def test_a_salted_round_shares_no_noise_with_another():
     assert (
         by_round[8].tolist() == tokens[:, 0].tolist()
     )  # nine tokens known: the round that begins at 9
+
+
+# -- the program of a model's chains, against its forwards called one by one
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_guessable(tmp_path_factory.mktemp("draft") / "model", num_layers=2)
+    alone = Collective.threads(1, timeout_s=10)[0]
+    return load_model(
+        Path(folder), dtype=torch.float32, device=torch.device("cpu"), collective=alone
+    )
+
+
+def rounds(service: DraftService, temperatures: list[float], **settings) -> list[Drafted]:
+    """Rounds of sequences with chunks and budgets of all sizes, and tokens that follow."""
+    rng, pool, sequences = np.random.default_rng(7), BlockPool(200, 8), []
+    for index, temperature in enumerate(temperatures):
+        sampling = SamplingParams(temperature=temperature)
+        prompt = ints(rng.integers(0, 96, 3 + 9 * index))
+        request = Request(str(index), prompt, sampling, seed=index)
+        sequences.append(PagedTokens(request, SeatSettings.for_drafting(request)))
+    seating, found = Seating(), []
+    for number in range(6):
+        rows = []
+        for sequence in sequences:
+            missing, wanted = sequence.num_uncomputed, int(rng.integers(0, 6))
+            chunk = missing if number else min(missing, 20)  # the last prompt takes two
+            if chunk < missing:
+                wanted = 0
+            assert sequence.allocate(pool, sequence.num_tokens + wanted)
+            rows.append(Row(sequence, chunk, wanted))
+        plan = seating.plan(number, rows)
+        found.append(service.draft(DraftStep(plan, **settings)))
+        for sequence, chunk, wanted, _ in rows:
+            sequence.num_computed += chunk
+            if sequence.num_uncomputed == 0:
+                sequence.tokens.extend(ints(rng.integers(0, 96, 1 + wanted // 2)))
+    return found
+
+
+@pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.8] * 4, [0.0, 0.8, 0.0, 0.8], [0.0]])
+@pytest.mark.parametrize("settings", [{"probs_top": 0}, {"probs_top": 20, "salted": True}])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_chains_of_the_program_are_those_of_forwards(model, temperatures, settings, num_threads):
+    torch.set_num_threads(num_threads)
+    made = [DraftService(model, 200, 8, model.collective) for _ in range(2)]
+    assert made[0]._program is not None
+    made[1].drop_program()
+    ours, wanted = (rounds(each, temperatures, **settings) for each in made)
+    assert sum(len(each.tokens) for each in ours) > len(ours) * len(temperatures)
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.start.tolist() == other.start.tolist()
+        assert one.tokens.tolist() == other.tokens.tolist()
+        if one.probs is not None:
+            np.testing.assert_allclose(one.probs.probs, other.probs.probs, atol=1e-5)
+    caches = [each._cache for each in made]
+    for part in ("keys", "values"):
+        for one, other in zip(*(getattr(each, part) for each in caches), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_masks_and_unsure_ends_take_forwards(model, monkeypatch):
+    monkeypatch.setattr(ChainProgram, "run", None)  # not called
+    service = DraftService(model, 200, 8, model.collective)
+    assert any(len(each.tokens) for each in rounds(service, [0.0, 0.0], probs_top=0, p_min=0.01))
+    assert any(len(each.tokens) for each in rounds(service, [0.0], probs_top=0, mask_token=3))
+
+
+@pytest.mark.parametrize("keys", [{"tie_word_embeddings": True}, {"attention_bias": True}])
+def test_other_models_have_a_program_too(tmp_path, keys):
+    folder = write_guessable(tmp_path / "model", num_layers=1, **keys)
+    alone = Collective.threads(1, timeout_s=10)[0]
+    model = load_model(
+        Path(folder), dtype=torch.float32, device=torch.device("cpu"), collective=alone
+    )
+    made = [DraftService(model, 200, 8, alone) for _ in range(2)]
+    assert made[0]._program is not None
+    made[1].drop_program()
+    ours, wanted = (rounds(each, [0.0] * 3, probs_top=0) for each in made)
+    assert [each.tokens.tolist() for each in ours] == [each.tokens.tolist() for each in wanted]

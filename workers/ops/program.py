@@ -87,8 +87,8 @@ class Tail(NamedTuple):
     ROWS, CHOSEN_ROWS, STEP, FACTORS, RESIDUAL, READ, STATES, JOINED, ATTENDED, UPDATE, GATES,
     GATED, CHOSEN, PICKED, NORMED, LOGITS,
 ) = range(1, 17)  # fmt: skip
-_ROTATIONS, _CAPTURES, _CACHES = 32, 64, 128  # first of two each, one each, two each
-_MOST_LAYERS = (NUM_VARIABLES - _CACHES) // 2
+ROTATIONS, _CAPTURES, CACHES = 32, 64, 128  # first of two each, one each, two each
+_MOST_LAYERS = (NUM_VARIABLES - CACHES) // 2
 _BUFFERS = (STATES, JOINED, ATTENDED, UPDATE, GATES, GATED, PICKED, NORMED)
 
 
@@ -169,7 +169,7 @@ class Program:
         next step overwrites, or `residual`.
         """
         assert plan.integers is not None, "`plan` or `adopt` made it"
-        assert len(tail.captured) <= _CACHES - _CAPTURES, tail
+        assert len(tail.captured) <= CACHES - _CAPTURES, tail
         num_rows, dtype = plan.num_tokens, residual.dtype
         assert residual.is_contiguous(), residual.stride()
         read = None if read is None else read.contiguous()
@@ -196,12 +196,12 @@ class Program:
         )  # fmt: skip
         variables[CHOSEN], variables[LOGITS] = address(rows), out.data_ptr()
         for index, (cos, sin) in enumerate(rotations):
-            place = _ROTATIONS + 2 * index
+            place = ROTATIONS + 2 * index
             variables[place], variables[place + 1] = cos.data_ptr(), sin.data_ptr()
         for index, each in enumerate(captured):
             variables[_CAPTURES + index] = each.data_ptr()
         num_layers = len(self.layers)
-        places = variables[_CACHES : _CACHES + 2 * num_layers]
+        places = variables[CACHES : CACHES + 2 * num_layers]
         places[::2] = [each.data_ptr() for each in cache.keys[first : first + num_layers]]
         places[1::2] = [each.data_ptr() for each in cache.values[first : first + num_layers]]
         run_phases(self, phases, variables)
@@ -226,7 +226,7 @@ class Program:
             source = phases.states
             if index == 0 and read is not None:
                 source = READ
-            phases.layer(layer, _CACHES + 2 * index, source)
+            phases.layer(layer, CACHES + 2 * index, source)
             update, after = UPDATE, layer.after_mlp
         phases.add_norm(update, after, self.norm if tail.normed else None)
         if len(self.layers) in tail.captured:
@@ -261,7 +261,7 @@ class Phases:
         *,
         rows: int = ROWS,
         step: int = STEP,
-        rotations: int = _ROTATIONS,
+        rotations: int = ROTATIONS,
     ) -> None:
         self.rows: list[list[int]] = []
         self.states = STATES  # what the last norm wrote

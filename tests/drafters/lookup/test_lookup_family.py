@@ -10,7 +10,14 @@ from outrider.config import EngineConfig
 from outrider.drafters.drafting import Drafting
 from outrider.errors import ConfigError
 from outrider.scheduler.types import Request, SpeculationOptions, ints
-from outrider.tests.helpers.lookups import batch_of, drafter_of, observe, propose, request_of
+from outrider.tests.helpers.lookups import (
+    batch_of,
+    drafter_of,
+    growing,
+    observe,
+    propose,
+    request_of,
+)
 
 from ...helpers import toy
 from ...helpers.engines import complete, engine_of
@@ -255,3 +262,37 @@ def test_other_engines_spellings(theirs, ours):
         return EngineConfig.load({"model": "m", "speculative_config": section}).speculative_config
 
     assert load(theirs) == load(ours)
+
+
+LEARNERS = {**SECTIONS, "NGram": {}, "NGram, newest": {"is_use_oldest": False}}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_was_learnt_together_drafts_as_what_was_learnt_in_turn(name):
+    """Of two drafters with the same text one is asked in every step, for a request of its own."""
+    section = {"decoding_type": name.partition(",")[0], **LEARNERS[name]}
+    drafters = [drafter_of(section, 50) for _ in range(2)]
+    rng, texts = random.Random(3), {"a": [1, 2, 3] * 5, "b": [4, 5, 6, 7] * 4}
+    for drafter in drafters:
+        drafter.open([request_of(each, text, "of a text") for each, text in texts.items()])
+        drafter.open([request_of("asked", [9], "another")])
+    for step in range(120):
+        emitted = {each: growing(rng, text, rng.randrange(4), 50) for each, text in texts.items()}
+        for each, text in texts.items():
+            text += emitted[each]
+        pieces = [*emitted.values(), []]
+        for drafter, is_asked in zip(drafters, (True, False), strict=True):
+            if is_asked:
+                propose(drafter, ["asked"], [1])
+            observe(drafter, [*texts, "asked"], pieces)
+        if step % 23 == 22:
+            first, second = (propose(each, list(texts), [4, 4]) for each in drafters)
+            assert [each.tokens.tolist() for each in first] == [
+                each.tokens.tolist() for each in second
+            ]
+            observe(drafters[0], [], [])
+            observe(drafters[1], [], [])
+    for drafter in drafters:
+        observe(drafter, ["a"], [[7]])
+        drafter.close(["a", "b", "asked"])
+        assert not drafter._put_off

@@ -36,6 +36,9 @@ class Step(NamedTuple):
     alignment: int  # tiles of keys begin at multiples of it
 
 
+NUM_STEP_FIELDS = len(Step._fields)
+
+
 class Layer(NamedTuple):
     """A layer's row of integers (`AttentionSpec`), then its row of float64."""
 
