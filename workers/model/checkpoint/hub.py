@@ -73,8 +73,8 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -91,7 +91,7 @@ def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> 
         why = "is no repository on huggingface.co, or a private one: set HF_TOKEN"
     except HFValidationError:
         why = "is no name that huggingface.co allows"
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         reach = f"huggingface.co cannot be reached ({_first(error)})"
         if constants.HF_HUB_OFFLINE:
             reach = "HF_HUB_OFFLINE is set"
