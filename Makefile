@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export OUTRIDER_CRDS ?= $(wildcard ../shared/crds)
 
-.PHONY: demo test test-slow clients clients-vllm bench check docs format clean
+.PHONY: demo test test-slow clients clients-vllm clients-guidellm bench check docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m outrider.demo.run
@@ -36,11 +36,11 @@ test-slow: $(STAMP) $(LINK)
 clients: $(STAMP) $(LINK)
 	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow
 
-# vLLM's load client brings all of vLLM, so it is installed by this target only.
-clients-vllm: $(STAMP) $(LINK)
-	$(BIN)/python -m venv .clients/vllm
-	.clients/vllm/bin/pip install -q -r tests/helpers/clients/requirements-vllm.txt
-	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow -k vllm
+# These load clients bring all of vLLM, or torch with CUDA, so only these targets install them.
+clients-vllm clients-guidellm: clients-%: $(STAMP) $(LINK)
+	$(BIN)/python -m venv .clients/$*
+	.clients/$*/bin/pip install -q -r tests/helpers/clients/requirements-$*.txt
+	$(BIN)/python -m pytest tests/cluster/serve/openai/test_clients.py -m slow -k $*
 
 # What takes part beside Outrider and transformers, and how much is run: bench/README.md.
 BENCH_MODEL ?= demo/models/target

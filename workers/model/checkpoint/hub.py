@@ -71,7 +71,7 @@ def local_folder(
 
 def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> str:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # `HTTPError`
         GatedRepoError,
         HFValidationError,
         HTTPError,

@@ -38,6 +38,7 @@ PACKAGES = {  # by client: the package whose version counts
     "instructor": "instructor",
     "lm_eval": "lm_eval",
     "vllm": "vllm",
+    "guidellm": "guidellm",
 }
 OFFICIAL = ("openai", "anthropic")  # in the environment of the tests itself
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -165,6 +166,37 @@ def test_lm_eval(served: Served, tmp_path: Path) -> None:
     assert all(isinstance(text, str) for _, text in found["texts"])
 
 
+def load_client(name: str) -> str:
+    """The program of a client that only a target of its own installs."""
+    program = os.environ.get(f"OUTRIDER_{name.upper()}", str(FOLDER / name / "bin" / name))
+    if not Path(program).exists():
+        pytest.skip(f"`make clients-{name}` installs this client; there is no {program}")
+    return program
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_guidellm(served: Served, tmp_path: Path, path: str) -> None:
+    """Its counts of every request's tokens are those that it asked for."""
+    program, target = load_client("guidellm"), served.url.removesuffix("/v1")
+    output_of(
+        *(program, "run", "--disable-console", "--profile", "kind=concurrent,streams=3"),
+        *("--backend", f"kind=openai_http,target={target},model=tiny,request_format=/v1/{path}"),
+        *("--constraint", "kind=max_requests,count=6"),
+        *("--tokenizer", f"kind=huggingface_auto,model={served.model}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=12"),
+        *("--output", f"kind=json,path={tmp_path / 'result.json'}"),
+    )
+    if "OUTRIDER_GUIDELLM" not in os.environ:
+        check_version("guidellm", Path(program).parent / "python")
+    (benchmark,) = json.loads((tmp_path / "result.json").read_text())["benchmarks"]
+    metrics = benchmark["metrics"]
+    totals = {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
+    assert metrics["request_totals"] == totals
+    counted = metrics["output_token_count"]["successful"]
+    assert (counted["min"], counted["max"]) == (12, 12)
+    assert metrics["time_to_first_token_ms"]["successful"]["count"] == 6
+
+
 @pytest.mark.parametrize(
     ("backend", "path"),
     [
@@ -175,9 +207,7 @@ def test_lm_eval(served: Served, tmp_path: Path) -> None:
 )
 def test_vllms_benchmark(served: Served, tmp_path: Path, backend: str, path: str) -> None:
     """Its load client counts every token of every request, through each of the endpoints."""
-    program = os.environ.get("OUTRIDER_VLLM", str(FOLDER / "vllm" / "bin" / "vllm"))
-    if not Path(program).exists():
-        pytest.skip(f"`make clients-vllm` installs vLLM's benchmark; there is no {program}")
+    program = load_client("vllm")
     output_of(
         *(program, "bench", "serve", "--backend", backend, "--endpoint", f"/v1/{path}"),
         *("--base-url", served.url.removesuffix("/v1"), "--model", "tiny"),
@@ -188,7 +218,7 @@ def test_vllms_benchmark(served: Served, tmp_path: Path, backend: str, path: str
         timeout_s=600,
     )
     if "OUTRIDER_VLLM" not in os.environ:
-        check_version("vllm", FOLDER / "vllm" / "bin" / "python")
+        check_version("vllm", Path(program).parent / "python")
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result.get("failed", 0)) == (6, 0)
     assert result["total_output_tokens"] == 6 * 12
