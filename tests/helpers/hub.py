@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -112,7 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
             self.close_connection = True
             return
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the client has given up
+            self.wfile.write(body)
 
 
 @contextmanager
