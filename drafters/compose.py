@@ -14,7 +14,7 @@ its own nodes. A merged tree has deterministic nodes only, which every rule veri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ..config import ComposeConfig
 from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
-from .drafting import Drafting, own_verdict
+from .drafting import Drafting, own_verdict, remember
 from .protocol import Drafter, Needs
 
 
@@ -63,10 +63,7 @@ class Compose(Drafter):
             if config.mode == "extend" and member.continues
         ]
         self._chosen: dict[str, frozenset[str]] = {}  # by request: the only members to be asked
-        self._step = 0  # the step of the next two
-        self._drafted: list[list[Draft]] = []  # [member][row]
-        self._extended: dict[int, list[list[int]]] = {}  # by member: [row], what its draft follows
-        self._window_owner: list[int | None] = []  # [row], member whose window is in the tree
+        self._steps: dict[int, _Drafted] = {}  # those in flight
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -77,29 +74,31 @@ class Compose(Drafter):
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         joints = [_Joint(budget) for budget in budgets.tolist()]
-        self._step, self._drafted, self._extended = batch.step, [], {}
+        drafted = _Drafted()
+        remember(self._steps, batch.step, drafted)
         for index, member in enumerate(self.members):
             left = budgets
             if not self._merge:
                 left = ints([0 if joint.num_guesses else joint.room for joint in joints])
             drafts = member.propose(batch, self._allowed(index, batch, left))
-            self._drafted.append(drafts)
+            drafted.drafts.append(drafts)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:
                     joint.add(index, member.name, draft)
         for index in self._continuing:
-            self._extend(index, batch, joints)
-        self._window_owner = [joint.window_owner for joint in joints]
+            self._extend(index, batch, joints, drafted)
+        drafted.window_owner = [joint.window_owner for joint in joints]
         return [joint.draft(keep_probs=not self._merge) for joint in joints]
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        drafted = self._steps.pop(batch.step, None)
         for index, member in enumerate(self.members):
             drafts: Sequence[Draft] = [tree.EMPTY] * batch.num_seqs
             has_window = [False] * batch.num_seqs
-            if batch.step == self._step:
-                drafts = self._drafted[index]
-                has_window = [owner == index for owner in self._window_owner]
-            extended = self._extended.get(index, ()) if batch.step == self._step else ()
+            extended: Sequence[list[int]] = ()
+            if drafted is not None:
+                drafts, extended = drafted.drafts[index], drafted.extended.get(index, ())
+                has_window = [owner == index for owner in drafted.window_owner]
             member.observe(batch, own_verdict(verdict, drafts, has_window, extended))
 
     def close(self, request_ids: Sequence[str]) -> None:
@@ -108,7 +107,9 @@ class Compose(Drafter):
         for member in self.members:
             member.close(request_ids)
 
-    def _extend(self, index: int, batch: Batch, joints: Sequence[_Joint]) -> None:
+    def _extend(
+        self, index: int, batch: Batch, joints: Sequence[_Joint], drafted: _Drafted
+    ) -> None:
         """Has a member continue the drafts of members with a model that none has continued."""
         member, chains = self.members[index], [list[int]()] * batch.num_seqs
         for row, joint in enumerate(joints):
@@ -118,10 +119,10 @@ class Compose(Drafter):
         if not left.any():
             return
         drafts = member.extend(batch, chains, self._allowed(index, batch, left))
-        self._extended[index] = chains
+        drafted.extended[index] = chains
         for row, draft in enumerate(drafts):
             if draft.num_nodes:
-                self._drafted[index][row] = draft
+                drafted.drafts[index][row] = draft
                 joints[row].add(index, member.name, draft, after=chains[row])
             else:
                 chains[row] = []
@@ -141,6 +142,17 @@ class Compose(Drafter):
     def shutdown(self) -> None:
         for member in self.members:
             member.shutdown()
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """What was drafted for a step."""
+
+    drafts: list[list[Draft]] = field(default_factory=list)  # [member][row]
+    # By member: [row], what its draft follows.
+    extended: dict[int, list[list[int]]] = field(default_factory=dict)
+    # [row], member whose window is in the tree.
+    window_owner: list[int | None] = field(default_factory=list)
 
 
 class _Joint:

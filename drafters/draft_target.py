@@ -76,7 +76,7 @@ class DraftTarget(OwnWorkers, Drafter):
         self._pool = BlockPool(model.num_blocks, model.block_size)
         self._seating = Seating()
         self._sequences: dict[str, PagedTokens] = {}  # least recently drafted first
-        self._drawn: dict[str, int] = {}  # nodes drawn in the step that runs
+        self._drawn: dict[str, int] = {}  # nodes drawn in a step in flight
         self._step = 0
         self._timeout_s = config.draft_timeout_s
         self._pending: _Pending | None = None
@@ -101,7 +101,8 @@ class DraftTarget(OwnWorkers, Drafter):
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
-        self._drawn.clear()
+        for request_id in batch.request_ids:
+            self._drawn.pop(request_id, None)
         if self._down and not self._recovered():
             return drafts
         if self._pending is not None:
@@ -213,6 +214,7 @@ class DraftTarget(OwnWorkers, Drafter):
             if sequence is not None:
                 sequence.free(self._pool)
                 self._seating.leave(sequence)
+            self._drawn.pop(request_id, None)
         if self._cache is not None:
             self._cache.close(request_ids)
 
@@ -363,12 +365,14 @@ class DraftTarget(OwnWorkers, Drafter):
             if victim is None:
                 return False
             victim.free(self._pool)
+            self._drawn.pop(victim.request.id, None)
         return True
 
     def _recovered(self) -> bool:
         """Whether the model is up again; if so, resets the accounting to an empty cache."""
         if not super()._recovered():
             return False
+        self._drawn.clear()
         for sequence in self._sequences.values():
             sequence.free(self._pool)
         self._seating.reset(self._sequences.values())

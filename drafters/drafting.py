@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,17 @@ from .lookup.prediction import predictions
 from .protocol import Drafter, DrafterStats, DraftFault, NoDrafter
 
 log = logging.getLogger(__name__)
+
+
+_MAX_STEPS = 64  # in flight: as many as a target has pipeline stages
+_Kept = TypeVar("_Kept")
+
+
+def remember(steps: dict[int, _Kept], step: int, kept: _Kept) -> None:
+    """Keeps what was drafted for a step until it is observed; steps that failed never are."""
+    steps[step] = kept
+    if len(steps) > _MAX_STEPS:
+        del steps[next(iter(steps))]
 
 
 class AcceptanceGate:
@@ -40,20 +51,21 @@ class AcceptanceGate:
         self._threshold = config.acceptance_length_threshold
         self._window: deque[float] = deque(maxlen=config.acceptance_window)
         self._accepted: dict[str, list[int]] = {}  # by request, tokens of each draft
-        self._drafted: set[str] = set()  # requests with a draft in the step that runs
+        self._drafted: dict[int, set[str]] = {}  # by step in flight, requests with a draft
         self.reason = ""  # why it is closed; empty while it is open
 
     def proposed(self, batch: Batch, drafts: Sequence[Draft]) -> None:
         """These drafts are verified next."""
         rows = zip(batch.request_ids, drafts, strict=True)
-        self._drafted = {request_id for request_id, draft in rows if draft.num_guesses}
+        found = {request_id for request_id, draft in rows if draft.num_guesses}
+        remember(self._drafted, batch.step, found)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """What the target accepted of them."""
+        drafted = self._drafted.pop(batch.step, ())
         for row, request_id in enumerate(batch.request_ids):
-            if request_id in self._drafted:
+            if request_id in drafted:
                 self._accepted.setdefault(request_id, []).append(len(verdict.nodes(row)))
-        self._drafted = set()
 
     def close(self, request_ids: Sequence[str]) -> None:
         """These requests are finished."""
@@ -224,9 +236,9 @@ class Drafting:
         self._vocab_size = vocab_size
         self._colocated = drafter if ranks_draft and isinstance(drafter, Colocated) else None
         self._last_fault = ""
-        self._step = 0  # the step of the next two
-        self._drafted: list[Draft] = []
-        self._kept: dict[int, IntArray] = {}  # row -> nodes left, where some were too deep
+        self._drafted: list[Draft] = []  # of the step that was drafted last
+        # By step in flight: its drafts, and nodes left by row where some were too deep.
+        self._steps: dict[int, tuple[list[Draft], dict[int, IntArray]]] = {}
         self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of fault
 
     def open(self, requests: Sequence[Request]) -> None:
@@ -266,8 +278,9 @@ class Drafting:
         An empty draft of a row that had a budget carries the drafter's name, so that a request's
         statistics name it although it proposed nothing.
         """
-        self._step, self._drafted = batch.step, [tree.EMPTY] * batch.num_seqs
-        self._kept.clear()
+        self._drafted = [tree.EMPTY] * batch.num_seqs
+        kept: dict[int, IntArray] = {}
+        remember(self._steps, batch.step, (self._drafted, kept))
         budgets = batch.plan.max_nodes if budgets is None else budgets
         if self._gate is not None and self._gate.reason:
             return self._drafted
@@ -282,7 +295,8 @@ class Drafting:
         if drafts is not _FAILED:
             drafts = self._attempt("propose", self._checked, drafts, budgets)
         if drafts is not _FAILED:
-            self._drafted = self._pruned(drafts, batch) if self.proposes_trees else drafts
+            self._drafted = self._pruned(drafts, batch, kept) if self.proposes_trees else drafts
+            self._steps[batch.step] = self._drafted, kept
         self._count_drafted(batch)
         self.stats.gen_ms += (time.perf_counter() - start) * 1e3
         return [
@@ -319,8 +333,8 @@ class Drafting:
     def drafted(self, batch: Batch) -> list[Draft]:
         """The drafts of a step that was planned with them, from the verdict before it."""
         assert self._colocated is not None, "such a step is planned only if the ranks draft"
-        self._step, self._drafted = batch.step, self._colocated.drafted(batch)
-        self._kept.clear()
+        self._drafted = self._colocated.drafted(batch)
+        remember(self._steps, batch.step, (self._drafted, {}))
         self.stats.num_calls[1] += int((batch.max_nodes > 0).sum())
         self._count_drafted(batch)
         return self._drafted
@@ -338,15 +352,15 @@ class Drafting:
         start = time.perf_counter()
         if self._gate is not None:
             self._gate.observe(batch, verdict)
-        if batch.step == self._step:
+        if (found := self._steps.pop(batch.step, None)) is not None:
             ends = verdict.path_start.tolist()
-            for row, draft in enumerate(self._drafted):
+            for row, draft in enumerate(found[0]):
                 if draft is not tree.EMPTY and draft.num_guesses:
                     self.stats.num_calls[2] += 1
                     self.stats.num_expected_tokens += tree.num_expected(draft)
                     self.stats.count_accepted(ends[row + 1] - ends[row])
-            if self._kept:
-                verdict = self._as_drafted(verdict)
+            if found[1]:
+                verdict = _as_drafted(verdict, found[1])
         self._attempt("observe", self.drafter.observe, batch, verdict)
         self.stats.acc_ms += (time.perf_counter() - start) * 1e3
 
@@ -400,23 +414,29 @@ class Drafting:
             raise DraftFault(first, checked)
         return checked
 
-    def _pruned(self, drafts: list[Draft], batch: Batch) -> list[Draft]:
-        """`drafts` without guesses deeper than the request can still emit."""
+    def _pruned(
+        self, drafts: list[Draft], batch: Batch, nodes_left: dict[int, IntArray]
+    ) -> list[Draft]:
+        """`drafts` without guesses deeper than the request can still emit.
+
+        `nodes_left` gets the nodes that are left of a row that loses some.
+        """
         pruned: list[Draft] = []
         for row, (draft, depth) in enumerate(zip(drafts, batch.max_depth.tolist(), strict=True)):
             left, kept = tree.prune(draft, depth)
             pruned.append(left)
             if kept is not None:
-                self._kept[row] = kept
+                nodes_left[row] = kept
         return pruned
 
-    def _as_drafted(self, verdict: Verdict) -> Verdict:
-        """`verdict` with the drafter's own node numbers."""
-        path = verdict.path.copy()
-        for row, kept in self._kept.items():
-            nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
-            path[nodes] = kept[path[nodes]]
-        return replace(verdict, path=path)
+
+def _as_drafted(verdict: Verdict, nodes_left: dict[int, IntArray]) -> Verdict:
+    """`verdict` with the drafter's own node numbers."""
+    path = verdict.path.copy()
+    for row, kept in nodes_left.items():
+        nodes = slice(verdict.path_start[row], verdict.path_start[row + 1])
+        path[nodes] = kept[path[nodes]]
+    return replace(verdict, path=path)
 
 
 class WithPredictions:
@@ -431,9 +451,9 @@ class WithPredictions:
         self._drafting = drafting
         self._predictions = Drafting(predictions(), vocab_size)
         self._open: set[str] = set()  # requests with a prediction
-        # Of the step that runs, if a request in it may have a prediction: both parts' drafts, and
+        # By step in flight, if a request in it may have a prediction: both parts' drafts, and
         # whose window was kept.
-        self._drafted: tuple[list[Draft], list[Draft], list[bool]] | None = None
+        self._drafted: dict[int, tuple[list[Draft], list[Draft], list[bool]]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -451,7 +471,6 @@ class WithPredictions:
         self._drafting.open(requests)
 
     def propose(self, batch: Batch) -> list[Draft]:
-        self._drafted = None
         if not self._open:
             return self._drafting.propose(batch)
         own = [request_id in self._open for request_id in batch.request_ids]
@@ -460,18 +479,17 @@ class WithPredictions:
         has_draft = [draft.num_nodes > 0 for draft in predicted]
         drafts = self._drafting.propose(batch, np.where(has_draft, np.int32(0), left))
         rides = [not has and draft.num_window > 0 for has, draft in zip(has_draft, drafts)]
-        self._drafted = predicted, drafts, rides
+        remember(self._drafted, batch.step, (predicted, drafts, rides))
         return [
             first if has or second is tree.EMPTY else second
             for first, second, has in zip(predicted, drafts, has_draft, strict=True)
         ]
 
     def drafted(self, batch: Batch) -> list[Draft]:
-        self._drafted = None
         return self._drafting.drafted(batch)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        drafted, self._drafted = self._drafted, None
+        drafted = self._drafted.pop(batch.step, None)
         if drafted is None:
             if self._open:
                 self._predictions.observe(batch, verdict)
@@ -492,7 +510,8 @@ class WithPredictions:
     def replace(self, drafting: Drafting) -> None:
         """The engine's drafters are others from now on; no step is under way."""
         self.drafter, self.proposes_trees = drafting.drafter, drafting.proposes_trees
-        self._drafting, self._drafted = drafting, None
+        self._drafting = drafting
+        self._drafted.clear()
 
     def shutdown(self) -> None:
         self._drafting.shutdown()

@@ -132,8 +132,6 @@ class Lookahead(Drafter):
             self._sequences[request.id] = _Sequence(request, self._config)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
-        for sequence in self._sequences.values():
-            sequence.has_window = False
         return [
             self._draft(self._sequences.get(request_id), budget)
             for request_id, budget in zip(batch.request_ids, budgets.tolist(), strict=True)
@@ -158,7 +156,10 @@ class Lookahead(Drafter):
             self._sequences.pop(request_id, None)
 
     def _draft(self, sequence: _Sequence | None, budget: int) -> Draft:
-        if sequence is None or budget <= 0:
+        if sequence is None:
+            return tree.EMPTY
+        sequence.has_window = False
+        if budget <= 0:
             return tree.EMPTY
         window = sequence.window
         room = budget - sum(len(level) for level in window.levels)

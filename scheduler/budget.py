@@ -395,7 +395,8 @@ class DraftLengths:
         self._block.num_steps += 1
         ends, granted = verdict.path_start.tolist(), batch.max_nodes.tolist()
         samples, known, counted = batch.samples.tolist(), self._requests, self._acceptance.count
-        before, self._drafted_before = self._drafted_before, set()
+        before = self._drafted_before.intersection(batch.request_ids)
+        self._drafted_before -= before
         if self._ended:  # by this step
             known, self._ended = {**self._ended, **known}, {}
         for row, request_id in enumerate(batch.request_ids):

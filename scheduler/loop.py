@@ -163,6 +163,9 @@ class OverlapLoop(Loop):
     before the verdict on the last one is back: ranks append to their seats what they emit, keep
     there what they draft, and take lengths, tokens and nodes from there.
 
+    Of a target with pipeline stages, as many steps are in flight as there are stages, each of other
+    requests (`Scheduler.schedule_beside`).
+
     Every rank computes its steps in the order in which they were posted. A block may therefore be
     given to another request as soon as a verdict frees it: a posted step that still names it writes
     to it before any step that the new owner takes part in. Emits token for token what `Loop` emits.
@@ -172,7 +175,7 @@ class OverlapLoop(Loop):
 
     def __init__(self, scheduler: Scheduler, target: PostedTarget, drafting: Drafting) -> None:
         super().__init__(scheduler, target, drafting)
-        self._posted: deque[tuple[Batch, list[Draft]]] = deque()  # at most two
+        self._posted: deque[tuple[Batch, list[Draft]]] = deque()  # oldest first
         self._closing: list[str] = []  # aborted in a posted step
         self._error: WorkerError | None = None  # of a step that could not be posted
 
@@ -241,12 +244,16 @@ class OverlapLoop(Loop):
     @property
     def _depth(self) -> int:
         """Steps that may be in flight while another is planned."""
+        if self.scheduler.num_groups > 1:
+            return self.scheduler.num_groups - 1
         overlaps = self.drafting.is_idle or self.drafting.ranks_draft
         return int(overlaps and self.scheduler.ranks_append)
 
     def _plan(self) -> Batch | None:
         if not self._posted:
             return self.timer("schedule_ms", self.scheduler.schedule)
+        if self.scheduler.num_groups > 1:
+            return self.timer("schedule_ms", self.scheduler.schedule_beside)
         if not self._depth:  # it has changed since the last step was posted
             return None
         drafts = self.drafting.ranks_draft

@@ -9,6 +9,7 @@ take what is left, and never a token, a seat or a block that another request cou
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import abc, deque
 from dataclasses import replace
@@ -170,6 +171,8 @@ class Scheduler:
             planned before the outcome of the last one is back.
         keeps_states: whether layers of the target keep states; then ranks have room for
             `max_num_seqs` checkpoints of them, beside those of running sequences.
+        num_groups: steps of different requests that may be in flight at a time: as many as the
+            target has pipeline stages, so that each stage has a step to compute.
         clock: what arrivals, deadlines and steps are timed by.
     """
 
@@ -182,9 +185,10 @@ class Scheduler:
         tree_drafts: bool = False,
         ranks_append: bool = False,
         keeps_states: bool = False,
+        num_groups: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.clock = clock
+        self.clock, self.num_groups = clock, num_groups
         caching = config.enable_prefix_caching
         count = config.num_checkpoints if keeps_states else 0
         checkpoints = StateCheckpoints(count) if count else None
@@ -211,6 +215,8 @@ class Scheduler:
         self.admits_new = True  # requests that have not run yet
         self._seating = Seating(ranks_append=ranks_append)
         self._poison = PoisonGuard()
+        self._flying: frozenset[str] = frozenset()  # requests of steps in flight, while planning
+        self._is_short = False  # of blocks, while steps were in flight
         self._moves: list[tuple[int, int]] = []
         self._arrivals = 0
         self._num_constrained = 0  # requests with a grammar
@@ -299,6 +305,26 @@ class Scheduler:
         """
         if self.in_flight:
             self._waiting.give_back(self.in_flight, self._sequences)
+        self._is_short = False
+        return self._plan_step()
+
+    def schedule_beside(self) -> Batch | None:
+        """A step of requests that are in none of the steps in flight; None: there is none.
+
+        It takes nothing from requests in flight. Where blocks are short, nothing more is planned
+        until no step is in flight, and `schedule` preempts as it would with one step at a time.
+        """
+        if self._poison.marks or self._is_short:
+            return None
+        self._flying = frozenset(each for batch in self.in_flight for each in batch.request_ids)
+        if not self._waiting.size and len(self._flying) >= len(self.running):
+            self._flying = frozenset()
+            return None
+        batch = self._plan_step()
+        self._flying = frozenset()
+        return batch if batch.num_seqs else None
+
+    def _plan_step(self) -> Batch:
         plan = self._plan_known()
         nodes, of_drafters = self._plan_nodes(plan)
         rows = [Row(each, chunk, nodes.get(each, 0)) for each, chunk in plan.chunks.items()]
@@ -503,13 +529,25 @@ class Scheduler:
                 return {}
         return nodes
 
+    def _grounded(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that are in no step in flight."""
+        if not self._flying:
+            return sequences
+        return [each for each in sequences if each.request.id not in self._flying]
+
     def _plan_known(self) -> KnownPlan:
         """Divides the token budget among running and waiting requests, by `TenantService.turn`."""
         suspect = self._poison.next(self._sequences) if self._poison.marks else None
         if suspect is not None:
             return self._plan_alone(suspect)
         turn = self._shares.turn
-        queue = sorted(self.running, key=turn, reverse=True)
+        queue = sorted(self._grounded(self.running), key=turn, reverse=True)
+        num_admissible = math.inf
+        if self.num_groups > 1:  # even shares, so that all steps in flight take as long
+            num_running, num_seats = len(self.running), self._config.max_num_seqs
+            queue = queue[num_running // -self.num_groups :]
+            num_soon = min(num_running + self._waiting.size, num_seats)
+            num_admissible = max(1, -(num_soon // -self.num_groups) - len(queue))
         plan = KnownPlan(self.step_limit.num_tokens, queue, self._shares)
         admitting = self._waiting.size > 0
         while plan.left > 0:
@@ -517,7 +555,8 @@ class Scheduler:
             if waiting is not None and not (self.admits_new or waiting.num_preemptions):
                 waiting, admitting = None, False
             if waiting is not None and not (queue and turn(queue[-1]) < turn(waiting)):
-                admitting = self._admit(waiting, plan)
+                num_admissible -= 1
+                admitting = self._admit(waiting, plan) and num_admissible > 0
             elif queue:
                 admitting = self._continue(queue.pop(), plan) and admitting
             else:
@@ -539,6 +578,9 @@ class Scheduler:
         num_chunk = min(sequence.tokens.size - sequence.num_computed, plan.left)
         is_first_try = True
         while not sequence.allocate(self.pool, sequence.num_computed + num_chunk):
+            if self._flying:
+                self._is_short = True
+                return False
             is_first_try = False
             victim = last_of(self.running)
             self._preempt(victim, plan)
@@ -581,7 +623,7 @@ class Scheduler:
         worse = sorted(
             (s for s in self.running if s.request.priority > priority), key=attrgetter("rank")
         )
-        worse = [*beyond_share(sequence, self.running), *worse]
+        worse = self._grounded([*beyond_share(sequence, self.running), *worse])
         others = len(self.running) - len(worse)
         most = self.pool.num_free + sum(len(each.blocks) for each in worse)
         if others >= max_seats or most < num_blocks + others:

@@ -60,6 +60,7 @@ def make_loop() -> Callable[..., Loop]:
         options = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
         speculative = {"decoding_type": "NGram", "adaptive_draft_len": False}
         speculative["max_draft_len"] = options.pop("max_draft_len", 6)
+        num_groups = options.pop("num_groups", 1)
         config = EngineConfig.load({"model": "m", "speculative_config": speculative, **options})
         drafting = drafting or OracleDrafting(seed)
         scheduler = Scheduler(
@@ -67,7 +68,10 @@ def make_loop() -> Callable[..., Loop]:
             num_blocks,
             max_model_len,
             tree_drafts=drafting.proposes_trees,
-            ranks_append=kind is not Loop and (drafting.is_idle or drafting.ranks_draft),
+            ranks_append=kind is not Loop
+            and num_groups == 1
+            and (drafting.is_idle or drafting.ranks_draft),
+            num_groups=num_groups,
         )
         target = TokenCacheTarget(num_blocks, config.block_size)
         target.head = OracleDrafting(seed) if drafting.ranks_draft else None

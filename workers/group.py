@@ -273,6 +273,8 @@ class LocalGroup(WorkerGroup):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._workers: list[Worker] = []
+        if spec.stages > 1:  # they compute steps of different requests
+            self.is_concurrent = True
         self.restart()
 
     def _replace_ranks(self) -> None:

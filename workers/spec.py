@@ -65,6 +65,14 @@ class WorkerSpec:
         """Ranks that share every layer."""
         return self.size // self.stages
 
+    @property
+    def num_groups(self) -> int:
+        """Steps of the target that may be in flight at a time: one a stage.
+
+        One alone with a draft model in these ranks: its steps come between the target's.
+        """
+        return self.stages if self.draft is None else 1
+
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:

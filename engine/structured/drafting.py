@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...drafters.drafting import own_verdict
+from ...drafters.drafting import own_verdict, remember
 from ...errors import InvalidRequestError
 from ...scheduler import loop, tree
 from ...scheduler.types import Batch, Draft, DraftProbs, IntArray, Masks, Request, Verdict, ints
@@ -216,8 +216,8 @@ class ConstrainedDrafting:
         self._expected: dict[str, Constraint] = {}
         self._states: dict[str, _State] = {}
         self._failed: dict[str, str] = {}
-        self._own: list[Draft] | None = None  # the drafters' own drafts of the step that runs
-        self._rides: list[bool] = []  # whose window was kept
+        # By step in flight: the drafters' own drafts, and whose window was kept.
+        self._own: dict[int, tuple[list[Draft], list[bool]]] = {}
 
     def compiled(self, requests: Sequence[Request]) -> Constraints:
         """Compiles, in the caller's thread, what `requests` have to match.
@@ -253,7 +253,6 @@ class ConstrainedDrafting:
 
     def propose(self, batch: Batch) -> list[Draft]:
         drafts = self._drafting.propose(batch)
-        self._own = None
         if not self._states:
             return drafts
         used = list(drafts)
@@ -261,10 +260,10 @@ class ConstrainedDrafting:
             state = self._states.get(request_id)
             if state is not None and batch.samples[row]:
                 used[row] = self._constrained(state, batch, row, drafts[row])
-        self._rides = [
+        rides = [
             given.num_window == own.num_window > 0 for given, own in zip(used, drafts, strict=True)
         ]
-        self._own = drafts
+        remember(self._own, batch.step, (drafts, rides))
         return used
 
     @property
@@ -272,17 +271,16 @@ class ConstrainedDrafting:
         return not self._states and self._drafting.ranks_draft
 
     def drafted(self, batch: Batch) -> list[Draft]:
-        self._own = None
         return self._drafting.drafted(batch)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        own, self._own = self._own, None
+        own = self._own.pop(batch.step, None)
         for row, request_id in enumerate(batch.request_ids if self._states else ()):
             state = self._states.get(request_id)
             if state is not None:
                 self._advance(state, verdict.tokens(row).tolist())
         if own is not None:
-            verdict = own_verdict(verdict, own, self._rides)
+            verdict = own_verdict(verdict, *own)
         self._drafting.observe(batch, verdict)
 
     def close(self, request_ids: Sequence[str]) -> None:

@@ -68,8 +68,8 @@ def test_a_closed_gate_disables_every_member(section):
     drafting = Drafting(Compose(config, members, 9), 9, section=section)
     assert [each["state"] for each in drafting.all_health().values()] == ["late", "late"]
     gate = drafting._gate
-    gate.proposed(SimpleNamespace(request_ids=["r"]), [SimpleNamespace(num_guesses=1)])
-    gate.observe(SimpleNamespace(request_ids=["r"]), Verdict.empty(1, 1))
+    gate.proposed(SimpleNamespace(step=1, request_ids=["r"]), [SimpleNamespace(num_guesses=1)])
+    gate.observe(SimpleNamespace(step=1, request_ids=["r"]), Verdict.empty(1, 1))
     gate.close(["r"])
     for each in drafting.all_health().values():
         assert each["state"] == "disabled"

@@ -113,6 +113,42 @@ def test_drafts_are_those_of_a_single_stage(six, eagle3):
     assert counts[0][1] > 0
 
 
+@pytest.mark.parametrize(("overlaps", "most"), [(True, 2), (False, 1)])
+def test_every_stage_has_a_step_of_other_requests(tiny, plain, overlaps, most):
+    section = {"decoding_type": "NGram", "max_draft_len": 4}
+    options = {"pipeline_parallel_size": 2, "overlap_scheduling": overlaps}
+    with engine_of(tiny.target, section, **options) as engine:
+        scheduler, counts = engine._loop.scheduler, []
+        plan = scheduler._batch
+
+        def planned(*args, **named):
+            batch = plan(*args, **named)
+            names = [name for each in scheduler.in_flight for name in each.request_ids]
+            assert len(names) == len({*names}), "a request is in one step at a time"
+            counts.append(len(scheduler.in_flight))
+            return batch
+
+        scheduler._batch = planned
+        assert complete(engine, PROMPTS)[0] == plain[0]
+    assert max(counts) == most
+
+
+def test_a_link_is_opened_while_steps_are_in_flight(six, eagle3):
+    """The answer to its message comes behind the verdicts of steps before it."""
+    section = {"decoding_type": "Eagle3", "speculative_model": eagle3, "max_draft_len": 3}
+    section |= {"placement": "separate", "draft_timeout_s": 30}
+    wanted = plain_outputs(six, PROMPTS, {})[0]
+    with engine_of(six, section, pipeline_parallel_size=2) as engine:
+
+        def strike(count, delta):
+            if count in (20, 60):
+                drafter = engine._parts.drafting.drafter
+                drafter._model._linked, drafter._down = False, "struck"
+
+        assert complete(engine, PROMPTS, on_delta=strike)[0] == wanted
+        assert engine.stats()["num_restarts"] == 0
+
+
 def test_medusa(tiny, tmp_path_factory):
     tensors = medusa_tensors(tiny.target, 2)
     folder = write_medusa(tmp_path_factory.mktemp("medusa"), tensors, "safetensors")

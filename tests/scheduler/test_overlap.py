@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 
@@ -47,8 +48,11 @@ class Unready:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("drafts", ["none", "host", "ranks"])
-def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
+@pytest.mark.parametrize(
+    ("drafts", "num_groups"),
+    [("none", 1), ("host", 1), ("ranks", 1), ("none", 2), ("host", 2), ("host", 3)],
+)
+def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_groups):
     """Few blocks and seats, so that requests are preempted; random arrivals, ends and aborts."""
     rng = random.Random(seed)
     loop = make_loop(
@@ -57,6 +61,7 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
         kind=OverlapLoop,
         max_num_seqs=rng.choice([2, 5]),
         max_num_batched_tokens=rng.choice([16, 64]),
+        num_groups=num_groups,
     )
     watched = Unready(loop)
     outputs: dict[str, tuple[int, ...]] = {}
@@ -80,7 +85,7 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
             if delta.finish_reason:
                 ended[name] = delta.finish_reason
 
-    for turn in range(600):
+    for turn in range(600 * num_groups):
         if turn < 400 and rng.random() < 0.15:
             name = f"r{len(requests)}"
             prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30)))
@@ -122,8 +127,9 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
         else:
             assert (outputs[name], ended[name]) == (wanted, "stop" if ends else "length")
     assert loop.scheduler.pool.num_free == loop.scheduler.pool.num_blocks
-    assert watched.most == (1 if drafts == "host" else 2)
-    assert (watched.num_ahead > 0) == (drafts != "host")
+    is_ahead = drafts != "host" and num_groups == 1
+    assert 1 + (is_ahead or num_groups > 1) <= watched.most <= max(1 + is_ahead, num_groups)
+    assert (watched.num_ahead > 0) == is_ahead
     if drafts == "ranks":
         assert watched.num_ahead_nodes > 20
         assert loop.drafting.stats.num_acc_tokens > 20
@@ -131,15 +137,44 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts):
     assert getattr(loop.drafting, "tokens", {}) == {}  # every request was closed
 
 
-def test_another_tenant_takes_a_seat_of_several(make_loop, request_of):
+def test_groups_take_turns_and_are_of_one_size(make_loop, request_of, drive):
+    """Of two stages each has a step, of other requests; who comes late is in one of the two."""
+    loop = make_loop(200, drafting=OracleDrafting(0), kind=OverlapLoop, num_groups=2)
+    plans = []
+    post = loop.target.post
+    loop.target.post = lambda batch, drafts: (plans.append(batch.request_ids), post(batch, drafts))
+    for index in range(6):
+        loop.add(request_of(str(index), (index, 2, 3), 40))
+    for _ in range(8):
+        loop.step()
+    for index in range(6, 8):
+        loop.add(request_of(str(index), (index, 2, 3), 40))
+    outputs = drive(loop)
+    assert outputs.keys() == {str(index) for index in range(8)}
+    assert all(not {*one} & {*other} for one, other in itertools.pairwise(plans[:16]))
+    assert {len(plan) for plan in plans[:8]} == {3}
+    assert {len(plan) for plan in plans[10:14]} == {4}
+
+
+def test_blocks_run_short_while_steps_are_in_flight(make_loop, request_of, drive):
+    """Nothing is taken from a request in flight; as soon as none is, the last one gives way."""
+    loop = make_loop(22, drafting=idle(), kind=OverlapLoop, num_groups=2)
+    for index in range(4):
+        loop.add(request_of(str(index), (index, 2, 3), 30, priority=index % 2))
+    assert drive(loop) == {str(i): continuation((i, 2, 3), 30) for i in range(4)}
+    assert loop.scheduler.counts.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_another_tenant_takes_a_seat_of_several(make_loop, request_of, num_groups):
     """As in the plain loop: no request has to end for it."""
-    loop = make_loop(200, drafting=idle(), kind=OverlapLoop, max_num_seqs=2)
+    loop = make_loop(200, drafting=idle(), kind=OverlapLoop, max_num_seqs=2, num_groups=num_groups)
     for index in range(2):
         loop.add(request_of(str(index), (index, 2, 3), 60, tenant="many"))
     for _ in range(5):
         loop.step()
     loop.add(request_of("single", (4, 5), 3, tenant="one"))
-    deltas = [delta for _ in range(6) for delta in loop.step()]
+    deltas = [delta for _ in range(6 * num_groups) for delta in loop.step()]
     assert [each.finish_reason for each in deltas if each.request_id == "single"][-1] == "length"
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,12 @@ class NoAnswerError(Exception):
 
 
 class Channel(ABC):
-    """The engine's end. With one rank several answers may be outstanding; they keep order."""
+    """The engine's end. Several answers may be outstanding; they keep order."""
 
     def __init__(self) -> None:
         self._dead: str | None = None  # why every further call raises `WorkerDiedError`
+        self._num_owed = 0  # messages sent whose answer `receive` has not returned
+        self._early: deque[Any] = deque()  # of these answers, the oldest, which came before a call
 
     @property
     def dead(self) -> bool:
@@ -47,24 +50,45 @@ class Channel(ABC):
             WorkerDiedError: a rank is gone, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_s
-        self.send(message, timeout_s)
+        num_before = self._num_owed - len(self._early)
+        self._send(message, timeout_s)
         try:
-            return self.receive(max(0.0, deadline - time.monotonic()))
+            for _ in range(num_before):  # those of messages that were sent before
+                self._early.append(self._receive(max(0.0, deadline - time.monotonic())))
+            return self._receive(max(0.0, deadline - time.monotonic()))
         except NoAnswerError:
             self._dead = f"no answer within {timeout_s} s"
             raise WorkerDiedError(self._dead) from None
 
-    @abstractmethod
     def send(self, message: Any, timeout_s: float) -> None:
         """Sends `message` to all ranks (raises `WorkerDiedError`)."""
+        self._send(message, timeout_s)
+        self._num_owed += 1
 
-    @abstractmethod
     def receive(self, timeout_s: float) -> Any:
         """Rank 0's answer to the oldest message (raises as `call` does).
 
         Raises:
             NoAnswerError: no answer within `timeout_s`.
         """
+        if self._early:
+            self._num_owed -= 1
+            return self._early.popleft()
+        try:
+            answer = self._receive(timeout_s)
+        except WorkerError as error:  # which answers the message
+            self._num_owed -= not isinstance(error, WorkerDiedError)
+            raise
+        self._num_owed -= 1
+        return answer
+
+    @abstractmethod
+    def _send(self, message: Any, timeout_s: float) -> None:
+        """As `send`."""
+
+    @abstractmethod
+    def _receive(self, timeout_s: float) -> Any:
+        """Of the oldest message without an answer; raises as `receive`."""
 
     @abstractmethod
     def kill(self, reason: str) -> None:
@@ -161,8 +185,8 @@ class ThreadChannel(Channel):
         self._inboxes: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._replies: queue.SimpleQueue[tuple[int, Any, Raised | None]] = queue.SimpleQueue()
-        self._num_missing = 0  # ranks that have not answered the oldest message yet
-        self._answer: Any = None  # rank 0's, until all ranks have answered
+        self._num_answered = [0] * len(handlers)  # by rank, messages beyond those that all have
+        self._answers: deque[Any] = deque()  # rank 0's, until all ranks have answered
         if self._alone is None:
             for rank, handler in enumerate(handlers):
                 inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -172,34 +196,32 @@ class ThreadChannel(Channel):
                 self._threads.append(thread)
                 thread.start()
 
-    def send(self, message: Any, timeout_s: float) -> None:
+    def _send(self, message: Any, timeout_s: float) -> None:
         self._require_alive()
         if self._alone is not None:
             self._replies.put((0, *guarded(self._alone, message)))
         for inbox in self._inboxes:
             inbox.put(message)
 
-    def receive(self, timeout_s: float) -> Any:
+    def _receive(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
-        self._num_missing = self._num_missing or self._num_ranks
         self._require_alive()
-        while self._num_missing:  # waits for every rank, so that none lags behind
+        while not all(self._num_answered):  # waits for every rank, so that none lags behind
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 rank, reply, error = self._replies.get(timeout=left_s)
             except queue.Empty:
                 raise NoAnswerError from None
             self._require_alive()
-            self._num_missing -= 1
             if error is not None:
-                self._num_missing = 0
                 if self._num_ranks > 1:
                     self._dead = error[1]  # the other ranks are stuck in a collective
                 raise error_of(*error)
+            self._num_answered[rank] += 1
             if rank == 0:
-                self._answer = reply
-        answer, self._answer = self._answer, None
-        return answer
+                self._answers.append(reply)
+        self._num_answered = [count - 1 for count in self._num_answered]
+        return self._answers.popleft()
 
     def kill(self, reason: str) -> None:
         self._dead = reason

@@ -196,7 +196,7 @@ class SocketChannel(Channel):
         for number in (self._wake_reader.fileno(), *self._readers):
             self._waiting.register(number, select.POLLIN)
 
-    def send(self, message: Any, timeout_s: float) -> None:
+    def _send(self, message: Any, timeout_s: float) -> None:
         self._require_alive()
         body = wire.encode(message)
         try:
@@ -210,7 +210,7 @@ class SocketChannel(Channel):
         except OSError as error:
             raise WorkerDiedError(self._dead or f"a rank is gone: {error}") from None
 
-    def receive(self, timeout_s: float) -> Any:
+    def _receive(self, timeout_s: float) -> Any:
         self._require_alive()
         reader = self._next_reader(timeout_s)
         try:
