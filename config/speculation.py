@@ -362,9 +362,9 @@ class ComposeConfig(SpeculationBase):
     decoding_type: Literal["Compose"] = "Compose"
     members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=16)
     """Sections of the drafters."""
-    mode: Literal["precedence", "extend", "merge"] = "precedence"
+    mode: Literal["precedence", "extend", "merge", "choose"] = "precedence"
     """precedence: the first that has a guess; extend: a model's guess is continued by a look-up;
-    merge: one tree of all."""
+    merge: one tree of all; choose: a request has one member, by what they emit per second."""
     keep_order: bool = False
     """precedence, extend: false asks members without a model first."""
     max_draft_len: MaxDraftLen = 0
@@ -420,7 +420,7 @@ class ComposeConfig(SpeculationBase):
     @property
     def draft_len(self) -> int:
         lengths = [member.max_nodes for member in self.members]
-        if self.max_draft_len or self.mode == "precedence":
+        if self.max_draft_len or self.mode in ("precedence", "choose"):
             return self.max_draft_len or max(lengths)
         if self.mode == "merge":
             return sum(lengths)

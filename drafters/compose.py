@@ -5,7 +5,8 @@ without a model come before those with one. *Merge* is SpecInfer's (Miao et al. 
 arXiv:2305.09781): the drafts of all members are merged into one tree by common prefixes, in order
 of priority, within the node budget. *Extend* is precedence, after which a look-up continues what a
 model drafted, as TensorRT-LLM's suffix automaton does for its heads: it looks up what follows the
-context and the model's chain (of a tree, the path of first children).
+context and the model's chain (of a tree, the path of first children). *Choose* gives a request to
+one member, by what members' requests have emitted per second so far.
 
 Members need no special support: each is guarded and counted separately and observes a verdict on
 its own nodes. A merged tree has deterministic nodes only, which every rule verifies.
@@ -13,10 +14,13 @@ its own nodes. A merged tree has deterministic nodes only, which every rule veri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import ComposeConfig
 from ..errors import ConfigError
@@ -24,6 +28,72 @@ from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .drafting import Drafting, own_verdict, remember
 from .protocol import Drafter, Needs
+
+
+_FORGET: Final = 0.998  # of what was measured, per request: some 500 requests count
+_SPREAD: Final = 0.25  # of a request's speed, to the best member's
+
+
+class Choice:
+    """Which member drafts for a request that names none: a bandit over tokens per second.
+
+    Discounted UCB1 (Garivier and Moulines 2011, arXiv:0805.3415): a request goes to the member
+    whose speed, and what is not known of it, are the most. A step's time is shared by rows, and a
+    member's time to draft by its own requests; steps with prompts in them are left out.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, num_members: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.num_requests = np.zeros(num_members)  # these three: [num_members], discounted
+        self._tokens = np.zeros(num_members)
+        self._seconds = np.zeros(num_members)
+        self._member: dict[str, int] = {}  # by request
+        self._since: float | None = None  # end of the last step; None: the engine was idle
+
+    @property
+    def speeds(self) -> NDArray[np.float64]:  # [num_members]
+        """Tokens per second of its requests' share of the steps; 0: not measured yet."""
+        return np.divide(self._tokens, self._seconds, where=self._seconds > 0, out=0 * self._tokens)
+
+    def open(self, request_id: str) -> int:
+        """The member that drafts for this request."""
+        for counted in (self.num_requests, self._tokens, self._seconds):
+            counted *= _FORGET
+        speeds, member = self.speeds, int(self.num_requests.argmin())
+        if speeds.all():
+            unsure = np.sqrt(2 * np.log1p(self.num_requests.sum()) / self.num_requests)
+            member = int((speeds / speeds.max() + _SPREAD * unsure).argmax())
+        self.num_requests[member] += 1
+        self._member[request_id] = member
+        return member
+
+    def count(
+        self, batch: Batch, verdict: Verdict, num_nodes: IntArray, draft_s: Sequence[float]
+    ) -> None:
+        """What a step emitted, and how long it took.
+
+        Args:
+            num_nodes: [num_seqs], of the drafts that were verified.
+            draft_s: [num_members], seconds in which each drafted for it.
+        """
+        now, since = self._clock(), self._since
+        self._since = now
+        if since is None or batch.num_tokens != batch.num_seqs:
+            return
+        members = np.array([self._member.get(each, -1) for each in batch.request_ids])
+        rows, shared = 1 + num_nodes, max(now - since - sum(draft_s), 0.0)
+        for member in np.unique(members[members >= 0]).tolist():
+            own = members == member
+            self._tokens[member] += verdict.num_emitted[own].sum()
+            self._seconds[member] += draft_s[member] + shared * rows[own].sum() / rows.sum()
+
+    def close(self, request_id: str) -> None:
+        self._member.pop(request_id, None)
+        if not self._member:
+            self._since = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +134,16 @@ class Compose(Drafter):
         ]
         self._chosen: dict[str, frozenset[str]] = {}  # by request: the only members to be asked
         self._steps: dict[int, _Drafted] = {}  # those in flight
+        self._choice = Choice(len(members)) if config.mode == "choose" else None
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.speculation.drafters is not None:
                 self._chosen[request.id] = frozenset(request.speculation.drafters)
+            elif self._choice is not None and request.speculation.enabled:
+                member = self.members[self._choice.open(request.id)]
+                member.stats.num_chosen += 1
+                self._chosen[request.id] = frozenset([member.name])
         for member in self.members:
             member.open(requests)
 
@@ -80,8 +155,10 @@ class Compose(Drafter):
             left = budgets
             if not self._merge:
                 left = ints([0 if joint.num_guesses else joint.room for joint in joints])
+            start = time.perf_counter()
             drafts = member.propose(batch, self._allowed(index, batch, left))
             drafted.drafts.append(drafts)
+            drafted.seconds.append(time.perf_counter() - start)
             for joint, draft in zip(joints, drafts, strict=True):
                 if draft.num_nodes:
                     joint.add(index, member.name, draft)
@@ -92,6 +169,8 @@ class Compose(Drafter):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         drafted = self._steps.pop(batch.step, None)
+        if self._choice is not None:
+            self._measure(self._choice, batch, verdict, drafted or _Drafted())
         for index, member in enumerate(self.members):
             drafts: Sequence[Draft] = [tree.EMPTY] * batch.num_seqs
             has_window = [False] * batch.num_seqs
@@ -104,8 +183,18 @@ class Compose(Drafter):
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._chosen.pop(request_id, None)
+            if self._choice is not None:
+                self._choice.close(request_id)
         for member in self.members:
             member.close(request_ids)
+
+    def _measure(self, choice: Choice, batch: Batch, verdict: Verdict, drafted: _Drafted) -> None:
+        num_nodes = np.zeros(batch.num_seqs, np.int32)
+        for drafts in drafted.drafts:
+            num_nodes += ints([draft.num_nodes for draft in drafts])
+        choice.count(batch, verdict, num_nodes, drafted.seconds or [0.0] * len(self.members))
+        for member, speed in zip(self.members, choice.speeds.tolist(), strict=True):
+            member.stats.tokens_per_s = speed
 
     def _extend(
         self, index: int, batch: Batch, joints: Sequence[_Joint], drafted: _Drafted
@@ -149,6 +238,7 @@ class _Drafted:
     """What was drafted for a step."""
 
     drafts: list[list[Draft]] = field(default_factory=list)  # [member][row]
+    seconds: list[float] = field(default_factory=list)  # [member], in which it drafted
     # By member: [row], what its draft follows.
     extended: dict[int, list[list[int]]] = field(default_factory=dict)
     # [row], member whose window is in the tree.

@@ -364,6 +364,8 @@ class DrafterStats:
     gen_ms: float = 0.0
     acc_ms: float = 0.0
     faults: int = 0
+    num_chosen: int = 0  # requests that a composition's mode `choose` gave to it
+    tokens_per_s: float = 0.0  # of these, as that mode measures it
     speculation_cache: CacheCounts | None = None  # of drafters that have one
 
     def count_accepted(self, num_accepted: int) -> None:
