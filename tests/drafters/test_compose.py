@@ -9,7 +9,7 @@ import random
 import pytest
 
 from outrider.config import ComposeConfig, DraftTargetConfig, EngineConfig
-from outrider.drafters.compose import Compose, Member
+from outrider.drafters.compose import Choice, Compose, Member
 from outrider.drafters.draft_target import DraftTarget
 from outrider.drafters.drafting import Drafting, own_verdict
 from outrider.drafters.lookahead import Lookahead
@@ -112,7 +112,7 @@ def chain(*tokens: int) -> Draft:
     return tree.chain(tokens, "x")
 
 
-@pytest.mark.parametrize("mode", ["precedence", "extend", "merge"])
+@pytest.mark.parametrize("mode", ["precedence", "extend", "merge", "choose"])
 @pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "evicting"])
 def test_a_draft_models_cache_stays_right(make_loop, request_of, drive, mode, num_blocks):
     model = TokenCacheDraftModel(num_blocks)
@@ -181,6 +181,64 @@ def test_a_request_chooses_its_drafters(mode):
     assert [draft.tokens.tolist() for draft in drafts] == [both] * 4, (
         "a choice ends with its request"
     )
+
+
+def test_a_bandit_gives_requests_to_the_fastest_member():
+    """Of three members the last emits most per second, until the first becomes faster."""
+    now, rng = [0.0], random.Random(1)
+    choice = Choice(3, lambda: now[0])
+    step, speeds = FakeBatch(1), [1.0, 1.5, 2.0]  # tokens per second
+    step.num_tokens = 1
+
+    def serve(count: int) -> list[int]:
+        given = [0, 0, 0]
+        for _ in range(count):
+            member = choice.open("0")
+            given[member] += 1
+            for _ in range(9):
+                choice.count(step, emitted([1], []), ints([4]), [0.0, 0.0, 0.0])
+                now[0] += rng.uniform(0.5, 1.5) / speeds[member]
+            now[0] += 100.0  # the engine is idle
+            choice.close("0")
+        return given
+
+    assert serve(300)[2] > 240
+    assert choice.speeds == pytest.approx(speeds, rel=0.2)
+    speeds[0] = 4.0
+    serve(1000)
+    assert serve(300)[0] > 240, "what was measured long ago is forgotten"
+
+
+def test_a_step_is_shared_by_rows_and_drafting_is_its_members_own():
+    now = [0.0]
+    choice = Choice(2, lambda: now[0])
+    batch = FakeBatch(1, count=2)
+    batch.num_tokens = 2
+    assert sorted(map(choice.open, batch.request_ids)) == [0, 1]
+    verdict = Verdict(1, ints([1] * 4), ints([0, 3, 4]), ints([0, 1]), ints([0, 2, 2]))
+    for elapsed in (0.0, 10.0):
+        now[0] += elapsed
+        choice.count(batch, verdict, ints([4, 0]), [4.0, 0.0])
+    first = choice._member["0"]  # with five of six rows
+    wanted = [3 / (4.0 * (first == 0) + 5.0), 1 / (4.0 * (first == 1) + 1.0)]
+    assert [choice.speeds[first], choice.speeds[1 - first]] == pytest.approx(wanted)
+    batch.num_tokens = 9  # a prompt
+    now[0] += 99.0
+    choice.count(batch, verdict, ints([4, 0]), [4.0, 0.0])
+    assert choice.speeds[first] == pytest.approx(wanted[0])
+
+
+def test_a_chosen_member_drafts_alone_and_wishes_go_first():
+    one, other = Scripted("one", chain(5, 6)), Scripted("other", chain(7))
+    compose = scripted(one, other, mode="choose")
+    wishes = {"0": None, "1": None, "2": ("other",)}
+    for name, wish in wishes.items():
+        asked = SpeculationOptions(drafters=wish)
+        compose.open([Request(name, ints([1]), SamplingParams(), 0, speculation=asked)])
+    batch = FakeBatch(1, count=3)
+    drafts = compose.propose(batch, batch.max_nodes)
+    assert [draft.tokens.tolist() for draft in drafts] == [[5, 6], [7], [7]]
+    assert [member.stats.num_chosen for member in compose.members] == [1, 1]
 
 
 def test_precedence_asks_members_without_a_model_first():
