@@ -29,7 +29,6 @@ from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdi
 from .drafting import Drafting, own_verdict, remember
 from .protocol import Drafter, Needs
 
-
 _FORGET: Final = 0.998  # of what was measured, per request: some 500 requests count
 _SPREAD: Final = 0.25  # of a request's speed, to the best member's
 
