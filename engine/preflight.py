@@ -194,6 +194,8 @@ def preflight(
     with _noting(errors):
         _check_limits(config, target)
     with _noting(errors):
+        _check_overrides(config)
+    with _noting(errors):
         _check_frontend(config, target, renders=in_full)
     for field, section in draft_sections(config):
         if field not in mistaken:
@@ -395,6 +397,7 @@ def check_models(config: EngineConfig) -> int:
         opened_adapters(config)
     stage_layers(target.num_layers, config.pipeline_parallel_size)
     _check_limits(config, target)
+    _check_overrides(config)
     for field, section in draft_sections(config):
         _check_vocabulary(config, section, field, target.vocab_size)
     return target.vocab_size
@@ -429,6 +432,15 @@ def check_quantization(config: EngineConfig) -> None:
         fate = "its weights are dequantised at load and take the memory of an unquantised model"
         level = logging.WARNING
     log.log(level, "%s is quantised (%s): %s", config.model, found.description, fate)
+
+
+def _check_overrides(config: EngineConfig) -> None:
+    """Refuses overrides that would say nothing: the checkpoint gives text alone with them, too."""
+    from ..workers.model.checkpoint.pooling import read_pooling
+
+    overrides = config.hf_overrides.given()
+    if overrides and isinstance(reason := read_pooling(Path(config.model), overrides), str):
+        raise ConfigError.at("hf_overrides", f"{', '.join(overrides)}: {reason}")
 
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:

@@ -316,12 +316,14 @@ class Scheduler:
         """
         if self._poison.marks or self._is_short:
             return None
-        self._flying = frozenset(each for batch in self.in_flight for each in batch.request_ids)
-        if not self._waiting.size and len(self._flying) >= len(self.running):
-            self._flying = frozenset()
+        flying = frozenset(each for batch in self.in_flight for each in batch.request_ids)
+        if not self._waiting.size and len(flying) >= len(self.running):
             return None
-        batch = self._plan_step()
-        self._flying = frozenset()
+        self._flying = flying
+        try:
+            batch = self._plan_step()
+        finally:
+            self._flying = frozenset()
         return batch if batch.num_seqs else None
 
     def _plan_step(self) -> Batch:

@@ -17,7 +17,7 @@ from transformers import (
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.engine.frontend import RequestOptions
-from outrider.errors import CheckpointError, InvalidRequestError, WorkerError
+from outrider.errors import CheckpointError, ConfigError, InvalidRequestError, WorkerError
 from outrider.tests.helpers import pooling as models
 
 TEXTS = ["def main():", "the quick brown fox jumps over the lazy dog " * 3, "x", "class A:\n    b"]
@@ -101,6 +101,10 @@ def test_a_checkpoint_that_declares_nothing(reranker, tmp_path):
             assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
     with pytest.raises(CheckpointError, match="classifier_from_token"):
         open_llm(folder, hf_overrides={"classifier_from_token": ["no such token", yes]})
+    with pytest.raises(
+        ConfigError, match=r"hf_overrides: is_matryoshka: its checkpoint has neither"
+    ):
+        open_llm(folder, hf_overrides={"is_matryoshka": True})
     with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="hf_overrides"):
         llm.score("q", "d")
 
