@@ -24,6 +24,7 @@ from ...errors import CheckpointError
 
 FIELD = "speculative_config.speculative_model"
 _SAFE, _PICKLED = ".safetensors", (".pt", ".bin", ".pth")
+_DTYPES: dict[str, torch.dtype] = {}  # by the name in safetensors files; filled as they are read
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -234,11 +235,14 @@ def _entries(file: Path) -> list[tuple[str, tuple[int, ...], Callable[..., Tenso
 
 def _stored(opened: Any, name: str, *, dry: bool = False) -> Tensor:
     """A tensor of a safetensors file; dry: an empty one on the meta device."""
-    shape = opened.get_slice(name).get_shape()
+    piece = opened.get_slice(name)
+    shape, stored = piece.get_shape(), piece.get_dtype()
     if not dry or not shape:
         tensor: Tensor = opened.get_tensor(name)
         return tensor.to("meta") if dry else tensor
-    return torch.empty(shape, dtype=opened.get_slice(name)[:0].dtype, device="meta")
+    if stored not in _DTYPES:
+        _DTYPES[stored] = piece[:0].dtype  # milliseconds for a tensor of a large file
+    return torch.empty(shape, dtype=_DTYPES[stored], device="meta")
 
 
 def _mapped(tensor: Tensor, *, dry: bool = False) -> Tensor:

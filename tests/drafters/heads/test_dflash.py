@@ -128,7 +128,7 @@ def test_drafts_follow_the_equations(six, heads, name, monkeypatch):
     ("name", "at_once", "size", "placement"),
     [
         ("z-lab", 8, 1, "colocated"),
-        ("dspark", 1, 2, "colocated"),
+        ("dspark", 8, 2, "colocated"),
         ("dflash2", 8, 2, "colocated"),
         ("dspark", 8, 1, "separate"),
         pytest.param("windows", 1, 2, "separate", marks=pytest.mark.slow),

@@ -95,6 +95,8 @@ def test_weights_are_in_memory_once(checkpoint, monkeypatch):
     path, _ = checkpoint("llama", num_hidden_layers=4)
     alive, most = [], []
     modules = target._load_modules
+    gc.collect()
+    gc.freeze()  # the collections below look only at what is made from here on
 
     def watched(*args, **options):
         model, plan = modules(*args, **options)
