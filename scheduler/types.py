@@ -103,11 +103,11 @@ class Request:
     priority: int = 0  # lower runs first
     tenant: str = ""
     adapter: str = ""  # name of the LoRA adapter; empty: the model alone
-    emitted: IntArray = field(default_factory=lambda: ints([]))  # tokens streamed before a replay
+    emitted: IntArray = field(default_factory=NO_INTS.view)  # tokens streamed before a replay
     timeout_s: float | None = None  # what is left of its time as it is sent; None: any
     resume_key: ResumeKey | None = None  # None: its stream cannot be resumed
     was_accepted: bool = False  # by an engine that was lost: a full queue does not refuse it
-    prediction: IntArray = field(default_factory=lambda: ints([]))  # what the client expects
+    prediction: IntArray = field(default_factory=NO_INTS.view)  # what the client expects
     pools: bool = False  # its embedding or score is asked for, and no text
 
     @property
@@ -256,9 +256,9 @@ class StepInput:
     adapters: IntArray | None = None  # [num_seqs], 0: the model alone; None: of all
     seats: IntArray | None = None  # [num_seqs]; None: numbered in order
     # [num_loads, 2], (sequence, checkpoint that its state begins with)
-    state_loads: IntArray = field(default_factory=lambda: NO_MOVES)
+    state_loads: IntArray = field(default_factory=NO_MOVES.view)
     # [num_saves, 3], (sequence, known tokens, checkpoint that takes the state behind them)
-    state_saves: IntArray = field(default_factory=lambda: NO_SAVES)
+    state_saves: IntArray = field(default_factory=NO_SAVES.view)
 
     @property
     def num_seqs(self) -> int:
@@ -366,7 +366,7 @@ class Verdict:
     compacted: bool = False  # the ranks have moved the accepted nodes' keys and values into place
     thread_choices: tuple[ThreadChoice, ...] | None = None  # on a CPU, whenever they are news
     pooled: FloatArray | None = None  # [num_pooled, width], embeddings or scores
-    pooled_rows: IntArray = field(default_factory=lambda: ints([]))  # [num_pooled], of the batch
+    pooled_rows: IntArray = field(default_factory=NO_INTS.view)  # [num_pooled], of the batch
 
     @classmethod
     def empty(cls, step: int, num_seqs: int) -> Verdict:
@@ -490,11 +490,11 @@ class SeatSettings:
     num_logprobs: int = -1  # -1 is none
     num_prompt_logprobs: int = -1  # alike, of the prompt's tokens, until one is emitted
     min_tokens: int = 0  # `ends` may not be sampled before
-    ends: IntArray = field(default_factory=lambda: ints([]))  # [num_ends]; empty without min_tokens
+    ends: IntArray = field(default_factory=NO_INTS.view)  # [num_ends]; empty without min_tokens
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bias_ids: IntArray = field(default_factory=lambda: ints([]))  # [num_biased]
+    bias_ids: IntArray = field(default_factory=NO_INTS.view)  # [num_biased]
     bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
     adapter: str = ""  # empty: the model alone
     pools: bool = False  # an embedding or score is asked for
@@ -568,14 +568,14 @@ class StepPlan:
     blocks: IntArray  # [num_blocks, 3], new in block tables: (seat, index, block)
     kv_moves: IntArray  # [num_moves, 2], (source slot, destination slot), before the forward
     openings: tuple[Opening, ...] = ()
-    closings: IntArray = field(default_factory=lambda: ints([]))  # [num_closed], seats
+    closings: IntArray = field(default_factory=NO_INTS.view)  # [num_closed], seats
     drafts: JoinedDrafts | None = None  # None: no sequence has nodes or masks
     thinking: NDArray[np.bool_] | None = None  # [num_seqs], the root is in a thinking phase
     own_drafts: bool = False  # the nodes are the ranks' own, up to `max_nodes`; `drafts` is None
     appends: bool = False  # ranks append what they emit to the seats, so it is not sent again
     # As in `StepInput`.
-    state_loads: IntArray = field(default_factory=lambda: NO_MOVES)  # [num_loads, 2]
-    state_saves: IntArray = field(default_factory=lambda: NO_SAVES)  # [num_saves, 3]
+    state_loads: IntArray = field(default_factory=NO_MOVES.view)  # [num_loads, 2]
+    state_saves: IntArray = field(default_factory=NO_SAVES.view)  # [num_saves, 3]
 
     @property
     def num_tokens(self) -> int:

@@ -61,10 +61,10 @@ from .ops.program import (
     ROTATIONS,
     ROWS,
     STEP,
+    TEAM,
     UPDATE,
     Phases,
     Program,
-    run_phases,
 )
 from .seats import Seats, lay_out
 from .verify.process import GREEDY_BELOW, DrawSettings
@@ -409,11 +409,11 @@ class ChainProgram:
         levels = variables[self._level(0) : self._level(depth)].reshape(depth, self._width)
         levels[:, 0] = counts
         if draw is None:
-            run_phases(self._program, self._phases(0, depth, best=True), variables)
+            TEAM.helpers.run(self._program, self._phases(0, depth, best=True), variables)
         else:
             for level, count in enumerate(counts.tolist()):
                 phases = self._phases(level, level + 1, best=False)
-                run_phases(self._program, phases, variables)
+                TEAM.helpers.run(self._program, phases, variables)
                 tokens[level, :count] = draw(self._buffers[LOGITS][:count], level)
         del kept
         return tokens

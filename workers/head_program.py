@@ -40,11 +40,11 @@ from .ops.program import (
     LOGITS,
     RESIDUAL,
     STATES,
+    TEAM,
     UPDATE,
     LayerParts,
     Phases,
     Program,
-    run_phases,
 )
 from .ops.protocol import Norm
 
@@ -165,11 +165,11 @@ class HeadProgram:
         variables = self._variables
         tokens, kept = self._lay_out(done, ends, depth, cache)
         if draw is None:
-            run_phases(self._program, self._phases(0, depth, best=True), variables)
+            TEAM.helpers.run(self._program, self._phases(0, depth, best=True), variables)
         else:
             for level in range(depth):
                 phases = self._phases(level, level + 1, best=False)
-                run_phases(self._program, phases, variables)
+                TEAM.helpers.run(self._program, phases, variables)
                 logits = self._buffers[LOGITS][:num_drafts]
                 tokens[level] = draw(logits, level).numpy()
         del hidden, kept
@@ -190,7 +190,7 @@ class HeadProgram:
             angles = self._ops.rotation(positions, self._rope.frequencies, self._rope.scale)
             begins = angles[0].data_ptr(), angles[1].data_ptr()
             variables[_ROWS_ROTATION : _ROWS_ROTATION + 2] = begins
-        run_phases(self._program, self._entering, variables)
+        TEAM.helpers.run(self._program, self._entering, variables)
         del hidden, angles
 
     def _begin(self, done: Verified, num_drafts: int, cache: KVCache, first: int) -> list[Tensor]:

@@ -202,9 +202,9 @@ class Program:
             variables[_CAPTURES + index] = each.data_ptr()
         num_layers = len(self.layers)
         places = variables[CACHES : CACHES + 2 * num_layers]
-        places[::2] = [each.data_ptr() for each in cache.keys[first : first + num_layers]]
-        places[1::2] = [each.data_ptr() for each in cache.values[first : first + num_layers]]
-        run_phases(self, phases, variables)
+        places[::2] = [*map(Tensor.data_ptr, cache.keys[first : first + num_layers])]
+        places[1::2] = [*map(Tensor.data_ptr, cache.values[first : first + num_layers])]
+        TEAM.helpers.run(self, phases, variables)
         return out, captured
 
     @property
@@ -400,7 +400,10 @@ class Helpers:
         self._steps = count(2, 2)  # the numbers between are those of steps that have ended
 
     def run(self, program: Program, phases: Ints, variables: Ints) -> None:
-        """All phases, on as many threads as torch's setting says."""
+        """All `phases`, which may be others than the program's.
+
+        They take as many threads as torch's setting says.
+        """
         num_threads = torch.get_num_threads()
         num_counters = len(phases) * (num_threads + 1) * LINE // 8
         if len(self._counters) < num_counters:
@@ -449,12 +452,7 @@ class _Team(threading.local):
         self.helpers = Helpers()
 
 
-_TEAM = _Team()
-
-
-def run_phases(program: Program, phases: Ints, variables: Ints) -> None:
-    """All `phases`, which may be others than the program's, by the calling thread's helpers."""
-    _TEAM.helpers.run(program, phases, variables)
+TEAM = _Team()
 
 
 def _help(queue: SimpleQueue[tuple[Any, ...] | None], cores: set[int]) -> None:

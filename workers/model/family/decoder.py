@@ -402,7 +402,10 @@ class LayerStack:
         is_own = layers is None or layers is self.layers
         if is_own and self.program is not None and self.program.takes(step.plan):
             captures = sorted(each for each in capture if each < len(self.layers))
-            return self._run(residual, step, Tail(tuple(captures), normed), first, read)
+            tail, turned = Tail(tuple(captures), normed), step.rotations
+            return self.program.run(
+                residual, read, step.plan, turned, step.temperature, step.cache, first, tail
+            )
         ops, spec = self.ops, self.spec
         update: Tensor | None = None
         after: Norm | None = None
@@ -422,22 +425,6 @@ class LayerStack:
             update, after = layer.mlp(states), layer.after_mlp
         norm = self.norm if normed else None
         return ops.add_norm(residual, update, after, spec.residual_scale, norm), captured
-
-    def _run(
-        self,
-        residual: Tensor,
-        step: StepContext,
-        tail: Tail,
-        first: int = 0,
-        read: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """By the program."""
-        assert self.program is not None, "the caller looked"
-        rotations, factors = step.rotations, step.temperature
-        return self.program.run(
-            residual, read, step.plan, rotations, factors, step.cache, first, tail, rows
-        )
 
     def context(self, plan: PagedStep, cache: KVCache) -> StepContext:
         """What is computed once for all layers."""
@@ -506,7 +493,8 @@ class FamilyModel(LayerStack):
             return self.logits(states), captured
         tail = Tail(tuple(sorted(set(capture))), len(self.layers) in capture, has_logits=True)
         residual = self.embedded(plan) if entering is None else entering
-        logits, kept = self._run(residual, step, tail, rows=rows)
+        rotations, tempered = step.rotations, step.temperature
+        logits, kept = program.run(residual, None, plan, rotations, tempered, cache, 0, tail, rows)
         return self._finished(logits), tuple(kept)
 
     def states(

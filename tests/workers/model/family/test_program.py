@@ -120,7 +120,7 @@ def test_a_helper_that_never_comes_or_comes_late(load, steps, monkeypatch, num_t
     with monkeypatch.context() as patch:
         patch.setattr(program_module, "_help", sleep)
         helpers = Helpers()
-        patch.setattr(program_module._TEAM, "helpers", helpers)
+        patch.setattr(program_module.TEAM, "helpers", helpers)
         torch.set_num_threads(num_threads)
         assert_equal(outcomes(model, steps), wanted)
         while any(queue.qsize() for queue in helpers._queues):
