@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 TALK = [[300, 20, 41, 300, 20], [77, 9, 300, 18, 4, 9], [301, 302, 303]]
 
 
-@pytest.fixture(scope="module")
-def without_heads():
-    with engine_of(str(DEMO / "target"), **OPTIONS) as engine:
+@cache
+def without_heads(size: int):
+    """Texts on so many ranks."""
+    with engine_of(str(DEMO / "target"), **OPTIONS, tensor_parallel_size=size) as engine:
         return complete(engine, TALK, at_once=1)[0]
 
 
@@ -49,12 +51,12 @@ def without_heads():
     ],
     ids=lambda section: section["decoding_type"],
 )
-def test_heads_as_chains_change_nothing(without_heads, section):
+def test_heads_as_chains_change_nothing(section):
     section = {**section, "speculative_model": str(DEMO / section["decoding_type"].lower())}
     with engine_of(str(DEMO / "target"), section, **OPTIONS) as engine:
         drafted, last = complete(engine, TALK, at_once=3)
         assert sum(delta.usage.num_draft_tokens for delta in last.values()) > 0
-    assert drafted == without_heads
+    assert drafted == without_heads(1)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +93,12 @@ TREES = [
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("section", TREES, ids=lambda section: section["decoding_type"])
-def test_trees_change_nothing(without_heads, section, size):
+def test_trees_change_nothing(section, size):
     """Nodes of a tree attend to their paths alone, in the order of a plain step."""
     if (folder := DEMO / section["decoding_type"].lower()).is_dir():
         section = {**section, "speculative_model": str(folder)}
     options = {**OPTIONS, "tensor_parallel_size": size}
-    expected = without_heads
-    if size > 1:
-        with engine_of(str(DEMO / "target"), **options) as engine:
-            expected = complete(engine, TALK, at_once=1)[0]
+    expected = without_heads(size)
     with engine_of(str(DEMO / "target"), section, **options) as engine:
         drafted, last = complete(engine, TALK, at_once=3)
         assert sum(delta.usage.num_accepted_tokens for delta in last.values()) > 0

@@ -116,6 +116,7 @@ def test_every_architecture(check, variant, forward, size):
     check(variant, forward, size)
 
 
+@pytest.mark.slow
 def test_every_architecture_on_four_ranks(check, variant):
     """More ranks than key-value heads; over the forward that serves it."""
     check(variant, "bridge" if variant in NOT_OF_THE_FAMILY else "family", 4)
