@@ -19,8 +19,7 @@ from ..config.strict import tag
 from ..errors import ConfigError, OutriderError
 from ..scheduler.sampling import SamplingParams
 from .bench_serve import ServeCommand, serve
-from .console import Command, Group, err, grid, note, out
-from .files import check_writable, make_folder, write_json
+from .console import Command, Group, check_writable, err, grid, make_folder, note, out, write_json
 from .foreign import EPILOG
 from .options import EngineOptions, Options, expand, numbers
 from .session import prepare

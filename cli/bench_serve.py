@@ -17,8 +17,7 @@ from pydantic import Field
 
 from ..config.strict import read_json
 from ..errors import ConfigError, OutriderError
-from .console import Command, err, fail, grid, note, out
-from .files import check_writable, make_folder, write_json
+from .console import Command, check_writable, err, fail, grid, make_folder, note, out, write_json
 from .options import Options, numbers
 from .running_server import RunningServer
 

@@ -18,8 +18,7 @@ from pydantic import Field
 
 from ..config.strict import tag
 from ..errors import CheckpointError, ConfigError
-from .console import err, grid, note, say
-from .files import check_writable, write_json
+from .console import check_writable, err, grid, note, say, write_json
 from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import typer
 
 from ..engine.chat.reader import Content, Event, Reasoning
 from ..errors import ConfigError, OutriderError
-from .console import Origins, aside, err, fail, note, out, write
-from .files import stdin_lines
+from .console import Origins, aside, err, fail, note, out, stdin_lines, write
 from .options import EngineOptions, SamplingOptions
 from .running_server import Piece, RunningServer, drafter_lines
 from .session import loaded

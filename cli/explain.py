@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import Origins, err, grid, out, table
-from .files import read_stdin
+from .console import Origins, err, grid, out, read_stdin, table
 from .options import EngineOptions, SamplingOptions
 from .session import Adapter, loaded
 

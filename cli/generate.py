@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import note, say, table, write
-from .files import read_stdin
+from .console import note, read_stdin, say, table, write
 from .options import EngineOptions, SamplingOptions
 from .running_server import drafter_lines
 from .session import Adapter, loaded

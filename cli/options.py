@@ -37,8 +37,7 @@ from ..config.hub import needs_folder
 from ..config.strict import read_mapping
 from ..errors import ConfigError
 from ..scheduler.sampling import SamplingParams
-from .console import ENGINE_PANEL, SHOWS_ENGINE, say
-from .files import SECTION_KEYS, read_section
+from .console import ENGINE_PANEL, SECTION_KEYS, SHOWS_ENGINE, read_section, say
 from .foreign import read_keys
 
 if TYPE_CHECKING:

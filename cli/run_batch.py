@@ -24,8 +24,7 @@ from ..errors import (
     OutriderError,
     OverloadedError,
 )
-from .console import note
-from .files import check_writable
+from .console import check_writable, note
 from .options import EngineOptions
 from .session import loaded
 

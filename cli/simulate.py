@@ -17,8 +17,7 @@ from pydantic import Field, field_validator
 from ..config import EngineConfig, parse
 from ..config.strict import read_json, read_mapping, read_text, read_yaml, tag
 from ..errors import ConfigError
-from .console import err, grid, note, out
-from .files import check_writable, write_json
+from .console import check_writable, err, grid, note, out, write_json
 from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
-from ..workers.transport import framing, heartbeat
-from ..workers.transport.socket_channel import serve
+from ..workers.transport import framing
+from ..workers.transport.socket_channel import beat, serve
 from .process import keep_trimmed, start_thread, start_watchdog
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Rank:
             ends = _accept_both(framing.Acceptor(server, secret))
         framing.unlink(address)
         stopped = threading.Event()
-        start_thread("heartbeat", heartbeat.beat, ends[framing.BEATS], stopped)
+        start_thread("heartbeat", beat, ends[framing.BEATS], stopped)
         with ends[framing.STEPS], ends[framing.BEATS]:
             serve(
                 ends[framing.STEPS],

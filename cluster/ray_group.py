@@ -20,8 +20,7 @@ from ..errors import WorkerDiedError
 from ..workers.group import WorkerGroup
 from ..workers.spec import RankLocation, WorkerSpec
 from ..workers.transport import framing
-from ..workers.transport.heartbeat import Monitor
-from ..workers.transport.socket_channel import SocketChannel, routes
+from ..workers.transport.socket_channel import Monitor, SocketChannel, routes
 from .process import start_thread
 from .rank_actors import Formed, RankActors, answers_of
 

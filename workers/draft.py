@@ -67,8 +67,7 @@ from .ops.program import (
     Program,
 )
 from .seats import Seats, lay_out
-from .verify.process import GREEDY_BELOW, DrawSettings
-from .verify.sample import draw, draw_siblings, rank_draws
+from .verify.process import GREEDY_BELOW, DrawSettings, draw, draw_siblings, rank_draws
 
 
 class DraftService:

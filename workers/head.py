@@ -34,8 +34,7 @@ from ..drafters.heads.tree_drafting import draft, extends, follows, is_plain, jo
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
 from .attention import KVCache, KVShape
 from .collective import Collective
-from .head_attention import PagedAttend, PagedLevels, committed_rows
-from .head_layers import attention_specs, load_head
+from .head_layers import PagedAttend, PagedLevels, attention_specs, committed_rows, load_head
 from .head_program import HeadProgram
 from .model.paged import PagedModel
 from .model.sharding import MIN_SAVED_BYTES, WHOLE, HeadShards, ShardedOutput
@@ -43,8 +42,7 @@ from .model.target import whole_embedding, whole_ends
 from .ops import PlannedOps
 from .spec import HeadReport
 from .verify.noise import argmax
-from .verify.process import GREEDY_BELOW, DrawSettings
-from .verify.sample import draw
+from .verify.process import GREEDY_BELOW, DrawSettings, draw
 
 log = logging.getLogger(__name__)
 _MOST_PUT_OFF = 256  # rows: with more at once, none is computed for less

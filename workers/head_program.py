@@ -23,8 +23,7 @@ from ..drafters.heads.protocol import FeatureModule, Frontier, Head, Verified
 from ..drafters.heads.tree_drafting import next_tokens
 from ..scheduler.types import IntArray
 from .attention import KVCache
-from .head_attention import committed
-from .head_layers import StackedLayers, norm_of
+from .head_layers import StackedLayers, committed, norm_of
 from .model.family import LayerStack
 from .model.target import MIN_ELEMENTS, product_of
 from .ops.cpu import CpuOps, PanelProjection, ProjectionByRows

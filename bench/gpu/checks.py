@@ -18,9 +18,8 @@ from ...scheduler.types import StepInput
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops import Ops, PagedStep, ReferenceOps
 from ...workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
-from ...workers.verify import sample
 from ...workers.verify.device_settings import DeviceSettings
-from ...workers.verify.process import DrawSettings
+from ...workers.verify.process import DrawSettings, draw
 from .inputs import KINDS, random_tree, step_of, weight_of, wide
 from .machine import Case, Machine, Row
 
@@ -195,7 +194,7 @@ def draws(machine: Machine, name: str, *, has_ties: bool) -> Row:
         logits.to(machine.device), torch.from_numpy(positions).to(machine.device),
         DeviceSettings(seeds.to(machine.device), *settings),
     )  # fmt: skip
-    return _equal(found, sample.draw(logits, positions, DrawSettings(seeds, *columns)))
+    return _equal(found, draw(logits, positions, DrawSettings(seeds, *columns)))
 
 
 def elementwise(machine: Machine) -> Row:

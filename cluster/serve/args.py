@@ -1,4 +1,4 @@
-"""Arguments of the Serve application, in our own names; Ray Serve LLM's are in `ray_llm.py`.
+"""Arguments of the Serve application, in our own names; Ray Serve LLM's are in `cluster/app.py`.
 
 Serve's own schema swallows unknown keys; here every one is an error that names the nearest.
 """

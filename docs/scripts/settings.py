@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ...cluster.app import LLMArgs, ModelLoading, PlacementGroup, ServingArgs
 from ...cluster.serve.args import ServeConfig
-from ...cluster.serve.ray_llm import LLMArgs, ModelLoading, PlacementGroup, ServingArgs
 from ...config import SECTIONS, EngineConfig, SpeculationBase, SpeculationCacheConfig
 from ...config.access import AccessConfig, KeyConfig
 from ...config.engine import ResourcesConfig

@@ -6,7 +6,7 @@ lookup decoding): keys are all n-grams up to `max_matching_ngram_size`, values t
 private to its request, or shared (`pool_scope`): by a tenant's requests, by a whole engine's, or
 by a tenant's in all engines, which a `PoolLink` keeps up to date.
 
-A private pool is an index of the request's own text (`index.py`). A shared one stores what each
+A private pool is an index of the request's own text (`base.py`). A shared one stores what each
 pattern gave; a pattern is stored when all of its match is known, and until then only its own
 request finds it.
 
@@ -27,8 +27,16 @@ import numpy as np
 from ...config import NGramConfig, PromptLookupConfig
 from ...scheduler.types import Batch, IntArray, Request, Verdict
 from ..protocol import DraftFault
-from .base import INT32, LookupDrafter, Memory, num_agreeing
-from .index import FirstSeen, NewestSeen, factors_of, tail_keys
+from .base import (
+    INT32,
+    FirstSeen,
+    LookupDrafter,
+    Memory,
+    NewestSeen,
+    factors_of,
+    num_agreeing,
+    tail_keys,
+)
 from .pool import PoolLink
 
 Tokens = tuple[int, ...]

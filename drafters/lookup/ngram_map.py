@@ -31,8 +31,7 @@ import numpy as np
 
 from ...config import NGramMapK4VConfig, NGramMapKConfig, NGramSimpleConfig
 from ...scheduler.types import Draft, Request
-from .base import INT32, Memory, num_agreeing
-from .index import powers_of, slots_of
+from .base import INT32, Memory, num_agreeing, powers_of, slots_of
 
 _FACTOR = 2654435761
 _MASK = 2**18 - 1  # the hash has 32 bits, but its low ones never depend on the high ones

@@ -18,8 +18,7 @@ import numpy as np
 
 from ...config import NGramModConfig
 from ...scheduler.types import Batch, Draft, IntArray, Request
-from .base import LookupDrafter, Memory, num_agreeing
-from .index import powers_of, slots_of
+from .base import LookupDrafter, Memory, num_agreeing, powers_of, slots_of
 from .kernels.ngrams import FACTOR, roll
 
 log = logging.getLogger(__name__)

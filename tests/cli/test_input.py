@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outrider.cli.files import read_stdin, stdin_lines
+from outrider.cli.console import read_stdin, stdin_lines
 from outrider.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.drafters.heads.protocol import Attend, Frontier, on
 from outrider.scheduler.types import StepInput, Verdict
 from outrider.workers.head import HeadService
-from outrider.workers.head_attention import PagedAttend, committed
+from outrider.workers.head_layers import PagedAttend, committed
 from outrider.workers.ops import PlannedOps, ReferenceOps
 
 

@@ -25,7 +25,7 @@ from outrider.tests.helpers.heads.remote import (
 from outrider.tests.helpers.models import write_guessable
 from outrider.workers import head as head_module
 from outrider.workers.head import HeadService
-from outrider.workers.head_attention import committed
+from outrider.workers.head_layers import committed
 from outrider.workers.model.target import load_model
 from outrider.workers.transport import wire
 

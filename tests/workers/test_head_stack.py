@@ -15,8 +15,7 @@ from outrider.scheduler.types import Draft, ints
 from outrider.tests.helpers.mtp import GROUPED, MOE, TARGETS, Made, target_config
 from outrider.workers import head_layers
 from outrider.workers.attention import KVCache, KVShape
-from outrider.workers.head_attention import PagedAttend
-from outrider.workers.head_layers import StackedLayers, stack_layers
+from outrider.workers.head_layers import PagedAttend, StackedLayers, stack_layers
 from outrider.workers.model.family import spec
 from outrider.workers.model.sharding import WHOLE, HeadShards
 from outrider.workers.ops import PlannedOps, ReferenceOps, make_ops

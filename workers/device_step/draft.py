@@ -1,7 +1,7 @@
 """A head's rows and its whole draft loop in the device step, without a value on the host.
 
 The loop itself is the head's (`drafters/heads/tree_drafting.py`), and so is the attention of its
-levels (`workers/head_attention.py`): the host path runs the same. Here are the tensors that they
+levels (`workers/head_layers.py`): the host path runs the same. Here are the tensors that they
 start from. They come from the seats and from the walk, after the compaction, so that a sequence's
 committed rows are where its block table says.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, Trees
 from ..attention import KVCache
 from ..head import HeadRunner
-from ..head_attention import CommittedRows, PagedAttend, PagedLevels
+from ..head_layers import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceOps
 from ..verify.device_settings import DeviceSettings
 from .layout import Accepted, DeviceLayout, best_of_ranks, draw_part, seat_settings

@@ -1,7 +1,23 @@
-"""The operations that a decoder is made of: one protocol, one implementation per kind of device."""
+"""The operations that a decoder is made of: one protocol, and an implementation per kind of device.
 
-from .factory import c_compiler, make_invariant_ops, make_ops, max_latent_heads, missing_kernels
+Triton is imported only where it is needed: on a device that it compiles for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from .cpu import KERNEL_DTYPES, CpuOps
+from .invariant import InvariantOps
 from .plan import PagedStep, plan_step
+from .prompts import TorchOps
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 
@@ -18,3 +34,84 @@ __all__ = [
     "missing_kernels",
     "plan_step",
 ]
+
+CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def missing_kernels(device: torch.device, dtype: torch.dtype | None) -> str:
+    """Why `make_ops` returns torch's own operations, or nothing; None: a checkpoint's default."""
+    if device.type == "cpu" and (dtype is None or dtype in KERNEL_DTYPES):
+        return ""
+    if device.type == "cuda" and (dtype is None or dtype in CUDA_DTYPES):
+        lack = triton_lacks()
+        return f"no kernels on cuda without {lack}" if lack else ""
+    return f"no kernels for {dtype} on {device.type}"
+
+
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def triton_lacks() -> str:
+    """What Triton does not have here to compile and launch a kernel; "": nothing."""
+    if not has_triton():
+        return "the package triton"
+    if c_compiler() or any(_triton_cache().glob("*/cuda_utils*.so")):
+        return ""
+    return "a C compiler, which Triton needs: gcc, clang, or what CC names"
+
+
+def c_compiler() -> str:
+    """The compiler that Triton takes, once for what launches kernels; "": there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
+
+
+def _triton_cache() -> Path:
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
+def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Operations whose rows do not depend on one another.
+
+    Raises:
+        ConfigError: there are none for `dtype` on `device`; names `deterministic`.
+    """
+    lack = f" without {triton_lacks()}" if device.type == "cuda" and triton_lacks() else ""
+    if device.type not in ("cpu", "cuda") or lack:
+        raise ConfigError.at(
+            "deterministic",
+            f"not available on {device.type}{lack}, where matrix products depend on "
+            "the size of the batch; allowed: device 'cpu', or 'cuda' with triton",
+        )
+    dtypes = KERNEL_DTYPES if device.type == "cpu" else CUDA_DTYPES
+    if dtype not in dtypes:
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError.at("deterministic", f"not available in {kind}; allowed: dtype {allowed}")
+    return _new(device, dtype, deterministic=True)
+
+
+def max_latent_heads(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> int:
+    """`Ops.max_latent_heads` of what would be made, without making it."""
+    return _class(device, dtype, deterministic=deterministic).max_latent_heads
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest implementation for `dtype` on `device`."""
+    return _new(device, dtype, deterministic=False)
+
+
+def _new(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Ops:
+    kind = _class(device, dtype, deterministic=deterministic)
+    return kind() if kind is TorchOps else kind(dtype if device.type == "cpu" else device)
+
+
+def _class(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Any:
+    if missing_kernels(device, dtype):
+        return TorchOps
+    if device.type == "cpu":
+        return InvariantOps if deterministic else CpuOps
+    from .cuda.ops import CudaOps, InvariantCudaOps
+
+    return InvariantCudaOps if deterministic else CudaOps

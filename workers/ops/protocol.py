@@ -240,7 +240,7 @@ class DeviceOps(Ops, Protocol):
         settings: DeviceSettings,  # of the rows
         tokens: Tensor | None = None,  # [width] int64, ascending, of the columns; None: the same
     ) -> Tensor:  # [num_rows] int32
-        """One token per row with the target's noise, as `workers/verify/sample.py` defines it."""
+        """One token per row with the target's noise, as `workers/verify/process.py` defines it."""
 
     def gumbel_argmax_on_device(
         self,

@@ -11,10 +11,9 @@ from types import MappingProxyType
 from ...errors import ConfigError
 from .block import BlockVerification
 from .lossy import Relaxed, Synthetic, Typical
-from .process import DrawSettings
+from .process import DrawSettings, draw, draw_siblings
 from .rejection import Rejection
 from .rules import Coupled, Rule, verify
-from .sample import draw, draw_siblings
 
 __all__ = ["RULES", "DrawSettings", "Rule", "draw", "draw_siblings", "make_rule", "verify"]
 

@@ -30,8 +30,16 @@ from ...scheduler.types import (
     ints,
     starts_of,
 )
-from .process import GREEDY_BELOW, DraftRows, DrawSettings, allow, edit, spread, token_logprobs
-from .sample import draw
+from .process import (
+    GREEDY_BELOW,
+    DraftRows,
+    DrawSettings,
+    allow,
+    draw,
+    edit,
+    spread,
+    token_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import outrider
-from outrider.cluster.serve.ray_llm import LLMArgs, ModelLoading, ServingArgs, read_llm_args
+from outrider.cluster.app import LLMArgs, ModelLoading, ServingArgs, read_llm_args
 from outrider.config import NGramConfig
 from outrider.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.config import NGramConfig
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.lookup.index import FirstSeen, NewestSeen
+from outrider.drafters.lookup.base import FirstSeen, NewestSeen
 from outrider.drafters.lookup.ngram import NGramPool, ngram
 from outrider.tests.helpers import lookups
 from outrider.tests.helpers.lookups import growing

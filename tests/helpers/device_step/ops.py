@@ -1,7 +1,7 @@
 """The verbs of the device step in torch: the oracle of its kernels, on any device.
 
 Every row is computed over the whole vocabulary, whatever its settings are, because rows cannot be
-told apart without a look at them. Tokens equal those of `workers/verify/sample.py`, edited logits
+told apart without a look at them. Tokens equal those of `workers/verify/process.py`, edited logits
 those of `workers/verify/process.py` bit by bit.
 """
 

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 
-from outrider.workers.transport.heartbeat import Monitor, beat
+from outrider.workers.transport.socket_channel import Monitor, beat
 
 RANK = """
 import socket, sys, threading
-from outrider.workers.transport import heartbeat
-heartbeat.PERIOD_S = 0.02
-heartbeat.beat(socket.socket(fileno=int(sys.argv[1])), threading.Event())
+from outrider.workers.transport import socket_channel
+socket_channel.BEAT_S = 0.02
+socket_channel.beat(socket.socket(fileno=int(sys.argv[1])), threading.Event())
 """
 
 

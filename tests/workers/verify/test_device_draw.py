@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from outrider.tests.helpers.device_step.ops import draw_by_tensors
-from outrider.workers.verify import sample
 from outrider.workers.verify.device_settings import DeviceSettings
-from outrider.workers.verify.process import DrawSettings
+from outrider.workers.verify.process import DrawSettings, draw
 
 
 @pytest.mark.parametrize("vocab", [7, 300, 3000])
@@ -30,5 +29,5 @@ def test_equals_the_hosts(vocab, seed):
     )
     names = ("seeds", "temperature", "top_k", "top_p", "min_p")
     on_device = DeviceSettings(*(torch.from_numpy(getattr(settings, name)) for name in names))
-    wanted = sample.draw(logits, positions, settings)
+    wanted = draw(logits, positions, settings)
     assert torch.equal(draw_by_tensors(logits, positions, on_device), wanted)

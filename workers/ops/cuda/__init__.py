@@ -4,5 +4,5 @@ Grids and block sizes depend on shapes alone. What varies between steps is read 
 device tensors, so that a forward can be captured in a CUDA graph and replayed on new data. Every
 kernel also runs under Triton's interpreter (`TRITON_INTERPRET=1`), on tensors of a CPU.
 
-Nothing here is imported where `triton` is absent: `workers/ops/factory.py` decides.
+Nothing here is imported where `triton` is absent: `workers/ops/__init__.py` decides.
 """

@@ -1,7 +1,7 @@
 """One token per row: temperature, cuts, coupled noise and argmax.
 
 Settings are tensors on the device; nothing is read on the host. The noise is that of
-`workers/verify/noise.py`, bit by bit, and the tokens equal those of `workers/verify/sample.py`.
+`workers/verify/noise.py`, bit by bit, and the tokens equal those of `workers/verify/process.py`.
 Greedy rows compare plain logits. Several programs share a row in every kernel that reads it.
 """
 

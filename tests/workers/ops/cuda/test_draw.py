@@ -12,8 +12,7 @@ from outrider.tests.helpers.device_step.ops import gumbel_argmax
 from outrider.workers.ops.cuda.draw import cuts, num_parts
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.verify.device_settings import DeviceSettings
-from outrider.workers.verify.process import DrawSettings, masses, pools
-from outrider.workers.verify.sample import draw
+from outrider.workers.verify.process import DrawSettings, draw, masses, pools
 
 OPS = CudaOps(torch.device("cpu"))
 INF = float("inf")
