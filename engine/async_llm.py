@@ -18,8 +18,8 @@ from ..errors import InvalidRequestError, OutriderError, OverloadedError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta
 from .chat.template import Message
-from .frontend import POOLED, LoRARequest, Prompt, RequestOptions
-from .llm import LLM, PromptLike, PromptRun, Run
+from .frontend import POOLED, LoRARequest, Prompt, PromptLike, RequestOptions
+from .llm import LLM, PromptRun, Run
 from .metrics import Metric
 from .outputs import Embedding, PooledOutput, RequestOutput, Score
 

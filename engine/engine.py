@@ -10,10 +10,9 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,10 +20,8 @@ from ..config import EngineConfig
 from ..drafters.drafting import Drafting, WithPredictions
 from ..drafters.registry import build_parts
 from ..errors import (
-    ConfigError,
     EngineDeadError,
     InternalError,
-    InvalidRequestError,
     OutriderError,
     ResourcesError,
     StepMemoryError,
@@ -36,19 +33,16 @@ from ..scheduler.scheduler import Scheduler, shrink_after
 from ..scheduler.timer import StepRecord
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
-from ..workers.spec import ModelReport, NewAdapter, NewWeights, SentWeights, TrainerLink
+from ..workers.spec import ModelReport
 from .host import Backend, EngineHost, local_backend
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
-from .swap import Parts, Swap, facts_of
-from .weights import SLEEP_TAGS, Change, DrafterChange, PauseMode, written
+from .swap import IDLE_S, Changing, Parts, facts_of
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
-_POLL_S = 0.05  # between looks at the requests of an adapter that goes
-_IDLE_S = 1.0  # how long an idle loop sleeps between looks at its deadlines
 
 
 class Sink(Protocol):
@@ -59,7 +53,7 @@ class Sink(Protocol):
         ...
 
 
-class Engine:
+class Engine(Changing):
     """Use `Engine.start`; then `submit`, `abort`, `stats`, `shutdown` from any thread."""
 
     def __init__(
@@ -72,20 +66,14 @@ class Engine:
         structured: ConstrainedDrafting,
         report: ModelReport,
     ) -> None:
+        super().__init__(parts)
         self._config = config
         self._host = host
         self._loop = loop
         self._drafting = drafting
-        self._parts = parts
-        self._swapping = threading.Lock()  # held while drafters are replaced
         self._structured = structured
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}  # of requests that have not ended
-        self._changes: deque[Change] = deque()  # for when no request runs
-        self._is_paused = False
-        self._asleep: set[str] = set()  # what is given back: tags of `wake_up`
-        self._num_updates = 0
-        self._sent: str | None = None  # what became of weights that a trainer has sent
         self._recoveries = Recoveries(config.max_restarts, config.restart_window_s)
         self._failure: OutriderError | None = None
         self._closed = threading.Event()
@@ -198,314 +186,6 @@ class Engine:
         """Forgets the stored prefixes before the next step; running requests keep their blocks."""
         self.check()
         self._inbox.put(self._loop.scheduler.pool.clear_cache)
-
-    def pause(self, mode: PauseMode = "abort") -> None:
-        """Computes nothing from now on, until `resume`; returns once that is so.
-
-        Requests that arrive meanwhile wait.
-
-        Raises:
-            EngineDeadError.
-        """
-
-        def stop() -> None:
-            self._is_paused = True
-
-        self._change(mode, stop)
-
-    def resume(self) -> None:
-        """Goes on after `pause`, also after one that still waits for requests to end."""
-        self.check()
-
-        def go_on() -> None:
-            self._is_paused = False
-
-        change = Change("keep", go_on, lambda error: None)
-        self._inbox.put(lambda: self._changes.append(change))
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether requests wait for `resume`."""
-        return self._is_paused
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether requests wait for `wake_up`."""
-        return bool(self._asleep)
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As of `LLM`: memory is given back, and requests wait until `wake_up`."""
-
-        def rest() -> None:
-            host = self._host
-            self._loop.scheduler.requeue_all()
-            for group in host.apart().values():
-                group.discard()
-            with self._recovering():
-                host.target_group.sleep(level)
-            self._asleep = set(SLEEP_TAGS)
-
-        self._change(mode, rest)
-
-    def wake_up(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        """As of `LLM`: takes memory again; ranks that cannot are replaced."""
-
-        def wake() -> None:
-            group = self._host.target_group
-            if not self._asleep:
-                return
-            try:
-                group.wake(tags)
-            except WorkerError as error:  # new ranks have all of it
-                self._asleep.clear()
-                self._recover(error)
-                return
-            self._asleep -= set(SLEEP_TAGS if "kv_cache" in tags else tags)
-
-        self._change("keep", wake)
-
-    def _check_awake(self) -> None:
-        if self._asleep:
-            raise InvalidRequestError("the engine sleeps; wake it up first")
-
-    def update_weights(self, target: str, drafter: str = "", mode: PauseMode = "keep") -> int:
-        """Serves other weights of the same models from the next step on.
-
-        Stored prefixes are dropped, and requests that go on are computed again from their tokens.
-
-        Args:
-            target, drafter: folders of the weights; "": as before.
-
-        Returns:
-            How many updates there were, with this one.
-
-        Raises:
-            CheckpointError, ConfigError: the weights cannot be served in place of these; nothing
-                has changed.
-            WorkerError: a rank failed as it loaded them; it and the others are replaced, with the
-                weights from before.
-            EngineDeadError.
-        """
-
-        def update() -> None:
-            news = self._host.changes(target, drafter)
-            self._host.check_weights(news, drafter)
-            self._loop.scheduler.requeue_all()
-            with self._recovering():
-                self._host.load_weights(news, drafter)
-            if news != NewWeights():
-                self._asleep.discard("weights")
-            if target:
-                self._sent = None
-            self._num_updates += 1
-
-        self._change(mode, update)
-        return self._num_updates
-
-    def link_trainer(self, link: TrainerLink) -> None:
-        """Has the target's ranks join a trainer's process group, or leave it.
-
-        Steps wait until the trainer has joined, too.
-
-        Raises:
-            ConfigError: they could not, within the time.
-            WorkerError: a rank failed; all are replaced.
-            EngineDeadError.
-        """
-
-        def join() -> None:
-            with self._recovering():
-                self._host.target_group.link_trainer(link)
-
-        self._change("keep", join)
-
-    def take_weights(self, sent: SentWeights, mode: PauseMode = "keep") -> int:
-        """As `update_weights`, of weights that a trainer sends to the ranks.
-
-        Returns:
-            How many updates there were, with this one.
-
-        Raises:
-            ConfigError: they are not those of the target, or did not arrive; nothing has changed.
-            WorkerError: a rank failed; all are replaced, with the weights of the last folder.
-            EngineDeadError.
-        """
-
-        def take() -> None:
-            with self._recovering():
-                self._host.target_group.take_weights(sent, self._config.step_timeout_s)
-            self._loop.scheduler.requeue_all()
-            self._asleep.discard("weights")
-            self._sent, self._num_updates = "served", self._num_updates + 1
-
-        self._change(mode, take)
-        return self._num_updates
-
-    def check_weights(self, target: str, drafter: str = "") -> None:
-        """Whether `update_weights` would take these; raises as it does, and changes nothing."""
-        self._change(
-            "keep",
-            lambda: self._host.check_weights(self._host.changes(target, drafter), drafter),
-        )
-
-    def add_adapter(self, name: str, path: str) -> None:
-        """Serves another LoRA adapter of the target from the next step on.
-
-        Raises:
-            ConfigError: the engine takes no adapters.
-            CheckpointError: the folder is no adapter of the target; nothing has changed.
-            WorkerError: a rank failed; it and the others are replaced, without the adapter.
-            EngineDeadError.
-        """
-        self._change_adapter(NewAdapter(name, path))
-
-    def remove_adapter(self, name: str) -> None:
-        """Serves a LoRA adapter no more: new requests are refused, and those that run end first.
-
-        Raises (beside those of `add_adapter`):
-            InvalidRequestError: it is not served.
-        """
-        counts: queue.SimpleQueue[int] = queue.SimpleQueue()
-        scheduler = self._loop.scheduler
-
-        def refuse() -> None:
-            if name not in scheduler.adapters:
-                raise InvalidRequestError.at("lora_name", f"no adapter {name!r} is served")
-            scheduler.adapters.discard(name)
-
-        self._change("keep", refuse)
-        while True:
-            self.check()
-            self._inbox.put(lambda: counts.put(scheduler.num_adapted(name)))
-            with suppress(queue.Empty):
-                if not counts.get(timeout=_IDLE_S):
-                    break
-            self._closed.wait(_POLL_S)
-        self._change_adapter(NewAdapter(name, ""))
-
-    def _change_adapter(self, adapter: NewAdapter) -> None:
-        def change() -> None:
-            self._check_awake()
-            if not self._config.takes_adapters:
-                raise ConfigError.at("enable_lora", "it is not true: the engine takes no adapters")
-            scheduler = self._loop.scheduler
-            with self._recovering():
-                self._host.target_group.add_adapter(adapter)
-            if adapter.path:
-                scheduler.adapters.add(adapter.name)
-            else:  # another of that name may come
-                scheduler.pool.clear_cache()
-
-        self._change("keep", change)
-
-    def serve_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Serves the LoRA adapters in these folders, by name, and no others (raises as above)."""
-        served = self.adapters()
-        for name in served.keys() - adapters.keys():
-            self.remove_adapter(name)
-        for name in adapters.keys() - served.keys():
-            self.add_adapter(name, adapters[name])
-
-    def adapters(self) -> dict[str, str]:
-        """The folders of the target's LoRA adapters, by name."""
-        target = self._host.target_group.spec.target
-        return dict(target.adapters or ()) if target is not None else {}
-
-    def drafters(self) -> dict[str, Any]:
-        """The drafters in plain values, with the configuration that has them all."""
-        served = self._host.config.speculative_config
-        return self._parts.described(served, self._host.served_sections(served))
-
-    def planned_drafters(self, change: DrafterChange) -> dict[str, Any]:
-        """The `speculative_config` that a change makes; nothing changes yet.
-
-        Raises:
-            InvalidRequestError, ConfigError, CheckpointError: it cannot be made.
-            WorkerError, EngineDeadError.
-        """
-        swap = self._planned(change)
-        swap.check()
-        self._change("keep", swap.check_ranks)
-        return written(swap.config.speculative_config)
-
-    def change_drafters(self, change: DrafterChange) -> None:
-        """Drafts otherwise from some step on, under the same verification.
-
-        Drafters whose section stays go on as they are. Others are loaded beside the engine, which
-        drafts as before until they are up. What drafts in the target's ranks shares their caches:
-        those are made anew, and requests that run are computed again from their tokens.
-
-        Raises:
-            InvalidRequestError, ConfigError, CheckpointError, ResourcesError: the drafters cannot
-                serve; nothing has changed.
-            WorkerError: a rank of the target failed as it loaded them; it and the others are
-                replaced, with the drafters from before.
-            EngineDeadError.
-        """
-        with self._swapping:
-            self._check_awake()
-            swap = self._planned(change)
-            if swap.changes_nothing:
-                return
-            swap.check()
-            if not change.make_room:
-                self._swap(swap)
-                return
-            before, after = self.drafters()["speculative_config"], swap.config.speculative_config
-            self._swap(Swap.of(self._host, self._parts, swap.staying()))
-            try:
-                self._swap(Swap.of(self._host, self._parts, written(after)))
-            except OutriderError:
-                self._swap(Swap.of(self._host, self._parts, before))
-                raise
-
-    def _planned(self, change: DrafterChange) -> Swap:
-        served = self._host.config.speculative_config
-        names, host = self._parts.names(served), self._host
-        swap = Swap.of(host, self._parts, change.applied(host.served_sections(served), names))
-        if not change.may_run_code:
-            swap.check_code()
-        return swap
-
-    def _swap(self, swap: Swap) -> None:
-        try:
-            swap.prepare()
-            self._change("keep", partial(self._perform_swap, swap))
-        except BaseException:
-            swap.discard()
-            raise
-        swap.end_replaced()
-
-    def _perform_swap(self, swap: Swap) -> None:
-        """In the loop's thread, between two steps."""
-        self._check_awake()
-        with self._recovering():
-            self._parts = swap.perform(self._loop, self._drafting)
-        self._config = swap.config
-        self.info = replace(self.info, **facts_of(self._parts.drafting, self._host))
-
-    def weights(self) -> dict[str, Any]:
-        """What is served: the folders, and the number of updates.
-
-        `sent`: "served": by a trainer, in place of the folder's; "lost": those were, until a rank
-        was replaced.
-        """
-        found = {**self._host.weights(), "num_updates": self._num_updates}
-        return found if self._sent is None else found | {"sent": self._sent}
-
-    def _change(self, mode: PauseMode, perform: Callable[[], None]) -> None:
-        """Performs in the loop's thread, and waits for it (raises alike)."""
-        outcome: queue.SimpleQueue[OutriderError | None] = queue.SimpleQueue()
-        change = Change(mode, perform, outcome.put)
-        self._inbox.put(lambda: self._changes.append(change))
-        while True:
-            try:
-                error = outcome.get(timeout=_IDLE_S)
-                break
-            except queue.Empty:
-                self.check()
-        if error is not None:
-            raise error
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the loop is not running."""
@@ -656,15 +336,6 @@ class Engine:
         if not self._host.target_group.alive and self._recoveries.reason is None:
             self._recover(WorkerDiedError(reason))
 
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """Starts new workers where those that are to change fail, and raises their error."""
-        try:
-            yield
-        except WorkerError as error:
-            self._recover(error)
-            raise
-
     def _recover(self, error: WorkerError, *, counts: bool = True) -> None:
         """Starts new workers; every request continues from its tokens.
 
@@ -764,7 +435,7 @@ class Engine:
         """Runs every message that waits; an idle loop waits for the first."""
         try:
             while True:
-                message = self._inbox.get(block=block, timeout=_IDLE_S)
+                message = self._inbox.get(block=block, timeout=IDLE_S)
                 if message is None:
                     return
                 try:

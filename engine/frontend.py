@@ -7,13 +7,16 @@ the field, the value and the limit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..config.hub import is_hub_id
@@ -558,3 +561,46 @@ def _plain_backend(tokenizer: Any) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+Kind = TypeVar("Kind")
+PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any] | Prompt
+
+
+def prompt_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """The prompts of a call; raises `InvalidRequestError`."""
+    if isinstance(prompts, (str, dict, Prompt)):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError.at(
+            "prompts", f"a text, a list of token ids, a dict, or a list of those, got {prompts!r}"
+        )
+    if isinstance(prompts, np.ndarray):  # token ids of one prompt or a row per prompt, or texts
+        texts = prompts.dtype.kind in "UO" and all(isinstance(item, str) for item in prompts.flat)
+        allowed = (1,) if texts else (1, 2)
+        if prompts.ndim not in allowed or not (texts or np.issubdtype(prompts.dtype, np.integer)):
+            raise InvalidRequestError.at(
+                "prompts",
+                "an array has integers in one or two dimensions, or texts in one; got "
+                f"{prompts.dtype} of shape {prompts.shape}",
+            )
+        rows: list[Any] = prompts.tolist()
+        return rows if texts or prompts.ndim > 1 else [rows]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, Integral) for item in items):
+        return [items]
+    return items
+
+
+def per_prompt(
+    field: str, kind: type[Kind], given: Kind | Sequence[Kind], num_prompts: int
+) -> list[Kind]:
+    """One of `kind` per prompt, of one for all or of as many as there are."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, kind) for one in given):
+        name = kind.__name__
+        raise InvalidRequestError.at(field, f"one {name}, or one per prompt, got {given!r}")
+    if len(given) != num_prompts:
+        raise InvalidRequestError.at(field, f"{len(given)} for {num_prompts} prompts")
+    return list(given)

@@ -11,14 +11,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..config import EngineConfig
@@ -34,7 +32,17 @@ from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, FloatArray, Request
 from .chat.template import Message
 from .checkpoints import resolved
-from .frontend import POOLED, Frontend, LoRARequest, Prompt, RequestOptions, paired
+from .frontend import (
+    POOLED,
+    Frontend,
+    LoRARequest,
+    Prompt,
+    PromptLike,
+    RequestOptions,
+    paired,
+    per_prompt,
+    prompt_list,
+)
 from .host import Backend, local_backend
 from .metrics import Metric, engine_metrics
 from .outputs import Assembler, Embedding, PooledOutput, RequestOutput, Score, prompt_table
@@ -50,7 +58,6 @@ _BUSY_S = 0.02  # until a queue that others have filled is tried again
 
 OnError = Literal["raise", "return"]
 AdapterWish = LoRARequest | str | None
-Kind = TypeVar("Kind")
 
 
 @dataclass(slots=True)
@@ -302,9 +309,6 @@ def _finished(runs: Sequence[tuple[Run, OnError]], *, use_tqdm: bool) -> list[Re
     return outputs
 
 
-PromptLike = str | Sequence[int] | NDArray[np.integer] | dict[str, Any] | Prompt
-
-
 class LLM(Upkeep):
     """A model with its drafter, ready to generate.
 
@@ -399,7 +403,7 @@ class LLM(Upkeep):
             EngineDeadError: the engine is gone; alike, if it went meanwhile and `on_error` is
                 "raise".
         """
-        run = self._run(_as_list(prompts), sampling_params, options, on_error, lora_request)
+        run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
         return _finished([(run, on_error)], use_tqdm=use_tqdm)
 
     def enqueue(
@@ -412,7 +416,7 @@ class LLM(Upkeep):
         on_error: OnError = "raise",
     ) -> list[str]:
         """Begins as `generate` does and returns the requests' ids; `wait_for_completion` waits."""
-        run = self._run(_as_list(prompts), sampling_params, options, on_error, lora_request)
+        run = self._run(prompt_list(prompts), sampling_params, options, on_error, lora_request)
         run.submit()
         self._enqueued.append((run, on_error))
         return [job.id for job in run.jobs]
@@ -495,7 +499,7 @@ class LLM(Upkeep):
             GenerationError, EngineDeadError: as `generate`.
         """
         cut = self.frontend.cut_of(dimensions)
-        given = [self.text_to_embed(each, truncate_prompt_tokens) for each in _as_list(prompts)]
+        given = [self.text_to_embed(each, truncate_prompt_tokens) for each in prompt_list(prompts)]
         jobs = self._pool(given, lora_request, use_tqdm=use_tqdm)
         return [job.pooled(Embedding(cut(job.vector).tolist())) for job in jobs]
 
@@ -602,9 +606,9 @@ class LLM(Upkeep):
             sampling = self.frontend.with_defaults(SamplingParams())
         self.engine.check()
         run = Run(self.engine, self.frontend, self.config.max_queued_requests)
-        settings = _per_prompt("sampling_params", SamplingParams, sampling, len(prompts))
+        settings = per_prompt("sampling_params", SamplingParams, sampling, len(prompts))
         options = RequestOptions() if options is None else options
-        wishes = _per_prompt("options", RequestOptions, options, len(prompts))
+        wishes = per_prompt("options", RequestOptions, options, len(prompts))
         wishes = self._adapted(wishes, lora_request)
         for index, given in enumerate(prompts):
             prompt = Prompt(())
@@ -681,41 +685,3 @@ def _of_prompt(error: OutriderError, index: int | None) -> OutriderError:
     if index is None:
         return error
     return type(error)(f"prompts[{index}]: {error.message}", field=error.field)
-
-
-def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    if isinstance(prompts, (str, dict, Prompt)):
-        return [prompts]
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise InvalidRequestError.at(
-            "prompts", f"a text, a list of token ids, a dict, or a list of those, got {prompts!r}"
-        )
-    if isinstance(prompts, np.ndarray):  # token ids of one prompt or a row per prompt, or texts
-        texts = prompts.dtype.kind in "UO" and all(isinstance(item, str) for item in prompts.flat)
-        allowed = (1,) if texts else (1, 2)
-        if prompts.ndim not in allowed or not (texts or np.issubdtype(prompts.dtype, np.integer)):
-            raise InvalidRequestError.at(
-                "prompts",
-                "an array has integers in one or two dimensions, or texts in one; got "
-                f"{prompts.dtype} of shape {prompts.shape}",
-            )
-        rows: list[Any] = prompts.tolist()
-        return rows if texts or prompts.ndim > 1 else [rows]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, Integral) for item in items):
-        return [items]
-    return items
-
-
-def _per_prompt(
-    field: str, kind: type[Kind], given: Kind | Sequence[Kind], num_prompts: int
-) -> list[Kind]:
-    """One of `kind` per prompt, of one for all or of as many as there are."""
-    if isinstance(given, kind):
-        return [given] * num_prompts
-    if not isinstance(given, (list, tuple)) or not all(isinstance(one, kind) for one in given):
-        name = kind.__name__
-        raise InvalidRequestError.at(field, f"one {name}, or one per prompt, got {given!r}")
-    if len(given) != num_prompts:
-        raise InvalidRequestError.at(field, f"{len(given)} for {num_prompts} prompts")
-    return list(given)

@@ -618,7 +618,6 @@ class Scheduler:
         """A seat and `num_blocks` for `sequence`; preempts others if that is enough.
 
         Those are requests of worse priorities, then those of tenants with more than their share.
-
         Beside those blocks, one is left for every running request, or they would soon be evicted.
         """
         priority, max_seats = sequence.request.priority, self._config.max_num_seqs

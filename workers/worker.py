@@ -36,8 +36,9 @@ from .model.fit import (
     Serving,
     check_adapters,
     check_blocks,
-    check_received,
     check_weights,
+    received_problem,
+    room_of,
 )
 from .model.info import ModelInfo
 from .model.paged import ForwardChoice, Offloaded, PagedModel, trim
@@ -194,7 +195,11 @@ class Worker:
     def _receive(self, message: SentWeights) -> WeightsAnswer:
         """Takes weights that a trainer sends; until all are there, nothing changes."""
         assert self._report is not None, "there is a target"
-        field, reason = self._sent_problem(message)
+        spec = self._spec.target
+        assert spec is not None, "there is a target"
+        field, reason = "group_name", f"no group {message.group!r} was joined"
+        if message.group in self._trainers:
+            field, reason = received_problem(message, spec, self._spec.size)
         answer = self._agreed(field or "names", reason)
         if answer.problem:
             return answer
@@ -217,33 +222,6 @@ class Worker:
         """What all ranks answer where one has a `reason` to refuse; empty: none has."""
         agreed = Agreement(self._group, self._device).problem(reason)
         return WeightsAnswer(agreed, field if agreed else "")
-
-    def _sent_problem(self, message: SentWeights) -> tuple[str, str]:
-        """The field at fault and why; empty: such weights can be taken."""
-        spec = self._spec.target
-        assert spec is not None, "there is a target"
-        if message.group not in self._trainers:
-            return "group_name", f"no group {message.group!r} was joined"
-        counts = len(message.names), len(message.dtypes), len(message.shapes)
-        if len(set(counts)) > 1 or len(set(message.names)) < counts[0]:
-            return "names", f"{counts} names, dtypes and shapes, of which names may repeat"
-        for dtype in message.dtypes:
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                return "dtypes", f"{dtype!r} is no type of torch's"
-        shaped = zip(message.names, message.dtypes, message.shapes, strict=True)
-        try:
-            tensors = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                for name, dtype, shape in shaped
-            }
-            folder = Path(local_folder(spec.path, **spec.trust))
-            trusted = spec.trust_remote_code
-            check_received(folder, self._spec.size, tensors, trust_remote_code=trusted)
-        except (RuntimeError, TypeError) as error:  # torch's, of a shape
-            return "shapes", str(error)
-        except OutriderError as error:
-            return "names", error.message
-        return "", ""
 
     def _rest(self, message: Rest) -> None:
         """Gives memory back, or takes it again."""
@@ -690,37 +668,18 @@ class Worker:
         )
 
     def _room(self, kv_bytes_per_token: int, max_model_len: int, spec: ModelSpec) -> int:
-        """Blocks that fit, at most as many as `max_num_seqs` full sequences need.
-
-        Raises:
-            ConfigError: a single sequence of full length does not fit.
-        """
-        free_bytes = spec.kv_cpu_bytes
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading allocated for a moment: widened weights
-            _, total_bytes = torch.cuda.mem_get_info(self._device)
-            used_bytes = total_bytes - torch.cuda.mem_get_info(self._device)[0]
-            free_bytes = int(total_bytes * spec.kv_memory_fraction) - used_bytes
+        """Blocks that fit beside the device step and recurrent states (raises as `room_of`)."""
+        taken_bytes = state_bytes = 0
         if (sizes := self._device_step(0)) is not None:
-            free_bytes -= reserved_bytes(sizes, self._models["target"].info, self._collective.size)
-            free_bytes -= self._head.spare_bytes() if self._head else 0
-        state_bytes = 0  # on a CPU, `kv_cpu_bytes` is for keys and values alone
+            taken_bytes = reserved_bytes(sizes, self._models["target"].info, self._collective.size)
+            taken_bytes += self._head.spare_bytes() if self._head else 0
+        # On a CPU, `kv_cpu_bytes` is for keys and values alone.
         if self._spec.target is not None and self._device.type == "cuda":
             num_states = self._spec.target.max_num_seqs + self._spec.target.num_checkpoints
             state_bytes = num_states * self._models["target"].state_bytes
-        free_bytes -= state_bytes
-        free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
-        per_sequence = -(-max_model_len // spec.block_size)
-        room = free_bytes // (kv_bytes_per_token * spec.block_size)
-        if room < per_sequence:
-            field = "kv_memory_fraction" if self._device.type == "cuda" else "kv_cpu_bytes"
-            raise ConfigError.at(
-                field,
-                f"room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
-                f"sequence may have {max_model_len}; raise {field} or lower max_model_len"
-                + f"{' or max_num_seqs, whose states take a part' if state_bytes else ''}",
-            )
-        return min(room, per_sequence * spec.max_num_seqs)
+        return room_of(
+            spec, kv_bytes_per_token, max_model_len, self._device, taken_bytes, state_bytes
+        )
 
 
 def _placed(adapters: Sequence[tuple[str, str]] | None) -> list[tuple[str, str]] | None:

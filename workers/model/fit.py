@@ -9,7 +9,7 @@ of the adapters.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, OutriderError
 from ..ops import ReferenceOps, max_latent_heads
+from ..spec import ModelSpec, SentWeights
 from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
-from .checkpoint.hub import require_checkpoint
+from .checkpoint.hub import local_folder, require_checkpoint
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
 from .family import read_spec, recurrent_layers
@@ -143,17 +144,33 @@ class ServedModel:
         return _fitting_model(path, size, None, **trust)[1]
 
 
-def check_received(
-    path: Path, size: int, tensors: Mapping[str, torch.Tensor], *, trust_remote_code: bool
-) -> None:
-    """Raises `CheckpointError` where tensors of these names and shapes are not those of the model
-    in `path`, all of them."""
-    config, info = read_model(path, size, None, trust_remote_code=trust_remote_code)
-    if find_format(path) is not None:
-        raise CheckpointError("a quantised model takes weights from folders only")
-    model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
-    received = Received(path, tensors)
-    fitting_sources(model, {name: received.outline(name) for name in received.names}, path)
+def received_problem(message: SentWeights, spec: ModelSpec, num_ranks: int) -> tuple[str, str]:
+    """The field at fault and why; empty: such weights can be taken in place of the model's."""
+    counts = len(message.names), len(message.dtypes), len(message.shapes)
+    if len(set(counts)) > 1 or len(set(message.names)) < counts[0]:
+        return "names", f"{counts} names, dtypes and shapes, of which names may repeat"
+    for dtype in message.dtypes:
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            return "dtypes", f"{dtype!r} is no type of torch's"
+    shaped = zip(message.names, message.dtypes, message.shapes, strict=True)
+    try:
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape in shaped
+        }
+        path = Path(local_folder(spec.path, **spec.trust))
+        trusted = spec.trust_remote_code
+        config, info = read_model(path, num_ranks, None, trust_remote_code=trusted)
+        if find_format(path) is not None:
+            raise CheckpointError("a quantised model takes weights from folders only")
+        model = build_meta(config, info.dtype, trust_remote_code=trusted)
+        received = Received(path, tensors)
+        fitting_sources(model, {name: received.outline(name) for name in received.names}, path)
+    except (RuntimeError, TypeError) as error:  # torch's, of a shape
+        return "shapes", str(error)
+    except OutriderError as error:
+        return "names", error.message
+    return "", ""
 
 
 def kv_bytes_per_token(
@@ -360,3 +377,37 @@ def check_blocks(
             f"{wanted / 2**30:,.1f} GiB, and there are {room / 2**30:,.1f} GiB of memory; at most "
             f"{most} blocks, less what the weights need",
         )
+
+
+def room_of(
+    spec: ModelSpec,
+    kv_bytes_per_token: int,
+    max_model_len: int,
+    device: torch.device,
+    taken_bytes: int,  # by the device step
+    state_bytes: int,  # of all sequences and checkpoints
+) -> int:
+    """Blocks that fit, at most as many as `max_num_seqs` full sequences need.
+
+    Raises:
+        ConfigError: a single sequence of full length does not fit.
+    """
+    free_bytes = spec.kv_cpu_bytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading allocated for a moment: widened weights
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        used_bytes = total_bytes - torch.cuda.mem_get_info(device)[0]
+        free_bytes = int(total_bytes * spec.kv_memory_fraction) - used_bytes
+    free_bytes -= taken_bytes + state_bytes
+    free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
+    per_sequence = -(-max_model_len // spec.block_size)
+    room = free_bytes // (kv_bytes_per_token * spec.block_size)
+    if room < per_sequence:
+        field = "kv_memory_fraction" if device.type == "cuda" else "kv_cpu_bytes"
+        raise ConfigError.at(
+            field,
+            f"room for {max(0, room) * spec.block_size} tokens of KV cache, but one "
+            f"sequence may have {max_model_len}; raise {field} or lower max_model_len"
+            + f"{' or max_num_seqs, whose states take a part' if state_bytes else ''}",
+        )
+    return min(room, per_sequence * spec.max_num_seqs)

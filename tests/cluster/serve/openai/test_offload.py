@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from outrider.cluster.serve.openai.parse import load
-from outrider.cluster.serve.openai.routes import Offload, Pool
+from outrider.cluster.serve.openai.streaming import Offload, Pool
 from outrider.errors import InvalidRequestError, OverloadedError
 
 
