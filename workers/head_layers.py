@@ -41,8 +41,8 @@ from .collective import Collective
 from .model.bridge import tp_hints
 from .model.family import FamilySpec, LayerStack, build_layers, read_spec
 from .model.family.compare import NUM_TOKENS, mismatch, sample_cache, sample_steps
-from .model.family.decoder import Builder
-from .model.family.spec import Rope, Temperature, read_ropes
+from .model.family.decoder import Builder, Rope, read_ropes
+from .model.family.spec import Temperature
 from .model.sharding import WHOLE, HeadShards, ShardPlan, plan_shards
 from .model.target import pack_linears
 from .ops import Ops, PagedStep, PlannedOps, ReferenceOps

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from ...workers.model.family import FamilyModel, FamilySpec
-from ...workers.model.family.decoder import AttentionBlock, GatedUnit, Layer, as_is
-from ...workers.model.family.spec import Rope
+from ...workers.model.family.decoder import AttentionBlock, GatedUnit, Layer, Rope, as_is
 from ...workers.ops import DeviceOps, make_ops
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 

@@ -217,3 +217,29 @@ def part_of(plan: PagedStep, begin: int, end: int) -> PagedStep:
         max_query_len=int(query_lens.max()),
         max_key_len=int((context_lens + query_lens).max()),
     )
+
+
+MIN_ROWS = 8
+"""Of a part: below, what a part costs beside its products outweighs the second thread."""
+
+
+def bounds_of(
+    plan: PagedStep, num_parts: int, hidden_size: int
+) -> list[int]:  # ascending, from 0 to the number of rows
+    """Where to cut a step so that parts take equally long; [0, num_tokens]: nowhere.
+
+    A row costs what its products do, and attention to its keys: one key in about `2 * hidden_size`
+    rows of products' worth.
+    """
+    num_parts = min(num_parts, plan.num_tokens // MIN_ROWS)
+    if num_parts < 2:
+        return [0, plan.num_tokens]
+    index, starts = plan.row_index.numpy(), plan.tree_start.numpy()
+    costs = 1 + index / (2 * hidden_size)
+    ends = costs.cumsum()
+    wanted = ends[-1] * np.arange(1, num_parts) / num_parts
+    cuts = np.searchsorted(ends - costs / 2, wanted)  # a row belongs to where its middle is
+    cuts = np.minimum(cuts, plan.num_tokens - 1)  # the last row may cost more than a part
+    # A tree is not cut: its nodes are neighbours, and their keys are found by their rows.
+    cuts -= np.maximum(index[cuts] - starts[plan.row_seq.numpy()[cuts]], 0)
+    return [0, *sorted({int(cut) for cut in cuts} - {0, plan.num_tokens}), plan.num_tokens]

@@ -23,7 +23,7 @@ from ...attention import KVCache, KVShape
 from ...collective import Collective
 from ...ops import Ops, PagedStep, PlannedOps
 from ...ops.invariant import by_row
-from ...ops.plan import Signals, Turn, part_of
+from ...ops.plan import Signals, Turn, bounds_of, part_of
 from ...ops.program import LayerParts, Program, Tail
 from ...ops.protocol import (
     AttentionSpec,
@@ -39,7 +39,7 @@ from ...states import RecurrentStep, StateShape
 from ..info import ModelInfo
 from ..sharding import ShardedOutput, ShardPlan
 from .adapted import Adapters
-from .spec import FamilySpec, Rope
+from .spec import FamilySpec
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums over the ranks; where a block is not cut, returns its argument."""
@@ -226,6 +226,52 @@ def _experts(builder: Builder, module: Any) -> Experts:
             gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
     gate = spec.expert_gate or spec.gate
     return Experts(gate_up, down, gate, gate_up_bias, down_bias, spec.scores_input)
+
+
+# -- rotary frequencies: those that the bridge's module computed. Longrope has two sets; a sequence
+# longer than the length of pre-training uses the long ones. transformers decides so for a batch,
+# we for each sequence.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """One kind of frequencies."""
+
+    frequencies: Tensor  # [rotary_dim / 2] float32
+    scale: float  # of cosines and sines
+    long_frequencies: Tensor | None = None  # [rotary_dim / 2] float32
+    original_len: int = 0  # sequences longer than this use the long ones
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.frequencies.shape[0]
+
+    def rotation(self, ops: Ops, plan: PagedStep) -> Rotation:
+        """Cosines and sines of a step's rows."""
+        if self.long_frequencies is None:
+            return ops.rotation(plan.positions, self.frequencies, self.scale)
+        ends = plan.context_lens + plan.query_start[1:] - plan.query_start[:-1]
+        is_long = (ends > self.original_len).index_select(0, plan.row_seq)
+        chosen = torch.where(is_long[:, None], self.long_frequencies, self.frequencies)
+        return ops.rotation(plan.positions, chosen, self.scale)
+
+
+def read_ropes(module: Any, kinds: tuple[str, ...] | None) -> dict[str, Rope]:
+    """The frequencies that transformers' rotary module holds, by kind; "" where there is one."""
+    ropes = {}
+    for kind in sorted(set(kinds or ("",))):
+        prefix = f"{kind}_" if kind else ""
+        section = module.config.rope_parameters[kind] if kind else module.config.rope_parameters
+        frequencies = getattr(module, f"{prefix}inv_freq").detach().float().clone()
+        long_frequencies, original_len = None, 0
+        if section["rope_type"] == "longrope":
+            original_len = section["original_max_position_embeddings"]
+            factors = (frequencies.new_tensor(section[f"{n}_factor"]) for n in ("short", "long"))
+            short, long = factors
+            long_frequencies = frequencies * short / long
+        scale = float(getattr(module, f"{prefix}attention_scaling"))
+        ropes[kind] = Rope(frequencies, scale, long_frequencies, original_len)
+    return ropes
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,9 +562,6 @@ def _kv_shape(spec: AttentionSpec) -> KVShape:
     return KVShape(spec.num_kv_heads, spec.head_dim, value_dim)
 
 
-MIN_ROWS = 8
-"""Of a part: below, what a part costs beside its products outweighs the second thread."""
-
 Outcome = tuple[Tensor, tuple[Tensor, ...]]
 """Logits [num_rows, vocab] and captured states, each [num_tokens, hidden_size]."""
 
@@ -587,28 +630,6 @@ class PartThreads:
             assert part.plan.turn is not None, "every part has its turn"
             part.plan.turn.fail()
             raise
-
-
-def bounds_of(
-    plan: PagedStep, num_parts: int, hidden_size: int
-) -> list[int]:  # ascending, from 0 to the number of rows
-    """Where to cut a step so that parts take equally long; [0, num_tokens]: nowhere.
-
-    A row costs what its products do, and attention to its keys: one key in about `2 * hidden_size`
-    rows of products' worth.
-    """
-    num_parts = min(num_parts, plan.num_tokens // MIN_ROWS)
-    if num_parts < 2:
-        return [0, plan.num_tokens]
-    index, starts = plan.row_index.numpy(), plan.tree_start.numpy()
-    costs = 1 + index / (2 * hidden_size)
-    ends = costs.cumsum()
-    wanted = ends[-1] * np.arange(1, num_parts) / num_parts
-    cuts = np.searchsorted(ends - costs / 2, wanted)  # a row belongs to where its middle is
-    cuts = np.minimum(cuts, plan.num_tokens - 1)  # the last row may cost more than a part
-    # A tree is not cut: its nodes are neighbours, and their keys are found by their rows.
-    cuts -= np.maximum(index[cuts] - starts[plan.row_seq.numpy()[cuts]], 0)
-    return [0, *sorted({int(cut) for cut in cuts} - {0, plan.num_tokens}), plan.num_tokens]
 
 
 def _parts(model: FamilyModel, context: StepContext, bounds: Sequence[int]) -> list[StepContext]:

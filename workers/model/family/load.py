@@ -29,15 +29,17 @@ from .decoder import (
     GatedUnit,
     Layer,
     MixtureBlock,
+    Rope,
     StateBlock,
     build_mlp,
     build_shared,
     halves,
     joined_weight,
+    read_ropes,
 )
 from .latent import build_latent, selected
 from .recurrent import build_delta, build_mamba
-from .spec import FamilySpec, Placement, Rope, read_ropes
+from .spec import FamilySpec, Placement
 
 
 def build_family(

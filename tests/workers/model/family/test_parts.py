@@ -11,10 +11,10 @@ import torch
 from outrider.bench.gpu.inputs import step_of
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
-from outrider.workers.model.family import decoder
-from outrider.workers.model.family.decoder import PartThreads, bounds_of
+from outrider.workers.model.family.decoder import PartThreads
 from outrider.workers.model.target import load_model
-from outrider.workers.ops.plan import plan_step
+from outrider.workers.ops import plan as plan_module
+from outrider.workers.ops.plan import bounds_of, plan_step
 from outrider.workers.ops.program import Program
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ MODELS = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "glm4_moe", "phi3_l
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
-    monkeypatch.setattr(decoder, "MIN_ROWS", 2)
+    monkeypatch.setattr(plan_module, "MIN_ROWS", 2)
     monkeypatch.setattr(Program, "takes", lambda self, plan: False)
     before = torch.get_num_threads()
     yield

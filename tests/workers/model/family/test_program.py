@@ -13,8 +13,8 @@ import torch
 
 from outrider.scheduler.types import Draft, ints
 from outrider.workers.collective import Collective
-from outrider.workers.model.family import decoder
 from outrider.workers.model.target import load_model
+from outrider.workers.ops import plan as plan_module
 from outrider.workers.ops import program as program_module
 from outrider.workers.ops.cpu import kernels_of
 from outrider.workers.ops.kernels import compiled
@@ -90,7 +90,7 @@ def test_bits_are_those_of_the_operations(load, steps, monkeypatch, name, determ
     program = model.runner.model.program
     assert program is not None
     assert (program.unembed is not None) == deterministic, "else a small product is torch's"
-    monkeypatch.setattr(decoder, "MIN_ROWS", 1 << 20)
+    monkeypatch.setattr(plan_module, "MIN_ROWS", 1 << 20)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         found = outcomes(model, steps)
