@@ -37,7 +37,7 @@ from ..drafters.lookup.pool import PoolStore, pack
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, Request, ints
 from ..workers.transport import framing
-from .serving.processes import below
+from .serving.costs import below
 from .simulation import REPORTS_PER_S, LoadViews
 
 RECORD = Path(__file__).with_name("scale.json")

@@ -90,6 +90,7 @@ SUMMARIES: Mapping[str, str] = (
             "check": "Checks a configuration and its files; prints it in full.",
             "bench": "Measures throughput, latency and acceptance.",
             "simulate": "Plans a deployment: the schedulers that serve, over modelled models.",
+            "drafter": "Starts, lists and ends draft models that engines of a cluster share.",
             "ngram": "Builds and shows static tables for the n-gram cache.",
             "key": "Makes API keys.",
             "train": "Trains heads and draft models for a target.",

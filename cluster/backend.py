@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..config import EngineConfig, ResourcesConfig
 from ..drafters.lookup.pool import PoolLink
+from ..drafters.protocol import DraftMembers
 from ..engine import async_llm, llm
-from ..engine.host import Backend
+from ..engine.host import Backend, MembersAsk
 from ..workers.group import WorkerGroup
 from ..workers.spec import WorkerSpec
 from .local_ray import start_ray
@@ -84,8 +85,7 @@ class RayBackend(Backend):
             self._keeper.retain()
 
     def group(self, spec: WorkerSpec, resources: ResourcesConfig) -> WorkerGroup:
-        from .rank_actors import RankActors
-        from .ray_group import RayGroup
+        from .rank_actors import RankActors, RayGroup
 
         spares = wants_spares(spec, resources, serves=self._serves)
         resources = resources.model_copy(update={"spare_workers": spares})
@@ -101,6 +101,11 @@ class RayBackend(Backend):
         if any(gpus for _, _, gpus in asked) or any(accelerator(each, resources) for each in specs):
             return False
         return sum(size * cpus for size, cpus, _ in asked) <= single_node_cpus()
+
+    def draft_members(self, ask: MembersAsk) -> DraftMembers:
+        from .drafters import GroupLink
+
+        return GroupLink(ask)
 
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None

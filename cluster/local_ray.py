@@ -149,13 +149,21 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
     return True
 
 
+def join_ray(address: str) -> None:
+    """Joins the cluster at `address`, which `find_ray` has found."""
+    import ray
+
+    if not ray.is_initialized():
+        _send_token()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+
+
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
     """A process that is joined to the cluster at `address` for a while."""
     import ray
 
-    _send_token()
-    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    join_ray(address)
     try:
         yield
     finally:
@@ -231,6 +239,8 @@ def num_cpus_of(config: EngineConfig) -> float:
 
     num_workers = config.tensor_parallel_size
     for section in config.speculative_config.sections:
+        if isinstance(section, DraftModelConfig) and section.drafter_group is not None:
+            continue
         if isinstance(section, DraftModelConfig) and section.placement == "separate":
             num_workers += section.draft_tensor_parallel_size or 1
         elif isinstance(section, HeadConfig) and section.placement == "separate":

@@ -1,13 +1,14 @@
 """One rank as a Ray actor: a thin shell around `workers/worker.py`.
 
 Methods are called in this order: place, join, load, allocate (`rank_actors.py`), listen, lead of
-a node's first rank, sentinel (`ray_group.py`); of a spare first warm and, once it is needed,
+a node's first rank, sentinel (`rank_actors.py`); of a spare first warm and, once it is needed,
 take_over. A rank that outlives its engine continues with renew and allocate for the next one.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -22,15 +23,17 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
-from ..workers.spec import DeviceStepReport, RankLocation, WorkerReport, WorkerSpec
-from ..workers.transport import framing
-from ..workers.transport.socket_channel import beat, serve
+from ..workers.spec import DeviceStepReport, Leased, RankLocation, WorkerReport, WorkerSpec
+from ..workers.transport import framing, wire
+from ..workers.transport.socket_channel import SharedEnd, beat, serve
 from .process import keep_trimmed, start_thread, start_watchdog
 
 if TYPE_CHECKING:
     from ..workers.worker import Worker
 
+log = logging.getLogger(__name__)
 _ACCEPT_TIMEOUT_S = 60.0
+_LAST_ANSWER_S = 0.2
 _PARENT_POLL_S = 1.0
 _KEEPER_POLL_S, _KEEPER_TIMEOUT_S = 2.0, 10.0
 _STOPPED = 0.4  # of `heartbeat_timeout_s`: a network that is down for a moment ends no rank
@@ -64,6 +67,7 @@ class Rank:
         self._rank = 0
         self._worker: Worker | None = None
         self._followers: list[socket.socket] = []
+        self._beats: list[socket.socket] = []  # of a shared drafter's followers
         keep_trimmed()
         start_thread("parent", _follow_parent)
 
@@ -172,6 +176,39 @@ class Rank:
         self._followers = [
             framing.connect(each, secret, _ACCEPT_TIMEOUT_S, framing.STEPS) for each in followers
         ]
+
+    def share(self, followers: list[framing.Address], secret: bytes) -> list[framing.Address]:
+        """Opens rank 0's end for any number of engines, on a Unix socket and on TCP.
+
+        Args:
+            followers: where the group's other ranks listen; they get every message in this order.
+        """
+        start_watchdog(_STOPPED * self._spec.heartbeat_timeout_s, only_stopped=True)
+        for each in followers:
+            steps, beats = (
+                framing.connect(each, secret, _ACCEPT_TIMEOUT_S, purpose)
+                for purpose in (framing.STEPS, framing.BEATS)
+            )
+            self._followers.append(steps)
+            self._beats.append(beats)
+        ends = [framing.listen(None), framing.listen(ray.util.get_node_ip_address())]
+        shared = SharedEnd([server for server, _ in ends], secret, self._answer_lease)
+        start_thread("steps", shared.run)
+        return [address for _, address in ends]
+
+    def _answer_lease(self, lease: int, message: Any) -> Any:
+        """Rank 0's answer to one of the engines; a group whose ranks may differ is replaced."""
+        assert self._worker is not None
+        leased = Leased(lease, message)
+        try:
+            for follower in self._followers:
+                framing.send(follower, wire.encode(leased))
+            return self._worker.handle(leased)
+        except Exception:
+            if self._followers:
+                log.exception("the ranks of a shared drafter end")
+                threading.Timer(_LAST_ANSWER_S, os._exit, (1,)).start()
+            raise
 
     def sentinel(self) -> None:
         """Never returns; fails when this process dies."""

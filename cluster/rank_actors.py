@@ -1,18 +1,26 @@
-"""The actors of a tensor-parallel group: their places, the ranks, and spare processes.
+"""A tensor-parallel group over Ray actors: its owner's side, and its engine's.
 
-Whoever calls `RankActors.form` owns the actors, and Ray ends them with it: an engine's process, or
-a `Keeper` that outlives it.
+Ray is the control plane: it places the ranks, starts them, and reports when one died (a sentinel
+call that never returns, which fails within milliseconds of the process's death). Whoever calls
+`RankActors.form` owns the actors, with their places and spare processes, and Ray ends them with it:
+an engine's process, or a `Keeper` that outlives it.
+
+`RayGroup` is the group as the engine uses it. Ranks that are alive and do not run, or cannot be
+reached, are noticed by their missing heartbeats; those that a signal has stopped are killed before
+(`process.py`). Steps go over the sockets of `workers/transport`. A group with a dead rank is thrown
+away whole; a fresh one gets a new generation, a new store and new sockets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -21,8 +29,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..config import ResourcesConfig
 from ..errors import OutriderError, ResourcesError, WorkerDiedError, WorkerError
-from ..workers.group import agreed_blocks, with_device_steps
+from ..workers.group import WorkerGroup, agreed_blocks, with_device_steps
 from ..workers.spec import RankLocation, WorkerReport, WorkerSpec
+from ..workers.transport import framing
+from ..workers.transport.socket_channel import Monitor, SocketChannel, routes
 from . import placement
 from .process import start_thread
 from .rank import Rank, RankPlace
@@ -340,3 +350,127 @@ def cause_of(error: RayTaskError) -> OutriderError:
 def answers_of(refs: list[Any]) -> list[Any]:
     """What calls of ranks return while a group is made."""
     return ray.get(refs, timeout=LOAD_TIMEOUT_S)
+
+
+class RankSource(Protocol):
+    """The ranks of an engine's group, whoever owns them; verbs as of `RankActors`."""
+
+    def spares(self) -> list[RankLocation]: ...
+
+    def respecify(self, spec: WorkerSpec) -> None: ...
+
+    def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed: ...
+
+    def drop(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class RayGroup(WorkerGroup):
+    """Ranks in actors of their own.
+
+    Raises (also from `restart`):
+        ResourcesError: the cluster did not provide the resources in time.
+        ConfigError, CheckpointError: a rank could not load.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, spec: WorkerSpec, source: RankSource) -> None:
+        super().__init__(spec)
+        self._source = source
+        self._ranks: list[Any] = []
+        self._monitor: Monitor | None = None
+        self._form(reuse=True)
+
+    def spares(self) -> list[RankLocation]:
+        return self._source.spares()
+
+    def respecify(self, spec: WorkerSpec) -> None:
+        super().respecify(spec)
+        self._source.respecify(spec)
+
+    def _replace_ranks(self) -> None:
+        self._form(reuse=False)
+
+    def shutdown(self) -> None:
+        self._hang_up()
+        self._source.shutdown()
+
+    def _hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+        if channel is not None:
+            channel.close()
+        self._ranks = []
+
+    def _drop_ranks(self) -> None:
+        """As a step does that meets a death: places, spares and keeper remain for what follows."""
+        self._hang_up()
+        self._source.drop()
+
+    def _form(self, *, reuse: bool) -> None:
+        """Gets ranks and opens their channel."""
+        self._hang_up()
+        node = ray.get_runtime_context().get_node_id()
+        formed = self._source.form(node, reuse, self._spec)
+        self._spec = formed.spec  # an engine before this one may have loaded other weights
+        try:
+            self._connect(formed, node)
+        except (RayError, OSError) as error:
+            self._drop_ranks()
+            what = "died while it started" if isinstance(error, RayError) else "cannot be reached"
+            raise WorkerDiedError(f"a worker {what}: {error}") from None
+
+    def _connect(self, formed: Formed, node: str) -> None:
+        secret = secrets.token_bytes(32)
+        self._ranks = formed.ranks
+        listening = [
+            rank.listen.remote(secret, place.node_id == node)
+            for rank, place in zip(formed.ranks, formed.places, strict=True)
+        ]
+        addresses = answers_of(listening)
+        found = routes([place.node_id for place in formed.places], node)
+        leading = [
+            formed.ranks[leader].lead.remote([addresses[each] for each in followers], secret)
+            for leader, followers in found.items()
+            if followers
+        ]
+        answers_of(leading)
+        self._watch([tuple(address) for address in addresses], list(found), secret)
+        self.reports = formed.reports
+
+    def _watch(self, addresses: list[framing.Address], connected: list[int], secret: bytes) -> None:
+        """Opens the channel to the ranks `connected`; ends it when any rank dies or is silent."""
+        steps, beats = (
+            [
+                framing.connect(addresses[rank], secret, _CONNECT_TIMEOUT_S, purpose)
+                for rank in ranks
+            ]
+            for purpose, ranks in (
+                (framing.STEPS, connected),
+                (framing.BEATS, range(len(addresses))),
+            )
+        )
+        channel = SocketChannel(steps, len(addresses), self._spec.spin_s)
+        self._channel = channel
+
+        def lost(reason: str) -> None:
+            channel.kill(reason)
+            if self._channel is channel:  # not what `shutdown` ended
+                for told in self.on_death:
+                    told(reason)
+
+        self._monitor = Monitor(beats, self._spec.heartbeat_timeout_s, lost)
+        sentinels = [rank.sentinel.remote() for rank in self._ranks]
+
+        def wait() -> None:
+            try:
+                done, _ = ray.wait(sentinels, num_returns=1)
+                ray.get(done)
+            except RayError as error:
+                lost(f"a worker died: {str(error).splitlines()[0]}")
+
+        start_thread("sentinel", wait)

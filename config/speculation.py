@@ -270,18 +270,50 @@ class SpeculationCacheConfig(Strict):
     second, by measurement."""
 
 
+GROUP_NAME = r"^[A-Za-z0-9][\w.-]{0,63}$"
+
+
 class DraftModelConfig(PlacedConfig):
     """What sections with a draft model of its own share: which, where, how large."""
 
-    of_separate = ("draft_timeout_s", "draft_tensor_parallel_size", "speculation_cache")
+    of_separate = (
+        *("draft_timeout_s", "draft_tensor_parallel_size", "speculation_cache"),
+        *("drafter_group", "drafter_routing"),
+    )
 
     speculative_model: str = Field(description="Folder or Hugging Face id of the draft model.")
+    drafter_group: str | None = Field(None, pattern=GROUP_NAME)
+    """separate: name of a drafter group of the cluster, in place of a model of the engine's own."""
+    drafter_routing: Literal["least_loaded", "round_robin", "prefix"] = "least_loaded"
+    """drafter_group: which member a request drafts with. prefix: those with equal beginnings with
+    the same one, which has them in its cache."""
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
     """Ranks of the draft model; default: 1, or the target's where colocated."""
     num_kv_blocks: int | None = Field(None, ge=2)
     """KV blocks of the draft model; default: what fits."""
     speculation_cache: SpeculationCacheConfig | None = None
     """separate: drafts the next step while the target verifies; default: off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_group(cls, data: Any) -> Any:
+        """A drafter group has its model, which the section does not name."""
+        if isinstance(data, dict) and data.get("drafter_group") is not None:
+            return {"speculative_model": "", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _model_or_group(self) -> DraftModelConfig:
+        if self.drafter_group is None:
+            if self.drafter_routing != "least_loaded":
+                raise at_key("drafter_routing", "drafter_routing needs a drafter_group")
+            return self
+        for key in ("speculative_model", "draft_tensor_parallel_size", "num_kv_blocks"):
+            if getattr(self, key):
+                raise at_key(
+                    key, f"{key} is that of drafter_group {self.drafter_group!r}; leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _depth_in_order(self) -> DraftModelConfig:

@@ -9,21 +9,31 @@ request is outstanding at a time.
 With a speculation cache (`speculation_cache.py`) a round ends with another request: the model
 computes the drafts that the target is about to verify, and prepares those of the next round while
 it does.
+
+`Members` drafts with a drafter group: models that several engines of a cluster share. Every member
+is a `DraftTarget`, with its own account of what it has computed. A request drafts with one member,
+which has its keys and values, for as long as that member is there; then with another one, which
+computes them again. While fewer requests run than members are there, those that would be idle
+prepare further outcomes of the same requests.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ..config import DraftTargetConfig
-from ..errors import WorkerDiedError, WorkerError
+from ..errors import OutriderError, WorkerDiedError, WorkerError
 from ..scheduler import tree
 from ..scheduler.blocks import BlockPool
-from ..scheduler.sequence import PagedTokens, Row, Seating
+from ..scheduler.sequence import PagedTokens, Row, Seating, TokenBuffer
 from ..scheduler.timer import Clock
 from ..scheduler.types import (
     Batch,
@@ -35,11 +45,24 @@ from ..scheduler.types import (
     Verdict,
     ints,
 )
-from .protocol import Drafted, Drafter, DraftFault, DraftModel, DraftStep, Needs, OwnWorkers
+from .protocol import (
+    CacheCounts,
+    Drafted,
+    Drafter,
+    DraftFault,
+    DraftMembers,
+    DraftModel,
+    DraftStep,
+    Health,
+    Needs,
+    OwnWorkers,
+)
 from .speculation_cache import SpeculationCache, chain_of, common_prefix
 
+log = logging.getLogger(__name__)
 _ALL = 1 << 20  # more nodes than a sequence has: each is computed in a forward of its own
 _FEW_TOKENS = 64  # not computed yet, for which a step may wait
+_PREFIX_TOKENS = 64  # that decide the member, with `drafter_routing: prefix`
 
 
 class _Pending:
@@ -81,6 +104,11 @@ class DraftTarget(OwnWorkers, Drafter):
         self._timeout_s = config.draft_timeout_s
         self._pending: _Pending | None = None
         self._waited_ms = 0.0  # for drafts, in the step that runs
+        self._prepares: bool | None = None  # in the step that runs; None: it is not known
+        self._has_missed = False  # in the step that runs: not all drafts were prepared
+        self._asked: list[int] | None = None  # rows of the batch whose chains are awaited
+        self.load = 0.0  # share of the last second that the model drafted for other engines
+        self.deadline_s: float | None = None  # of the clock; no wait goes beyond it
         self._cache: SpeculationCache | None = None
         if config.speculation_cache is not None:
             # With masks, every drafted token but the first has a row in the same forward.
@@ -99,12 +127,47 @@ class DraftTarget(OwnWorkers, Drafter):
         for request in requests:
             self._sequences[request.id] = PagedTokens(request, SeatSettings.for_drafting(request))
 
+    def is_up(self) -> bool:
+        """Whether the model is there; if it is not, its restart is begun."""
+        return not self._down or self._recovered()
+
+    def share_counts(self, counts: CacheCounts) -> None:
+        """Counts what the speculation cache does in `counts` from now on."""
+        if self._cache is not None:
+            self.cache_counts = self._cache.counts = counts
+
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
+        try:
+            missed = self.gather(batch, budgets, drafts)
+            self.ask(batch, missed)
+            self.take(batch, drafts)
+            self.finish(batch, budgets, drafts, {})
+        except (WorkerError, TimeoutError) as error:
+            if self._cache is None:
+                raise
+            # What was found in the cache is still good.
+            raise DraftFault(str(error), drafts) from error
+        return drafts
+
+    def gather(
+        self,
+        batch: Batch,
+        budgets: IntArray,
+        drafts: list[Draft],  # written
+        helped: Collection[str] = (),
+    ) -> IntArray:  # [num_seqs]
+        """First part of `propose`: the drafts that were prepared, and the nodes to draw now.
+
+        Args:
+            helped: requests that another model drafts for, of which this one only prepares.
+        """
+        self._prepares = None
+        self._asked = None
         for request_id in batch.request_ids:
             self._drawn.pop(request_id, None)
         if self._down and not self._recovered():
-            return drafts
+            return np.zeros_like(budgets)
         if self._pending is not None:
             # Drafts for an earlier state of the sequences are not used; prepared ones may be.
             is_due = self._pending.chains is not None and not self._late
@@ -113,65 +176,99 @@ class DraftTarget(OwnWorkers, Drafter):
             if self._pending is not None:
                 if is_due:
                     raise self._missed()
-                return drafts
-        if self._cache is None:
-            self._draw(batch, budgets, drafts)
-            return drafts
-        try:
-            self._propose_prepared(self._cache, batch, budgets, drafts)
-        except (WorkerError, TimeoutError) as error:  # what was found in the cache is still good
-            raise DraftFault(str(error), drafts) from error
-        return drafts
+                return np.zeros_like(budgets)
+        cache = self._cache
+        if cache is None:
+            return budgets
+        prepares = self._prepares = cache.pace.begin_round(batch, self.clock())
+        missed = budgets.copy()
+        if cache.is_empty and not prepares:
+            return missed
+        for row, request_id in enumerate(batch.request_ids):
+            sequence = self._sequences.get(request_id)
+            if budgets[row] <= 0 or sequence is None:
+                continue
+            helps = request_id in helped
+            found = cache.look_up(request_id, sequence.tokens.view, helps=helps)
+            if found is not None:
+                draft = tree.truncate(found, int(budgets[row]))
+                drafts[row] = draft if draft.num_nodes >= self._draft_min else tree.EMPTY
+                missed[row] = 0
+            elif helps or (prepares and sequence.num_uncomputed > _FEW_TOKENS):
+                missed[row] = 0  # its prompt is computed along with the preparation
+        return missed
 
-    def _propose_prepared(
+    def ask(self, batch: Batch, missed: IntArray) -> None:
+        """Second part: asks for chains of rows with nodes to draw, where it pays to wait."""
+        cache = self._cache
+        if cache is not None:
+            num_missed = int((missed > 0).sum())
+            self._has_missed = num_missed > 0
+            if not num_missed or (
+                self._prepares and not cache.drafts_misses(num_missed, batch.num_seqs)
+            ):
+                return
+        rows, sources = self._rows(
+            batch, np.where(missed > 0, missed, -1), _ALL if self.mask_token is None else 1
+        )
+        if rows:
+            self._post(self._step_of(rows), _Pending(self._step, rows, self.clock()))
+            self._asked = sources
+
+    def take(
+        self,
+        batch: Batch,
+        drafts: list[Draft],  # written
+    ) -> None:
+        """Third part: waits for the chains, up to the deadline.
+
+        Raises:
+            TimeoutError: it was missed; not raised again until an answer is in time.
+        """
+        sources, self._asked = self._asked, None
+        if sources is None:
+            return
+        drafted = self._receive(0.0 if self._late else self._timeout_s)
+        if drafted is None:
+            if self._late:
+                return
+            raise self._missed()
+        for index, source in enumerate(sources):
+            draft = chain_of(drafted, index, self.name)
+            self._drawn[batch.request_ids[source]] = draft.num_nodes
+            if draft.num_nodes >= self._draft_min:
+                drafts[source] = draft
+
+    def finish(
+        self,
+        batch: Batch,
+        budgets: IntArray,
+        drafts: list[Draft],
+        places: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """Last part: has the next round prepared, once all drafts of this one are known.
+
+        Args:
+            places: by request that several models prepare: which this is, of how many.
+        """
+        cache, prepares = self._cache, self._prepares
+        if cache is None or prepares is None:
+            return
+        num_drafted = sum(draft.num_nodes > 0 for draft in drafts)
+        if not self._has_missed:
+            cache.count_saved(self._waited_ms, num_drafted)
+        self._waited_ms = 0.0
+        cache.pace.end_round(batch, num_drafted, cache.mean_accepted)
+        if prepares and self._pending is None:
+            self._prepare(cache, batch, budgets, drafts, places)
+
+    def _prepare(
         self,
         cache: SpeculationCache,
         batch: Batch,
         budgets: IntArray,
-        drafts: list[Draft],  # written
-    ) -> None:
-        """Fills `drafts` from the cache; then has the next round prepared."""
-        prepares = cache.pace.begin_round(batch, self.clock())
-        missed = budgets.copy()
-        if not cache.is_empty or prepares:
-            for row, request_id in enumerate(batch.request_ids):
-                sequence = self._sequences.get(request_id)
-                if budgets[row] <= 0 or sequence is None:
-                    continue
-                found = cache.look_up(request_id, sequence.tokens.view)
-                if found is not None:
-                    draft = tree.truncate(found, int(budgets[row]))
-                    drafts[row] = draft if draft.num_nodes >= self._draft_min else tree.EMPTY
-                    missed[row] = 0
-                elif prepares and sequence.num_uncomputed > _FEW_TOKENS:
-                    missed[row] = 0  # its prompt is computed along with the preparation
-        num_missed = int((missed > 0).sum())
-        if num_missed and (not prepares or cache.drafts_misses(num_missed, batch.num_seqs)):
-            self._draw(batch, missed, drafts)
-        elif not num_missed:
-            cache.count_saved(self._waited_ms, sum(draft.num_nodes > 0 for draft in drafts))
-        self._waited_ms = 0.0
-        num_drafted = sum(draft.num_nodes > 0 for draft in drafts)
-        cache.pace.end_round(batch, num_drafted, cache.mean_accepted)
-        if prepares and self._pending is None:
-            self._prepare(cache, batch, budgets, drafts)
-
-    def _draw(self, batch: Batch, budgets: IntArray, drafts: list[Draft]) -> None:
-        """Has chains drawn for rows with a budget, and waits for them."""
-        nodes = np.where(budgets > 0, budgets, -1)
-        rows, sources = self._rows(batch, nodes, _ALL if self.mask_token is None else 1)
-        if not rows:
-            return
-        drafted = self._ask(self._step_of(rows), _Pending(self._step, rows, self.clock()))
-        if drafted is not None:
-            for index, source in enumerate(sources):
-                draft = chain_of(drafted, index, self.name)
-                self._drawn[batch.request_ids[source]] = draft.num_nodes
-                if draft.num_nodes >= self._draft_min:
-                    drafts[source] = draft
-
-    def _prepare(
-        self, cache: SpeculationCache, batch: Batch, budgets: IntArray, drafts: list[Draft]
+        drafts: list[Draft],
+        places: Mapping[str, tuple[int, int]],
     ) -> None:
         """Asks for the drafts of the next round, without waiting."""
         nodes = ints([draft.num_nodes for draft in drafts])
@@ -192,7 +289,11 @@ class DraftTarget(OwnWorkers, Drafter):
         step = self._step_of(rows)
         joined = JoinedDrafts(np.concatenate(chains), ints([len(chain) for chain in chains]))
         plan = replace(step.plan, drafts=joined) if len(joined.tokens) else step.plan
-        step = replace(step, plan=plan, preparation=cache.preparation(whole, reach))
+        preparation = cache.preparation(whole, reach)
+        if places:
+            shares = [places.get(batch.request_ids[source], (0, 1)) for source in sources]
+            preparation = replace(preparation, shares=ints(shares).reshape(-1, 2))
+        step = replace(step, plan=plan, preparation=preparation)
         self._post(step, _Pending(self._step, rows, self.clock(), chains))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -241,23 +342,13 @@ class DraftTarget(OwnWorkers, Drafter):
             raise
         self._pending = pending
 
-    def _ask(self, step: DraftStep, pending: _Pending) -> Drafted | None:
-        """The answer, if it arrives before the deadline.
-
-        Raises:
-            TimeoutError: the deadline was missed; not raised again until an answer is in time.
-        """
-        self._post(step, pending)
-        drafted = self._receive(0.0 if self._late else self._timeout_s)
-        if drafted is None and not self._late:
-            raise self._missed()
-        return drafted
-
     def _receive(self, timeout_s: float) -> Drafted | None:
         """The pending answer; the tokens it computed count even if it is late."""
         pending, self._pending = self._pending, None
         assert pending is not None
         start = self.clock()
+        if self.deadline_s is not None:
+            timeout_s = min(timeout_s, max(0.0, self.deadline_s - start))
         try:
             drafted = self._model.answer(timeout_s)
             while drafted is not None and drafted.step != pending.step:
@@ -275,6 +366,7 @@ class DraftTarget(OwnWorkers, Drafter):
             self._pending = pending
             pending.num_polls += 1
             return None
+        self.load = drafted.load
         self._count_computed(pending)
         # If a long step delayed the first poll, the model may still have answered in time.
         took_s = self.clock() - pending.asked_at
@@ -380,3 +472,232 @@ class DraftTarget(OwnWorkers, Drafter):
         if self._cache is not None:
             self._cache.clear()
         return True
+
+
+@dataclass(slots=True)
+class _Routed:
+    """A request and the members that draft for it."""
+
+    request: Request
+    tokens: TokenBuffer
+    members: list[str] = field(default_factory=list)  # the first drafts, others prepare
+
+
+@dataclass(slots=True)
+class _Share:
+    """A member's part of a step."""
+
+    drafter: DraftTarget
+    budgets: IntArray  # [num_seqs], 0 where it has nothing to do
+    missed: IntArray  # [num_seqs], nodes to draw now
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # as of `finish`
+    fault: Exception | None = None
+
+    def attempt(self, verb: Callable[..., None], *arguments: Any) -> None:
+        """Calls a verb, unless one before it has failed."""
+        if self.fault is None:
+            try:
+                verb(*arguments)
+            except (WorkerError, TimeoutError) as error:
+                self.fault = error
+
+
+class Members(Drafter):
+    """Divides the requests of an engine among the members that are up.
+
+    Args:
+        name: of the kind of drafter.
+        make: the drafter of a member's model.
+    """
+
+    def __init__(
+        self,
+        config: DraftTargetConfig,
+        members: DraftMembers,
+        name: str,
+        make: Callable[[DraftModel], DraftTarget],
+    ) -> None:
+        self._group, self._routing = config.drafter_group, config.drafter_routing
+        self._timeout_s = config.draft_timeout_s
+        self._clock: Clock = time.monotonic
+        self._has_cache = config.speculation_cache is not None
+        self._source, self._make = members, make
+        self._drafters: dict[str, DraftTarget] = {}
+        self._routes: dict[str, _Routed] = {}
+        self._num_routed = 0
+        self._refusal = ""  # why no drafter could be made of a member
+        self.name, self.needs = name, DraftTarget.needs
+        self.cache_counts = CacheCounts() if self._has_cache else None
+        self._take_changes()
+
+    def open(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            tokens = TokenBuffer(request.prompt, request.emitted)
+            self._routes[request.id] = _Routed(request, tokens)
+
+    def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
+        self._take_changes()
+        up = [name for name, drafter in self._drafters.items() if drafter.is_up()]
+        drafts = [tree.EMPTY] * batch.num_seqs
+        if not up:
+            return drafts
+        wanted = np.flatnonzero(budgets > 0).tolist()
+        for row in wanted:
+            self._route(self._routes[batch.request_ids[row]], up)
+        if self._has_cache:
+            self._spread([self._routes[batch.request_ids[row]] for row in wanted], up)
+        faults = self._propose(batch, budgets, wanted, drafts)
+        if faults:
+            raise DraftFault("; ".join(map(str, faults)), drafts) from faults[0]
+        return drafts
+
+    def _propose(
+        self,
+        batch: Batch,
+        budgets: IntArray,
+        rows: list[int],
+        drafts: list[Draft],  # written
+    ) -> list[Exception]:
+        """Has all members draft at once; together they have the time that one has."""
+        deadline_s = self._clock() + self._timeout_s
+        shares = [
+            share
+            for name, drafter in self._drafters.items()
+            if (share := self._share(name, drafter, batch, budgets, rows)) is not None
+        ]
+        for share in shares:
+            share.drafter.deadline_s = deadline_s
+            share.attempt(self._gather, share, batch, drafts)
+        for share in shares:
+            # What a helper has found is not drawn.
+            found = [row for row in rows if drafts[row].num_nodes]
+            share.missed[found] = 0
+            share.attempt(share.drafter.ask, batch, share.missed)
+        for share in shares:
+            share.attempt(share.drafter.take, batch, drafts)
+        for share in shares:
+            share.attempt(share.drafter.finish, batch, share.budgets, drafts, share.places)
+        return [share.fault for share in shares if share.fault is not None]
+
+    def _share(
+        self, name: str, drafter: DraftTarget, batch: Batch, budgets: IntArray, rows: list[int]
+    ) -> _Share | None:
+        """What a member has to do; None: nothing."""
+        share = _Share(drafter, np.zeros_like(budgets), np.zeros_like(budgets))
+        for row in rows:
+            request_id = batch.request_ids[row]
+            members = self._routes[request_id].members
+            if name not in members:
+                continue
+            share.budgets[row] = budgets[row]
+            if len(members) > 1:
+                share.places[request_id] = members.index(name), len(members)
+        return share if share.budgets.any() else None
+
+    @staticmethod
+    def _gather(share: _Share, batch: Batch, drafts: list[Draft]) -> None:
+        helped = [name for name, (place, _) in share.places.items() if place]
+        share.missed = share.drafter.gather(batch, share.budgets, drafts, helped)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        for row, request_id in enumerate(batch.request_ids):
+            route = self._routes.get(request_id)
+            if route is not None:
+                route.tokens.extend(verdict.tokens(row))
+        for drafter in self._drafters.values():
+            drafter.observe(batch, verdict)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._routes.pop(request_id, None)
+        for drafter in self._drafters.values():
+            drafter.close(request_ids)
+
+    def shutdown(self) -> None:
+        self._source.shutdown()
+        while self._drafters:
+            self._drafters.popitem()[1].shutdown()
+
+    def health(self) -> Health:
+        found = [drafter.health() for drafter in list(self._drafters.values())]
+        active = sum(each.state == "active" for each in found)
+        if not found:
+            why = self._refusal or self._source.reason or "it has no members"
+            return Health("down", f"drafter group {self._group!r}: {why}")
+        if active:
+            reason = next((each.reason for each in found if each.state != "active"), "")
+            return Health("active", f"{active} of {len(found)} members; {reason}" if reason else "")
+        return found[0]
+
+    def _take_changes(self) -> None:
+        """Members that have joined draft from now on; the requests of those that left move."""
+        for name, model in self._source.changes():
+            gone = self._drafters.pop(name, None)
+            if gone is not None:
+                # Not in this thread: the engine's steps do not wait for it.
+                threading.Thread(target=gone.shutdown, daemon=True).start()
+                for route in self._routes.values():
+                    if name in route.members:
+                        route.members.remove(name)
+            if model is not None:
+                self._join_group(name, model)
+            log.info("drafter group %s: %s %s", self._group, name, "joins" if model else "left")
+
+    def _join_group(self, name: str, model: DraftModel) -> None:
+        try:
+            drafter = self._make(model)
+        except OutriderError as error:  # the group has another model than at the start
+            self._refusal = error.message
+            log.warning("drafter group %s: %s", self._group, error.message)
+            threading.Thread(target=model.shutdown, daemon=True).start()
+            return
+        self._refusal = ""
+        if self.cache_counts is not None:
+            drafter.share_counts(self.cache_counts)
+        self._drafters[name] = drafter
+
+    def _route(self, route: _Routed, up: list[str]) -> None:
+        """Gives a request a member, if it has none that is up."""
+        if route.members and route.members[0] in up:
+            return
+        for name in route.members:
+            self._leave(route, name)
+        route.members = []
+        self._join(route, self._chosen(route, up))
+
+    def _chosen(self, route: _Routed, up: list[str]) -> str:
+        self._num_routed += 1
+        if self._routing == "round_robin":
+            return up[self._num_routed % len(up)]
+        if self._routing == "prefix":  # rendezvous hashing: few requests move with a member
+            begin = route.tokens.view[:_PREFIX_TOKENS].tobytes() + route.request.tenant.encode()
+            return max(up, key=lambda name: hashlib.sha256(begin + name.encode()).digest())
+        share = 1 + len(self._routes) / len(up)
+        loads = {name: self._drafters[name].load * share for name in up}
+        for each in self._routes.values():
+            for name in each.members[:1]:
+                if name in loads:
+                    loads[name] += 1
+        return min(up, key=lambda name: loads[name])
+
+    def _spread(self, routes: list[_Routed], up: list[str]) -> None:
+        """Members without a request of their own prepare more outcomes of those that run."""
+        owners = {route.members[0] for route in routes}
+        idle = [name for name in up if name not in owners]
+        for index, route in enumerate(routes):
+            helpers = idle[index :: len(routes)]
+            for name in [each for each in route.members[1:] if each not in helpers]:
+                self._leave(route, name)
+                route.members.remove(name)
+            for name in helpers:
+                if name not in route.members:
+                    self._join(route, name)
+
+    def _join(self, route: _Routed, name: str) -> None:
+        emitted = route.tokens.view[len(route.request.prompt) :].copy()
+        self._drafters[name].open([replace(route.request, emitted=emitted)])
+        route.members.append(name)
+
+    def _leave(self, route: _Routed, name: str) -> None:
+        if name in self._drafters:
+            self._drafters[name].close([route.request.id])

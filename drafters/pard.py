@@ -39,9 +39,10 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
         ConfigError: the section names one outside the vocabulary.
     """
     folder = Path(config.speculative_model)
+    field = f"{_FIELD}{'drafter_group' if config.drafter_group else 'speculative_model'}"
     if (folder / "warp_model.bin").exists():
         raise CheckpointError.at(
-            f"{_FIELD}speculative_model",
+            field,
             f"{str(folder)!r} has 'warp_model.bin', with which PARD-2 reads the target's features; "
             "that is not implemented: use a checkpoint of PARD",
         )
@@ -53,18 +54,18 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
                 f"{token} is outside the draft model's vocabulary of {vocab_size} tokens",
             )
         return token
-    stored = _stored(folder)
+    stored = _stored(folder, field)
     key = next((key for key in MASK_KEYS if stored.get(key) is not None), None)
     if key is None:
         raise CheckpointError.at(
-            f"{_FIELD}speculative_model",
+            field,
             f"config.json of {str(folder)!r} has no 'pard_token', so that it is no checkpoint of "
             "PARD; give its mask_token_id, or use decoding_type DraftTarget",
         )
     found = stored[key]
     if type(found) is not int or not 0 <= found < vocab_size:
         raise CheckpointError.at(
-            f"{_FIELD}speculative_model",
+            field,
             f"{key!r} in config.json of {str(folder)!r} is {found!r}, expected a token of the "
             f"draft model's vocabulary of {vocab_size}",
         )
@@ -73,7 +74,7 @@ def mask_token(config: PARDConfig, vocab_size: int) -> int:
 
 def mask_candidates(folder: Path) -> tuple[int, ...]:
     """Tokens that a checkpoint's mask may be, by what its `config.json` names."""
-    stored = _stored(folder)
+    stored = _stored(folder, f"{_FIELD}speculative_model")
     for section in ("transformer_layer_config", "dflash_config"):  # of block drafters
         inner = stored.get(section)
         stored |= inner if isinstance(inner, dict) else {}
@@ -83,12 +84,12 @@ def mask_candidates(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(each for each in (*named, *last) if type(each) is int))
 
 
-def _stored(folder: Path) -> dict[str, object]:
+def _stored(folder: Path, field: str) -> dict[str, object]:
     """The checkpoint's `config.json`."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError.at(
-            f"{_FIELD}speculative_model", f"config.json of {str(folder)!r} cannot be read: {error}"
+            field, f"config.json of {str(folder)!r} cannot be read: {error}"
         ) from None
     return data if isinstance(data, dict) else {}

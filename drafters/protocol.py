@@ -67,6 +67,9 @@ class Preparation:
     # [2, num_ranks], how often the bonus token has a rank: after a rejection, after a whole chain
     rank_rates: FloatArray
     shares_noise: bool  # the bonus token is drawn with noise that the model knows
+    # [num_seqs, 2]: which of the models that prepare a sequence this is, and how many do. The i-th
+    # of n takes the outcomes i, i + n, ...; None: it is the only one of all.
+    shares: IntArray | None = None
 
 
 def blocks_per_outcome(depth: int, block_size: int) -> int:
@@ -94,6 +97,7 @@ class Drafted:
     forward_ms: float = 0.0
     step: int = -1  # of the request's plan
     outcomes: Outcomes | None = None  # of a preparation
+    load: float = 0.0  # share of the last second that the model drafted for other engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +268,20 @@ class DraftModel(Protocol):
         """Shuts its workers down, if it owns them."""
 
 
+class DraftMembers(Protocol):
+    """The members of a drafter group of the cluster: each a draft model that engines share."""
+
+    folder: str  # of the draft model, which this node need not see
+    vocab_size: int
+    reason: str  # why there are no members; "": unknown
+
+    def changes(self) -> Sequence[tuple[str, DraftModel | None]]:
+        """Members by their ids that have joined, or left (None), since the last call."""
+
+    def shutdown(self) -> None:
+        """Looks for members no more; those that joined are shut down by whoever took them."""
+
+
 class HeadModel(Protocol):
     """A head in workers of its own; features reach it directly from the target's workers."""
 
@@ -307,6 +325,13 @@ class DraftHost(Protocol):
 
         Raises:
             ConfigError: the model does not exist or does not fit the target.
+        """
+
+    def draft_members(self, config: Any) -> DraftMembers:
+        """The drafter group that a configuration section names.
+
+        Raises:
+            ConfigError: there is no such group, or it does not fit the target.
         """
 
     def head_model(self, config: Any) -> HeadModel:

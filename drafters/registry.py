@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from ..config.speculation import LlamaMapConfig
 from ..scheduler.types import Request
 from . import vocabulary
 from .compose import Compose, Member
-from .draft_target import DraftTarget
+from .draft_target import DraftTarget, Members
 from .files import check_writable
 from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
@@ -32,7 +33,7 @@ from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
 from .pard import PARD, mask_candidates, mask_token
-from .protocol import Drafter, DraftFault, DraftHost, NoDrafter
+from .protocol import Drafter, DraftFault, DraftHost, DraftModel, NoDrafter
 from .user import User, find
 
 if TYPE_CHECKING:
@@ -216,6 +217,29 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
     return SeparateHead(name, model, config.draft_timeout_s, is_chain=config.is_chain)
 
 
+def _draft_model(
+    kind: type[DraftTarget], config: sections.DraftTargetConfig, host: DraftHost
+) -> Drafter:
+    """A draft model of the engine's own, or the members of a drafter group."""
+    if config.drafter_group is None:
+        return kind(config, host.draft_model(config))
+    members = host.draft_members(config)
+
+    def of_group() -> sections.DraftTargetConfig:  # it may have another model one day
+        return config.model_copy(update={"speculative_model": members.folder})
+
+    def make(model: DraftModel) -> DraftTarget:
+        return kind(of_group(), model)
+
+    try:
+        if isinstance(section := of_group(), sections.PARDConfig):
+            mask_token(section, members.vocab_size)
+        return Members(config, members, kind.name, make)
+    except BaseException:
+        members.shutdown()
+        raise
+
+
 def _imported(module: str, name: str) -> Callable[..., Any]:
     """A class or function of this package, imported when it is called.
 
@@ -316,14 +340,13 @@ _RECORDS: tuple[Method[Any], ...] = (
         check_files=ngram_file.load_tables,
     ),
     Method(sections.SuffixConfig, lambda config, host: _SUFFIX(config)),
-    Method(
-        sections.DraftTargetConfig,
-        lambda config, host: DraftTarget(config, host.draft_model(config)),
-    ),
+    Method(sections.DraftTargetConfig, partial(_draft_model, DraftTarget)),
     Method(
         sections.PARDConfig,
-        lambda config, host: PARD(config, host.draft_model(config)),
-        check_files=lambda config, tokenizer, vocab_size: mask_token(config, vocab_size),
+        partial(_draft_model, PARD),
+        check_files=lambda config, tokenizer, vocab_size: (
+            mask_token(config, vocab_size) if config.drafter_group is None else None
+        ),
         mask_tokens=mask_candidates,
     ),
     Method(

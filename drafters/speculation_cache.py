@@ -264,28 +264,41 @@ class SpeculationCache:
         counts.num_outcomes += len(outcomes.seqs)
         counts.num_tokens += len(drafted.tokens)
 
-    def look_up(self, request_id: str, tokens: IntArray) -> Draft | None:
-        """The draft behind the known `tokens`; None: it was not prepared."""
-        self.counts.num_lookups += 1
+    def look_up(self, request_id: str, tokens: IntArray, *, helps: bool = False) -> Draft | None:
+        """The draft behind the known `tokens`; None: it was not prepared.
+
+        Args:
+            helps: another model's cache is looked up as well, which counts what is not found.
+        """
+        counts = CacheCounts() if helps else self.counts
+        found = self._look_up(request_id, tokens, counts)
+        if helps and found is not None:
+            self.counts.num_hits += 1
+            self.counts.num_unprepared -= 1
+            self.counts.num_used_tokens += found.num_nodes
+        return found
+
+    def _look_up(self, request_id: str, tokens: IntArray, counts: CacheCounts) -> Draft | None:
+        counts.num_lookups += 1
         entry = self._entries.pop(request_id, None)
         if entry is None:
-            self.counts.num_absent += 1
+            counts.num_absent += 1
             return None
         emitted = tokens[entry.base :].tolist()
         num_accepted = common_prefix(emitted, entry.chain)
         if len(emitted) != num_accepted + 1:  # the target's step failed, or there were several
-            self.counts.num_stale += 1
+            counts.num_stale += 1
             return None
         place = entry.found.get((num_accepted, emitted[-1]))
         ranks = [rank for (count, _), (_, rank) in entry.found.items() if count == num_accepted]
         found = None if place is None else place[1]
         self._rates.count(len(entry.chain), num_accepted, ranks, found)
         if place is None:
-            self.counts.num_unprepared += 1
+            counts.num_unprepared += 1
             return None
         draft = chain_of(entry.drafted, place[0], self._source)
-        self.counts.num_hits += 1
-        self.counts.num_used_tokens += draft.num_nodes
+        counts.num_hits += 1
+        counts.num_used_tokens += draft.num_nodes
         return draft
 
     @property

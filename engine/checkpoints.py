@@ -79,7 +79,7 @@ def _placed(section: SpeculationBase, place: Any) -> SpeculationBase:
 
 
 def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
-    """Every section with a draft model, and the key that names the model.
+    """Every section with a draft model, and the key that names the model; not drafter groups.
 
     Raises:
         ConfigError: more than one is to be colocated.
@@ -87,7 +87,7 @@ def draft_sections(config: EngineConfig) -> list[tuple[str, DraftModelConfig]]:
     found = [
         (f"{prefix}speculative_model", section)
         for prefix, section in _sections(config)
-        if isinstance(section, DraftModelConfig)
+        if isinstance(section, DraftModelConfig) and section.drafter_group is None
     ]
     colocated = [field for field, section in found if section.placement == "colocated"]
     if len(colocated) > 1:
@@ -143,7 +143,8 @@ def checkpoint_folders(config: EngineConfig) -> list[tuple[str, Path]]:
     found = [("model", Path(config.model))]
     for prefix, section in _sections(config):
         if isinstance(section, DraftModelConfig):
-            found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
+            if section.drafter_group is None:
+                found.append((f"{prefix}speculative_model", Path(section.speculative_model)))
         elif isinstance(section, HeadConfig):
             found.append((f"{prefix}speculative_model", section.folder_beside(config.model)))
     return found
@@ -189,7 +190,7 @@ def of_another_kind(config: EngineConfig) -> dict[str, CheckpointError]:
     for prefix, section in _sections(config):
         field = f"{prefix}speculative_model"
         if isinstance(section, DraftModelConfig):
-            if _holds_a_head(Path(section.speculative_model)):
+            if section.drafter_group is None and _holds_a_head(Path(section.speculative_model)):
                 name = repr(section.speculative_model)
                 found[field] = CheckpointError.at(field, f"{name} is no model{HEAD_AS_DRAFT}")
         elif isinstance(section, HeadConfig) and (error := _holds_no_head(config, section)):

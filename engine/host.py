@@ -7,10 +7,11 @@ does not match or a size that does not divide is reported within a second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,27 @@ from ..config import (
 )
 from ..drafters import vocabulary
 from ..drafters.lookup.pool import LocalLink, PoolLink, PoolStore
-from ..drafters.protocol import blocks_per_outcome
+from ..drafters.protocol import DraftMembers, blocks_per_outcome
 from ..errors import ConfigError, OutriderError
 from ..workers.group import GroupDraftModel, GroupHead, LocalGroup, WorkerGroup, agreed_blocks
 from ..workers.spec import ModelSpec, NewDrafters, NewWeights, WorkerSpec
 from .checkpoints import draft_sections, draft_size, head_section, head_sections, resolved
-from .preflight import check_drafter, check_models
+from .preflight import check_drafter, check_members, check_models
 from .statistics import HeadInfo
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MembersAsk:
+    """What an engine tells a drafter group about itself."""
+
+    name: str  # of the group
+    engine: str
+    check: Callable[[DraftMembers], None]  # raises `ConfigError` where they cannot draft for it
+    num_scratch_blocks: Callable[[int], int]  # at a block size
+    max_num_batched_tokens: int
+    timeout_s: float
 
 
 class Backend:
@@ -65,6 +78,17 @@ class Backend:
     def can_start_at_once(self, specs: Sequence[WorkerSpec], resources: ResourcesConfig) -> bool:
         """Whether none of these groups can take what another needs, whichever starts first."""
         return False  # they share this process
+
+    def draft_members(self, ask: MembersAsk) -> DraftMembers:
+        """The members of a drafter group of the cluster.
+
+        Raises:
+            ConfigError: there is no such group; names `speculative_config.drafter_group`.
+        """
+        raise ConfigError.at(
+            "speculative_config.drafter_group",
+            f"{ask.name!r}: drafter groups are found on Ray; the executor is 'local'",
+        )
 
     def shared_pool(
         self, fingerprint: str, max_tokens: int, vocab_size: int, snapshot: str | None
@@ -144,6 +168,21 @@ class EngineHost:
             self._config.max_num_batched_tokens,
             owned=owned,
             timeout_s=self._config.step_timeout_s,
+        )
+
+    def draft_members(self, config: DraftModelConfig) -> DraftMembers:
+        """The drafter group of a section, whose draft model has the target's vocabulary."""
+        name = config.drafter_group
+        assert name is not None, "the section names one"
+        return self._backend.draft_members(
+            MembersAsk(
+                name,
+                f"{self._config.model_name}-{os.getpid()}",
+                lambda members: check_members(self._config, name, members, self.vocab_size),
+                lambda block_size: _scratch_blocks(config, block_size),
+                self._config.max_num_batched_tokens,
+                self._config.step_timeout_s,
+            )
         )
 
     def head_model(self, config: Any) -> GroupHead:
@@ -418,9 +457,8 @@ class EngineHost:
         self, section: DraftModelConfig, config: EngineConfig | None = None
     ) -> WorkerSpec:
         model = self._model_spec(section.speculative_model, section.num_kv_blocks)
-        if (cache := section.speculation_cache) is not None:
-            size = blocks_per_outcome(section.prepared_len, model.block_size)
-            model = replace(model, num_scratch_blocks=cache.budget * size)
+        num_scratch_blocks = _scratch_blocks(section, model.block_size)
+        model = replace(model, num_scratch_blocks=num_scratch_blocks)
         return self._worker(
             draft_size(config or self._config, section),
             symmetric_memory=self._config.symmetric_memory,
@@ -428,37 +466,52 @@ class EngineHost:
         )
 
     def _worker(self, size: int, **parts: Any) -> WorkerSpec:
-        """A group of `size` workers with the settings that all groups share."""
-        config = self._config
-        return WorkerSpec(
-            size=size,
-            device=config.device,
-            threads=config.resources.threads_per_worker,
-            spin_s=config.resources.spin_s,
-            timeout_s=config.step_timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            **parts,
-        )
+        return worker_spec(self._config, size, **parts)
 
     def _model_spec(
         self, path: str, num_blocks: int | None, max_model_len: int | None = None
     ) -> ModelSpec:
-        config = self._config
-        return ModelSpec(
-            path=str(Path(path).resolve()),
-            dtype=config.dtype,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            kv_cpu_bytes=config.kv_cpu_bytes,
-            kv_memory_fraction=config.kv_memory_fraction,
-            num_checkpoints=config.num_checkpoints,
-            forward=config.forward,
-            trust_remote_code=config.trust_remote_code,
-            allow_pickle=config.allow_pickle,
-        )
+        return model_spec(self._config, path, num_blocks, max_model_len)
+
+
+def worker_spec(config: EngineConfig, size: int, **parts: Any) -> WorkerSpec:
+    """A group of `size` workers with the settings that all groups share."""
+    return WorkerSpec(
+        size=size,
+        device=config.device,
+        threads=config.resources.threads_per_worker,
+        spin_s=config.resources.spin_s,
+        timeout_s=config.step_timeout_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        **parts,
+    )
+
+
+def model_spec(
+    config: EngineConfig, path: str, num_blocks: int | None, max_model_len: int | None = None
+) -> ModelSpec:
+    """A model with the settings that all models share."""
+    return ModelSpec(
+        path=str(Path(path).resolve()),
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cpu_bytes=config.kv_cpu_bytes,
+        kv_memory_fraction=config.kv_memory_fraction,
+        num_checkpoints=config.num_checkpoints,
+        forward=config.forward,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+
+
+def _scratch_blocks(section: DraftModelConfig, block_size: int) -> int:
+    """Blocks for chains behind outcomes."""
+    cache = section.speculation_cache
+    return cache.budget * blocks_per_outcome(section.prepared_len, block_size) if cache else 0
 
 
 def _adapters(config: EngineConfig) -> tuple[tuple[str, str], ...] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
+from ..drafters.protocol import DraftMembers
 from ..errors import CheckpointError, ConfigError, OutriderError
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
@@ -551,8 +552,37 @@ def _check_vocabulary(
             f"{target} one of {vocab_size}; a drafter must share the target's",
         )
     ours = _vocabulary(Path(config.tokenizer or target))
-    if theirs is None or ours is None:
-        return
+    if theirs is not None and ours is not None:
+        _check_tokens(ours, theirs, field, draft, target)
+
+
+def check_members(config: EngineConfig, name: str, members: DraftMembers, vocab_size: int) -> None:
+    """Whether the draft model of a drafter group can draft for the target.
+
+    Raises:
+        ConfigError: it has another vocabulary; names `speculative_config.drafter_group`.
+    """
+    field = "speculative_config.drafter_group"
+    if members.vocab_size != vocab_size:
+        raise ConfigError.at(
+            field,
+            f"the draft model of {name!r} has a vocabulary of {members.vocab_size} tokens, the "
+            f"target {config.model} one of {vocab_size}; a drafter must share the target's",
+        )
+    theirs = _vocabulary(Path(members.folder))  # where this node sees the folder
+    ours = _vocabulary(Path(config.tokenizer or config.model))
+    if theirs is not None and ours is not None:
+        _check_tokens(ours, theirs, field, members.folder, config.model)
+
+
+def _check_tokens(
+    ours: vocabulary.Vocabulary,
+    theirs: vocabulary.Vocabulary,
+    field: str,
+    draft: str,
+    target: str,
+) -> None:
+    """Raises `ConfigError` where ids stand for other tokens."""
     differing = vocabulary.differing(ours, theirs)
     if differing:
         first = differing[0]

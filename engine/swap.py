@@ -163,7 +163,9 @@ class Swap:
         for section in self.config.speculative_config.sections:
             if id(section) in self._kept:
                 continue
-            if getattr(section, "placement", "") == "separate":
+            if getattr(section, "drafter_group", None) is not None:
+                self._ready |= build_parts(section, self.host, {})[1]
+            elif getattr(section, "placement", "") == "separate":
                 self._started[id(section)] = self.host.start_apart(self.config, section)
             elif not section.has_model:
                 self._ready |= build_parts(section, self.host, {})[1]

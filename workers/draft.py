@@ -19,6 +19,7 @@ likeliest, a call per level where they are drawn.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +68,7 @@ from .ops.program import (
     Program,
 )
 from .seats import Seats, lay_out
+from .spec import Leased, OpenLease, WeightsAnswer, WorkerReport
 from .verify.process import GREEDY_BELOW, DrawSettings, draw, draw_siblings, rank_draws
 
 
@@ -273,6 +275,66 @@ class DraftService:
         if not step.probs_top:
             return (tokens.cpu().numpy(),)
         return tokens.cpu().numpy(), ids.cpu().numpy(), probs.cpu().numpy()
+
+
+class SharedDrafts:
+    """A draft model that several engines share: each has seats and a part of the cache of its own.
+
+    Args:
+        make: a service with so many blocks, and scratch blocks.
+        report: of the worker; its blocks are divided evenly.
+        num_leases: engines at most.
+    """
+
+    def __init__(
+        self, make: Callable[[int, int], DraftService], report: WorkerReport, num_leases: int
+    ) -> None:
+        assert report.draft is not None, "a draft model is shared"
+        self._make, self._report, self._num_leases = make, report, num_leases
+        self._num_blocks = report.draft.num_blocks // num_leases
+        self._least = -(-report.draft.max_model_len // report.draft.block_size)
+        self._services: dict[int, DraftService] = {}
+        self._busy_s: dict[int, float] = {}  # of the last second or so, by lease
+        self._counted_at = time.monotonic()
+
+    def handle(self, message: Leased) -> Drafted | WorkerReport | WeightsAnswer | None:
+        """Answers one engine."""
+        lease, inner = message.lease, message.message
+        if inner is None:
+            self._services.pop(lease, None)
+            self._busy_s.pop(lease, None)
+            return None
+        if isinstance(inner, OpenLease):
+            return self._open(lease, inner)
+        start = time.monotonic()
+        drafted = self._services[lease].draft(inner)
+        return replace(drafted, load=self._count(lease, start, time.monotonic()))
+
+    def _open(self, lease: int, message: OpenLease) -> WorkerReport | WeightsAnswer:
+        if len(self._services) >= self._num_leases:
+            return WeightsAnswer(
+                f"{self._num_leases} engines share this drafter already (max_engines)",
+                "drafter_group",
+            )
+        num_blocks = self._num_blocks - message.num_scratch_blocks
+        if num_blocks < self._least:
+            return WeightsAnswer(
+                f"an engine's part has {self._num_blocks} KV blocks, of which its outcomes need "
+                f"{message.num_scratch_blocks}; one sequence may need {self._least} more",
+                "speculation_cache.budget",
+            )
+        self._services[lease] = self._make(num_blocks, message.num_scratch_blocks)
+        assert self._report.draft is not None, "a draft model is shared"
+        return replace(self._report, draft=replace(self._report.draft, num_blocks=num_blocks))
+
+    def _count(self, lease: int, start: float, now: float) -> float:
+        """Counts a draft's time; the share of the last second that others had."""
+        kept = math.exp(self._counted_at - now)
+        self._busy_s = {each: busy * kept for each, busy in self._busy_s.items()}
+        self._counted_at = now
+        others = min(1.0, sum(self._busy_s.values()) - self._busy_s.get(lease, 0.0))
+        self._busy_s[lease] = self._busy_s.get(lease, 0.0) + now - start
+        return others
 
 
 class _Lanes:
@@ -616,7 +678,11 @@ def _ranked(
     score[(tokens < 0) | ~useful[:, None]] = 0.0
     flat = np.lexsort((-score.ravel(), owner.repeat(tokens.shape[1])))
     seqs = owner.repeat(tokens.shape[1])[flat]
-    kept = flat[(_places(seqs) < preparation.num_outcomes[seqs]) & (score.ravel()[flat] > 0)]
+    standing = _places(seqs)  # among the outcomes of its sequence, the best first
+    if preparation.shares is not None:
+        model, num_models = preparation.shares[seqs].T
+        standing = np.where(standing % num_models == model, standing // num_models, len(standing))
+    kept = flat[(standing < preparation.num_outcomes[seqs]) & (score.ravel()[flat] > 0)]
     row, rank = kept // tokens.shape[1], kept % tokens.shape[1]
     return ints(np.stack([owner[row], place[row], tokens[row, rank], rank], axis=1))
 

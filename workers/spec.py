@@ -59,6 +59,7 @@ class WorkerSpec:
     head_target: ModelSpec | None = None  # separate head only: the target that it drafts for
     feeds_heads: bool = False  # separate heads read the target's hidden states
     stages: int = 1  # of the target's layers; ranks of one are neighbours
+    num_leases: int = 0  # engines that may share the draft model; 0: one owns it
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -183,6 +184,25 @@ class Rest:
 
     level: int  # 1: weights to host memory where they are on a GPU; 2: dropped; 0: what wakes
     tags: tuple[str, ...] = ()  # of what wakes: "weights", "kv_cache", which needs the weights
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """To a shared draft model: a part of its cache, and seats, for one more engine.
+
+    Answered with a `WorkerReport` whose draft model has the blocks of that part.
+    """
+
+    engine: str
+    num_scratch_blocks: int  # of that part, for chains behind outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A message of one of the engines that share a draft model; None: it is gone."""
+
+    lease: int
+    message: Any
 
 
 @dataclass(frozen=True, slots=True)

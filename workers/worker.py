@@ -26,7 +26,7 @@ from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
 from .device_step.service import obstacle
 from .devices import dtype_of
-from .draft import DraftService
+from .draft import DraftService, SharedDrafts
 from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
@@ -47,6 +47,7 @@ from .model.target import load_model
 from .remote_head import RemoteHeadWorker
 from .spec import (
     DeviceStepReport,
+    Leased,
     ModelReport,
     ModelSpec,
     NewAdapter,
@@ -68,7 +69,7 @@ from .verify import make_rule
 log = logging.getLogger(__name__)
 
 Change = NewWeights | NewAdapter | NewDrafters | Rest | TrainerLink | SentWeights
-Message = StepPlan | DraftStep | HeadAsk | ListenFeatures | OpenFeatures | Change
+Message = StepPlan | DraftStep | Leased | HeadAsk | ListenFeatures | OpenFeatures | Change
 Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | WorkerReport | None
 
 
@@ -102,6 +103,7 @@ class Worker:
         self._num_blocks = (0, 0)  # of target and draft model, once they are allocated
         self._target: TargetService | None = None
         self._draft: DraftService | None = None
+        self._shared: SharedDrafts | None = None
         self._head: HeadService | None = None
         self._remote_head: RemoteHeadWorker | None = None
         self._asleep: set[str] = set()  # what is given back: "weights", "kv_cache"
@@ -114,6 +116,7 @@ class Worker:
         self._handlers: dict[type, Callable[[Any], Reply | PendingReply]] = {
             StepPlan: self._verify,
             DraftStep: self._draft_step,
+            Leased: self._leased,
             HeadAsk: self._handle_head,
             ListenFeatures: self._handle_head,
             OpenFeatures: self._handle_head,
@@ -530,16 +533,24 @@ class Worker:
                 self._target.device_step.capture()
                 report = self._target.device_step.report
         if spec.draft is not None and "draft" in self._models:
-            self._draft = DraftService(
-                self._models["draft"],
-                num_draft_blocks,
-                spec.draft.block_size,
-                self._collective,
-                spec.draft.num_scratch_blocks,
-            )
+            self._allocate_draft(spec.draft, num_draft_blocks)
         if self._remote_head is not None:
             self._remote_head.allocate()
         return report
+
+    def _allocate_draft(self, draft: ModelSpec, num_blocks: int) -> None:
+        def make(num_blocks: int, num_scratch_blocks: int) -> DraftService:
+            model = self._models["draft"]
+            size = draft.block_size
+            return DraftService(model, num_blocks, size, self._collective, num_scratch_blocks)
+
+        if not self._spec.num_leases:
+            self._draft = make(num_blocks, draft.num_scratch_blocks)
+            return
+        assert self._report is not None, "it was loaded"
+        assert self._report.draft is not None, "there is a draft model"
+        report = replace(self._report, draft=replace(self._report.draft, num_blocks=num_blocks))
+        self._shared = SharedDrafts(make, report, self._spec.num_leases)
 
     def _pooler(self, target: ModelSpec) -> Pooler | None:
         """What makes embeddings or scores, where the checkpoint is made for them."""
@@ -560,6 +571,13 @@ class Worker:
     def begin(self, message: Message) -> Reply | PendingReply:
         """`handle`, without waiting for a step that a device computes."""
         return self._handlers[type(message)](message)
+
+    def _leased(self, message: Leased) -> Reply:
+        assert self._shared is not None, "the draft model is not shared"
+        if not isinstance(message.message, DraftStep):
+            return self._shared.handle(message)
+        with self._draft_threads.step(message.message.plan.num_tokens):
+            return self._shared.handle(message)
 
     def _draft_step(self, message: DraftStep) -> Drafted | None:
         if "draft" not in self._models:

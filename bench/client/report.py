@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..figures import figure, save
 from .run import Outcome
 from .scores import METRICS, values_ms
 
@@ -156,3 +155,28 @@ def plot_comparison(results: Sequence[Result], path: Path) -> Path:
         axis.set(title=title, ylabel=unit)
     axes[0][0].legend(fontsize=6)
     return save(made, path)
+
+
+# Drawing by matplotlib, which is loaded when something is drawn.
+
+
+def figure(num_rows: int, num_columns: int, width: float | None = None) -> tuple[Any, Any]:
+    """A figure and its axes, by row and column.
+
+    Args:
+        width: in inches; default: by the number of columns.
+    """
+    # Not at the top: a run that cannot begin does not wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size = (width or 3.4 * num_columns + 0.6, 3.4 * num_rows)
+    made = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(made)
+    return made, made.subplots(num_rows, num_columns, squeeze=False)
+
+
+def save(made: Any, path: Path) -> Path:
+    """Writes a figure; the suffix of `path` is the format."""
+    made.savefig(path, dpi=110)
+    return path

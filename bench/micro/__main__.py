@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 from rich.console import Console
 
+from ..measure import timed
 from .host import host
 from .operations import attention, operations, preparation
-from .timing import timed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -35,7 +35,7 @@ from ...workers.head import HeadService
 from ...workers.model.family.compare import sample_step
 from ...workers.model.paged import PagedModel
 from ...workers.model.target import load_model
-from .timing import Pair, timed
+from ..measure import Pair, timed
 
 MODELS = Path(__file__).parents[2] / "demo" / "models"
 BLOCK_SIZE = 16

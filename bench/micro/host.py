@@ -25,8 +25,8 @@ from ...workers.seats import gather, lay_out
 from ...workers.transport import wire
 from ...workers.transport.socket_channel import SocketChannel, serve
 from ...workers.verify import DrawSettings, draw, make_rule, noise, verify
+from ..measure import Pair
 from .operations import BLOCK_SIZE, CPU, decode_batch, decode_plan, decode_step, random_parents
-from .timing import Pair
 
 VOCAB = 4096
 

@@ -14,7 +14,7 @@ from ...workers.ops.cpu import CpuOps
 from ...workers.ops.prompts import TorchOps
 from ...workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm, Rotation
 from ...workers.seats import gather, lay_out
-from .timing import Pair, Run
+from ..measure import Call, Pair
 
 BLOCK_SIZE = 16
 SPEC = AttentionSpec(8, 2, 64, 64, 0.125, rotary_dim=64)
@@ -125,27 +125,27 @@ def _attention_pair(
     return Pair(part, case, ours, reference)
 
 
-def _product(project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> Run:
+def _product(project: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> Call:
     return lambda: project(states)
 
 
 def _add_norm(
     ops: TorchOps | CpuOps, residual: torch.Tensor, update: torch.Tensor, norm: Norm
-) -> Run:
+) -> Call:
     return lambda: ops.add_norm(residual, update, None, 0.0, norm)
 
 
-def _norm(ops: TorchOps | CpuOps, states: torch.Tensor, norm: Norm) -> Run:
+def _norm(ops: TorchOps | CpuOps, states: torch.Tensor, norm: Norm) -> Call:
     return lambda: ops.norm(states, norm)
 
 
-def _gate(ops: TorchOps | CpuOps, inner: torch.Tensor, gate: Gate) -> Run:
+def _gate(ops: TorchOps | CpuOps, inner: torch.Tensor, gate: Gate) -> Call:
     return lambda: ops.gate(inner, gate)
 
 
 def _attention(
     ops: TorchOps | CpuOps, step: StepInput, cache: KVCache, joined: torch.Tensor
-) -> Run:
+) -> Call:
     plan = ops.plan(step, cache)
     turned: Rotation = ops.rotation(plan.positions, torch.rand(32), 1.0)
     return lambda: ops.rope_store_attend(joined, turned, None, plan, cache, 0, SPEC)

@@ -35,7 +35,7 @@ from ...workers.ops.table import (
     describe,
 )
 from ..forward import BLOCK_SIZE, DTYPES, prompt_step
-from .timing import Pair, timed
+from ..measure import Pair, timed
 
 SHAPES = (
     (480, 320),

@@ -15,7 +15,7 @@ import httpx
 import yaml
 
 from ..suite.servers import ServerContender, ServerError, ServerSpec
-from .processes import Process, below
+from .costs import Process, below
 
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 _SPECULATION = {

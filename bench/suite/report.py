@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..figures import figure, save
+from ..client.report import figure, save
 
 COLUMNS = (
     "contender",

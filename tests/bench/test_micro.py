@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.bench.measure import Pair, timed
 from outrider.bench.micro.host import host
 from outrider.bench.micro.operations import operations, preparation
-from outrider.bench.micro.timing import Pair, timed
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import select
 import selectors
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import WorkerDiedError
+from ...errors import WorkerDiedError, WorkerError
 from . import framing, wire
 from .channel import Channel, Handler, NoAnswerError, PendingReply, Raised, error_of, guarded
 from .framing import FrameReader
@@ -297,6 +298,94 @@ def _answer(end: RankEnd, rank: int, reply: Any, error: Raised | None) -> Pendin
     if rank == 0 or error is not None:
         end.answer(wire.encode((error is None, rank, reply if error is None else error)))
     return None
+
+
+class SharedEnd:
+    """A rank's end of the step channels of any number of engines, which take turns.
+
+    Each has a connection for steps, which is a lease, and one for heartbeats. One that stops in the
+    middle of a message, or does not read, is dropped after a while; the others wait for that.
+
+    Args:
+        servers: where engines connect.
+        secret: that they have to send.
+        handler: takes the number of a lease and its message; None as the message: it has ended.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[socket.socket],
+        secret: bytes,
+        handler: Callable[[int, Any], Any],
+    ) -> None:
+        self._handler = handler
+        self._joined: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._leases: dict[int, tuple[int, socket.socket, FrameReader]] = {}  # by descriptor
+        self._num_leases = 0
+        for server in servers:
+            threading.Thread(
+                target=self._accept,
+                args=(framing.Acceptor(server, secret),),
+                name="outrider-accept",
+                daemon=True,
+            ).start()
+
+    def run(self) -> None:
+        """Answers messages, one of each engine in turn; never returns."""
+        while True:
+            waiting = [number for number, (*_, reader) in self._leases.items() if reader.has_data]
+            ready = [number for number, _ in self._poll.poll(0 if waiting else None)]
+            for number in {*waiting, *ready}:
+                if number != self._woken.fileno():
+                    self._answer_one(number)
+                    continue
+                self._woken.recv(4096)
+                while not self._joined.empty():
+                    self._begin(self._joined.get())
+
+    def _accept(self, acceptor: framing.Acceptor) -> None:
+        while True:
+            with contextlib.suppress(OSError, WorkerDiedError):  # TimeoutError is an OSError
+                connection = acceptor.next(_ACCEPT_S)
+                connection.settimeout(_SHARED_TIMEOUT_S)
+                if framing.receive(connection, max_bytes=16) == framing.STEPS:
+                    self._joined.put(connection)
+                    self._wake.send(b"!")
+                else:
+                    threading.Thread(
+                        target=_beat, args=(connection,), name="outrider-heartbeat", daemon=True
+                    ).start()
+
+    def _begin(self, connection: socket.socket) -> None:
+        lease, self._num_leases = self._num_leases, self._num_leases + 1
+        self._leases[connection.fileno()] = (lease, connection, FrameReader(connection))
+        self._poll.register(connection, select.POLLIN)
+
+    def _answer_one(self, number: int) -> None:
+        lease, connection, reader = self._leases[number]
+        try:
+            message = wire.decode(reader.receive())
+            reply, error = guarded(lambda given: self._handler(lease, given), message)
+            framing.send(
+                connection, wire.encode((error is None, 0, reply if error is None else error))
+            )
+        except (OSError, WorkerError):  # it has ended, is too slow, or sends something else
+            del self._leases[number]
+            self._poll.unregister(number)
+            connection.close()
+            self._handler(lease, None)
+
+
+_ACCEPT_S = 3600.0
+_SHARED_TIMEOUT_S = 5.0
+
+
+def _beat(connection: socket.socket) -> None:
+    with connection:
+        beat(connection, threading.Event())
 
 
 # -- heartbeats of ranks: one byte every `BEAT_S`, from a separate thread and connection

@@ -67,6 +67,8 @@ _RECORDS: tuple[type[Any], ...] = (
     spec.NewWeights,
     spec.NewAdapter,
     spec.WeightsAnswer,
+    spec.OpenLease,
+    spec.Leased,
     spec.NewDrafters,
     spec.Rest,
     spec.TrainerLink,

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
@@ -45,15 +45,6 @@ def at_most(limit: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(few)
-
-
-def _is_false(value: Any) -> Any:
-    if value is not False:  # 0 equals it, and pydantic's `Literal` takes what is equal
-        raise PydanticCustomError("not_false", "only false is served")
-    return value
-
-
-Off = Annotated[Literal[False], BeforeValidator(_is_false)]
 
 
 # Bytes of a request to a JSON object, without holding up other threads for long.

@@ -17,7 +17,7 @@ from .....errors import InvalidRequestError, in_words
 from .....scheduler.sampling import MAX_STOPS, shown_value
 from .. import chat
 from ..generation import Generation
-from ..parse import MANY, Off, Strict, at_most, check_kind, objects_of, renamed
+from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed
 from ..protocol import ChatBody, SamplingFields, ToolName, Tools
 
 Cache = Any  # `cache_control`: every prefix is cached, so a breakpoint changes nothing
@@ -103,7 +103,7 @@ class InputTool(Strict):
     strict: bool | None = None
     cache_control: Cache = None
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Off | None = None
+    defer_loading: Literal[False] | None = None
     eager_input_streaming: bool | None = None  # arguments always come as they are generated
     input_examples: list[None] | None = None
 

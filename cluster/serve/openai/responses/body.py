@@ -17,7 +17,6 @@ from .. import chat
 from ..generation import Generation
 from ..parse import (
     MANY,
-    Off,
     Strict,
     at_most,
     check_kind,
@@ -69,7 +68,7 @@ class InputCall(CalledFunction):
     status: Status | None = None
     namespace: None = None
     caller: None = None
-    is_async: Off | None = Field(None, alias="async")
+    is_async: Literal[False] | None = Field(None, alias="async")
     async_: None = None  # how the official client dumps it
 
 
@@ -158,8 +157,8 @@ class FunctionTool(FunctionDefinition):
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] | None = None
-    is_async: Off | None = Field(None, alias="async")
-    defer_loading: Off | None = None
+    is_async: Literal[False] | None = Field(None, alias="async")
+    defer_loading: Literal[False] | None = None
     output_schema: None = None
 
     def as_chat(self) -> dict[str, Any]:

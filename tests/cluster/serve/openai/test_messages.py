@@ -185,7 +185,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{**WEATHER, "name": "no spaces"}]}, "tools.0.name"),
-        ({"tools": [{**WEATHER, "defer_loading": 0}]}, "tools.0.defer_loading"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking"),

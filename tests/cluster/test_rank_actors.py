@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster import ray_group
+from outrider.cluster import rank_actors
 from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
@@ -80,7 +80,7 @@ def test_ranks_and_drafter_may_die_and_no_client_sees_it(cluster, tiny, plain):
 @pytest.mark.slow
 def test_a_leader_and_its_follower_may_die(cluster, tiny, plain, monkeypatch):
     """Ranks are led as those of another node are: the engine connects to rank 0 alone."""
-    monkeypatch.setattr(ray_group, "routes", lambda nodes, here: routes(nodes, "elsewhere"))
+    monkeypatch.setattr(rank_actors, "routes", lambda nodes, here: routes(nodes, "elsewhere"))
     with engine_of(tiny.target, executor="ray", tensor_parallel_size=2) as engine:
         group = engine._host.target_group
         for lost in (0, 1):

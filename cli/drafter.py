@@ -1,0 +1,149 @@
+"""`outrider drafter`: starts, lists, scales and ends the drafter groups of a Ray cluster."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config.speculation import GROUP_NAME
+from ..errors import ConfigError
+from .console import note, say
+from .options import EngineOptions
+
+if TYPE_CHECKING:
+    from ..cluster.drafters import GroupFacts
+
+_PANEL = "Drafter group"
+_POLL_S = 2.0
+
+
+def drafter(
+    engine: EngineOptions,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Draft model: a folder or a GGUF file."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The group's name; default: lists all.", rich_help_panel=_PANEL),
+    ] = None,
+    members: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft models, each over --tensor-parallel-size ranks; of a group that runs: as "
+            "many from now on. Default 1.",
+            min=0,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    max_engines: Annotated[
+        int,
+        typer.Option(
+            help="Engines that may share a member, each with an equal part of its KV cache.",
+            min=1,
+            rich_help_panel=_PANEL,
+        ),
+    ] = 4,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return, and leave it running.", rich_help_panel=_PANEL),
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the group.", rich_help_panel=_PANEL)
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray cluster to join: host:port, or auto. Default: RAY_ADDRESS, else auto.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+) -> None:
+    """Draft models that the engines of a Ray cluster share, by the group's name."""
+    if checkpoint:
+        engine = engine.model_copy(update={"model": checkpoint})
+    has_model = engine.model is not None or engine.config is not None
+    if name is not None and not re.match(GROUP_NAME, name):
+        raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
+    if name is None and (has_model or members is not None or stop):
+        raise ConfigError.at("name", "give the group a --name")
+    if has_model and stop:
+        raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
+    config = engine.resolve() if has_model else None
+    if config is not None and config.executor != "ray":
+        raise ConfigError.at("executor", f"{config.executor!r}: drafter groups run on Ray")
+    _join(address)
+    from ..cluster import drafters
+
+    if name is None:
+        for each in drafters.group_names():
+            say(_line(drafters.facts_of(drafters.find_group(each, "name"))))
+        return
+    if config is not None:
+        group = drafters.start_group(
+            name, config, num_members=1 if members is None else members, max_engines=max_engines
+        )
+        if not detach:
+            _watch(group)
+        return
+    group = drafters.find_group(name, "name")
+    if stop:
+        drafters.end_group(group)
+        note(f"Drafter group {name} has ended.")
+        return
+    if members is not None:
+        drafters.scale_group(group, members)
+    say(_line(drafters.facts_of(group)))
+
+
+def _join(address: str | None) -> None:
+    """Joins the cluster (raises `ConfigError` where there is none)."""
+    from ..cluster.local_ray import find_ray, join_ray
+
+    found = None if address == "local" else find_ray(address)
+    if found is None:
+        raise ConfigError.at(
+            "address",
+            "drafter groups live in a Ray cluster, and none runs here; start one with "
+            "`ray start --head`, or give its host:port",
+        )
+    join_ray(found)
+
+
+def _line(facts: GroupFacts) -> str:
+    up = sum(not reason for reason in facts.members.values())
+    why = "; ".join(sorted({reason for reason in facts.members.values() if reason}))
+    return (
+        f"{facts.name}: {facts.folder}, {up} of {len(facts.members)} members up, "
+        f"{facts.max_engines} engines each{f' ({why})' if why else ''}"
+    )
+
+
+def _watch(group: Any) -> None:
+    """Until Ctrl-C or SIGTERM, which end the group: a line whenever it has changed.
+
+    Raises:
+        WorkerDiedError: it has ended otherwise.
+    """
+    from ..cluster import drafters
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, interrupt)
+    shown = ""
+    try:
+        while True:
+            line = _line(drafters.facts_of(group))
+            if line != shown:
+                note(line)
+            shown = line
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        note("Ending the drafter group...")
+        drafters.end_group(group)

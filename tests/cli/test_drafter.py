@@ -1,0 +1,44 @@
+"""`outrider drafter`: mistakes by the name of their option, and a group from start to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..helpers.ports import wait_for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--members", "2"), "error: name: give the group a --name"),
+        (("--stop",), "error: name: give the group a --name"),
+        (("--name", "a b"), "error: name: 'a b'"),
+        (("m", "--name", "a", "--stop"), "error: stop: it ends a group that runs"),
+        (("--name", "a", "--address", "local"), "error: address: drafter groups live in a Ray"),
+    ],
+)
+def test_mistakes(outrider_cli, arguments, message):
+    result = outrider_cli("drafter", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(message)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_group_is_started_listed_scaled_and_ended(outrider_cli, model):
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        assert outrider_cli("drafter").stdout == ""
+        result = outrider_cli("drafter", model, "--name", "small", "--detach")
+        assert result.exit_code == 0, result.stderr
+        wait_for(lambda: "1 of 1 members up" in outrider_cli("drafter").stdout, 120)
+        result = outrider_cli("drafter", "--name", "small", "--members", "0")
+        assert "small: " in result.stdout
+        assert "0 of 0 members up" in result.stdout
+        result = outrider_cli("drafter", "--name", "other", "--members", "2")
+        assert result.stderr.startswith("error: name: there is no drafter group 'other'")
+        assert "has ended" in outrider_cli("drafter", "--name", "small", "--stop").stderr
+        assert outrider_cli("drafter").stdout == ""
+    finally:
+        ray.shutdown()

@@ -1,0 +1,300 @@
+"""Drafter groups: members that several engines share, which die, join and leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from outrider.cluster.drafters import (
+    end_group,
+    facts_of,
+    find_group,
+    group_names,
+    scale_group,
+    start_group,
+)
+from outrider.config import EngineConfig
+from outrider.engine.weights import DrafterChange
+from outrider.errors import CheckpointError, ConfigError
+
+from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
+from ..helpers.head_files import medusa_tensors, write_medusa
+from ..helpers.ports import wait_for
+from ..helpers.serving.kills import kill, stop
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+PROMPTS = random_prompts(4, 96)
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 40}
+FEW = {"cpus_per_worker": 0.25}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
+
+
+@contextmanager
+def group_of(
+    model: str, name: str = "small", num_members: int = 1, **options: Any
+) -> Iterator[Any]:
+    max_engines = options.pop("max_engines", 2)
+    options = {"dtype": "float32", "num_kv_blocks": 512, "resources": FEW, **options}
+    config = EngineConfig.load({"model": model, **options})
+    group = start_group(name, config, num_members=num_members, max_engines=max_engines)
+    try:
+        wait_for(lambda: num_up(group) == num_members, 120)
+        yield group
+    finally:
+        end_group(group)
+
+
+def num_up(group: Any) -> int:
+    return sum(not reason for reason in facts_of(group).members.values())
+
+
+def section(name: str = "small", **keys: Any) -> dict[str, Any]:
+    return {"decoding_type": "DraftTarget", "drafter_group": name, "max_draft_len": 3, **keys}
+
+
+def using(model: str, section: dict[str, Any]) -> Any:
+    return engine_of(model, section, executor="ray", resources=FEW)
+
+
+def counts(engine: Any) -> dict[str, Any]:
+    return engine.stats()["drafters"]["draft_target"]
+
+
+def members(engine: Any) -> dict[str, Any]:
+    return engine._drafting.drafter._drafters
+
+
+CACHE = {"outcomes": 8, "adaptive": False}
+MASKS = {"decoding_type": "PARD", "mask_token_id": 95}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "cache", "method"), [(1, CACHE, {}), (2, None, {}), (2, CACHE, {}), (1, CACHE, MASKS)]
+)
+def test_two_engines_draft_with_one_group(cluster, tiny, plain, size, cache, method):
+    wanted = section(speculation_cache=cache, draft_timeout_s=60.0, **method)
+    with (
+        group_of(tiny.draft, tensor_parallel_size=size) as group,
+        using(tiny.target, wanted) as one,
+        using(tiny.target, wanted) as other,
+    ):
+        outputs: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda e=e: outputs.append(complete(e, PROMPTS, **SAMPLED)[0]))
+            for e in (one, other)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert outputs == [plain, plain]
+        for engine in (one, other):
+            (found,) = engine.stats()["drafters"].values()
+            assert found["num_acc_tokens"] > 0
+            assert found["faults"] == 0
+            if cache:
+                assert found["speculation_cache"]["num_hits"] > 0
+        assert num_up(group) == 1
+
+
+@pytest.mark.slow
+def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain):
+    """No error, no other token; requests move to the members that are up, and back."""
+    wanted = section(draft_timeout_s=0.2, speculation_cache={"outcomes": 8, "adaptive": False})
+    with (
+        group_of(tiny.draft, num_members=2) as group,
+        using(tiny.target, wanted) as one,
+        using(tiny.target, wanted) as other,
+    ):
+        assert len(members(one)) == 2
+        for round_ in range(4):
+            victim = members(one)[min(members(one))]._model._group
+            process, strike = victim.reports[0].location.process, (kill, stop)[round_ % 2]
+            times: list[float] = []
+
+            def struck(count, delta, strike=strike, process=process, times=times, at=9 + round_):
+                if count == at:
+                    strike(process)
+                times.append(time.monotonic())
+
+            found: list[Any] = []
+            beside = threading.Thread(
+                target=lambda found=found: found.append(complete(other, PROMPTS, **SAMPLED)[0])
+            )
+            beside.start()
+            outputs, last = complete(one, PROMPTS, on_delta=struck, **SAMPLED)
+            beside.join()
+            assert outputs == plain
+            assert found == [plain]
+            assert {delta.finish_reason for delta in last.values()} == {"length"}
+            wait_for(lambda process=process: members_are_up(group, one, 2, process), 240)
+        scale_group(group, 3)
+        wait_for(lambda: complete(one, PROMPTS[:1]) and len(members(one)) == 3, 240)
+        scale_group(group, 1)
+        wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and len(members(one)) == 1)
+        before = counts(one)["num_acc_tokens"]
+        assert complete(one, PROMPTS, **SAMPLED)[0] == plain
+        assert counts(one)["num_acc_tokens"] > before
+        end_group(group)
+        assert complete(one, PROMPTS, **SAMPLED)[0] == plain
+        wait_for(lambda: complete(one, PROMPTS[:1]) and not members(one))
+        health = one._drafting.all_health()["draft_target"]
+        assert health["state"] == "down"
+        assert health["reason"].startswith("drafter group 'small': ")
+        assert one.stats()["num_restarts"] == other.stats()["num_restarts"] == 0
+
+
+def members_are_up(group: Any, engine: Any, count: int, gone: int) -> bool:
+    """Whether as many are up, without a process that has died; an engine sees it as it drafts."""
+    complete(engine, PROMPTS[:1])
+    processes = [
+        drafter._model._group.reports[0].location.process for drafter in members(engine).values()
+    ]
+    return num_up(group) == count == len(processes) and gone not in processes
+
+
+@pytest.mark.slow
+def test_an_engine_follows_its_group_to_another_actor_and_model(cluster, tiny, plain):
+    """The actor dies and its members with it; one of the same name comes, and another name."""
+    with group_of(tiny.draft) as group, using(tiny.target, section()) as engine:
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        ray.kill(group)  # none of its code runs
+        wait_for(lambda: complete(engine, PROMPTS[:1]) and not members(engine), 60)
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        assert health_of(engine)["state"] == "down"
+        with group_of(tiny.other_vocabulary):
+            wait_for(lambda: "vocabulary" in health_of(engine)["reason"], 60)
+            assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        with group_of(tiny.target):  # as a draft model it is always right
+            wait_for(lambda: complete(engine, PROMPTS[:1]) and members(engine), 60)
+            before = counts(engine)
+            assert complete(engine, PROMPTS)[0] == complete(engine, PROMPTS)[0]
+            after = counts(engine)
+            drafted, accepted = (
+                after[key] - before[key] for key in ("num_gen_tokens", "num_acc_tokens")
+            )
+            assert accepted > 0.9 * drafted > 0
+            with group_of(tiny.draft, "other"):
+                change = DrafterChange(section("other"), "draft_target")
+                engine.change_drafters(change)
+                assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+                assert engine._drafting.drafter._group == "other"
+                with pytest.raises(ConfigError, match="no drafter group 'third'"):
+                    engine.change_drafters(DrafterChange(section("third"), "draft_target"))
+                assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        assert engine.stats()["num_restarts"] == 0
+
+
+def health_of(engine: Any) -> dict[str, Any]:
+    return engine._drafting.all_health()["draft_target"]
+
+
+@pytest.mark.slow
+def test_one_request_is_prepared_by_all_members(cluster, tiny, plain):
+    wanted = section(speculation_cache={"outcomes": 2, "adaptive": False, "on_miss": "none"})
+    shares = []
+    for num_members in (1, 3):
+        with (
+            group_of(tiny.draft, num_members=num_members),
+            using(tiny.target, wanted) as engine,
+        ):
+            assert complete(engine, PROMPTS, at_once=1, **SAMPLED)[0] == plain
+            cache = counts(engine)["speculation_cache"]
+            shares.append(cache["num_hits"] / cache["num_lookups"])
+            assert all(each._step for each in members(engine).values())
+    assert shares[1] > shares[0]
+
+
+def test_what_cannot_be_shared_is_refused_by_name(cluster, tiny, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="no drafter group 'small' in this cluster; there is none"),
+        using(tiny.target, section()),
+    ):
+        pass
+    head = write_medusa(tmp_path / "head", medusa_tensors(tiny.target, 2), "safetensors")
+    with group_of(tiny.draft, max_engines=1) as group:
+        assert group_names() == ["small"]
+        for name, model, message, field in (
+            ("small", tiny.draft, "there is a drafter group 'small' already", "name"),
+            ("new", "/nowhere", "nowhere", "model"),
+            ("new", head, "head", "model"),
+        ):
+            with pytest.raises(ConfigError, match=message) as caught:
+                start_group(name, EngineConfig.load({"model": model}))
+            assert caught.value.field == field
+        with (
+            pytest.raises(CheckpointError, match="no 'pard_token'") as caught,
+            using(tiny.target, section(decoding_type="PARD")),
+        ):
+            pass
+        assert caught.value.field == "speculative_config.drafter_group"
+        with pytest.raises(
+            ConfigError, match="'other' in this cluster; there is 'small'"
+        ) as caught:
+            find_group("other", "speculative_config.drafter_group")
+        assert caught.value.field == "speculative_config.drafter_group"
+        with (
+            using(tiny.target, section()),
+            pytest.raises(ConfigError, match="1 engines share this drafter already"),
+            using(tiny.target, section()),
+        ):
+            pass
+        wait_for(lambda: connects(tiny.target))  # the place of an engine that has ended is free
+        assert num_up(group) == 1
+    with (
+        group_of(tiny.other_vocabulary),
+        pytest.raises(ConfigError, match="vocabulary") as caught,
+        using(tiny.target, section()),
+    ):
+        pass
+    assert caught.value.field == "speculative_config.drafter_group"
+    assert group_names() == []
+
+
+def connects(target: str) -> bool:
+    try:
+        with using(target, section()):
+            return True
+    except ConfigError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pipeline_parallel_size", 2),
+        ("enable_lora", True),
+        ("quantization", "fp8"),
+        ("speculative_config", {"decoding_type": "NGram"}),
+    ],
+)
+def test_what_is_a_targets_is_no_groups(key, value):
+    with pytest.raises(ConfigError) as caught:
+        start_group("small", EngineConfig.load({"model": "x", key: value}))
+    assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"speculative_model": "x"}, "speculative_model is that of drafter_group 'small'"),
+        ({"num_kv_blocks": 8}, "num_kv_blocks is that of drafter_group"),
+        ({"placement": "colocated"}, "drafter_group belongs to placement 'separate'"),
+        ({"drafter_group": None, "drafter_routing": "prefix"}, "speculative_model"),
+        ({"drafter_group": "a b"}, "drafter_group"),
+    ],
+)
+def test_wrong_sections(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.load({"model": "x", "speculative_config": section(**wrong)})

@@ -1,0 +1,327 @@
+"""Members of a drafter group: routes, who joins and leaves, waits, and no order changes a token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.config import DraftTargetConfig, PARDConfig
+from outrider.drafters.draft_target import DraftTarget, Members
+from outrider.drafters.drafting import Drafting
+from outrider.drafters.pard import PARD
+from outrider.errors import CheckpointError, WorkerDiedError
+
+from ..helpers.draft_model import FaultyDraftModel, TokenCacheDraftModel
+from ..helpers.toy import VOCAB, continuation
+
+
+class Group:
+    """A drafter group whose members join and leave when a test says so."""
+
+    folder, vocab_size, reason = "m", VOCAB, ""
+
+    def __init__(self, *names: str, faulty: bool = False, seed: int = 0) -> None:
+        self.models: dict[str, TokenCacheDraftModel] = {}
+        self.news: list[Any] = []
+        self.prefixes: set[tuple[int, ...]] = set()
+        self.faulty, self.seed, self.is_closed = faulty, seed, False
+        for name in names:
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        self.seed += 1
+        kind = FaultyDraftModel if self.faulty else TokenCacheDraftModel
+        model = self.models[name] = kind(200, self.seed)
+        model.prefixes = self.prefixes
+        self.news.append((name, model))
+
+    def leave(self, name: str) -> None:
+        del self.models[name]
+        self.news.append((name, None))
+
+    def changes(self) -> Sequence[Any]:
+        news, self.news = self.news, []
+        return news
+
+    def shutdown(self) -> None:
+        self.is_closed = True
+
+
+def members_of(group: Group, *, kind: type[DraftTarget] = DraftTarget, **keys: Any) -> Members:
+    section = {"drafter_group": "small", "max_draft_len": 4, **keys}
+    if kind is PARD:
+        config: DraftTargetConfig = PARDConfig(**section, mask_token_id=9)
+    else:
+        config = DraftTargetConfig(**section)
+    return Members(config, group, kind.name, lambda model: kind(config, model))
+
+
+def add(loop: Any, group: Group, request: Any, count: int) -> tuple[int, ...]:
+    """Adds a request; what it will emit."""
+    prompt = tuple(request.prompt.tolist())
+    wanted = continuation(prompt, count)
+    group.prefixes.add(prompt + wanted)
+    loop.add(request)
+    return wanted
+
+
+def owners(members: Members) -> dict[str, str]:
+    return {name: route.members[0] for name, route in members._routes.items() if route.members}
+
+
+@pytest.mark.parametrize("kind", [DraftTarget, PARD])
+@pytest.mark.parametrize("cache", [None, {"outcomes": 6, "adaptive": False}])
+@pytest.mark.parametrize("routing", ["least_loaded", "round_robin", "prefix"])
+def test_all_members_draft(make_loop, request_of, drive, routing, cache, kind):
+    group = Group("a", "b", "c")
+    members = members_of(group, kind=kind, drafter_routing=routing, speculation_cache=cache)
+    drafting = Drafting(members, VOCAB)
+    loop = make_loop(200, max_model_len=150, drafting=drafting)
+    rng, wanted = random.Random(1), {}
+    for index in range(12):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40)))
+        wanted[str(index)] = add(loop, group, request_of(str(index), prompt, 40), 40)
+    assert drive(loop) == wanted
+    assert drafting.stats.faults == 0
+    assert drafting.stats.num_acc_tokens > 0.2 * drafting.stats.num_gen_tokens
+    for drafter in members._drafters.values():
+        drafter.check()
+        assert drafter._step  # it was asked
+    if cache:
+        counts = drafting.stats.speculation_cache
+        assert counts.num_hits > 0.3 * counts.num_lookups
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_of_events_changes_a_token(make_loop, request_of, seed):
+    """Members die, return, join, leave and answer late or twice; steps fail, requests end."""
+    rng = random.Random(seed)
+    group = Group("a", "b", faulty=True, seed=100 * seed)
+    members = members_of(
+        group,
+        drafter_routing=rng.choice(["least_loaded", "round_robin", "prefix"]),
+        speculation_cache=rng.choice([None, {"outcomes": 6, "adaptive": bool(seed % 2)}]),
+    )
+    drafting = Drafting(members, VOCAB)
+    loop = make_loop(200, max_model_len=150, drafting=drafting)
+    verify, emitted, wanted, num_done, num_names = loop.target.verify, {}, {}, 0, 2
+    for _ in range(3000):
+        if num_done >= 12 and not loop.has_work:
+            break
+        if rng.random() < 0.1:
+            if group.models and rng.random() < 0.5:
+                group.leave(rng.choice(sorted(group.models)))
+            elif len(group.models) < 5:
+                num_names += 1
+                group.join(str(num_names))
+        name = str(rng.randrange(6))
+        if num_done < 12 and name not in wanted and rng.random() < 0.3:
+            prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50)))
+            wanted[name], emitted[name] = add(loop, group, request_of(name, prompt, 30), 30), ()
+        if name in wanted and rng.random() < 0.02:
+            loop.abort(name)
+            assert wanted.pop(name)[: len(emitted[name])] == emitted[name]
+            num_done += 1
+        if not loop.has_work:
+            continue
+        if rng.random() < 0.05:
+            loop.target.verify = lambda batch, drafts: (_ for _ in ()).throw(WorkerDiedError("x"))
+            with pytest.raises(WorkerDiedError):
+                loop.step()
+            loop.scheduler.requeue_all()
+            loop.target.verify = verify
+            continue
+        for delta in loop.step():
+            emitted[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                assert emitted[delta.request_id] == wanted.pop(delta.request_id)
+                num_done += 1
+        for drafter in members._drafters.values():
+            drafter.check()
+    assert num_done >= 12
+    assert not wanted
+    assert drafting.stats.num_acc_tokens > 0
+
+
+def routed(make_loop, request_of, group, prompts, tenants=None, **keys):
+    """A loop in which these requests have drafted, and the members."""
+    members = members_of(group, **keys)
+    drafting = Drafting(members, VOCAB)
+    loop = make_loop(400, max_model_len=150, drafting=drafting, max_num_batched_tokens=800)
+    for index, prompt in enumerate(prompts):
+        tenant = tenants[index] if tenants else ""
+        add(loop, group, request_of(str(index), prompt, 60, tenant=tenant), 60)
+    for _ in range(4):
+        loop.step()
+    return loop, members
+
+
+def test_round_robin_deals_requests_out(make_loop, request_of):
+    prompts = [(1, 2, index) for index in range(6)]
+    _, members = routed(
+        make_loop, request_of, Group("a", "b", "c"), prompts, drafter_routing="round_robin"
+    )
+    assert Counter(owners(members).values()) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_equal_beginnings_of_a_tenant_share_a_member(make_loop, request_of):
+    group = Group("a", "b", "c", "d")
+    rng = random.Random(2)
+    begins = [tuple(rng.randrange(VOCAB) for _ in range(64)) for _ in range(4)]
+    prompts = [(*begins[index % 4], index) for index in range(8)]
+    loop, members = routed(make_loop, request_of, group, prompts, drafter_routing="prefix")
+    before = owners(members)
+    assert all(before[str(index)] == before[str(index + 4)] for index in range(4))
+    assert len({*before.values()}) > 1
+    gone = before["0"]
+    group.leave(gone)
+    loop.step()
+    moved = owners(members)
+    assert gone not in moved.values()
+    assert all(moved[name] == owner for name, owner in before.items() if owner != gone)
+    tenants = [str(index) for index in range(8)]
+    _, members = routed(
+        make_loop, request_of, Group("a", "b", "c"), [begins[0]] * 8, tenants,
+        drafter_routing="prefix",
+    )  # fmt: skip
+    assert len({*owners(members).values()}) > 1
+
+
+def test_a_member_that_others_use_gets_fewer_requests(make_loop, request_of):
+    group = Group("a", "b")
+    members = members_of(group)
+    members._drafters["a"].load = 0.9
+    loop = make_loop(200, drafting=Drafting(members, VOCAB))
+    for index in range(3):
+        add(loop, group, request_of(str(index), (1, index), 30), 30)
+    loop.step()
+    found = Counter(owners(members).values())
+    assert found["b"] > found["a"]
+
+
+def test_requests_of_a_member_that_died_move_and_it_gets_new_ones(make_loop, request_of, drive):
+    group = Group("a", "b")
+    members = members_of(group, drafter_routing="round_robin")
+    drafting = Drafting(members, VOCAB)
+    loop = make_loop(200, drafting=drafting)
+    wanted = {
+        str(index): add(loop, group, request_of(str(index), (1, index), 30), 30)
+        for index in range(4)
+    }
+    emitted = dict.fromkeys(wanted, ())
+
+    def step() -> None:
+        for delta in loop.step():
+            emitted[delta.request_id] += delta.token_ids
+
+    step()
+    assert Counter(owners(members).values()) == {"a": 2, "b": 2}
+    model = group.models["a"]
+    model.dead, model.revive = True, lambda: False
+    step()
+    step()
+    assert {*owners(members).values()} == {"b"}
+    health = members.health()
+    assert health.state == "active"
+    assert health.reason.startswith("1 of 2 members; ")
+    del model.revive
+    step()
+    assert members.health().reason == ""
+    wanted["9"], emitted["9"] = add(loop, group, request_of("9", (3, 4), 30), 30), ()
+    wanted["8"], emitted["8"] = add(loop, group, request_of("8", (3, 5), 30), 30), ()
+    step()
+    step()
+    assert "a" in owners(members).values()
+    for name, tokens in drive(loop).items():
+        emitted[name] += tokens
+    assert emitted == wanted
+    assert drafting.stats.faults == 1
+
+
+@pytest.mark.parametrize("cache", [None, {"outcomes": 6, "adaptive": False}])
+def test_silent_members_together_cost_one_deadline(make_loop, request_of, cache):
+    group = Group("a", "b", "c")
+    members = members_of(group, draft_timeout_s=0.25, speculation_cache=cache)
+    now = [0.0]
+    members._clock = lambda: now[0]
+    for name, model in group.models.items():
+        members._drafters[name].clock = members._clock
+
+        def answer(timeout_s, own=model.answer, model=model):
+            if model.silent:
+                now[0] += timeout_s
+            return own(timeout_s)
+
+        model.answer = answer
+    loop = make_loop(200, drafting=Drafting(members, VOCAB))
+    for index in range(3):
+        add(loop, group, request_of(str(index), (1, index), 60), 60)
+    for _ in range(3):
+        loop.step()
+    for model in group.models.values():
+        model.silent = True
+    waits = []
+    for _ in range(4):
+        before = now[0]
+        loop.step()
+        waits.append(now[0] - before)
+    assert waits == pytest.approx([0.25, 0, 0, 0])
+    assert members.health().state == "late"
+
+
+def test_a_model_that_does_not_fit_any_more_is_named(make_loop, request_of, drive):
+    group = Group("a")
+    config = DraftTargetConfig(drafter_group="small", max_draft_len=4)
+    refused: list[str] = []
+
+    def make(model: Any) -> DraftTarget:
+        if refused:
+            raise CheckpointError(refused[0])
+        return DraftTarget(config, model)
+
+    members = Members(config, group, "draft_target", make)
+    loop = make_loop(200, drafting=Drafting(members, VOCAB))
+    wanted = add(loop, group, request_of("r", (4, 2), 40), 40)
+    emitted: tuple[int, ...] = ()
+    for _ in range(3):
+        emitted += sum((delta.token_ids for delta in loop.step()), ())
+    refused.append("no mask token")
+    group.leave("a")
+    group.join("b")
+    assert emitted + drive(loop)["r"] == wanted
+    health = members.health()
+    assert (health.state, health.reason) == ("down", "drafter group 'small': no mask token")
+    group.leave("b")
+    refused.clear()
+    group.join("c")
+    add(loop, group, request_of("s", (4, 3), 40), 40)
+    drive(loop)
+    assert members.health().state == "active"
+    members.shutdown()
+    assert group.is_closed
+
+
+def test_helpers_take_other_outcomes(make_loop, request_of, drive):
+    """With one request, every member prepares its own part of the outcomes."""
+    group = Group("a", "b", "c")
+    asked: dict[str, list[Any]] = {name: [] for name in group.models}
+    for name, model in group.models.items():
+
+        def draft(step, own=model.draft, seen=asked[name]):
+            if step.preparation is not None and step.preparation.shares is not None:
+                seen.extend(step.preparation.shares.tolist())
+            return own(step)
+
+        model.draft = draft
+    members = members_of(group, speculation_cache={"outcomes": 2, "adaptive": False})
+    loop = make_loop(200, drafting=Drafting(members, VOCAB))
+    wanted = add(loop, group, request_of("r", (4, 2), 40), 40)
+    assert drive(loop) == {"r": wanted}
+    shares = {tuple(map(tuple, each)) for each in asked.values()}
+    assert {share for each in shares for share in each} == {(0, 3), (1, 3), (2, 3)}
+    assert all(len(np.unique(each, axis=0)) == 1 for each in asked.values())
