@@ -209,6 +209,9 @@ def materialise_constants(model: Any, device: torch.device) -> None:
             module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
         if names:  # weights of such a module, if any, are not loaded yet
             model._init_weights(module)
+    base = getattr(model, model.base_model_prefix, None)
+    if base is not None and base is not model:  # Falcon-H1's computes those of its layers
+        model._init_weights(base)
 
 
 def by_target(

@@ -40,6 +40,27 @@ KINDS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 8,
         "attention_multiplier": 0.25,
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_head": 8,
+        "key_multiplier": 0.8,
+        "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+    },
 }
 
 
@@ -48,15 +69,21 @@ def write_hybrid(folder: Path, kind: str) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
+    keys: dict[str, Any] = {"num_hidden_layers": 4}
+    if kind not in ("nemotron_h", "falcon_h1"):  # which say themselves what their layers are
+        names = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+        keys["layer_types"] = names
+    if kind.startswith("qwen"):
+        keys |= {"head_dim": 16, **DELTA}
+    if kind == "nemotron_h":
+        keys = {"head_dim": 16}
     config = AutoConfig.for_model(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        **({} if kind == "granite4" else {"head_dim": 16, **DELTA}),
-        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        **keys,
         max_position_embeddings=512,
         initializer_range=0.3,
         bos_token_id=None,
@@ -65,7 +92,7 @@ def write_hybrid(folder: Path, kind: str) -> str:
     )
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(2)
+        model.get_input_embeddings().weight.mul_(2)
         for name, weight in model.named_parameters():
             if name.endswith("dt_bias"):
                 weight.uniform_(-4, 0)  # of which many remember long

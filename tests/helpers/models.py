@@ -83,6 +83,7 @@ NOT_OF_THE_FAMILY = ("gpt_neox", "gpt2", "qwen2_moe", "cohere2")
 RECURRENT = (
     *("qwen3_next_hybrid", "qwen3_5", "qwen3_5_moe"),
     *("bamba", "granite4", "granite4_moe"),
+    *("nemotron_h", "nemotron_h_moe", "falcon_h1", "falcon_h1_norm"),
 )
 TABLES = [[9, 2, 14, 5, 0, 7, 21, 11, 17], [3, 8, 1, 19, 6, 12, 4, 16]]
 

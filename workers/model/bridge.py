@@ -250,7 +250,7 @@ def _rms_norm(states: Tensor, *, shape: tuple[int, ...], weight: Tensor, eps: fl
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, 0, 0.0)
-"""Of a layer that keeps a state instead."""
+"""Of a layer that has none."""
 
 
 def _code(cls: type) -> tuple[bytes, tuple[str, ...], tuple[Any, ...]]:
@@ -269,7 +269,7 @@ class BridgeRunner:
     that cost time in every step. Attention is that of `ops`.
 
     Args:
-        recurrent: layers that are not to be run, only to be taken over.
+        others: layers without attention, which are not to be run, only to be taken over.
         layers: of a stage, in whose model others return what they read; None: all.
     """
 
@@ -278,11 +278,11 @@ class BridgeRunner:
         model: Any,
         info: ModelInfo,
         ops: Ops,
-        recurrent: Collection[int] = (),
+        others: Collection[int] = (),
         layers: range | None = None,
     ) -> None:
         self._model = model
-        self._recurrent = recurrent
+        self._others = others
         self._layers = range(info.num_layers) if layers is None else layers
         self.planned = PlannedOps(ops)
         self._outer = partial(inspect.unwrap(type(model).forward), model)
@@ -365,7 +365,7 @@ class BridgeRunner:
         width = info.vocab_size if layers.stop == info.num_layers else info.hidden_size
         assert logits.shape == (1, width), (logits.shape, width)
         others = [layer for layer in layers if layer not in observer.specs]
-        if unknown := [layer for layer in others if layer not in self._recurrent]:
+        if unknown := [layer for layer in others if layer not in self._others]:
             raise _stateful(f"layers {unknown}", self._model)
         observer.specs |= dict.fromkeys(others, NO_ATTENTION)
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))

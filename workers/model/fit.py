@@ -26,7 +26,7 @@ from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.hub import local_folder, require_checkpoint
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
-from .family import read_spec, recurrent_layers
+from .family import read_spec, recurrent_layers, without_attention
 from .info import ModelInfo, model_heads, read_config, read_model, stage_layers
 from .sharding import ShardPlan, plan_shards, plan_vocabulary
 from .stages import StageCut
@@ -182,8 +182,8 @@ def kv_bytes_per_token(
     latent = _latent_elements(model.config, info, serving)
     if latent is not None:
         return int(len(layers) * latent * info.dtype.itemsize)
-    if recurrent := recurrent_layers(model.config):  # whose modules look at values
-        count = len(set(layers) - recurrent)
+    if recurrent_layers(model.config):  # whose modules look at values
+        count = len(set(layers) - without_attention(model.config))
         return 2 * count * info.num_kv_heads * info.head_dim * info.dtype.itemsize
     fuse_norms(model)
     try:
@@ -196,19 +196,22 @@ def kv_bytes_per_token(
     return elements * info.dtype.itemsize * held // total_heads
 
 
+_MAMBA = (
+    ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"),
+)
+"""Fields of `StateShape`, by the names that configurations have for them."""
+
+
 def state_bytes(config: Any, dtype: torch.dtype, size: int) -> int:
     """What a rank's recurrent layers keep of one sequence."""
     if not (layers := recurrent_layers(config)):
         return 0
-    if hasattr(config, "mamba_d_state"):  # whole on every rank
-        shape = StateShape(
-            config.mamba_n_groups,
-            config.mamba_n_heads,
-            config.mamba_d_state,
-            config.mamba_d_head,
-            config.mamba_d_conv,
-        )
-        return len(layers) * shape.num_bytes(dtype)
+    for names in _MAMBA:  # whole on every rank
+        if hasattr(config, names[0]):
+            return len(layers) * StateShape(*(getattr(config, key) for key in names)).num_bytes(
+                dtype
+            )
     heads = config.linear_num_key_heads
     share = size if heads % size == 0 else 1
     shape = StateShape(

@@ -31,7 +31,7 @@ NEEDED = (
 TESTED = frozenset(
     {
         *("apertus", "arcee", "aria_text", "axk1", "bamba", "biogpt", "cohere", "cohere2"),
-        *("cohere2_moe", "granitemoehybrid"),
+        *("cohere2_moe", "falcon_h1", "granitemoehybrid", "nemotron_h"),
         *("ctrl", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe"),
         *("exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm"),
         *("glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss"),

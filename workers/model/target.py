@@ -47,6 +47,7 @@ from .family import (
     compare,
     read_spec,
     recurrent_layers,
+    without_attention,
 )
 from .info import STAGES_FIELD, TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
@@ -430,7 +431,8 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     if recurrent and not is_known:  # which the bridge does not run
         with own_attention(model):
             wanted = compare.run_own(model, info, device)
-    bridge = BridgeRunner(model, info, ReferenceOps(), recurrent, rank.layers)  # shares no kernel
+    others = without_attention(rank.config)
+    bridge = BridgeRunner(model, info, ReferenceOps(), others, rank.layers)  # shares no kernel
     if wanted is None and not recurrent:
         wanted = compare.run(bridge, info, device)
     adapters = None

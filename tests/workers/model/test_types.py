@@ -120,7 +120,7 @@ def test_the_family_is_tested_by_its_own_tests():
     [
         ("camembert", "are not those of transformers' own forward"),  # sees what follows
         ("diffllama", "are not those of transformers' own forward"),  # two softmaxes
-        ("falcon_h1", "keep a state other than keys and values"),  # beside its attention
+        ("olmo_hybrid", "keep a state other than keys and values"),
         ("falcon", "its attention cannot be replaced"),
         ("stablelm", "is not a causal language model that can be served"),
     ],

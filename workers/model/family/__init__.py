@@ -3,7 +3,7 @@
 from .adapted import Adapters
 from .decoder import FamilyModel, FamilyRunner, LayerStack
 from .load import build_family, build_layers
-from .spec import FamilySpec, read_spec, recurrent_layers
+from .spec import FamilySpec, read_spec, recurrent_layers, without_attention
 
 __all__ = [
     "Adapters",
@@ -15,4 +15,5 @@ __all__ = [
     "build_layers",
     "read_spec",
     "recurrent_layers",
+    "without_attention",
 ]

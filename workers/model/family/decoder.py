@@ -290,8 +290,8 @@ class StateBlock(Protocol):
     update; collective."""
 
     @property
-    def state(self) -> StateShape:
-        """Its size."""
+    def state(self) -> StateShape | None:
+        """Its size; None: it keeps nothing."""
         ...
 
     def __call__(
@@ -312,6 +312,8 @@ class AttentionBlock:
     rope: int | None  # index into the step's rotations; None: not rotated
     tempered: bool
     gate: Projection | None = None  # to [num_tokens, num_heads * value_dim]
+    beside: StateBlock | None = None  # reads what attention reads; the updates are added
+    state: StateShape | None = None  # of `beside`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,14 +324,14 @@ class Layer:
     attention: AttentionBlock | StateBlock
     after_attention: Norm | None
     before_mlp: Norm | None
-    mlp: Callable[[Tensor], Tensor]
+    mlp: Callable[[Tensor], Tensor | None]
     after_mlp: Norm | None
 
 
 def _parts_of(layer: Layer) -> LayerParts | None:
     """A layer's operations for a program; None: some are of another kind, or summed over ranks."""
     block, mlp = layer.attention, layer.mlp
-    if not isinstance(block, AttentionBlock) or block.gate is not None:
+    if not isinstance(block, AttentionBlock) or block.gate is not None or block.beside is not None:
         return None
     if not isinstance(mlp, GatedUnit):
         return None
@@ -379,10 +381,7 @@ class LayerStack:
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """What each layer keeps of a sequence; None: its keys and values are all."""
-        return tuple(
-            None if isinstance(layer.attention, AttentionBlock) else layer.attention.state
-            for layer in self.layers
-        )
+        return tuple(layer.attention.state for layer in self.layers)
 
     def run(
         self,
@@ -455,7 +454,8 @@ class LayerStack:
         )
         if gate is not None:
             out = out * elementwise(self.ops, torch.sigmoid, gate)
-        return block.reduce(block.output(out))
+        out = block.reduce(block.output(out))
+        return out if block.beside is None else out + block.beside(states, layer, step)
 
     def _temperature(self, plan: PagedStep) -> Tensor:  # [num_tokens] float32
         tuning = self.spec.temperature

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from .decoder import (
     read_ropes,
 )
 from .latent import build_latent, selected
+from .mixers import build_alone, build_beside
 from .recurrent import build_delta, build_mamba
 from .spec import FamilySpec, Placement
 
@@ -59,14 +61,14 @@ def build_family(
     base = getattr(model, model.base_model_prefix, None) or model.model
     prefix = next(name for name, module in model.named_modules() if module is base)
     builder = Builder(spec, ops, plan, collective, adapters)
-    rotary = base.rotary_emb  # None: nothing is rotated
+    rotary = getattr(base, "rotary_emb", None)  # None: nothing is rotated
     ropes = {} if rotary is None else read_ropes(rotary, spec.rope_kinds)
     adapted = layers = build_layers(builder, base, f"{prefix}.", observed, ropes)
     if adapters is not None:
         adapters.finish()
         layers = [without_adapters(each) for each in adapted]
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    last = base.norm if hasattr(base, "norm") else base.final_layernorm
+    last = next(child for key in _LAST if (child := getattr(base, key, None)) is not None)
     norm, whole = builder.norm(last), output.forward
     shard = whole if isinstance(whole, ShardedOutput) else None
     unembed = getattr(output.forward, "project", output)  # rows are flat: no forward around it
@@ -93,21 +95,18 @@ def build_layers(
         if getattr(module, "is_elsewhere", False):
             continue
         name = f"{prefix}{names[id(module)]}"
-        state = _state_block(builder, module, name)
-        if state is not None:
-            layers.append(_layer(builder, module, name, state))
-            base.layers[index] = nn.Identity()
-            continue
         kind = spec.rope_kinds[index] if spec.rope_kinds else ""
         rotated = spec.rotated is None or spec.rotated[index]
-        attention = build_attention(
-            builder,
-            module.self_attn,
-            f"{name}.self_attn",
-            observed[len(layers)],
-            (kinds.index(kind), ropes[kind]) if rotated else None,
-        )
-        layers.append(_layer(builder, module, name, attention))
+        rope = (kinds.index(kind), ropes[kind]) if rotated else None
+        seen = observed[len(layers)]
+        if hasattr(module, "mixer"):
+            attend = partial(build_attention, builder, observed=seen, rope=rope)
+            layers.append(build_alone(builder, module, name, attend))
+        elif (state := _state_block(builder, module, name)) is not None:
+            layers.append(_layer(builder, module, name, state))
+        else:
+            attention = build_attention(builder, module.self_attn, f"{name}.self_attn", seen, rope)
+            layers.append(_layer(builder, module, name, attention))
         base.layers[index] = nn.Identity()
     return layers
 
@@ -117,9 +116,12 @@ def _state_block(builder: Builder, module: Any, name: str) -> StateBlock | None:
     if (mixer := getattr(module, "linear_attn", None)) is not None:
         return build_delta(builder, mixer, f"{name}.linear_attn")
     mixer = getattr(module, "mamba", None)
-    return None if mixer is None else build_mamba(builder, mixer)
+    if mixer is None or getattr(module, "self_attn", None) is not None:
+        return None
+    return build_mamba(builder, mixer)
 
 
+_LAST = ("norm", "final_layernorm", "norm_f")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 _NORMS: dict[Placement, tuple[str | None, ...]] = {
     Placement.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -143,6 +145,10 @@ def _layer(
         for each in _NORMS[builder.spec.placement]
     ]
     before_mlp = norms[2] or builder.norm_or_none(module, "pre_ff_layernorm")
+    is_beside = getattr(module, "mamba", None) is not None
+    if is_beside and isinstance(attention, AttentionBlock):
+        assert isinstance(mlp, GatedUnit), name
+        attention, mlp = build_beside(builder, module, attention, mlp)
     return Layer(norms[0], attention, norms[1], before_mlp, mlp, norms[3])
 
 

@@ -1,5 +1,5 @@
 """Layers with a state in place of keys and values: gated delta layers (Qwen3-Next and later), and
-Mamba-2's (Granite 4, Bamba).
+Mamba-2's (Granite 4, Bamba, Nemotron-H, Falcon-H1).
 
 A product gives queries, keys and values, which a short convolution mixes with the tokens before,
 the gate of what is read, and each head's decay and strength; those of Mamba-2 depend on one step
@@ -146,8 +146,9 @@ class MambaBlock:
     size_bias: Tensor  # [num_value_heads] float32
     limits: tuple[float, float]  # of step sizes
     skip: Tensor  # [num_value_heads, 1] float32, share of a value that goes past the state
-    norm: Norm  # of each group of heads, without weights
-    weight: Tensor  # [width] float32, behind the norm
+    norm: Norm | None  # of each group of heads, without weights; None: there is no norm
+    weight: Tensor | None  # [width] float32, behind the norm
+    gates_last: bool = False  # behind the norm
 
     def __call__(
         self, states: Tensor, layer: int, step: StepContext
@@ -162,10 +163,16 @@ class MambaBlock:
         advance = _Advance(ops, rule, self.conv, self.conv_bias)
         inputs, read = advance(mixed, rates, taken, taken.layers[layer])
         values = inputs[:, shape.conv_dim - width :].unflatten(1, (heads, shape.value_dim))
-        out = (read + values * self.skip).flatten(1) * elementwise(ops, silu, gate.float())
-        groups = out.to(states.dtype).view(len(states) * shape.num_key_heads, -1)
-        normed = ops.norm(groups, self.norm).view(len(states), -1)
-        return self.output((normed.float() * self.weight).to(states.dtype))
+        out = (read + values * self.skip).flatten(1)
+        opened = elementwise(ops, silu, gate.float())
+        if not self.gates_last:
+            out = out * opened
+        if self.norm is not None and self.weight is not None:
+            groups = out.to(states.dtype).view(len(states) * shape.num_key_heads, -1)
+            out = ops.norm(groups, self.norm).view(len(states), -1).float() * self.weight
+        if self.gates_last:
+            out = out * opened
+        return self.output(out.to(states.dtype))
 
 
 def build_mamba(builder: Builder, module: Any) -> MambaBlock:
@@ -183,7 +190,7 @@ def build_mamba(builder: Builder, module: Any) -> MambaBlock:
     rows = torch.cat([width + columns, torch.arange(width), last + torch.arange(module.num_heads)])
     linear, conv = module.in_proj, module.conv1d
     product = builder.ops.pack(*selected(linear.weight.detach(), linear.bias, rows))
-    place = columns.to(conv.weight.device)
+    place, norm = columns.to(conv.weight.device), getattr(module.norm, "variance_epsilon", None)
     return MambaBlock(
         builder.ops,
         builder.adapted(product, (linear,), rows),
@@ -195,6 +202,7 @@ def build_mamba(builder: Builder, module: Any) -> MambaBlock:
         module.dt_bias.detach().float().clone(),
         module.time_step_limit,
         module.D.detach().float()[:, None].clone(),
-        Norm(None, module.norm.variance_epsilon),
-        module.norm.weight.detach().float().clone(),
+        None if norm is None else Norm(None, norm),
+        None if norm is None else module.norm.weight.detach().float().clone(),
+        getattr(module.norm, "norm_before_gate", False),
     )

@@ -70,7 +70,15 @@ def recurrent_layers(config: Any) -> frozenset[int]:
     if config.model_type not in _RECURRENT:
         return frozenset()
     kinds = enumerate(config.layer_types)
-    return frozenset(layer for layer, kind in kinds if kind == "linear_attention")
+    return frozenset(layer for layer, kind in kinds if kind in ("linear_attention", "hybrid"))
+
+
+def without_attention(config: Any) -> frozenset[int]:
+    """Layers of these types that have no keys and values: those with a state alone, or neither."""
+    if config.model_type not in _RECURRENT:
+        return frozenset()
+    kinds = enumerate(config.layer_types)
+    return frozenset(layer for layer, kind in kinds if kind not in ("full_attention", "hybrid"))
 
 
 def read_spec(config: Any) -> FamilySpec | str:
@@ -188,6 +196,28 @@ def _sigmoid_groups(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(spec, router=router, wide_router=True)
 
 
+def _nemotron_h(config: Any, spec: FamilySpec) -> FamilySpec | str:
+    """Without positions; layers are one block each, MLPs without gates."""
+    if config.mlp_hidden_act != "relu2" or config.mamba_hidden_act not in ("silu", "swish"):
+        return f"its activations are {config.mlp_hidden_act!r} and {config.mamba_hidden_act!r}"
+    if config.moe_latent_size is not None and config.mlp_bias:
+        return "its experts' outer products have biases"
+    spec = replace(spec, rotated=(False,) * config.num_hidden_layers)
+    return _sigmoid_groups(config, spec)
+
+
+def _falcon_h1(config: Any, spec: FamilySpec) -> FamilySpec | str:
+    """Multipliers stand beside products, which a bias within them would not bear."""
+    has_bias = config.attention_bias or config.mamba_proj_bias
+    if has_bias and (config.attention_in_multiplier, config.ssm_in_multiplier) != (1.0, 1.0):
+        return "its products have biases, and what they read is multiplied"
+    return replace(
+        spec,
+        embedding_scale=config.embedding_multiplier,
+        logit_scale=config.lm_head_multiplier,
+    )
+
+
 def _deepseek_v3(config: Any, spec: FamilySpec) -> FamilySpec:
     return replace(_sigmoid_groups(config, spec), neighbours=bool(config.rope_interleave))
 
@@ -214,6 +244,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
     "qwen3_moe": _softmax_router,
     "bamba": _plain,
     "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_next,
@@ -226,5 +258,8 @@ _READERS: dict[str, Callable[[Any, FamilySpec], FamilySpec | str]] = {
 """How each model type's configuration is read; every type here has a test of equality."""
 
 _RECURRENT = frozenset(
-    {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granitemoehybrid"}
+    {
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"),
+    }
 )
