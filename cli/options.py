@@ -249,7 +249,7 @@ class SpeculationOptions(Options):
 
 # Written by hand, a section of the file, or named as another option of a command.
 _ENGINE_SKIP = {"model", "speculative_config", "resources", "seed", "stats_interval_s"}
-_ENGINE_SKIP |= {"hf_overrides"}  # foreign.py reads it
+_ENGINE_SKIP |= {"online_adaptation", "hf_overrides"}  # the latter is read by foreign.py
 _ENGINE = EngineConfig.model_fields.keys() - _ENGINE_SKIP
 _EngineFields: Any = options_of(EngineConfig, "Engine", _ENGINE - set(_MACHINE))
 _MachineFields: Any = options_of(EngineConfig, f"{ENGINE_PANEL}: machine", _MACHINE)

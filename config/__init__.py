@@ -2,6 +2,7 @@
 
 from .engine import EngineConfig as EngineConfig
 from .engine import LoraModule as LoraModule
+from .engine import OnlineAdaptationConfig as OnlineAdaptationConfig
 from .engine import ResourcesConfig as ResourcesConfig
 from .heads import BlockConfig as BlockConfig
 from .heads import DFlashConfig as DFlashConfig

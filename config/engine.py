@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..errors import ConfigError
 from .compat.translate import FOREIGN, translate_engine, translate_section
@@ -66,6 +66,70 @@ class LoraModule(Strict):
             return {"name": name, "path": path} if equals and name[:1] != "{" else json.loads(given)
         except ValueError:
             raise ValueError("expected name=path, or JSON with name and path") from None
+
+
+class OnlineAdaptationConfig(Strict):
+    """A head that goes on learning from what the target emits while it serves."""
+
+    folder: str = Field(min_length=1, description="Folder that adapted heads are written to.")
+    tenants: tuple[str, ...] = ()
+    """Tenants whose text may be used; default: requests without a tenant alone, which are \"\" in a
+    list."""
+    mixes_tenants: bool = False
+    """Lets one head learn from several tenants."""
+    automatic: bool = True
+    """Rounds begin by themselves; false: only where one is asked for."""
+    min_tokens: int = Field(20_000, ge=64)
+    """New output tokens after which a round begins."""
+    interval_s: float = Field(60.0, ge=0, allow_inf_nan=False)
+    """Least seconds from the end of a round to the next."""
+    max_tokens: int = Field(400_000, ge=1024)
+    """Recent tokens that are kept in memory to learn from; the oldest texts go first."""
+    heldout: float = Field(0.2, gt=0, le=0.5)
+    """Share of the texts that heads are measured on, and do not learn from."""
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of a round; fewer where these are more than four passes over the texts."""
+    batch: int = Field(8, ge=1, description="Windows of text in a step.")
+    window: int = Field(256, ge=8, description="Tokens in a window.")
+    adam_lr: float | None = Field(None, gt=0)
+    """AdamW's learning rate; default: that of `outrider train adapt`."""
+    muon_lr: float | None = Field(None, gt=0)
+    """Muon's learning rate; default: that of `outrider train adapt`."""
+    min_gain: float = Field(0.02, ge=0, allow_inf_nan=False)
+    """Tokens of a draft that have to be accepted more than of the present head, on average."""
+    trial_drafts: int = Field(500, ge=0)
+    """Live drafts, of requests that ended, after which a head that is accepted less often than the
+    one before goes again; 0: it stays."""
+    threads: int = Field(1, ge=1, description="Threads of the process that trains.")
+    niceness: int = Field(19, ge=0, le=19)
+    """How far other processes go before it; 19: it has what they leave."""
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where it trains: cpu, cuda.")
+    cuda_visible_devices: str | None = Field(None, min_length=1)
+    """The GPU that it trains on, such as a drafter's; default: the engine's first."""
+    round_timeout_s: float = Field(3600.0, gt=0, allow_inf_nan=False)
+    """Seconds after which a round is given up."""
+    num_kept: int = Field(4, ge=2)
+    """Adapted heads of an engine whose folders stay."""
+
+    @field_validator("folder")
+    @classmethod
+    def _from_here(cls, path: str) -> str:
+        """Other processes have other working directories."""
+        return str(Path(path).absolute())
+
+    @model_validator(mode="after")
+    def _tenants_apart(self) -> OnlineAdaptationConfig:
+        if len(set(self.tenants)) > 1 and not self.mixes_tenants:
+            raise at_key(
+                "tenants",
+                f"tenants: one head would learn from {len(set(self.tenants))} tenants; name one, "
+                "or set mixes_tenants: true",
+            )
+        if self.cuda_visible_devices is not None and self.device != "cuda":
+            raise at_key(
+                "cuda_visible_devices", "cuda_visible_devices: needs device 'cuda', here 'cpu'"
+            )
+        return self
 
 
 class EngineConfig(Strict):
@@ -167,6 +231,8 @@ class EngineConfig(Strict):
     """What each worker asks of the cluster."""
     speculative_config: SpeculativeConfig = NoSpeculation()
     """The drafter; default: none."""
+    online_adaptation: OnlineAdaptationConfig | None = None
+    """Trains the head on what the target emits while it serves; default: off."""
 
     @model_validator(mode="after")
     def _one_format_of_harmony(self) -> EngineConfig:
@@ -232,6 +298,31 @@ class EngineConfig(Strict):
             raise at_key(
                 key,
                 f"{key}: not available with LoRA adapters; leave lora_modules and enable_lora out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapted_where_it_can_be(self) -> EngineConfig:
+        if self.online_adaptation is None:
+            return self
+        sections, key = self.speculative_config.sections, "online_adaptation"
+        scopes = {getattr(each, "pool_scope", "request") for each in sections}
+        if self.online_adaptation.mixes_tenants and scopes & {"tenant", "cluster"}:
+            raise at_key(
+                f"{key}.mixes_tenants",
+                f"{key}.mixes_tenants: the pools of a drafter keep tenants apart (pool_scope), "
+                "and so has a head to",
+            )
+        if self.speculative_config.is_synthetic:
+            raise at_key(
+                key, f"{key}: verification is synthetic, so that no acceptance is a head's"
+            )
+        colocated = [each for each in sections if getattr(each, "placement", "") == "colocated"]
+        if self.pipeline_parallel_size > 1 and colocated:
+            raise at_key(
+                key,
+                f"{key}: with pipeline_parallel_size above 1 only heads with placement 'separate' "
+                "can be replaced",
             )
         return self
 

@@ -75,6 +75,7 @@ class Method(Generic[Section]):
             checkpoint's folder.
         tensors: heads only: a pattern that the name of at least one of their tensors contains.
         tree_key: heads with static trees only: the key of `section` that holds the tree's paths.
+        continues: heads only: whether training can go on with a checkpoint.
     """
 
     section: type[Section]
@@ -88,6 +89,7 @@ class Method(Generic[Section]):
     mask_tokens: Callable[[Path], tuple[int, ...]] | None = None
     tensors: str | None = None
     tree_key: str | None = None
+    continues: bool = False
 
     def with_tree(self, section: Section, choices: tuple[Choice, ...]) -> Section | None:
         """`section` with a static tree in place of its chain or dynamic tree.
@@ -371,6 +373,7 @@ _RECORDS: tuple[Method[Any], ...] = (
             tensors=r"(^|\.)(fc|fusion_fc|hidden_norm|midlayer|eh_proj)\.",
             mask_tokens=mask_candidates if section is sections.PEagleConfig else None,
             tree_key="eagle_choices",
+            continues=section is not sections.PEagleConfig,
         )
         for section in (sections.EagleConfig, sections.Eagle3Config, sections.PEagleConfig)
     ),
@@ -393,6 +396,7 @@ _RECORDS: tuple[Method[Any], ...] = (
         variants=mtp_variants,
         tensors=r"(^|\.)(mtp|mtp_\w+|enorm|hnorm|eh_proj|shared_head)\.",
         tree_key="mtp_choices",
+        continues=True,
     ),
     Method(
         sections.UserConfig, lambda config, host: User(config), check_code=find, probe=_probe_user

@@ -22,6 +22,7 @@ from ..drafters.registry import build_parts
 from ..errors import (
     EngineDeadError,
     InternalError,
+    InvalidRequestError,
     OutriderError,
     ResourcesError,
     StepMemoryError,
@@ -34,9 +35,10 @@ from ..scheduler.timer import StepRecord
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
+from .adaptation import Adaptation
 from .host import Backend, EngineHost, local_backend
 from .preflight import check_room, check_trees
-from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, statistics, statistics_lines
+from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
 from .swap import IDLE_S, Changing, Parts, facts_of
@@ -55,6 +57,8 @@ class Sink(Protocol):
 
 class Engine(Changing):
     """Use `Engine.start`; then `submit`, `abort`, `stats`, `shutdown` from any thread."""
+
+    adaptation: Adaptation | None = None  # until the loop runs
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Engine(Changing):
         self._closed = threading.Event()
         self._num_failed_steps = 0
         self._num_failed_in_a_row = 0
-        self._logged_at, self._logged_lines = time.monotonic(), [""]
+        self._log = StatisticsLog(config.stats_interval_s)
         self.info = EngineInfo(
             model_name=config.model_name,
             max_model_len=loop.scheduler.max_model_len,
@@ -99,6 +103,7 @@ class Engine(Changing):
         host.target_group.on_death.append(lambda reason: self._inbox.put(partial(repair, reason)))
         self._thread = threading.Thread(target=self._run, name="outrider-loop", daemon=True)
         self._thread.start()
+        self.adaptation = Adaptation.of(config, self)
 
     @classmethod
     def start(cls, config: EngineConfig, backend: Backend | None = None) -> Engine:
@@ -205,7 +210,22 @@ class Engine(Changing):
             "paused": self._is_paused,
             "sleeping": sorted(self._asleep),
             "weights": self.weights(),
+            "online_adaptation": None if self.adaptation is None else self.adaptation.stats(),
         }
+
+    def adapt(self, action: str, timeout_s: float | None = 0.0) -> dict[str, Any]:
+        """As `Adaptation.ask`, and waits so long for the round (None: to its end); its `stats`.
+
+        Raises:
+            InvalidRequestError: as there, or the configuration has no `online_adaptation`.
+        """
+        if self.adaptation is None:
+            raise InvalidRequestError.at("online_adaptation", "it is off: there is no such section")
+        asked = self.adaptation.ask(action)
+        if asked is not None:
+            with suppress(TimeoutError):
+                asked.result(timeout_s)
+        return self.adaptation.stats()
 
     def record_steps(self, sink: Callable[[StepRecord], None] | None) -> None:
         """Calls `sink` after every step from now on, in the loop's thread; None: no longer."""
@@ -218,6 +238,8 @@ class Engine(Changing):
     def shutdown(self) -> None:
         """Ends the loop and the workers; running requests end with an error."""
         if not self._closed.is_set():
+            if self.adaptation is not None:
+                self.adaptation.shutdown()
             self._closed.set()
             self._inbox.put(None)
             self._thread.join(timeout=10.0)
@@ -233,7 +255,7 @@ class Engine(Changing):
                 self._perform_changes()
                 if self._can_step and not self._closed.is_set():
                     self._step(self._loop.step)
-                self._log_statistics()
+                self._log.write(self.info, self._drafting)
             self._fail_all(EngineDeadError("the engine has been shut down"))
         except OutriderError as error:
             log.error("the engine is down: %s", error.message)
@@ -241,16 +263,6 @@ class Engine(Changing):
         except Exception as error:
             log.exception("the engine is down")
             self._fail_all(EngineDeadError(f"{type(error).__name__}: {error}"))
-
-    def _log_statistics(self) -> None:
-        """The statistics lines, now and then, if they have changed."""
-        now = time.monotonic()
-        if now - self._logged_at >= self._config.stats_interval_s:
-            self._logged_at, lines = now, statistics_lines(self.info, self._drafting)
-            if lines != self._logged_lines:
-                self._logged_lines = lines
-                for line in lines:
-                    log.info(line)
 
     @property
     def _can_step(self) -> bool:
@@ -380,6 +392,8 @@ class Engine(Changing):
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """One call per sink; a request's last delta ends its entry."""
+        if self.adaptation is not None:
+            self.adaptation.observe(deltas)
         by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
         for delta in deltas:
             sink = self._sinks.get(delta.request_id)
@@ -417,6 +431,8 @@ class Engine(Changing):
                 break
             added.append(request.id)
             self._sinks[request.id] = sink
+            if self.adaptation is not None:
+                self.adaptation.begin(request)
         if failure is not None:
             for request_id in added:
                 self._end(request_id)

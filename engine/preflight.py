@@ -19,6 +19,7 @@ from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
 from ..drafters.protocol import DraftMembers
 from ..errors import CheckpointError, ConfigError, OutriderError
+from .adaptation import check_adaptation
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
     HEAD_AS_DRAFT,
@@ -115,6 +116,8 @@ def check_files(
     with _noting(errors):
         if config.num_kv_blocks is not None:
             check_room(config.num_kv_blocks, config.block_size, config.max_model_len or 0)
+    with _noting(errors):
+        check_adaptation(config)
     mistaken = of_another_kind(config)
     for error in mistaken.values():
         with _noting(errors):
@@ -392,6 +395,7 @@ def check_models(config: EngineConfig) -> int:
     """
     from ..workers.model.info import outline, stage_layers
 
+    check_adaptation(config)
     target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     check_quantization(config)
     if "torch" in sys.modules:  # else the ranks, which load it, say what is wrong with an adapter

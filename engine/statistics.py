@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from ..scheduler.loop import Loop
 from ..scheduler.sequence import Sequence
 from ..scheduler.timer import Histogram
 
+log = logging.getLogger(__name__)
 _BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -162,6 +164,25 @@ def _request(sequence: Sequence, now: float) -> dict[str, Any]:
         "num_output_tokens": sequence.num_output,
         **asdict(sequence.usage),
     }
+
+
+class StatisticsLog:
+    """Writes the statistics lines to the log, now and then, if they have changed."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._at, self._lines = time.monotonic(), [""]
+
+    def write(self, info: EngineInfo, drafting: WithPredictions) -> None:
+        """Called after every step."""
+        now = time.monotonic()
+        if now - self._at < self._interval_s:
+            return
+        self._at, lines = now, statistics_lines(info, drafting)
+        if lines != self._lines:
+            self._lines = lines
+            for line in lines:
+                log.info(line)
 
 
 def statistics_lines(info: EngineInfo, drafting: WithPredictions) -> list[str]:

@@ -150,6 +150,33 @@ class Upkeep:
         self.frontend.drafters = engine.info.drafters
         return list(engine.info.drafters)
 
+    def adapt(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Trains the head on recent texts now, and returns once it serves or is dropped.
+
+        Needs `online_adaptation`. Requests go on meanwhile, and no output changes.
+
+        Args:
+            timeout_s: after which this returns all the same; the round goes on.
+
+        Returns:
+            The round, as in `stats()["online_adaptation"]["rounds"]`: `outcome` ("trial" and
+            "swapped": the adapted head serves; "kept": the former is as good; "failed",
+            "cancelled": with a `reason`), and accepted tokens of a draft on held-out texts.
+
+        Raises:
+            InvalidRequestError: it is off, paused, or there is nothing to learn from yet.
+            EngineDeadError: the engine is gone.
+        """
+        return self.engine.adapt("run", timeout_s)["rounds"][-1]
+
+    def pause_adaptation(self) -> None:
+        """Trains no head until `resume_adaptation`; a round under way is cancelled."""
+        self.engine.adapt("pause")
+
+    def resume_adaptation(self) -> None:
+        """Goes on after `pause_adaptation`."""
+        self.engine.adapt("resume")
+
     def init_weights_update_group(
         self,
         master_address: str,

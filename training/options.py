@@ -119,7 +119,6 @@ class PassOptions(Strict):
     """Factor of the loss from each position to the next."""
     argmax_weight: ArgmaxWeight = 0.5
     max_draft_len: Annotated[MaxDraftLen, Field(le=16)] = 5
-    init_from_target: InitFromTarget = True
 
 
 class LayerOptions(Strict):
@@ -138,6 +137,16 @@ class LayerOptions(Strict):
 
 class UnrollOptions(PassOptions, LayerOptions):
     """Options of every EAGLE method."""
+
+    init_from_target: InitFromTarget = True
+
+
+class AdaptOptions(PassOptions):
+    """A head of another run, or of someone else, which goes on learning."""
+
+    config: Path
+    """File with the head's section, as `speculative_config` or alone: how it is read when it
+    serves."""
 
 
 class MedusaOptions(Strict):
@@ -239,6 +248,7 @@ class MTPOptions(PassOptions):
     """
 
     num_passes: int = Field(3, ge=1, le=16, description="Draft positions that are trained.")
+    init_from_target: InitFromTarget = True
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     """Output that is the next position's feature: post_norm or pre_norm."""
     init: Path | None = Field(None, description="Folder with a module to start from.")
@@ -330,5 +340,6 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
         "dspark": Entry("dflash.DSparkMethod", DSparkTrainOptions),
         "mtp": Entry("mtp.MTPMethod", MTPOptions),
         "redrafter": Entry("redrafter.ReDrafterMethod", ReDrafterOptions),
+        "adapt": Entry("unroll.AdaptMethod", AdaptOptions, adam_lr=3e-4, muon_lr=2e-3),
     }
 )

@@ -185,13 +185,20 @@ def write_tensors(
     """`{stem}.safetensors` in the dtype of the target's checkpoint, and `config.json`."""
     dtype = stored_dtype(target)
     stored = {
-        key: (each.to(dtype) if each.is_floating_point() else each).detach().cpu().contiguous()
-        for key, each in tensors.items()
+        key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{stem}.safetensors", [safetensors.torch.save(stored, {"format": "pt"})])
     named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
-    write_whole(folder / "config.json", [_as_json(named)])
+    write_files(folder, stored, named, stem)
+
+
+def write_files(
+    folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], stem: str = "model"
+) -> None:
+    """`{stem}.safetensors` with these tensors as they are, and `config.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {key: each.detach().cpu().contiguous() for key, each in tensors.items()}
+    write_whole(folder / f"{stem}.safetensors", [safetensors.torch.save(stored, {"format": "pt"})])
+    write_whole(folder / "config.json", [_as_json(config)])
 
 
 def _as_json(content: dict[str, Any]) -> bytes:

@@ -163,6 +163,7 @@ class EngineDoor:
             "resume": engine.resume,
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
+            "adapt": lambda action: failure_of(partial(engine.adapt, action)),
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")

@@ -59,6 +59,10 @@ _DRAFTS = {  # of each drafter
     "num_acc_drafts": ("spec_decode_num_accepted_drafts", "Drafts accepted at least in part"),
     "faults": ("spec_decode_faults", "Failures of the drafter; each cost one draft"),
 }
+_ADAPTATION = {  # of an engine whose head goes on learning
+    "num_output_tokens": ("adaptation_tokens", "Output tokens taken in to learn from"),
+    "num_excluded": ("adaptation_excluded_requests", "Requests whose text may not be learnt from"),
+}
 _CACHES = {  # of each drafter with a speculation cache
     "num_lookups": ("spec_cache_lookups", "Drafts looked up among the prepared ones"),
     "num_hits": ("spec_cache_hits", "Drafts that were prepared"),
@@ -79,9 +83,14 @@ _COMPUTED: dict[type[Metric], dict[str, tuple[str, ...]]] = {
         "spec_decode_synthetic_acceptance_rate": (
             "Rate of the coins that accept drafts in place of the target; absent: the target does",
         ),
+        "adaptation_accepted_tokens": (
+            "Tokens of a draft accepted on held-out texts, in the last round that measured it",
+            "head",
+        ),
         "spec_decode_drafter_up": ("1: it drafts; 0: late, down or disabled", "drafter"),
     },
     CounterMetricFamily: {
+        "adaptation_rounds": ("Rounds of online adaptation, by what became of them", "outcome"),
         "step_seconds": ("Where the time of steps went; `forward` is a part of `verify`", "phase"),
         "spec_decode_num_accepted_tokens_per_pos": (
             "Draft tokens accepted, by their place in the draft",
@@ -116,7 +125,12 @@ def engine_families(engines: dict[str, dict[str, Any]], model: str) -> Iterator[
 
     for row in _GAUGES.values():
         declare(GaugeMetricFamily, *row)
-    for row in (*_TOTALS.values(), *_REQUESTS.values(), *_STEPS.values()):
+    for row in (
+        *_TOTALS.values(),
+        *_REQUESTS.values(),
+        *_STEPS.values(),
+        *_ADAPTATION.values(),
+    ):
         declare(CounterMetricFamily, *row)
     for row in (*_DRAFTS.values(), *_CACHES.values()):
         declare(CounterMetricFamily, *row, "drafter")
@@ -162,6 +176,21 @@ def _of_engine(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     rate = (stats.get("speculation") or {}).get("synthetic_acceptance_rate")
     if rate is not None:
         yield "spec_decode_synthetic_acceptance_rate", rate
+    adaptation = stats.get("online_adaptation")
+    if adaptation is not None:
+        yield from _of_adaptation(adaptation)
+
+
+def _of_adaptation(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Samples of a replica's online adaptation, as `_of_engine`."""
+    for key, (name, _) in _ADAPTATION.items():
+        yield name, stats[key]
+    for outcome, count in stats["outcomes"].items():
+        yield "adaptation_rounds", count, outcome
+    measured = [each for each in stats["rounds"] if each["accepted_after"] is not None]
+    for round_ in measured[-1:]:
+        yield "adaptation_accepted_tokens", round_["accepted_before"], "present"
+        yield "adaptation_accepted_tokens", round_["accepted_after"], "adapted"
 
 
 def _of_drafters(stats: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from ...cluster.app import LLMArgs, ModelLoading, PlacementGroup, ServingArgs
 from ...cluster.serve.args import ServeConfig
 from ...config import SECTIONS, EngineConfig, SpeculationBase, SpeculationCacheConfig
 from ...config.access import AccessConfig, KeyConfig
-from ...config.engine import ResourcesConfig
+from ...config.engine import OnlineAdaptationConfig, ResourcesConfig
 from ...config.hub import HfOverrides
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
 
@@ -54,6 +54,7 @@ What `structured_outputs` takes, also as a mapping of these fields: exactly one 
 _OTHERS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("Engine", EngineConfig, "The top level of a configuration file."),
     ("hf_overrides", HfOverrides, "What the checkpoint gives beside text."),
+    ("online_adaptation", OnlineAdaptationConfig, "A head that goes on learning while it serves."),
     ("resources", ResourcesConfig, "What each worker asks of the cluster."),
     ("serve", ServeConfig, "The Serve application: `serve` beside the engine's keys."),
     ("serve.access", AccessConfig, "Who may use the server."),

@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ..pard import MASK_KEYS
 from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import LlamaModule, Temperature
-from .llama_files import LlamaReader
+from .llama_files import LlamaReader, Origin
 from .load import fail
 from .protocol import (
     Attend,
@@ -228,7 +228,9 @@ def _eagle1(reader: EagleReader) -> EagleHead:
             temperature=reader.temperature() if still else None,
         )
     reader.fill(module, stems)
-    return EagleHead(reader.user, module, (reader.target.num_layers,), target_ids)
+    head = EagleHead(reader.user, module, (reader.target.num_layers,), target_ids)
+    head.origin = reader.origin
+    return head
 
 
 def _eagle3(reader: EagleReader, first: str) -> EagleHead:
@@ -258,7 +260,9 @@ def _eagle3(reader: EagleReader, first: str) -> EagleHead:
     reader.fill(module, stems)
     if isinstance(reader.user, PEagleConfig):
         return PEagleHead(reader.user, module, capture, target_ids, mask_token)
-    return EagleHead(reader.user, module, capture, target_ids)
+    head = EagleHead(reader.user, module, capture, target_ids)
+    head.origin = reader.origin
+    return head
 
 
 def _features(reader: EagleReader, hidden: int) -> tuple[tuple[int, ...], Eagle3Options]:
@@ -330,6 +334,8 @@ def _capture(reader: EagleReader) -> tuple[int, ...]:
 class EagleHead(TreeDraftingHead):
     """Runs the module over a step."""
 
+    origin: Origin | None = None  # of its weights
+
     def __init__(
         self,
         config: EagleConfig,
@@ -349,6 +355,10 @@ class EagleHead(TreeDraftingHead):
     def outputs(self) -> tuple[nn.Linear, ...]:
         own = self.module.lm_head
         return () if own is None else (own,)
+
+    def published(self) -> dict[str, Tensor] | None:
+        """Its weights by the names of its checkpoint; None: it has none."""
+        return None if self.origin is None else self.origin.published(self.module)
 
     def rows(self, step: HeadRows, host: HeadHost) -> tuple[Tensor, Tensor]:
         states = torch.cat([step.hidden[layer] for layer in self.capture], dim=-1)

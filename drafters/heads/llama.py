@@ -254,6 +254,14 @@ def halves(
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def neighbours(
+    rows: Tensor,  # [num_heads * head_dim, ...]
+    head_dim: int,
+) -> Tensor:
+    """Reverses `halves`."""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
 def scaled(
     frequencies: Tensor,  # [head_dim / 2]
     scaling: dict[str, Any],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ...config import HeadConfig
 from ...errors import ConfigError
-from .llama import SCALING, LayerSizes, Rope, halves
+from .llama import SCALING, LayerSizes, Rope, halves, neighbours
 from .load import ConfigReader, Tensors, fail, read_config
 from .protocol import TargetFacts
 
@@ -33,6 +34,22 @@ def own_name(stored: str, renamed: Mapping[str, str]) -> str:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights of a module are in its checkpoint."""
+
+    names: Mapping[str, str]  # in the files, by the module's names
+    interleaved: int | None = None  # head size of rotary pairs that were reordered to halves
+
+    def published(self, module: nn.Module) -> dict[str, Tensor]:
+        """The module's weights by the names, and in the order of rows, of the files."""
+        state = module.state_dict()
+        if self.interleaved is not None:
+            for name in filter(_TURNED.fullmatch, state):
+                state[name] = neighbours(state[name], self.interleaved)
+        return {stored: state[name] for name, stored in self.names.items()}
 
 
 class LlamaReader:
@@ -62,6 +79,7 @@ class LlamaReader:
             allow_pickle=target.allow_pickle,
         )
         self.interleaved = self._section.rope_layout == "interleaved"
+        self.origin = Origin({})  # of the loaded weights
 
     def refuse(self, owners: dict[str, str]) -> None:
         """Raises `CheckpointError` for a tensor of an unsupported kind: patterns to what it is."""
@@ -83,6 +101,8 @@ class LlamaReader:
             name: self.tensors.take(stored_name(name), *empty.shape)
             for name, empty in wanted.items()
         }
+        names = {name: self.tensors.stored_name(stored_name(name)) for name in wanted}
+        self.origin = Origin(names, head_dim if self.interleaved else None)
         self.tensors.finish(_IGNORED)
         if self.interleaved:
             for name in filter(_TURNED.fullmatch, state):

@@ -71,6 +71,7 @@ class Tensors:
         self._dry = device is not None and device.type == "meta"
         self._readers: dict[str, Callable[..., Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, str] = {}
         for file in _files(folder, tuple(names), rename, allow_pickle):
             for stored, shape, reader in _entries(file):
                 name = rename(stored)
@@ -79,6 +80,7 @@ class Tensors:
                 if name in self._readers:
                     raise fail(f"{str(folder)!r} holds tensor {name!r} twice, also as {stored!r}")
                 self._readers[name], self._shapes[name] = reader, shape
+                self._stored[name] = stored
         self._left = set(self._readers)
 
     def __contains__(self, name: str) -> bool:
@@ -95,6 +97,10 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is present."""
         return self._shapes[name]
+
+    def stored_name(self, name: str) -> str:
+        """The name in the file of a tensor that is present."""
+        return self._stored[name]
 
     def matches(self, pattern: str) -> list[re.Match[str]]:
         """Full matches of `pattern` among the names."""

@@ -56,6 +56,17 @@ class MTPModule(FeatureModule):
         self.norm = self.block.new_norm()
         self.layer, self.norm_output = layer, not pre_norm
         self.embed_tokens = self.lm_head = None
+        self.place: _ModuleNames | None = None  # in its checkpoint
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights by the names of its checkpoint."""
+        assert self.place is not None, "it was read from a checkpoint"
+        found: dict[str, Tensor] = {
+            self.place.stem + public: self.get_parameter(f"{name}.weight").detach()
+            for name, public in self.place.names.items()
+        }
+        layer = self.block.published()
+        return found | {self.place.layer + name: tensor for name, tensor in layer.items()}
 
     def entrance(self) -> Entrance:
         return Entrance(embedding_norm=self.enorm, feature_norm=self.hnorm, join=self.eh_proj)
@@ -246,6 +257,7 @@ def _fill(module: MTPModule, place: _ModuleNames, tensors: Tensors, target: Targ
         name: tensor.to(target.device, cast(name, target.dtype)) for name, tensor in state.items()
     }
     module.load_state_dict(state, assign=True)
+    module.place = place
     materialise_constants(module.block.whole, target.device)
 
 
@@ -350,6 +362,10 @@ class MTPHead(TreeDraftingHead):
             if index == level % count:
                 read = normed
         return torch.cat(here, dim=-1), read
+
+    def published(self) -> dict[str, Tensor] | None:
+        """Its weights by the names of its checkpoint; None: it has several modules."""
+        return self.module[0].published() if len(self.module) == 1 else None  # type: ignore[operator]
 
     def _run(
         self,

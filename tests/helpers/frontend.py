@@ -15,7 +15,7 @@ import pytest
 from outrider.config import EngineConfig, NoSpeculation
 from outrider.engine.engine import Engine
 from outrider.engine.weights import DrafterChange
-from outrider.errors import CheckpointError, EngineDeadError, OutriderError
+from outrider.errors import CheckpointError, EngineDeadError, InvalidRequestError, OutriderError
 from outrider.scheduler.types import (
     Delta,
     Logprobs,
@@ -113,6 +113,8 @@ class FakeEngine:
         self.num_resets = 0  # of the prefix cache
         self.updates: list[tuple[str, str, str]] = []  # of weights
         self.pauses: list[str] = []
+        self.adaptation: dict[str, Any] | None = None
+        self.wishes: list[str] = []  # of online adaptation
         self.changes: list[DrafterChange] = []
         self.sleeps: list[tuple[Any, ...]] = []
         self.served_adapters: dict[str, str] = {}
@@ -164,6 +166,7 @@ class FakeEngine:
             "kv": {"num_blocks": 8, "num_free_blocks": 8 - len(self._running), "block_size": 16},
             "requests": {"num_finished": len(self.submitted) - len(self._running)},
             "steps": {"num_steps": 7},
+            "online_adaptation": self.adaptation,
             "drafters": {
                 "fake": {
                     "num_calls": [1, 2, 3],
@@ -224,6 +227,12 @@ class FakeEngine:
         self.speculative = planned
         names = tuple(each["name"] for each in self.drafters()["drafters"])
         self.info = SimpleNamespace(**vars(self.info) | {"drafters": names})
+
+    def adapt(self, action: str) -> None:
+        self.check()
+        if self.adaptation is None:
+            raise InvalidRequestError.at("online_adaptation", "it is off")
+        self.wishes.append(action)
 
     def pause(self, mode: str = "abort") -> None:
         self.check()

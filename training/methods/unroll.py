@@ -4,19 +4,30 @@ Pass 0 reads the target's features; every later one reads what the head made in 
 as a growing draft does (training-time test, arXiv:2503.01840, section 3.2; HASS, 2408.15766).
 Row t of pass k consumes the embedding of token t + 1 + k at position t + k and predicts token
 t + 2 + k, so its teacher is the target at position t + 1 + k.
+
+Method `adapt` goes on with a checkpoint of such a head, and writes one with the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...config import EngineConfig, HeadConfig
+from ...config.strict import read_mapping
+from ...drafters.heads.load import FIELD, Tensors, read_config
 from ...drafters.heads.protocol import FeatureModule
-from ..options import PassOptions
+from ...drafters.registry import build_head, method_of
+from ...errors import CheckpointError, ConfigError
+from ..options import AdaptOptions, PassOptions
 from ..protocol import FrozenTarget, TargetStates, Windows
+from ..state import write_files
 from .distil import ChainMethod
 
 
@@ -139,7 +150,8 @@ class UnrolledMethod(ChainMethod):
         self, windows: Windows, states: TargetStates, target: FrozenTarget, count: int
     ) -> Iterator[tuple[Tensor, Tensor | float]]:
         features = torch.cat([states.hidden[layer] for layer in self.capture], dim=-1).float()
-        embedded, own = target.embed(windows.tokens).float(), self.module.lm_head
+        table, own = self.module.embed_tokens, self.module.lm_head
+        embedded = (target.embed if table is None else table)(windows.tokens).float()
         made = passes(self.module, self._input_features(features), embedded, count, self._mask())
         for index, (feature, read) in enumerate(made):
             wanted = features[:, 1 + index : 1 + index + read.shape[1]]
@@ -162,3 +174,80 @@ class UnrolledMethod(ChainMethod):
     ) -> Tensor | float:
         """What is learnt besides the distributions."""
         return 0.0
+
+
+class AdaptMethod(UnrolledMethod):
+    """Goes on with a head as it serves.
+
+    Its layers and its output layer learn, an embedding of its own stays.
+
+    Raises:
+        ConfigError: `config` has no head that can go on learning.
+        CheckpointError: the head cannot be read, or is of another target.
+    """
+
+    def __init__(self, options: AdaptOptions, target: FrozenTarget) -> None:
+        section = _section(options.config, target.path)
+        try:
+            head: Any = build_head(section, replace(target.facts, dtype=torch.float32))
+        except CheckpointError as error:
+            raise CheckpointError.at("config", error.message.removeprefix(f"{FIELD}: ")) from None
+        if head.only_module is None or head.published() is None:
+            raise ConfigError.at(
+                "config", "the head has several modules, or reads zeros for the first token"
+            )
+        super().__init__(target, head.capture, options)
+        self._head, self.module = head, head.only_module.requires_grad_(True)
+        self._folder = section.folder
+        self.target_ids = head.target_ids
+        if self.module.embed_tokens is not None:
+            self.module.embed_tokens.requires_grad_(False)
+
+    def prepare(self, token_counts: Tensor) -> None:  # [vocab]
+        """The draft vocabulary stays."""
+
+    def export(self, folder: Path) -> None:
+        """The checkpoint that it began with, with other weights."""
+        names = ("model", "pytorch_model", "mtp")
+        allow_pickle = self._target.facts.allow_pickle
+        stored = Tensors(self._folder, names, allow_pickle=allow_pickle)
+        known = {match[0]: stored.reader(match[0])() for match in stored.matches(".*")}
+        learnt: dict[str, Tensor] = self._head.published()
+        wide = self._target.model.dtype
+        tensors = {
+            name: tensor.to(known[name].dtype if _is_plain(known.get(name)) else wide)
+            for name, tensor in learnt.items()
+        }
+        if self._folder.resolve() != self._target.path.resolve():
+            tensors = {name: each for name, each in known.items() if _is_kept(name)} | tensors
+        config = read_config(self._folder)
+        config.pop("quantization_config", None)
+        write_files(folder, tensors, config)
+
+
+def _section(file: Path, target: Path) -> HeadConfig:
+    """The section of the one head in a configuration that can go on learning."""
+    given = read_mapping(file, "config")
+    section = given.get("speculative_config", given)
+    config = EngineConfig.load({"model": str(target), "speculative_config": section})
+    found = [
+        each
+        for each in config.speculative_config.sections
+        if isinstance(each, HeadConfig) and method_of(each).continues
+    ]
+    if len(found) != 1:
+        raise ConfigError.at(
+            "config", f"{file} has {len(found)} heads that can go on learning, expected one"
+        )
+    folder = found[0].folder_beside(str(target))
+    return found[0].model_copy(update={"speculative_model": str(folder)})
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether a stored tensor has a type in which weights can be written as they are."""
+    return tensor is not None and tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _is_kept(name: str) -> bool:
+    """Whether a tensor beside the weights stays, which scales of quantised ones do not."""
+    return not name.endswith("_scale_inv")

@@ -426,6 +426,20 @@ class DraftersUpdate(TypedDict):
     drafters: list[str]
 
 
+class EngineAdaptation(TypedDict):
+    """Online adaptation of an engine, as in its statistics."""
+
+    model: str
+    replica: str
+    online_adaptation: dict[str, Any]
+
+
+class Adaptations(TypedDict):
+    """Online adaptation of every engine that has it."""
+
+    engines: list[EngineAdaptation]
+
+
 class Paused(TypedDict):
     """Whether an engine is paused."""
 

@@ -19,7 +19,7 @@ from ..resume_tokens import ResumeTokens, TokenStore
 if TYPE_CHECKING:
     from ....engine.engine import Engine
 
-EngineVerb = Literal["reset_prefix_cache", "pause", "resume", "sleep", "wake_up"]
+EngineVerb = Literal["reset_prefix_cache", "pause", "resume", "sleep", "wake_up", "adapt"]
 """What all engines are told alike, by the names of `Engine`'s methods."""
 
 

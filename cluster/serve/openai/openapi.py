@@ -21,6 +21,7 @@ from .messages import CountBody, MessagesBody
 from .parse import IGNORED, UNSUPPORTED
 from .pooling import EmbeddingBody, RerankBody, ScoreBody
 from .protocol import (
+    AdaptationBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -85,6 +86,11 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
         answers.DraftersUpdate,
         "Loads a drafter, or replaces one or all.",
     ),
+    "/admin/adaptation": (
+        AdaptationBody,
+        answers.EngineCount,
+        "Begins a round of online adaptation, or pauses it.",
+    ),
 }
 GETS: dict[str, tuple[Any, str]] = {
     "/v1/models": (answers.ModelList, "The models that can serve now."),
@@ -94,6 +100,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/version": (answers.Version, "The server's version."),
     "/load": (answers.Load, "How many requests run or wait."),
     "/admin/drafters": (answers.Drafters, "The drafters of every engine."),
+    "/admin/adaptation": (answers.Adaptations, "Online adaptation of every engine."),
     "/is_paused": (answers.Paused, "Whether an engine is paused."),
     "/is_sleeping": (answers.Sleeping, "Whether an engine sleeps."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),

@@ -590,6 +590,13 @@ class DraftersBody(Strict):
     make_room: bool = False
 
 
+class AdaptationBody(Strict):
+    """`POST /admin/adaptation`: a round of training begins, or none does until later."""
+
+    model: str | None = None
+    action: Literal["run", "pause", "resume"]
+
+
 class LoadAdapterBody(Strict):
     """`POST /v1/load_lora_adapter`: an adapter, in a folder that the engines see."""
 

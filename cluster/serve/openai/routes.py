@@ -59,6 +59,7 @@ from .pooling import (
     Scores,
 )
 from .protocol import (
+    AdaptationBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -249,6 +250,7 @@ def admin_routes(models: Models) -> list[Route]:
     return [
         Route("/admin/update_weights", update_weights, methods=["POST"]),
         *_drafter_routes(models),
+        *_adaptation_routes(models),
         *_adapter_routes(models),
         command("/reset_prefix_cache", "reset_prefix_cache"),
         command("/pause", "pause", _pausing),
@@ -342,6 +344,29 @@ def _drafter_routes(models: Models) -> list[Route]:
         Route("/admin/drafters", drafters),
         Route("/admin/drafters", load_drafter, methods=["POST"]),
         Route("/admin/drafters/{name}", remove_drafter, methods=["DELETE"]),
+    ]
+
+
+def _adaptation_routes(models: Models) -> list[Route]:
+    """Heads that go on learning in engines that serve."""
+
+    async def adaptation(request: Request) -> Response:
+        engines = [
+            {"model": edge.model_name, "replica": name, "online_adaptation": found}
+            for edge, replicas in await _stats(models)
+            for name, each in replicas.items()
+            if (found := each.get("online_adaptation")) is not None
+        ]
+        return JSONResponse({"engines": engines})
+
+    async def adapt(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, AdaptationBody))
+        count = await models.find(body.model).client.tell("adapt", body.action)
+        return JSONResponse({"num_engines": count})
+
+    return [
+        Route("/admin/adaptation", adaptation),
+        Route("/admin/adaptation", adapt, methods=["POST"]),
     ]
 
 

@@ -433,6 +433,52 @@ def test_new_weights(server: Server) -> None:
     assert len(server.engine.updates) == 2
 
 
+def test_online_adaptation(server: Server) -> None:
+    def asked(**body: Any) -> Any:
+        return server.http.post("/admin/adaptation", json=body)
+
+    assert server.http.get("/admin/adaptation").json() == {"engines": []}
+    refused = asked(action="run")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "online_adaptation"
+    server.engine.adaptation = {
+        "state": "collecting", "num_output_tokens": 40, "num_excluded": 3,
+        "outcomes": {"swapped": 2, "failed": 1},
+        "rounds": [
+            {"accepted_before": 1.5, "accepted_after": 2.0},
+            {"accepted_before": None, "accepted_after": None},
+        ],
+    }  # fmt: skip
+    (listed,) = server.http.get("/admin/adaptation").json()["engines"]
+    assert (listed["model"], listed["online_adaptation"]["num_excluded"]) == ("tiny", 3)
+    for action in ("run", "pause", "resume"):
+        assert asked(action=action, model="tiny").json() == {"num_engines": 1}
+    assert server.engine.wishes == ["run", "pause", "resume"]
+    for body, name in (
+        ({}, "action"),
+        ({"action": "go"}, "action"),
+        ({"action": "run", "wish": "run"}, "wish"),
+    ):
+        refused = asked(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    assert asked(action="run", model="other").status_code == 404
+    text = server.http.get("/metrics").text
+    for line in (
+        'outrider:adaptation_rounds_total{model="tiny",outcome="swapped",replica="local"} 2.0',
+        'outrider:adaptation_tokens_total{model="tiny",replica="local"} 40.0',
+        'outrider:adaptation_excluded_requests_total{model="tiny",replica="local"} 3.0',
+        'outrider:adaptation_accepted_tokens{head="adapted",model="tiny",replica="local"} 2.0',
+    ):
+        name, _, rest = line.partition("{")
+        labels = set(rest.partition("}")[0].split(","))
+        found = [each for each in text.splitlines() if each.startswith(name + "{")]
+        assert any(
+            set(each.partition("{")[2].partition("}")[0].split(",")) == labels
+            and each.endswith(line.rpartition(" ")[2])
+            for each in found
+        ), (line, found)
+
+
 def test_other_drafters(server: Server) -> None:
     def asked(**body: Any) -> Any:
         return server.http.post("/admin/drafters", json=body)
