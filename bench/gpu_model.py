@@ -510,7 +510,8 @@ def step_of(
     shapes = (*loaded.model.kv_shapes, *(head.kv_shapes if head else ()))
     cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, torch.bfloat16, META)
     tape = Tape(batch, context_len)
-    size = smallest(batch, 1 + num_nodes, max(batch, max(BATCHES)), drafted)
+    wanted = (batch, 1 + num_nodes, batch * (1 + num_nodes))
+    size = smallest(*wanted, max(batch, max(BATCHES)), drafted)
     if size is None:
         lengths, trees = [(context_len, 1)] * batch, [list(range(-1, num_nodes - 1))] * batch
         step, _ = paged_step(np.random.default_rng(0), lengths, trees, BLOCK_SIZE)

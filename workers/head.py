@@ -220,10 +220,10 @@ class HeadRunner:
 
     def logits_of_own_rows(
         self, states: Tensor
-    ) -> Tensor | None:  # [num_rows, hidden_size] -> [num_rows / size, draft_vocab]
-        """Those logits for this rank's even share of the rows; None: every rank has all rows'."""
+    ) -> Tensor | None:  # [num_rows, hidden_size] -> [ceil(num_rows / size), draft_vocab]
+        """Those logits for this rank's share of the rows; None: every rank has all rows'."""
         output = self._draft_output.forward
-        if isinstance(output, ShardedOutput) and len(states) % output.collective.size == 0:
+        if isinstance(output, ShardedOutput):
             return output.own_rows(states)
         return None
 

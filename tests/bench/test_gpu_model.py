@@ -174,7 +174,7 @@ def test_a_step_of_the_demo(ops, launched, monkeypatch, tmp_path, batch, num_nod
         drafter = DeviceHead(service, cache, seats)
     step = DeviceStep(model.runner.model, cache, seats, drafter)
     shape = staged(step, Work("chain", batch, num_nodes, "greedy", CONTEXT_LEN), 4096)
-    assert shape == StepShape(batch, 1 + num_nodes, Sampler.PLAIN)
+    assert shape == StepShape(batch, 1 + num_nodes, batch * (1 + num_nodes), Sampler.PLAIN)
     launched.clear()
     with FlopCounterMode(display=False) as flops, Launches() as found:
         step.run(shape)

@@ -20,7 +20,7 @@ from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceOps
 from ..verify.device_settings import DeviceSettings
-from .layout import Accepted, DeviceLayout, best_of_ranks, draw_part, seat_settings
+from .layout import DeviceLayout, Share, best_of_ranks, draw_part, last_rows, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
@@ -76,30 +76,29 @@ class DeviceHead:
     def _earlier(self, layout: DeviceLayout) -> EarlierRows:
         """As `tree_drafting.rows_of` has it for a step on the host."""
         size = self._seats.sizes.block_size
-        slots = layout.slots
-        num_seqs, query_len = slots.shape
-        seqs = torch.arange(num_seqs, device=slots.device)[:, None]
-        before = torch.cat([seqs + slots.numel(), seqs * query_len + layout.parents], dim=1)
+        before = layout.seqs + len(layout.slots)
+        if layout.jumps:
+            before = torch.where(layout.lanes == 0, before, layout.jumps[0])
         ends = (layout.plan.context_lens - 1).clamp(min=0)[:, None]
         blocks = layout.plan.block_tables.gather(1, (ends // size).long())
         last = (blocks * size + ends % size).long()
-        return EarlierRows(slots.flatten(), before.flatten(), last.flatten())
+        return EarlierRows(layout.slots, before, last.flatten())
 
     def draft(
         self,
         layout: DeviceLayout,
-        accepted: Accepted,
+        accepted: Tensor,  # [num_rows] bool
+        drawn: Tensor,  # [num_rows] int32
         rows: tuple[Tensor, Tensor],  # as `rows` returns them
         shape: StepShape,
     ) -> DeviceDrafts:
         """Drafts for the next step; after the compaction."""
-        last = accepted.path.gather(1, accepted.counts[:, None] - 1)[:, 0]
-        lanes = torch.arange(shape.num_seqs, device=last.device) * shape.query_len + last
-        feature, read = (part.index_select(0, lanes) for part in rows)
-        known = layout.plan.context_lens + accepted.counts.to(torch.int32)
+        last, counts = last_rows(layout, accepted)
+        feature, read = (part.index_select(0, last) for part in rows)
+        known = layout.plan.context_lens + counts
         base = known.long() - 1
         levels = self._levels(layout, known, base) if self._head.room else None
-        emitted = accepted.emitted.gather(1, accepted.counts[:, None] - 1)[:, 0].long()
+        emitted = drawn.index_select(0, last).long()
         draws = self._drawing(layout, base, shape)
         start = DraftStart(base, emitted, feature, read, levels, *draws)
         trees = self._head.expand(start, shape.num_nodes, self._service)
@@ -174,12 +173,12 @@ class DeviceHead:
             if own is None:
                 logits = service.draft_logits(flat)
                 return from_logits(logits.unflatten(0, read.shape[:2]), level)
-            begin = service.collective.rank * len(own)
-            rows = slice(begin, begin + len(own))
+            share = Share.of(len(flat), service.collective, device)
             positions, settings = rows_of(level, read.shape[1])
-            given = (positions[rows], settings.take(rows), ids)
-            drawn = ops.draw_on_device(own.float(), *given).long()
-            return service.collective.all_gather(drawn, dim=0).view(num_drafts, -1)
+            taken = DeviceSettings._make(share.take(each) for each in settings)
+            drawn = ops.draw_on_device(own.float(), share.take(positions), taken, ids).long()
+            every = service.collective.all_gather(drawn, dim=0)
+            return every[: len(flat)].view(num_drafts, -1)
 
         def from_logits(logits: Tensor, level: int) -> Tensor:
             flat = logits.flatten(0, 1).float()

@@ -1,13 +1,18 @@
 """A step's rows from the seats, on the device: what `workers/ops/plan.py` computes on the host.
 
-Every sequence has `query_len` rows, its root and its nodes. Nodes that pad it are leaves below the
-root: no row sees them, not even their own, since their keys and values go into the padding's block.
-Every tree is described by ancestor bits, chains too.
+Every sequence has its root's row and one for each node, one after the other; how many is staged by
+the host. Rows that pad a step are leaves below their sequence's root: no row sees them, not even
+their own, since their keys and values go into the padding's block. Every tree is described by
+ancestor bits, chains too.
+
+What a row takes from its ancestors is computed in rounds, of which each reaches twice as far up:
+`jumps` has the row that each round reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,102 +26,104 @@ from .seats import DeviceSeats
 from .shape import StepShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceLayout:
-    """The rows of a step; row s * query_len + l is lane l of sequence s."""
+    """The rows of a step."""
 
     plan: PagedStep
     seats: Tensor  # [num_seqs] int64
-    is_real: Tensor  # [num_seqs] bool, no padding
-    nodes: Tensor  # [num_seqs, num_nodes] int32, tokens
-    parents: Tensor  # [num_seqs, num_nodes] int64, lanes
-    is_node: Tensor  # [num_seqs, num_nodes] bool, no padding
-    ancestors: Tensor  # [num_seqs, num_nodes, num_nodes] bool, a node's ancestors and itself
-    depths: Tensor  # [num_seqs, num_nodes] int64, 1 below the root
-    slots: Tensor  # [num_seqs, query_len] int64
+    row_seats: Tensor  # [num_rows] int64
+    is_real: Tensor  # [num_rows] bool, of a sequence that is no padding
+    first: Tensor  # [num_rows] int32, the root's row
+    lanes: Tensor  # [num_rows] int32, 0 is the root
+    is_node: Tensor  # [num_rows] bool, no padding
+    depths: Tensor  # [num_rows] int32, 1 below the root
+    jumps: tuple[Tensor, ...]  # [num_rows] int64 each; the first has the parents' rows
+    slots: Tensor  # [num_rows] int64
     spare_slot: int  # of the padding's block
+
+    @cached_property
+    def seqs(self) -> Tensor:  # [num_rows] int64
+        return self.plan.row_seq.long()
 
 
 def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
     """The rows of the staged step."""
     sizes, device = seats.sizes, seats.device
     who = seats.step_seats(shape).long()
-    num_nodes, tokens, parents = seats.step_nodes(shape)
-    lanes = torch.arange(shape.query_len, device=device, dtype=torch.int32)
-    is_node = lanes[:-1] < num_nodes[:, None]
+    starts, row_seq = seats.step_rows(shape)
+    seqs = row_seq.long()
+    row_seats = who.index_select(0, seqs)
+    rows = torch.arange(shape.num_rows, device=device, dtype=torch.int32)
+    first = starts.index_select(0, seqs)
+    lanes = rows - first
     context = seats.lengths.index_select(0, who) - 1
-    roots = seats.tokens.view(-1).index_select(0, who * sizes.width + context)
+    before = context.index_select(0, seqs)
+    token_ids = seats.tokens.view(-1).index_select(0, row_seats * sizes.width + before)
+    index, positions, depths = before + lanes, before, torch.zeros_like(lanes)
+    is_node = torch.zeros_like(lanes, dtype=torch.bool)
+    jumps: tuple[Tensor, ...] = ()
     tables = seats.tables.index_select(0, who)
-    ancestors = closure(parents.long())
-    depths = ancestors.sum(2)
-    index = context[:, None] + lanes
-    positions, token_ids = index, roots
     spare_slot = sizes.num_blocks * sizes.block_size
-    blocks = tables.gather(1, (index // sizes.block_size).long())
-    slots = blocks * sizes.block_size + index % sizes.block_size
-    words = torch.zeros((shape.num_seqs, 1, 1), dtype=torch.int64, device=device)
+    columns = seqs * sizes.num_columns + index // sizes.block_size
+    slots = tables.view(-1).index_select(0, columns) * sizes.block_size + index % sizes.block_size
+    words = torch.zeros((shape.num_rows, 1), dtype=torch.int64, device=device)
     if shape.num_nodes:
-        token_ids = torch.cat([roots[:, None], tokens], dim=1)
-        positions = context[:, None] + torch.nn.functional.pad(depths, (1, 0)).to(torch.int32)
-        slots = torch.cat([slots[:, :1], torch.where(is_node, slots[:, 1:], spare_slot)], dim=1)
-        words = bits(ancestors & is_node[:, :, None])
-    starts = torch.arange(shape.num_seqs + 1, device=device, dtype=torch.int32) * shape.query_len
+        is_node, tokens, parents = seats.step_nodes(shape, row_seats, seqs, lanes)
+        is_root = lanes == 0
+        token_ids = torch.where(is_root, token_ids, tokens)
+        jumps = jumps_of(torch.where(is_node, first + 1 + parents, rows).long(), shape.num_nodes)
+        depths = is_node.to(torch.int32)
+        words = bits(lanes - 1, is_node, shape.num_nodes)
+        for above in jumps:
+            depths = depths + depths.index_select(0, above)
+            words = words | words.index_select(0, above)
+        positions = before + depths
+        slots = torch.where(is_node | is_root, slots, spare_slot)
     plan = PagedStep(
-        token_ids=token_ids.view(-1),
-        positions=positions.view(-1),
-        slots=slots.view(-1),
-        row_seq=torch.arange(shape.num_rows, device=device, dtype=torch.int32) // shape.query_len,
-        row_index=index.view(-1),
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        row_seq=row_seq,
+        row_index=index,
         query_start=starts,
         context_lens=context,
         tree_start=context + 1,
         block_tables=tables,
-        ancestors=words.flatten(0, 1),
+        ancestors=words,
         block_size=sizes.block_size,
         max_query_len=shape.query_len,
         max_key_len=sizes.width,
     )
+    is_real = row_seats < sizes.num_seats
+    nodes = (is_node, depths, jumps)
     return DeviceLayout(
-        plan,
-        who,
-        who < sizes.num_seats,
-        tokens,
-        parents.long() + 1,
-        is_node,
-        ancestors,
-        depths,
-        slots.long(),
-        spare_slot,
+        plan, who, row_seats, is_real, first, lanes, *nodes, slots.long(), spare_slot
     )
 
 
-def closure(
-    parents: Tensor,  # [num_seqs, num_nodes] int64, -1 is the root
-) -> Tensor:  # [num_seqs, num_nodes, num_nodes] bool
-    """`[s, i, j]`: node j is node i's ancestor or itself. Twice as many levels in every round."""
-    num_nodes = parents.shape[1]
-    if num_nodes == 0:
-        return torch.zeros((*parents.shape, 0), dtype=torch.bool, device=parents.device)
-    nodes = torch.arange(num_nodes, device=parents.device)
-    seen = (nodes[:, None] == nodes).expand(*parents.shape, num_nodes)
-    above = parents
-    for _ in range((num_nodes - 1).bit_length()):
-        inside = above >= 0
-        at = above.clamp(min=0)
-        reached = seen.gather(1, at[:, :, None].expand_as(seen))
-        seen = seen | (reached & inside[:, :, None])
-        above = torch.where(inside, above.gather(1, at), -1)
-    return seen
+def jumps_of(
+    parents: Tensor,  # [num_rows] int64, parents' rows; of a root its own
+    num_nodes: int,
+) -> tuple[Tensor, ...]:
+    """`DeviceLayout.jumps` of trees of at most so many nodes."""
+    found = [parents]
+    while 1 << len(found) <= num_nodes:
+        found.append(found[-1].index_select(0, found[-1]))
+    return tuple(found)
 
 
 def bits(
-    ancestors: Tensor,  # [num_seqs, num_nodes, num_nodes] bool
-) -> Tensor:  # [num_seqs, 1 + num_nodes, num_words] int64, of the root none
-    """The words of `PagedStep.ancestors`."""
-    lanes = torch.arange(WORD_BITS, device=ancestors.device)
-    missing = -ancestors.shape[2] % WORD_BITS
-    padded = torch.nn.functional.pad(ancestors, (0, missing)).unflatten(2, (-1, WORD_BITS))
-    return torch.nn.functional.pad((padded.long() << lanes).sum(3), (0, 0, 1, 0))
+    nodes: Tensor,  # [num_rows] int32, below 0: a root
+    is_node: Tensor,  # [num_rows] bool
+    num_nodes: int,
+) -> Tensor:  # [num_rows, num_words] int64
+    """The words of `PagedStep.ancestors` with every row's own bit alone."""
+    bit = is_node.long() << (nodes % WORD_BITS)
+    if num_nodes <= WORD_BITS:
+        return bit[:, None]
+    words = torch.arange(-(-num_nodes // WORD_BITS), device=nodes.device)
+    return torch.where((nodes // WORD_BITS)[:, None] == words, bit[:, None], 0)
 
 
 def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_rows] int64
@@ -139,64 +146,63 @@ def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_ro
 # and the update of the seats
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """What a step emits: lane path[s, j] of sequence s emits its token j, for j < counts[s]."""
-
-    counts: Tensor  # [num_seqs] int64, at least 1
-    path: Tensor  # [num_seqs, query_len] int64, lanes from the root on; 0 beyond the counts
-    emitted: Tensor  # [num_seqs, query_len] int32
-
-
 def accept(
     layout: DeviceLayout,
     drawn: Tensor,  # [num_rows] int32, the target's own token at every row
-    shape: StepShape,
-) -> Accepted:
-    """Accepts a node that its parent's draw equals, if its ancestors are accepted."""
-    of_lanes = drawn.view(shape.num_seqs, shape.query_len)
-    if shape.num_nodes == 0:
-        one = torch.ones(shape.num_seqs, dtype=torch.int64, device=drawn.device)
-        return Accepted(one, torch.zeros_like(of_lanes, dtype=torch.int64), of_lanes)
-    agrees = layout.is_node & (layout.nodes == of_lanes.gather(1, layout.parents))
-    passed = ~(layout.ancestors & ~agrees[:, None]).any(2)
-    # At most one node of a depth is accepted; the others go to a column that is cut off.
-    column = torch.where(passed, layout.depths, shape.query_len)
-    lanes = torch.arange(1, shape.query_len, device=drawn.device).expand_as(column)
-    path = torch.zeros(
-        (shape.num_seqs, shape.query_len + 1), dtype=torch.int64, device=drawn.device
-    )
-    path = path.scatter(1, column, lanes)[:, : shape.query_len]
-    return Accepted(passed.sum(1) + 1, path, of_lanes.gather(1, path))
+) -> Tensor:  # [num_rows] bool
+    """Accepts a root, and a node that its parent's draw equals, if its ancestors are accepted.
+
+    What is drawn at an accepted row is emitted. Rows of padding sequences mean nothing.
+    """
+    is_root = layout.lanes == 0
+    if not layout.jumps:
+        return is_root
+    guessed = layout.plan.token_ids == drawn.index_select(0, layout.jumps[0])
+    passed = is_root | (layout.is_node & guessed)
+    for above in layout.jumps:
+        passed = passed & passed.index_select(0, above)
+    return passed
 
 
-def compact(layout: DeviceLayout, accepted: Accepted, cache: KVCache) -> None:
+def compact(layout: DeviceLayout, accepted: Tensor, cache: KVCache) -> None:
     """Moves the accepted nodes' keys and values to where a chain's would be."""
-    lanes = torch.arange(1, accepted.path.shape[1], device=accepted.path.device)
-    path = accepted.path[:, 1:]
-    moved = (path != 0) & (path != lanes)
-    source = torch.where(moved, layout.slots.gather(1, path), layout.spare_slot)
-    destination = torch.where(moved, layout.slots[:, 1:], layout.spare_slot)
-    cache.move(source.view(-1), destination.view(-1))
+    moved = accepted & (layout.depths != layout.lanes)
+    place = torch.where(moved, layout.first + layout.depths, 0)
+    source = torch.where(moved, layout.slots, layout.spare_slot)
+    target = torch.where(moved, layout.slots.index_select(0, place), layout.spare_slot)
+    cache.move(source, target)
 
 
 def update(
-    seats: DeviceSeats, layout: DeviceLayout, accepted: Accepted, *, counts_tokens: bool = False
+    seats: DeviceSeats,
+    layout: DeviceLayout,
+    accepted: Tensor,  # [num_rows] bool
+    drawn: Tensor,  # [num_rows] int32
+    *,
+    counts_tokens: bool = False,
 ) -> None:
     """Appends the emitted tokens to their seats, if the plan says so, and counts them."""
-    counts = torch.where(layout.is_real, accepted.counts, 0) * seats.appends
-    lanes = torch.arange(accepted.path.shape[1], device=seats.device)
-    first = layout.seats * seats.sizes.width + layout.plan.context_lens + 1
+    written = accepted & layout.is_real & (seats.appends > 0)
+    places = layout.row_seats * seats.sizes.width + layout.plan.positions + 1
     spare = seats.sizes.num_seats * seats.sizes.width
-    written = lanes < counts[:, None]
-    places = torch.where(written, first[:, None] + lanes, spare)
-    values = torch.where(written, accepted.emitted, 0)
-    seats.tokens.view(-1).index_copy_(0, places.view(-1), values.view(-1))
-    seats.lengths.index_add_(0, layout.seats, counts.to(torch.int32))
+    values = torch.where(written, drawn, 0)
+    seats.tokens.view(-1).index_copy_(0, torch.where(written, places, spare), values)
+    numbers = written.to(torch.int32)
+    seats.lengths.index_add_(0, layout.row_seats, numbers)
     if counts_tokens and seats.edits is not None:
         table = seats.edits.counts
-        places = layout.seats[:, None] * table.shape[1] + accepted.emitted
-        table.view(-1).index_add_(0, places.view(-1), written.to(torch.int32).view(-1))
+        table.view(-1).index_add_(0, layout.row_seats * table.shape[1] + drawn, numbers)
+
+
+def last_rows(
+    layout: DeviceLayout,
+    accepted: Tensor,  # [num_rows] bool
+) -> tuple[Tensor, Tensor]:  # each [num_seqs]: int64, int32
+    """The deepest accepted row of every sequence, and the number of its accepted rows."""
+    rows = torch.arange(len(accepted), device=accepted.device)
+    roots = layout.plan.query_start[:-1].long().clamp(max=len(accepted) - 1)
+    last = roots.scatter_reduce(0, layout.seqs, torch.where(accepted, rows, 0), "amax")
+    return last, layout.depths.index_select(0, last) + 1
 
 
 # -- draws over a vocabulary that is divided among ranks
@@ -206,27 +212,29 @@ def update(
 # Ties go to the lower token, as they do over the whole vocabulary.
 #
 # Top-k, top-p, min-p, penalties and log-probabilities need all logits of a row. For them the ranks
-# divide the sequences: each gets whole rows of its share from the others, draws them, and sends
-# the tokens round. That is exact whatever the settings are, and moves and computes a part of what
+# divide the rows: each gets whole rows of its share from the others, draws them, and sends the
+# tokens round. That is exact whatever the settings are, and moves and computes a part of what
 # a gathering of all rows on every rank would.
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The sequences whose whole rows this rank draws; the same number on every rank."""
+    """The rows that this rank draws whole; as many on every rank, with the last row repeated."""
 
-    seqs: slice
-    rows: slice
-    is_part: bool  # False: all of them, on every rank
+    rows: Tensor | None  # [num_rows] int64; None: all of them, on every rank
 
     @staticmethod
-    def of(shape: StepShape, collective: Collective) -> Share:
-        """All sequences where they cannot be divided evenly."""
-        is_part = collective.size > 1 and shape.num_seqs % collective.size == 0
-        count = shape.num_seqs // collective.size if is_part else shape.num_seqs
-        begin = collective.rank * count if is_part else 0
-        rows = slice(begin * shape.query_len, (begin + count) * shape.query_len)
-        return Share(slice(begin, begin + count), rows, is_part)
+    def of(num_rows: int, collective: Collective, device: torch.device) -> Share:
+        if collective.size == 1:
+            return Share(None)
+        count = -(-num_rows // collective.size)
+        begin = collective.rank * count
+        rows = torch.arange(begin, begin + count, device=device)
+        return Share(rows.clamp(max=num_rows - 1))
+
+    def take(self, values: Tensor) -> Tensor:  # [num_rows, ...] of all
+        """Of its own rows."""
+        return values if self.rows is None else values.index_select(0, self.rows)
 
 
 Part = tuple[Tensor, Tensor]

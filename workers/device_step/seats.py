@@ -20,7 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler import tree
-from ...scheduler.types import Draft, IntArray, Logprobs, NextDrafts, Opening, StepPlan, Verdict
+from ...scheduler.types import (
+    Draft,
+    IntArray,
+    Logprobs,
+    NextDrafts,
+    Opening,
+    StepPlan,
+    Verdict,
+    ints,
+    starts_of,
+)
 from ..model.info import ModelInfo
 from ..verify.device_settings import (
     EDIT_WORDS,
@@ -32,7 +42,7 @@ from ..verify.device_settings import (
     EditTables,
 )
 from ..verify.process import spread
-from .shape import SIZES, SeatKinds, StepShape, all_shapes, fits, sizes
+from .shape import MAX_QUERY_LEN, SeatKinds, Size, StepShape, all_shapes, fits, sizes
 
 MAX_COUNT_BYTES = 1 << 30  # of a larger table the host takes the edits
 LOGPROB_WORDS = 2 + 2 * MAX_TOP  # of a row: the drawn token's value and the top, its rank and ids
@@ -123,7 +133,8 @@ def _sent(values: NDArray[np.integer], device: torch.device) -> Tensor:
 def read_logprobs(
     verdict: Verdict,
     asked: IntArray,  # [num_seqs], -1 is none
-    shape: StepShape,
+    starts: IntArray,  # [num_seqs], first row of each sequence
+    num_rows: int,
     vocab: int,
     words: NDArray[np.int32],  # [num_rows * LOGPROB_WORDS]: of all rows values, then rank and ids
 ) -> Logprobs:
@@ -132,11 +143,11 @@ def read_logprobs(
     There are columns for the largest requested number; a token has as many as its request asks
     for, and zeros beyond.
     """
-    num_values = shape.num_rows * (1 + MAX_TOP)
-    values = words[:num_values].view(np.float32).reshape(shape.num_rows, -1)
-    ids = words[num_values:].reshape(shape.num_rows, -1)
+    num_values = num_rows * (1 + MAX_TOP)
+    values = words[:num_values].view(np.float32).reshape(num_rows, -1)
+    ids = words[num_values:].reshape(num_rows, -1)
     owner = np.repeat(np.arange(len(asked)), verdict.num_emitted)
-    rows = owner * shape.query_len
+    rows = starts[owner]
     follows = np.ones(len(rows), dtype=np.bool_)
     follows[verdict.emitted_start[:-1]] = False  # a sequence's first token is drawn at its root
     rows[follows] += verdict.path + 1
@@ -150,7 +161,6 @@ def read_logprobs(
 
 _SETTINGS = np.dtype("i8, f4, i4, f4, f4")  # seed, temperature, top_k, top_p, min_p
 NUM_SETTINGS = _SETTINGS.itemsize // 4
-MAX_QUERY_LEN = max(query_len for _, query_len in SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +200,14 @@ class SeatSizes:
         return not self.edits_obstacle
 
     @property
-    def step_sizes(self) -> list[tuple[int, int]]:
-        """(num_seqs, query_len) of the steps that they take."""
+    def step_sizes(self) -> tuple[Size, ...]:
+        """Of the steps that they take."""
         return sizes(self.num_seats, self.num_draft_nodes)
+
+    @property
+    def max_rows(self) -> int:
+        """Of a step."""
+        return max(num_rows for _, _, num_rows in self.step_sizes)
 
     @property
     def num_rows(self) -> int:
@@ -213,8 +228,8 @@ class SeatSizes:
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
         """The views of the memory, in order: those of seats, then those of the step at hand."""
-        max_seqs = max(num_seqs for num_seqs, _ in self.step_sizes)
-        max_nodes = max(num_seqs * (query_len - 1) for num_seqs, query_len in self.step_sizes)
+        max_seqs = max(num_seqs for num_seqs, _, _ in self.step_sizes)
+        max_rows = self.max_rows
         widths = {
             "tokens": self.width,
             "tables": self.num_columns,
@@ -236,10 +251,12 @@ class SeatSizes:
             "appends": (1,),
             "own_drafts": (1,),
             "seats": (max_seqs,),
+            "starts": (max_seqs + 1,),
             "num_nodes": (max_seqs,),
             "room": (max_seqs,),
-            "node_tokens": (max_nodes,),
-            "parents": (max_nodes,),
+            "row_seq": (max_rows,),
+            "node_tokens": (max_rows,),
+            "parents": (max_rows,),
         }
 
     @property
@@ -294,22 +311,34 @@ class DeviceSeats:
         """Nodes that a sequence has room for."""
         return self._views["room"][: shape.num_seqs]
 
-    def step_nodes(self, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers [num_seqs], tokens and parents [num_seqs, num_nodes], int32; -1 is the root."""
-        size = (shape.num_seqs, shape.num_nodes)
-        names, end = ("node_tokens", "parents"), shape.num_seqs * shape.num_nodes
+    def step_rows(self, shape: StepShape) -> tuple[Tensor, Tensor]:
+        """First rows [num_seqs + 1] and rows' sequences [num_rows], int32."""
+        starts, row_seq = self._views["starts"], self._views["row_seq"]
+        return starts[: shape.num_seqs + 1], row_seq[: shape.num_rows]
+
+    def step_nodes(
+        self,
+        shape: StepShape,
+        row_seats: Tensor,  # [num_rows] int64
+        seqs: Tensor,  # [num_rows] int64
+        lanes: Tensor,  # [num_rows] int32
+    ) -> tuple[Tensor, Tensor, Tensor]:  # each [num_rows]: bool, int32, int32
+        """Which rows are nodes, their tokens and parents; -1 is the root."""
         counts = self._views["num_nodes"][: shape.num_seqs]
-        staged = [self._views[name][:end].view(size) for name in names]
-        if not (self.sizes.num_draft_nodes and shape.num_nodes):
-            return counts, staged[0], staged[1]
-        # Whether the nodes are the seats' drafts.
-        who, is_own = self.step_seats(shape).long(), self._views["own_drafts"] > 0
-        kept = self.draft_counts.index_select(0, who).minimum(self.step_room(shape))
-        tokens, parents = (
-            torch.where(is_own, own[:, : shape.num_nodes].index_select(0, who), given)
-            for own, given in zip(self.drafts, staged, strict=True)
-        )
-        return torch.where(is_own, kept, counts), tokens, parents
+        staged = [self._views[name][: shape.num_rows] for name in ("node_tokens", "parents")]
+        if self.sizes.num_draft_nodes:
+            # Whether the nodes are the seats' drafts.
+            who, is_own = self.step_seats(shape).long(), self._views["own_drafts"] > 0
+            kept = self.draft_counts.index_select(0, who).minimum(self.step_room(shape))
+            counts = torch.where(is_own, kept, counts)
+            width = self.sizes.num_draft_nodes
+            place = row_seats * width + (lanes - 1).clamp(0, width - 1)
+            staged = [
+                torch.where(is_own, own.view(-1).index_select(0, place), given)
+                for own, given in zip(self.drafts, staged, strict=True)
+            ]
+        is_node = (lanes > 0) & (lanes <= counts.index_select(0, seqs))
+        return is_node, staged[0], staged[1]
 
     # -- what the host changes
 
@@ -382,30 +411,32 @@ class DeviceSeats:
         ends = np.minimum(counts, room).tolist()
         return [Draft(tokens[row, :end], parents[row, :end]) for row, end in enumerate(ends)]
 
-    def stage(self, plan: StepPlan, shape: StepShape) -> None:
-        """Queues the plan of a device step, padded to its shape."""
+    def stage(self, plan: StepPlan, shape: StepShape) -> IntArray:  # [num_seqs of the shape + 1]
+        """Queues the plan of a device step, padded to its shape; returns the first rows."""
         num_seqs, drafts = len(plan.seats), plan.drafts
-        size = (shape.num_seqs, shape.num_nodes)
         seats = np.full(shape.num_seqs, self.sizes.num_seats, dtype=np.int32)
-        counts, room = np.zeros_like(seats), np.zeros_like(seats)
+        counts, room, lens = np.zeros_like(seats), np.zeros_like(seats), np.zeros_like(seats)
         seats[:num_seqs], room[:num_seqs] = plan.seats, plan.max_nodes
-        tokens, parents = np.zeros(size, dtype=np.int32), np.full(size, -1, dtype=np.int32)
+        lens[:num_seqs] = self.kinds.row_lens(plan)
+        starts = starts_of(lens + padding(lens, shape))
+        parts = {
+            "seats": seats,
+            "starts": starts,
+            "room": room,
+            "row_seq": np.repeat(np.arange(shape.num_seqs), np.diff(starts)),
+            "appends": np.full(1, plan.appends),
+            "own_drafts": np.full(1, plan.own_drafts),
+        }
         if drafts is not None and len(drafts.tokens):
             counts[:num_seqs] = drafts.num_nodes
             before = tree.chains(drafts.num_nodes)
-            at = np.repeat(np.arange(num_seqs), drafts.num_nodes), before + 1
-            tokens[at] = drafts.tokens
-            parents[at] = before if drafts.parents is None else drafts.parents
-        for name, values in (
-            ("seats", seats),
-            ("num_nodes", counts),
-            ("room", room),
-            ("node_tokens", tokens.ravel()),
-            ("parents", parents.ravel()),
-            ("appends", np.full(1, plan.appends)),
-            ("own_drafts", np.full(1, plan.own_drafts)),
-        ):
+            at = np.repeat(starts[:num_seqs], drafts.num_nodes) + before + 2
+            self._write("node_tokens", at, drafts.tokens)
+            parents = before if drafts.parents is None else drafts.parents
+            self._write("parents", at, parents)
+        for name, values in (parts | {"num_nodes": counts}).items():
             self._write(name, np.arange(len(values), dtype=np.int32), values)
+        return starts
 
     def flush(self) -> None:
         """Sends what is queued: one copy, one write."""
@@ -426,7 +457,20 @@ class DeviceSeats:
         self._writes.append((addresses, values.astype(np.int32, copy=False)))
 
 
-BYTES_PER_GRAPH = 16 << 20  # of the driver, for the launches of one captured shape
+def padding(
+    lens: IntArray,  # [num_seqs of the shape], rows that are needed
+    shape: StepShape,
+) -> IntArray:  # [num_seqs of the shape]
+    """Rows of each sequence beside those, so that the shape's are all some sequence's.
+
+    The last sequences, which are padding where there is any, get them first.
+    """
+    room = shape.query_len - lens[::-1]
+    left = shape.num_rows - int(lens.sum()) - (np.cumsum(room) - room)
+    return ints(np.clip(left, 0, room)[::-1])
+
+
+BYTES_PER_GRAPH = 8 << 20  # of the driver, for the launches of one captured shape
 BYTES_PER_LOGIT = 28  # float32 logits, scaled ones, and int64 masses with their temporaries
 BYTES_PER_GATHERED_LOGIT = 8  # the ranks' parts and their join, at most in float32
 STATES_PER_ROW = 32  # activations of a row that live at once, in widths of the hidden state

@@ -41,7 +41,6 @@ from ..spec import DeviceStepReport
 from ..verify.device_settings import DeviceEdits, DeviceSettings
 from .draft import DeviceDrafts, DeviceHead
 from .layout import (
-    Accepted,
     DeviceLayout,
     Share,
     accept,
@@ -72,11 +71,9 @@ class DeviceStep:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
         self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
         self._collective = ALONE if model.output is None else model.output.collective
-        sizes, drafted = seats.sizes.step_sizes, seats.sizes.draft_parts
-        num_words = max(outcome_words(*size, drafted) for size in sizes)
-        num_scores = 0
-        if seats.sizes.has_edits:
-            num_scores = LOGPROB_WORDS * max(num_seqs * query_len for num_seqs, query_len in sizes)
+        drafted = seats.sizes.draft_parts
+        num_words = max(outcome_words(*size, drafted) for size in seats.sizes.step_sizes)
+        num_scores = LOGPROB_WORDS * seats.sizes.max_rows if seats.sizes.has_edits else 0
         self.words = torch.zeros(num_words + num_scores, dtype=torch.int32, device=seats.device)
         self.outcome, self.logprobs = self.words[:num_words], self.words[num_words:]
 
@@ -87,18 +84,20 @@ class DeviceStep:
         model = self.model
         states, hidden = model.states(model.context(layout.plan, self.cache), None, capture)
         drawn = self._draw(states, layout, shape)
-        accepted = accept(layout, drawn, shape)
+        accepted = accept(layout, drawn)
         rows = head.rows(layout, drawn, hidden) if head else None
         if shape.num_nodes:
             compact(layout, accepted, self.cache)
         sampled = shape.sampler is not Sampler.PLAIN  # with it, requests that have penalties
-        update(self.seats, layout, accepted, counts_tokens=sampled)
-        drafts = None
+        update(self.seats, layout, accepted, drawn, counts_tokens=sampled)
+        drafts: DeviceDrafts = ()
         if head and rows and shape.num_nodes:
-            drafts = head.draft(layout, accepted, rows, shape)
+            drafts = head.draft(layout, accepted, drawn, rows, shape)
         elif head:
             head.drop(layout)
-        self._report(accepted, drafts, shape)
+        parts = [torch.where(accepted, drawn, ~drawn), *(part.view(-1) for part in drafts)]
+        words = sum(len(part) for part in parts)
+        torch.cat(parts, out=self.outcome[:words])
 
     def _draw(
         self,
@@ -106,10 +105,11 @@ class DeviceStep:
         layout: DeviceLayout,
         shape: StepShape,
     ) -> Tensor:  # [num_rows] int32
-        model, plan, rows_of = self.model, layout.plan, layout.seats.repeat_interleave
-        settings = seat_settings(self.seats, rows_of(shape.query_len, output_size=shape.num_rows))
+        model, plan = self.model, layout.plan
         if shape.sampler is not Sampler.PLAIN:
-            return self._draw_whole(states, layout, settings, Share.of(shape, self._collective))
+            share = Share.of(shape.num_rows, self._collective, states.device)
+            return self._draw_whole(states, layout, share)
+        settings = seat_settings(self.seats, layout.row_seats)
         logits, positions = model.part_of_logits(states), plan.positions + 1
         part = draw_part(self._ops, logits, positions, settings, model.first_token)
         return best_of_ranks(part, self._collective)
@@ -118,80 +118,77 @@ class DeviceStep:
         self,
         states: Tensor,  # [num_rows, hidden_size]
         layout: DeviceLayout,
-        settings: DeviceSettings,  # of the rows
         share: Share,
     ) -> Tensor:  # [num_rows] int32
         """From all logits of a row, which are on every rank or on one."""
-        model, ops, tables = self.model, self._ops, self.seats.edits
-        logits = model.logits_of_own_rows(states) if share.is_part else model.logits(states)
-        own, settings = layout.plan.positions[share.rows], settings.take(share.rows)
+        model, ops, tables, plan = self.model, self._ops, self.seats.edits, layout.plan
+        num_rows = len(states)
+        logits = model.logits(states) if share.rows is None else model.logits_of_own_rows(states)
+        positions, row_seats = share.take(plan.positions), share.take(layout.row_seats)
+        settings = seat_settings(self.seats, row_seats)
         if tables is None:
-            chosen = ops.draw_on_device(logits.float(), own + 1, settings)
-            return self._collective.all_gather(chosen, dim=0) if share.is_part else chosen
-        ancestors = layout.plan.ancestors[share.rows]
-        edits = DeviceEdits(
-            tables, layout.seats[share.seqs], own, ancestors, layout.nodes[share.seqs]
-        )
+            chosen = ops.draw_on_device(logits.float(), positions + 1, settings)
+            if share.rows is None:
+                return chosen
+            return self._collective.all_gather(chosen, dim=0)[:num_rows]
+        lanes, own = share.take(layout.lanes), (share.take(layout.first), row_seats, positions)
+        trees = (share.take(plan.ancestors), plan.token_ids)
+        edits = DeviceEdits(tables, *own, lanes, *trees, plan.max_query_len - 1)
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
-        chosen = ops.draw_on_device(edited, own + 1, settings)
+        chosen = ops.draw_on_device(edited, positions + 1, settings)
         values, ids = ops.logprobs_on_device(logits, chosen, edits)
         values = values.view(torch.int32)
-        if share.is_part:
+        if share.rows is not None:
             sent = torch.cat([chosen[:, None], values, ids], dim=1)
-            every = self._collective.all_gather(sent, dim=0)
+            every = self._collective.all_gather(sent, dim=0)[:num_rows]
             chosen, values, ids = every.split([1, values.shape[1], ids.shape[1]], dim=1)
             chosen = chosen[:, 0].contiguous()
         parts = [values.reshape(-1), ids.reshape(-1)]
-        torch.cat(parts, out=self.logprobs[: len(layout.plan.positions) * LOGPROB_WORDS])
+        torch.cat(parts, out=self.logprobs[: num_rows * LOGPROB_WORDS])
         return chosen
 
-    def _report(self, accepted: Accepted, drafts: DeviceDrafts | None, shape: StepShape) -> None:
-        parts = [accepted.counts, accepted.emitted, accepted.path]
-        parts += drafts or ()
-        flat = torch.cat([part.to(torch.int32).view(-1) for part in parts])
-        self.outcome[: len(flat)].copy_(flat)
 
-
-def outcome_words(num_seqs: int, query_len: int, draft_parts: tuple[int, ...] = ()) -> int:
-    """Size of an outcome: counts, emitted tokens and lanes of the path.
+def outcome_words(
+    num_seqs: int, query_len: int, num_rows: int, draft_parts: tuple[int, ...] = ()
+) -> int:
+    """Size of an outcome: what was drawn at each row, as `~token` where it is not emitted.
 
     Steps with nodes add the next drafts of a head, in columns of the widths `draft_parts`.
     """
-    drafted = sum(draft_parts) if query_len > 1 else 0
-    return num_seqs * (1 + 2 * query_len + drafted)
+    return num_rows + (num_seqs * sum(draft_parts) if query_len > 1 else 0)
 
 
 def read_outcome(
     step: int,
     known_lens: IntArray,  # [num_seqs], tokens before the step
     shape: StepShape,
+    starts: IntArray,  # [num_seqs of the shape + 1], first rows
     words: NDArray[np.int32],  # [outcome_words]
     draft_parts: tuple[int, ...] = (),  # as of `SeatSizes`
 ) -> tuple[Verdict, NextDrafts | None]:
     """The outcome on the host, as the host path would give it; None: there is no head's draft."""
-    widths = [1, shape.query_len, shape.query_len]
-    if drafts := bool(draft_parts) and shape.num_nodes > 0:
-        widths += draft_parts
-    ends = shape.num_seqs * np.cumsum(widths)
-    columns = [  # [num_seqs, width] each, without padding sequences
-        part.reshape(shape.num_seqs, -1)[: len(known_lens)]
-        for part in np.split(words[: ends[-1]], ends[:-1])
-    ]
-    counts, emitted, path = columns[0][:, 0], *columns[1:3]
-    lanes = np.arange(shape.query_len)
-    inside = lanes < counts[:, None]
+    num_seqs = len(known_lens)
+    first = starts[:num_seqs]
+    drawn = words[: starts[num_seqs]]
+    emits = drawn >= 0  # a node comes after its parent, so lanes ascend along a path
+    lanes = np.arange(len(drawn)) - np.repeat(first, np.diff(starts[: num_seqs + 1]))
+    counts = np.add.reduceat(emits, first, dtype=np.int32)
     verdict = Verdict(
         step=step,
-        emitted=emitted[inside],
+        emitted=drawn[emits],
         emitted_start=starts_of(counts),
-        path=ints(path[inside & (lanes > 0)] - 1),
+        path=ints(lanes[emits & (lanes > 0)] - 1),
         path_start=starts_of(counts - 1),
         compacted=True,
     )
-    if not drafts:
+    if not draft_parts or not shape.num_nodes:
         return verdict, None
-    num_nodes, tokens, parents, *more = columns[3:]
+    ends = shape.num_rows + shape.num_seqs * np.cumsum(draft_parts)
+    num_nodes, tokens, parents, *more = [  # [num_seqs, width] each, without padding sequences
+        part.reshape(shape.num_seqs, -1)[:num_seqs]
+        for part in np.split(words[shape.num_rows : ends[-1]], ends[:-1] - shape.num_rows)
+    ]
     kept, sizes = np.arange(tokens.shape[1]) < num_nodes, num_nodes[:, 0]
     lens = np.where(sizes > 0, ints(known_lens + counts), 0)
     chances = more[0][kept].view(np.float32) if more else None
@@ -411,6 +408,7 @@ class PostedStep:
 
     plan: StepPlan
     shape: StepShape
+    starts: IntArray  # [num_seqs of the shape + 1], first rows
     asked: IntArray | None  # [num_seqs], log-probabilities of each sequence; None: of no one
 
 
@@ -485,16 +483,17 @@ class DeviceStepService:
 
     def post(self, plan: StepPlan, shape: StepShape) -> PostedStep:
         """Gives the device a step, behind the one before; `collect` takes them in order."""
-        self._stage(plan, shape)
+        starts = self._stage(plan, shape)
         self._captured.run(shape)
         asked = self.seats.kinds.num_logprobs(plan)
         has_scores = bool((asked >= 0).any())
-        num_words = outcome_words(shape.num_seqs, shape.query_len, self._sizes.draft_parts)
+        size = (shape.num_seqs, shape.query_len, shape.num_rows)
+        num_words = outcome_words(*size, self._sizes.draft_parts)
         if has_scores:
             num_words = len(self._step.outcome) + shape.num_rows * LOGPROB_WORDS
         self._reader.post(num_words)
         self.num_steps += 1
-        return PostedStep(plan, shape, asked if has_scores else None)
+        return PostedStep(plan, shape, starts, asked if has_scores else None)
 
     @property
     def is_ready(self) -> bool:
@@ -507,17 +506,21 @@ class DeviceStepService:
         known_lens: IntArray,  # [num_seqs], tokens before the step
     ) -> Verdict:
         """The verdict on the oldest posted step; waits for it."""
-        plan, shape, words = posted.plan, posted.shape, self._reader.collect()
-        verdict, drafts = read_outcome(plan.step, known_lens, shape, words, self._sizes.draft_parts)
+        shape, starts, words = posted.shape, posted.starts, self._reader.collect()
+        verdict, drafts = read_outcome(
+            posted.plan.step, known_lens, shape, starts, words, self._sizes.draft_parts
+        )
         logprobs = None
         if posted.asked is not None:
             scores = words[len(self._step.outcome) :]
-            logprobs = read_logprobs(verdict, posted.asked, shape, self._sizes.vocab_size, scores)
+            rows = (starts, shape.num_rows)
+            logprobs = read_logprobs(verdict, posted.asked, *rows, self._sizes.vocab_size, scores)
         return replace(verdict, logprobs=logprobs, next_drafts=drafts)
 
-    def _stage(self, plan: StepPlan, shape: StepShape) -> None:
-        self.seats.stage(plan, shape)
+    def _stage(self, plan: StepPlan, shape: StepShape) -> IntArray:
+        starts = self.seats.stage(plan, shape)
         self.seats.flush()
+        return starts
 
     def _stage_padding(self, shape: StepShape) -> None:
         """A step that changes nothing."""

@@ -1,42 +1,45 @@
 """The bucket of a step: a pure function of the plans so far, so that all ranks choose the same.
 
 A shape fixes every size in the device step and every branch that it takes. Steps are padded to one
-of the `SIZES`; the padding is rows of the weights' products, which are free as long as reading the
-weights is what a step costs. Larger steps, chunks of prompts and steps with settings that the
-device step does not compute have no shape: they take the host path.
+of the numbers of `ROWS`, counted over all their sequences: at most 12% of the rows are padding from
+8 rows on, however the nodes are spread over the sequences. Larger steps, chunks of prompts and
+steps with settings that the device step does not compute have no shape: they take the host path.
 
-Where a head drafts on the device, steps have its drafts' size: `max_nodes` of the plan decides, not
-the drafts, and a step without room for nodes does not draft.
+Where a head drafts on the device, it drafts for every sequence as many nodes, so a step has the
+rows of so many sequences with a whole draft or with half of one. `max_nodes` of the plan decides,
+not the drafts, and a step without room for nodes does not draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache, lru_cache
 
 import numpy as np
 
-from ...scheduler.types import IntArray, Opening, SeatSettings, StepPlan
+from ...scheduler.types import IntArray, Opening, SeatSettings, StepPlan, ints
 from ..verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
 from ..verify.process import GREEDY_BELOW
 
-MAX_SHAPES = 40
+MAX_SHAPES = 160
 
-SIZES = (
-    *((num_seqs, 1) for num_seqs in (1, 2, 4, 8, 16, 32, 64, 256)),
-    *((num_seqs, query_len) for query_len in (4, 8) for num_seqs in (1, 4, 16, 64)),
-    *((num_seqs, 16) for num_seqs in (1, 8)),
-    *((num_seqs, 64) for num_seqs in (1, 4)),
-)
-"""(num_seqs, query_len), the root and its nodes.
+ROWS = (
+    1, 2, 4, 8, 10, 12, 14, 16, 19, 22, 25, 28, 32, 37, 43, 49, 56, 64, 72, 80, 88, 100, 112, 128,
+    144, 160, 180, 204, 228, 256, 280, 316, 356, 404, 456, 512,
+)  # fmt: skip
+"""Rows of a step: roots and nodes of all sequences.
 
-With two samplers each, 64 sequences have 38 shapes and 256 have all 40, so there is no room for
-larger trees of look-ups. They take the host path, which gathers the logits of all their rows:
-verifying so many rows costs arithmetic, and no longer only the reading of weights.
+The steepest numbers whose padding is at most 12%, with the powers of two among them. Above, the
+host path serves, which gathers the logits of all rows: verifying so many costs arithmetic, and no
+longer only the reading of weights.
 """
 
-MAX_NODES = 255  # of a head's drafts; of others, what `SIZES` has room for
-_MOST_DRAFTED_ROWS = 512  # of a step with a head's drafts
+MAX_QUERY_LEN = 64  # rows of a sequence: one word of ancestors; with a head, its drafts decide
+MAX_NODES = 255  # of a head's drafts
+_MOST_DRAFTING = 64  # sequences that a head drafts for
+_DRAFTING = (*range(1, 8), *(num for num in ROWS if num >= 8))
 
 
 class Sampler(IntEnum):
@@ -72,17 +75,14 @@ class StepShape:
     """Sizes and branches of one device step."""
 
     num_seqs: int
-    query_len: int
+    query_len: int  # of a sequence, at most
+    num_rows: int  # of all sequences
     sampler: Sampler
 
     @property
     def num_nodes(self) -> int:
         """Draft nodes that a sequence has room for."""
         return self.query_len - 1
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_seqs * self.query_len
 
 
 def fits(settings: SeatSettings) -> bool:
@@ -130,47 +130,63 @@ class SeatKinds:
         sampler = Sampler(int(self._samplers[seats].max()))
         if not is_last.all() or sampler is Sampler.HOST:
             return None
-        longest, drafts = 0, plan.drafts
-        if drafts is not None:
-            if drafts.masks is not None or drafts.num_window is not None:
-                return None
-            longest = int(drafts.num_nodes.max(initial=0))
-        if self._num_draft_nodes:
-            longest = int(plan.max_nodes.max(initial=0))
-        size = smallest(len(seats), longest + 1, self.num_seats, self._num_draft_nodes)
+        drafts = plan.drafts
+        if drafts is not None and (drafts.masks is not None or drafts.num_window is not None):
+            return None
+        lens = self.row_lens(plan)
+        wanted = (len(seats), int(lens.max()), int(lens.sum()))
+        size = smallest(*wanted, self.num_seats, self._num_draft_nodes)
         return size and StepShape(*size, sampler)
 
+    def row_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
+        """Rows that each sequence of a step needs; a head may draft less than it has room for."""
+        if self._num_draft_nodes:
+            return ints(plan.max_nodes + 1)
+        if plan.drafts is None:
+            return np.ones(len(plan.seats), dtype=np.int32)
+        return ints(plan.drafts.num_nodes + 1)
 
+
+Size = tuple[int, int, int]
+"""Of a shape: num_seqs, query_len, num_rows."""
+
+
+@lru_cache(maxsize=4096)
 def smallest(
-    num_seqs: int, query_len: int, max_num_seqs: int, num_draft_nodes: int = 0
-) -> tuple[int, int] | None:
+    num_seqs: int, query_len: int, num_rows: int, max_num_seqs: int, num_draft_nodes: int = 0
+) -> Size | None:
     """The size with the fewest rows that holds so many; None if none does."""
-    known = sizes(max_num_seqs, num_draft_nodes)
-    fitting = [size for size in known if size[0] >= num_seqs and size[1] >= query_len]
-    return min(fitting, key=lambda size: (size[0] * size[1], size[1]), default=None)
+    wanted = (num_seqs, query_len, num_rows)
+    fitting = [
+        size
+        for size in sizes(max_num_seqs, num_draft_nodes)
+        if all(held >= number for held, number in zip(size, wanted, strict=True))
+    ]
+    return min(fitting, key=lambda size: (size[2], size[1]), default=None)
 
 
-def sizes(max_num_seqs: int, num_draft_nodes: int = 0) -> list[tuple[int, int]]:
-    """Every size, of which the first of each query length that holds all sequences is the last.
+@cache
+def sizes(max_num_seqs: int, num_draft_nodes: int = 0) -> tuple[Size, ...]:
+    """Every size: those of steps without nodes, then those of steps with nodes.
 
-    With drafts of a head, those have room for a whole draft or for half of one.
+    With drafts of a head, sequences have room for a whole draft or for half of one.
     """
-    kept: list[tuple[int, int]] = []
-    for num_seqs, query_len in _drafted_sizes(num_draft_nodes) if num_draft_nodes else SIZES:
-        below = [size for size in kept if size[1] == query_len]
-        if not below or below[-1][0] < max_num_seqs:
-            kept.append((min(num_seqs, max_num_seqs), query_len))
-    return kept
-
-
-def _drafted_sizes(num_draft_nodes: int) -> list[tuple[int, int]]:
-    """`SIZES` with other query lengths for steps with nodes."""
+    found = [(num, 1, num) for num in _up_to(max_num_seqs, ROWS)]
+    if not num_draft_nodes:
+        most = max_num_seqs * MAX_QUERY_LEN
+        rows = [num for num in _up_to(most, ROWS) if num > 1]
+        return (*found, *((min(num, max_num_seqs), MAX_QUERY_LEN, num) for num in rows))
     whole, half = 1 + num_draft_nodes, 1 + -(-num_draft_nodes // 2)
-    found = [size for size in SIZES if size[1] == 1]
-    if half < whole:
-        found += [(num_seqs, half) for num_seqs in (1, 4, 16, 64)]
-    found += [(num_seqs, whole) for num_seqs in (1, 2, 4, 8, 16, 32, 64)]
-    return [size for size in found if size[1] == 1 or size[0] * size[1] <= _MOST_DRAFTED_ROWS]
+    for query_len in sorted({half, whole}):
+        most = min(max_num_seqs, _MOST_DRAFTING, ROWS[-1] // query_len)
+        found += [(num, query_len, num * query_len) for num in _up_to(most, _DRAFTING)]
+    return tuple(found)
+
+
+def _up_to(most: int, numbers: Sequence[int]) -> list[int]:
+    """Ascending numbers, of which the first that is not below `most` is the last, cut to it."""
+    below = [number for number in numbers if number < most]
+    return below + [min(most, number) for number in numbers[len(below) : len(below) + 1]]
 
 
 def all_shapes(max_num_seqs: int, num_draft_nodes: int = 0) -> list[StepShape]:

@@ -297,7 +297,13 @@ class ShardedOutput:
         return torch.narrow(logits, -1, 0, self.length)
 
     def own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
-        """All logits of this rank's even share of the rows, [num_rows / size, vocab]."""
+        """All logits of this rank's share of the rows, [ceil(num_rows / size), vocab].
+
+        What the last ranks have beyond the rows means nothing.
+        """
+        missing = -len(states) % self.collective.size
+        if missing:
+            states = torch.nn.functional.pad(states, (0, 0, 0, missing))
         parts = self.collective.all_to_all(self._forward(states))
         joined = parts.unflatten(0, (self.collective.size, -1)).transpose(0, 1).flatten(1)
         return torch.narrow(joined, 1, 0, self._vocab_size)

@@ -32,9 +32,6 @@ class DeviceSettings(NamedTuple):
     top_p: Tensor  # [num_rows] float32, 1 is off
     min_p: Tensor  # [num_rows] float32, 0 is off
 
-    def take(self, rows: slice) -> DeviceSettings:
-        return DeviceSettings._make(column[rows] for column in self)
-
 
 @dataclass(frozen=True, slots=True)
 class EditTables:
@@ -49,16 +46,15 @@ class EditTables:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEdits:
-    """The rows of a step: row s * query_len + l is lane l of sequence s."""
+    """Rows of a step: all, or some of them in any order."""
 
     tables: EditTables
-    seats: Tensor  # [num_seqs] int64
+    first: Tensor  # [num_rows] int32, the row of the step that has the sequence's root
+    seats: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int32, of the rows' own tokens
+    lanes: Tensor  # [num_rows] int32, rows behind the root
     # [num_rows, num_words] int64, bit j % 64 of word j // 64: node j is on the path to the row, or
     # the row.
     ancestors: Tensor
-    nodes: Tensor  # [num_seqs, num_nodes] int32, tokens
-
-    @property
-    def query_len(self) -> int:
-        return self.nodes.shape[1] + 1
+    token_ids: Tensor  # [num_rows of the step] int32; node j's is at first + 1 + j
+    max_nodes: int  # of a sequence

@@ -10,7 +10,8 @@ import torch
 from outrider.scheduler.types import Verdict, ints, starts_of
 from outrider.tests.helpers.device_step.plans import EDITS, SIZES, open_plan
 from outrider.workers.device_step.layout import lay_out
-from outrider.workers.device_step.seats import MAX_QUERY_LEN, DeviceSeats
+from outrider.workers.device_step.seats import DeviceSeats
+from outrider.workers.device_step.shape import MAX_QUERY_LEN
 from outrider.workers.seats import Seats
 from outrider.workers.verify.device_settings import MAX_TOP, DeviceEdits
 from outrider.workers.verify.process import edit, token_logprobs
@@ -22,7 +23,7 @@ VOCAB = SIZES.vocab_size
 def check_edits(ops, seed: int, num_nodes: int) -> None:
     """Equal bits, with prompts, outputs and paths that repeat tokens, over several steps."""
     rng = np.random.default_rng(seed)
-    most = num_nodes if num_nodes > MAX_QUERY_LEN else 0  # a head's: others' trees are smaller
+    most = num_nodes if num_nodes >= MAX_QUERY_LEN else 0  # a head's: others' trees are smaller
     sizes = replace(SIZES, num_draft_nodes=most)
     device = DeviceSeats(sizes, torch.device("cpu"))
     host = Seats(SIZES.block_size, device)
@@ -33,9 +34,9 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
         step = host.expand(plan)
         shape = device.kinds.shape(plan)
         assert shape is not None
-        device.stage(plan, shape)
+        starts = device.stage(plan, shape)
         device.flush()
-        _check(ops, rng, rows_of(step), step.sampling, device, shape)
+        _check(ops, rng, rows_of(step), step.sampling, device, shape, starts)
         emitted = ints(rng.integers(0, 20, len(plan.seats)))
         starts = starts_of(np.ones(len(emitted), dtype=np.int32))
         verdict = Verdict(0, emitted, starts, ints([]), np.zeros_like(starts))
@@ -44,15 +45,16 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
         plan = replace(plan, context_lens=known, openings=(), blocks=ints([]).reshape(0, 3))
 
 
-def _check(ops, rng, rows, sampling, device, shape) -> None:
+def _check(ops, rng, rows, sampling, device, shape, starts) -> None:
     of_step = lay_out(device, shape)
+    plan = of_step.plan
     edits = DeviceEdits(
-        device.edits, of_step.seats, of_step.plan.positions, of_step.plan.ancestors,
-        of_step.nodes,
+        device.edits, of_step.first, of_step.row_seats, plan.positions, of_step.lanes,
+        plan.ancestors, plan.token_ids, shape.num_nodes,
     )  # fmt: skip
     logits = torch.from_numpy(rng.normal(size=(shape.num_rows, VOCAB), scale=3).astype(np.float32))
     logits[:, 5] = -torch.inf
-    at = torch.from_numpy(rows.seq * shape.query_len + np.arange(rows.num_rows) - rows.root)
+    at = torch.from_numpy(starts[rows.seq] + np.arange(rows.num_rows) - rows.root)
     wanted = edit(rows, sampling, logits[at])
     edited = logits.clone()
     ops.edit_on_device(edited, edits)

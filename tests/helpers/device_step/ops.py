@@ -116,8 +116,7 @@ def edit(
     edits: DeviceEdits,
 ) -> None:
     """Applies biases, forbidden ends and penalties."""
-    tables, query_len = edits.tables, edits.query_len
-    seats = edits.seats.repeat_interleave(query_len, output_size=len(logits))
+    tables, seats = edits.tables, edits.seats
     words = tables.words.index_select(0, seats)
     ids = tables.bias_ids.index_select(0, seats).long()
     logits.scatter_add_(1, ids, tables.biases.index_select(0, seats).view(torch.float32))
@@ -137,11 +136,11 @@ def _penalise(
     words: Tensor,  # [num_rows, NUM_WORDS]
     edits: DeviceEdits,
 ) -> None:
-    num_nodes = edits.nodes.shape[1]
-    if num_nodes:
-        node = torch.arange(num_nodes, device=logits.device)
+    if edits.max_nodes:
+        node = torch.arange(edits.max_nodes, device=logits.device)
         on_path = (edits.ancestors[:, node // WORD_BITS] >> node % WORD_BITS & 1).to(torch.int32)
-        path = edits.nodes.long().repeat_interleave(edits.query_len, 0, output_size=len(logits))
+        rows = (edits.first.long()[:, None] + 1 + node).clamp(max=len(edits.token_ids) - 1)
+        path = edits.token_ids.long()[rows]
         counts = counts.scatter_add(1, path, on_path)
     repetition, frequency, presence = (
         words[:, column : column + 2].contiguous().view(torch.float64)

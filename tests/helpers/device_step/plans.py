@@ -9,6 +9,7 @@ from outrider.scheduler.types import Draft, Opening, SeatSettings, StepPlan, int
 from outrider.workers.attention import KVCache
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
 from outrider.workers.device_step.service import DeviceStep
+from outrider.workers.device_step.shape import StepShape, smallest
 from outrider.workers.seats import Seats, gather
 
 CPU = torch.device("cpu")
@@ -80,10 +81,17 @@ EDITS = (
 """Settings that edit logits or report them; one id is beyond the vocabulary."""
 
 
-def stage(step: DeviceStep, plan: StepPlan):
+def stage(step: DeviceStep, plan: StepPlan, room: tuple[int, int] | None = None):
+    """Stages a step in its own shape, or in that of so many sequences with so many nodes each."""
     Seats(SIZES.block_size, step.seats).apply(plan)
     shape = step.seats.kinds.shape(plan)
     assert shape is not None
+    if room is not None:
+        sizes, (num_seqs, num_nodes) = step.seats.sizes, room
+        wanted = num_seqs, 1 + num_nodes, num_seqs * (1 + num_nodes)
+        size = smallest(*wanted, sizes.num_seats, sizes.num_draft_nodes)
+        assert size is not None
+        shape = StepShape(*size, shape.sampler)
     step.seats.stage(plan, shape)
     step.seats.flush()
     return shape

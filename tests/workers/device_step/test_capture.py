@@ -65,7 +65,7 @@ def test_a_failed_capture_leaves_the_step_uncaptured(checkpoint, caplog):  # noq
 def test_other_shapes_run_eagerly():
     ran, staged, api = [], [], RecordedGraphs()
     captured = Captured(ran.append, Collective.single(), torch.device("cpu"))
-    known, other = StepShape(1, 1, Sampler.PLAIN), StepShape(1, 4, Sampler.PLAIN)
+    known, other = StepShape(1, 1, 1, Sampler.PLAIN), StepShape(1, 4, 4, Sampler.PLAIN)
     captured.capture([known], lambda: api, staged.append)
     assert (staged, ran, captured.num_captured) == ([known], [known, known], 1)
     captured.run(known)
@@ -90,7 +90,7 @@ STAGES = {
 def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
     """Rank 1 fails at its second shape, between two collectives of it or behind the last; no rank
     is left in a collective or with a replay."""
-    first, second = StepShape(4, 1, Sampler.PLAIN), StepShape(1, 1, Sampler.PLAIN)
+    first, second = StepShape(4, 1, 4, Sampler.PLAIN), StepShape(1, 1, 1, Sampler.PLAIN)
 
     def work(group: Collective):
         collective = TapedCollective(group)
@@ -126,7 +126,7 @@ def test_ranks_capture_all_shapes_or_none(run_ranks, fails):
 
 def test_collectives_are_executed_once_before_a_recording(run_ranks):
     """Each of every size, whichever shapes have it."""
-    shapes = [StepShape(size, 1, Sampler.PLAIN) for size in (4, 2, 1)]
+    shapes = [StepShape(size, 1, size, Sampler.PLAIN) for size in (4, 2, 1)]
 
     def work(group: Collective):
         executed, rows = [], {4: 8, 2: 8, 1: 3}

@@ -266,7 +266,8 @@ def test_one_tape_for_all_data_of_a_shape(model, target, section_of, case, tempe
     step.run(stage(step, open_plan(rng, 4, num_nodes, temperature, VOCAB)))  # places constants
     tapes = []
     for num_seqs in (3, 4):
-        shape = stage(step, open_plan(rng, num_seqs, num_nodes, temperature, VOCAB))
+        plan = open_plan(rng, num_seqs, num_nodes, temperature, VOCAB)
+        shape = stage(step, plan, (4, num_nodes))
         assert shape.num_nodes == num_nodes
         before = [tensor.clone() for tensor in state]
         with Tape() as tape:

@@ -113,7 +113,7 @@ def test_one_tape_for_all_data_of_a_shape(load, run_ranks, num_nodes, temperatur
         for num_seqs in (3, 4):
             edits = EDITS if temperature else ({},)
             plan = open_plan(rng, num_seqs, num_nodes, temperature, edits=edits)
-            shape = stage(step, plan)
+            shape = stage(step, plan, (4, num_nodes))
             with Tape() as tape:
                 step.run(shape)
             found.append(tape.signature())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, Masks, Opening, SeatSettings, StepPlan, ints
 from outrider.workers.device_step.shape import (
     MAX_SHAPES,
+    ROWS,
     Sampler,
     SeatKinds,
     StepShape,
     all_shapes,
+    sizes,
     smallest,
 )
+from outrider.workers.device_step.seats import padding
 from outrider.workers.seats import gather
 
 GREEDY, SAMPLED = SeatSettings(1), SeatSettings(1, 0.7, 5, 0.9)
@@ -69,12 +73,66 @@ def test_random_loads_have_few_shapes(max_num_seqs):
             none += 1
             continue
         found.add(shape)
+        lens = np.array([1 + draft.num_nodes for draft in drafts])
         assert shape.num_seqs >= num_seqs
-        assert shape.num_nodes >= max(draft.num_nodes for draft in drafts)
+        assert shape.query_len >= lens.max()
         assert shape.sampler == max(Sampler.of(own) for own in settings)
+        check_padding(shape, lens)
     assert found <= set(all_shapes(max_num_seqs))
     assert len(all_shapes(max_num_seqs)) <= MAX_SHAPES
     assert none < 1000
+
+
+def check_padding(shape: StepShape, lens) -> None:
+    """At most 12% from 8 rows on; every row is of a sequence, and none has more than it may."""
+    num_rows = int(lens.sum())
+    assert num_rows <= shape.num_rows
+    assert shape.num_rows - num_rows <= 0.12 * shape.num_rows or num_rows < 8
+    needed = ints(np.pad(lens, (0, shape.num_seqs - len(lens))))
+    held = needed + padding(needed, shape)
+    assert held.sum() == shape.num_rows
+    assert (held >= needed).all()
+    assert (held <= shape.query_len).all()
+    if len(lens) < shape.num_seqs and num_rows + shape.query_len > shape.num_rows:
+        assert (held[: len(lens)] == lens).all()  # padding sequences take it
+
+
+def test_few_rows_are_padding():
+    assert all(below < above for below, above in pairwise(ROWS))
+    for below, above in pairwise(ROWS):
+        assert below < 8 or above - (below + 1) <= 0.12 * above
+
+
+LOADS = {  # sequences, nodes of a head's drafts: the shapes of each sampler
+    (1, 0): 1 + 17, (8, 0): 4 + 35, (64, 0): 18 + 35, (256, 0): 30 + 35, (1000, 0): 36 + 35,
+    (1, 4): 1 + 2, (8, 4): 4 + 16, (64, 4): 18 + 2 * 22, (256, 4): 30 + 2 * 22,
+    (64, 32): 18 + 17 + 12, (256, 60): 30 + 12 + 8, (256, 255): 30 + 3 + 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_number_of_shapes(load):
+    assert len(all_shapes(*load)) == 2 * len(sizes(*load)) == 2 * LOADS[load]
+
+
+@pytest.mark.parametrize("num_draft_nodes", [0, 4, 32])
+def test_rows_follow_the_total(num_draft_nodes):
+    """Not the longest draft times the sequences: chains and trees, equal drafts and unequal ones.
+
+    A head drafts as much for every sequence, so that its sequences are padded instead.
+    """
+    rng, kinds = np.random.default_rng(0), SeatKinds(256, num_draft_nodes)
+    for _ in range(300):
+        num_seqs = int(rng.integers(1, 65))
+        most = num_draft_nodes or int(rng.integers(1, 40))
+        lens = np.full(num_seqs, most) if num_draft_nodes else rng.integers(0, most + 1, num_seqs)
+        trees = [Draft(ints(range(n)), ints(rng.integers(-1, 0, n))) for n in lens]
+        seats = list(range(num_seqs))
+        shape = taken_in(kinds, plan_of(seats, trees, [GREEDY] * num_seqs))
+        if shape is None:
+            assert num_seqs + lens.sum() > (512 if not num_draft_nodes else 450)
+        else:
+            check_padding(shape, lens + 1)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 48, 256])
@@ -94,17 +152,20 @@ def test_shapes_with_a_head(max_num_seqs, num_draft_nodes):
         assert shape in shapes
         assert shape.num_seqs >= len(seats)
         assert shape.num_nodes >= room.max()
+        assert shape.num_rows == shape.num_seqs * shape.query_len
         assert bool(shape.num_nodes) == bool(room.max())
 
 
 def test_the_smallest_that_fits():
-    assert smallest(1, 1, 64) == (1, 1)
-    assert smallest(3, 1, 64) == (4, 1)
-    assert smallest(40, 1, 48) == (48, 1)
-    assert smallest(2, 3, 64) == (4, 4)
-    assert smallest(64, 8, 64) == (64, 8)
-    assert smallest(64, 9, 64) is None
-    assert smallest(1, 65, 64) is None
+    assert smallest(1, 1, 1, 64) == (1, 1, 1)
+    assert smallest(3, 1, 3, 64) == (4, 1, 4)
+    assert smallest(45, 1, 45, 48) == (48, 1, 48)
+    assert smallest(2, 3, 5, 64) == (8, 64, 8)
+    assert smallest(17, 5, 85, 64) == (64, 64, 88)
+    assert smallest(17, 5, 85, 64, 4) == (19, 5, 95)
+    assert smallest(64, 9, 512, 64) == (64, 64, 512)
+    assert smallest(64, 9, 513, 64) is None
+    assert smallest(1, 65, 65, 64) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +180,7 @@ def test_the_smallest_that_fits():
 )
 def test_settings_of_the_host(settings):
     assert shape_of(plan_of([0, 1], settings=[GREEDY, settings])) is None
-    assert shape_of(plan_of([0, 1], settings=[GREEDY, GREEDY])) == StepShape(2, 1, Sampler.PLAIN)
+    assert shape_of(plan_of([0, 1], settings=[GREEDY, GREEDY])) == StepShape(2, 1, 2, Sampler.PLAIN)
 
 
 def with_edits(plan: StepPlan) -> StepShape | None:
@@ -146,17 +207,17 @@ def biased(count: int) -> SeatSettings:
 def test_edits_where_seats_have_tables(settings, is_served):
     """They are sampled at any temperature, so there are no more shapes."""
     found = with_edits(plan_of([0, 1], settings=[GREEDY, settings]))
-    assert found == (StepShape(2, 1, Sampler.SAMPLED) if is_served else None)
+    assert found == (StepShape(2, 1, 2, Sampler.SAMPLED) if is_served else None)
 
 
 def test_prompt_logprobs_until_a_token_is_emitted():
     settings = SeatSettings(1, num_prompt_logprobs=2)
     one = plan_of([0], settings=[settings])  # a prompt of one token, of six that are known
-    assert with_edits(one) == StepShape(1, 1, Sampler.PLAIN)
+    assert with_edits(one) == StepShape(1, 1, 1, Sampler.PLAIN)
     opening = replace(one.openings[0], num_prompt=6)
     assert with_edits(replace(one, openings=(opening,))) is None
     ahead = replace(one, openings=(opening,), context_lens=ints([-1]))
-    assert with_edits(ahead) == StepShape(1, 1, Sampler.PLAIN)
+    assert with_edits(ahead) == StepShape(1, 1, 1, Sampler.PLAIN)
 
 
 def test_steps_of_the_host():

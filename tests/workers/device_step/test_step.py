@@ -64,7 +64,7 @@ def test_one_tape_for_all_data_of_a_shape(llama, num_nodes, temperature):
     for num_seqs in (3, 4):
         edits = EDITS if temperature else ({},)
         plan = open_plan(rng, num_seqs, num_nodes, temperature, edits=edits)
-        shapes.append(stage(step, plan))
+        shapes.append(stage(step, plan, (4, num_nodes)))
         before = [tensor.clone() for tensor in state]
         with Tape() as tape:
             step.run(shapes[-1])
@@ -85,14 +85,18 @@ def test_no_row_sees_a_node_that_pads_a_draft(llama):
     """Its slot in the block table may belong to another request."""
     step = device_step(llama())
     plan = open_plan(np.random.default_rng(1), 3, 12, 0.0)
-    shape = stage(step, plan)
+    shape = stage(step, plan, (4, 12))
     layout = lay_out(step.seats, shape)
-    words = layout.plan.ancestors.view(shape.num_seqs, shape.query_len)
-    for seq, count in enumerate(plan.drafts.num_nodes.tolist()):
-        assert 0 < count < shape.num_nodes
-        assert not words[seq, 1 + count :].any()
-        own = (words[seq, 1 : 1 + count] >> torch.arange(count)) & 1
+    words, starts = layout.plan.ancestors[:, 0], layout.plan.query_start.tolist()
+    num_padded = 0
+    for seq in range(shape.num_seqs):
+        rows = words[starts[seq] : starts[seq + 1]]
+        count = int(plan.drafts.num_nodes[seq]) if seq < len(plan.seats) else 0
+        assert not rows[1 + count :].any()
+        own = (rows[1 : 1 + count] >> torch.arange(count)) & 1
         assert own.all()
+        num_padded += max(0, len(rows) - 1 - count)
+    assert num_padded > 0
 
 
 @pytest.mark.parametrize("num_nodes", [0, 3, 12])

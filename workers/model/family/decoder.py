@@ -544,7 +544,7 @@ class FamilyModel(LayerStack):
         return self._finished(self.output.part(states))
 
     def logits_of_own_rows(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size]
-        """Logits of this rank's even share of the rows, [num_rows / size, vocab]."""
+        """Logits of this rank's share of the rows, as `ShardedOutput.own_rows` has them."""
         if self.output is None:
             return self.logits(states)
         return self._finished(self.output.own_rows(states))

@@ -265,24 +265,25 @@ def _double(word):  # pointer to two int32 words -> float64
 @triton.jit
 def _edit_kernel(
     logits,  # [num_rows, vocab] float32, written
-    seats,  # [num_seqs] int64
+    seats,  # [num_rows] int64
     positions,  # [num_rows] int32
+    first_rows,  # [num_rows] int32
+    lanes,  # [num_rows] int32
     ancestors,  # [num_rows, WORDS] int64
-    nodes,  # [num_seqs, NODES] int32
+    token_ids,  # of the step's rows, int32
     words,  # [num_seats, _WORDS] int32
     bias_ids,  # [num_seats, _BIASES] int32
     biases,  # [num_seats, _BIASES] float32
     ends,  # [num_seats, _ENDS] int32
     counts,  # [num_seats, vocab] int32
     vocab,
-    NODES: tl.constexpr,
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seq = row // (NODES + 1)
-    seat = tl.load(seats + seq)
+    seat, lane = tl.load(seats + row), tl.load(lanes + row)
+    nodes = token_ids + tl.load(first_rows + row) + 1
     own = words + seat * _WORDS
     num_biases = tl.load(own + _NUM_BIASES)
     num_ends = tl.load(own + _NUM_ENDS)
@@ -307,11 +308,11 @@ def _edit_kernel(
             if penalised:
                 held = tl.load(counts + seat * vocab + token, mask=inside, other=0)
                 count = held & (_PROMPT - 1)
-                for word in range(WORDS if NODES else 0):
+                for word in range(WORDS):
                     path = tl.load(ancestors + row * WORDS + word)
-                    for node in range(word * _BITS, tl.minimum((word + 1) * _BITS, NODES)):
+                    for node in range(word * _BITS, tl.minimum((word + 1) * _BITS, lane)):
                         on_path = ((path >> (node - word * _BITS)) & 1) != 0
-                        chosen = on_path & (token == tl.load(nodes + seq * NODES + node))
+                        chosen = on_path & (token == tl.load(nodes + node))
                         count += chosen.to(tl.int32)
                 seen = (held > 0) | (count > 0)
                 factor = tl.where(seen, repetition, 1.0).to(tl.float32)
@@ -333,16 +334,15 @@ def _block(logits, begin, vocab, BLOCK: tl.constexpr):
 def _logprobs_kernel(
     logits,  # [num_rows, vocab]
     tokens,  # [num_rows] int32
-    seats,  # [num_seqs] int64
+    seats,  # [num_rows] int64
     words,  # [num_seats, _WORDS] int32
     values,  # [num_rows, 1 + _TOP] float32, written
     ids,  # [num_rows, 1 + _TOP] int32, written: the token's rank first
     vocab,
-    QUERY_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    num_top = tl.load(words + tl.load(seats + row // QUERY_LEN) * _WORDS + _NUM_LOGPROBS)
+    num_top = tl.load(words + tl.load(seats + row) * _WORDS + _NUM_LOGPROBS)
     if num_top >= 0:
         logits += row * vocab
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -384,9 +384,9 @@ def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
     _edit_kernel[(num_rows, parts)](
-        logits, edits.seats, edits.positions, edits.ancestors, edits.nodes, tables.words,
-        tables.bias_ids, tables.biases.view(torch.float32), tables.ends, tables.counts,
-        vocab, edits.nodes.shape[1], edits.ancestors.shape[1], parts, block,
+        logits, edits.seats, edits.positions, edits.first, edits.lanes, edits.ancestors,
+        edits.token_ids, tables.words, tables.bias_ids, tables.biases.view(torch.float32),
+        tables.ends, tables.counts, vocab, edits.ancestors.shape[1], parts, block,
         enable_fp_fusion=False,  # products are rounded before they are added, as on the host
     )  # fmt: skip
 
@@ -399,7 +399,7 @@ def logprobs(logits: Tensor, tokens: Tensor, edits: DeviceEdits) -> tuple[Tensor
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _logprobs_kernel[(num_rows,)](
         logits.contiguous(), tokens, edits.seats, edits.tables.words, values, ids, vocab,
-        edits.query_len, block,
+        block,
     )  # fmt: skip
     return values, ids
 

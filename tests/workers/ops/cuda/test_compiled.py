@@ -231,8 +231,10 @@ def test_edits(compiled, num_nodes):
     rows = 2 * (1 + num_nodes)
     positions = torch.zeros(rows, dtype=torch.int32)
     words = torch.zeros(rows, max(1, -(-num_nodes // 64)), dtype=torch.int64)
-    seats = torch.zeros(2, dtype=torch.int64)
-    edits = DeviceEdits(tables, seats, positions, words, table(num_nodes)[:2])
+    seats = torch.zeros(rows, dtype=torch.int64)
+    edits = DeviceEdits(
+        tables, positions, seats, positions, positions, words, positions, num_nodes
+    )
     edit(torch.zeros(rows, 128_000), edits, 132)
     for dtype in (torch.bfloat16, torch.float32):
         logprobs(torch.zeros(rows, 128_000, dtype=dtype), positions, edits)
