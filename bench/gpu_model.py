@@ -306,12 +306,13 @@ class Tape(TorchDispatchMode):
     Args:
         batch: sequences of the step; the others are padding, which has no keys.
         context_len: keys of each in the cache.
+        query_len: rows of each; None: of all that a launch has room for.
     """
 
-    def __init__(self, batch: int, context_len: int) -> None:
+    def __init__(self, batch: int, context_len: int, query_len: int | None = None) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self._batch, self._context_len = batch, context_len
+        self._batch, self._context_len, self._query_len = batch, context_len, query_len
         self._touched = 1.0  # share of the experts that the mixture at hand reads
         self._num_parts: dict[int, int] = {}  # of a sequence's keys, by the id of their list
         self._made: dict[int, Any] = {}  # storages that the step writes first, kept alive
@@ -367,7 +368,8 @@ class Tape(TorchDispatchMode):
         return Operation(name, _num_bytes([args, out]), flops, weight_bytes=weights)
 
     def attend(self, name: str, given: dict[str, Any]) -> Operation:
-        query_len, num_seqs = len(given["query"]) // given["num_seqs"], self._batch
+        query_len = self._query_len or len(given["query"]) // given["num_seqs"]
+        num_seqs = self._batch
         rows, num_keys = num_seqs * query_len, self._context_len + query_len
         key, value = given["HEAD_DIM"], given["VALUE_DIM"]
         stored = key if given["values"] is given["keys"] else key + value
@@ -509,7 +511,7 @@ def step_of(
     num_blocks = batch * -(-longest // BLOCK_SIZE)
     shapes = (*loaded.model.kv_shapes, *(head.kv_shapes if head else ()))
     cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, torch.bfloat16, META)
-    tape = Tape(batch, context_len)
+    tape = Tape(batch, context_len, None if head else 1 + num_nodes)
     wanted = (batch, 1 + num_nodes, batch * (1 + num_nodes))
     size = smallest(*wanted, max(batch, max(BATCHES)), drafted)
     if size is None:

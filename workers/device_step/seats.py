@@ -23,6 +23,7 @@ from ...scheduler import tree
 from ...scheduler.types import (
     Draft,
     IntArray,
+    JoinedDrafts,
     Logprobs,
     NextDrafts,
     Opening,
@@ -34,6 +35,7 @@ from ...scheduler.types import (
 from ..model.info import ModelInfo
 from ..verify.device_settings import (
     EDIT_WORDS,
+    MASK_BITS,
     MAX_BIASES,
     MAX_ENDS,
     MAX_TOP,
@@ -42,7 +44,7 @@ from ..verify.device_settings import (
     EditTables,
 )
 from ..verify.process import spread
-from .shape import MAX_QUERY_LEN, SeatKinds, Size, StepShape, all_shapes, fits, sizes
+from .shape import MAX_QUERY_LEN, Sampler, SeatKinds, Size, StepShape, all_shapes, fits, sizes
 
 MAX_COUNT_BYTES = 1 << 30  # of a larger table the host takes the edits
 LOGPROB_WORDS = 2 + 2 * MAX_TOP  # of a row: the drawn token's value and the top, its rank and ids
@@ -196,6 +198,11 @@ class SeatSizes:
         return 4 * self.num_rows * self.vocab_size
 
     @property
+    def mask_words(self) -> int:
+        """Of a row."""
+        return -(-self.vocab_size // MASK_BITS)
+
+    @property
     def has_edits(self) -> bool:
         return not self.edits_obstacle
 
@@ -244,6 +251,7 @@ class SeatSizes:
                 "biases": MAX_BIASES,
                 "ends": MAX_ENDS,
             }
+        masked = {"masks": (max_rows,)} if self.has_edits else {}
         return {
             **{name: (self.num_rows, width) for name, width in widths.items()},
             "lengths": (self.num_rows,),
@@ -255,6 +263,7 @@ class SeatSizes:
             "num_nodes": (max_seqs,),
             "room": (max_seqs,),
             "row_seq": (max_rows,),
+            **masked,
             "node_tokens": (max_rows,),
             "parents": (max_rows,),
         }
@@ -295,12 +304,16 @@ class DeviceSeats:
             self._counts = TokenCounts(sizes.num_rows, sizes.vocab_size, device)
             names = ("edits", "bias_ids", "biases", "ends")
             words, bias_ids, biases, ends = (views[name] for name in names)
-            self.edits = EditTables(words, bias_ids, biases, ends, self._counts.table)
+            masks = torch.zeros(
+                (sizes.max_rows, sizes.mask_words), dtype=torch.int32, device=device
+            )
+            self.edits = EditTables(words, bias_ids, biases, ends, self._counts.table, masks)
             neutral = np.array([(1, 0, 0, 0, -1, 0, 0)], EDIT_WORDS).view(np.int32)
             self.edits.words.copy_(torch.from_numpy(neutral))
         self.tables.fill_(sizes.num_blocks)
         self.lengths[-1:].fill_(1)
         self._writes: list[tuple[IntArray, IntArray]] = []  # (addresses, values)
+        self._masks: IntArray | None = None  # [num_masked, mask_words], of the staged step
 
     # -- the step at hand, as the device step reads it
 
@@ -315,6 +328,10 @@ class DeviceSeats:
         """First rows [num_seqs + 1] and rows' sequences [num_rows], int32."""
         starts, row_seq = self._views["starts"], self._views["row_seq"]
         return starts[: shape.num_seqs + 1], row_seq[: shape.num_rows]
+
+    def step_masks(self, shape: StepShape) -> Tensor:  # [num_rows] int32
+        """Which of the tables' masks a row has; -1 is none."""
+        return self._views["masks"][: shape.num_rows]
 
     def step_nodes(
         self,
@@ -419,7 +436,7 @@ class DeviceSeats:
         seats[:num_seqs], room[:num_seqs] = plan.seats, plan.max_nodes
         lens[:num_seqs] = self.kinds.row_lens(plan)
         starts = starts_of(lens + padding(lens, shape))
-        parts = {
+        parts: dict[str, NDArray[Any]] = {
             "seats": seats,
             "starts": starts,
             "room": room,
@@ -434,14 +451,37 @@ class DeviceSeats:
             self._write("node_tokens", at, drafts.tokens)
             parents = before if drafts.parents is None else drafts.parents
             self._write("parents", at, parents)
+        if self.edits is not None and shape.sampler is Sampler.SAMPLED:
+            parts["masks"] = self._masked_rows(drafts, starts[:num_seqs], shape.num_rows)
         for name, values in (parts | {"num_nodes": counts}).items():
             self._write(name, np.arange(len(values), dtype=np.int32), values)
         return starts
 
+    def _masked_rows(
+        self,
+        drafts: JoinedDrafts | None,
+        first: IntArray,  # [num_seqs], rows of the roots
+        num_rows: int,
+    ) -> IntArray:  # [num_rows]
+        """Queues a step's masks; which of them each row has."""
+        found = np.full(num_rows, -1, dtype=np.int32)
+        if drafts is None or drafts.masks is None:
+            return found
+        lens = drafts.num_nodes + 1  # of the logit rows, which have no padding between them
+        rows = np.repeat(first, lens) + tree.chains(lens) + 1
+        masks = drafts.masks
+        found[rows[masks.rows]] = np.arange(len(masks.rows))
+        self._masks = masks.bits[:, : self.sizes.mask_words]
+        return found
+
     def flush(self) -> None:
-        """Sends what is queued: one copy, one write."""
+        """Sends what is queued: one copy, one write, and another copy of masks."""
         if self._counts is not None:
             self._counts.flush()
+        if self._masks is not None and self.edits is not None:
+            held = self.edits.masks[: len(self._masks)]
+            held.copy_(_sent(np.ascontiguousarray(self._masks), self.device))
+            self._masks = None
         if not self._writes:
             return
         addresses, values = (np.concatenate(column) for column in zip(*self._writes, strict=True))
@@ -484,7 +524,9 @@ def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int
     shapes = all_shapes(sizes.num_seats, sizes.num_draft_nodes)
     per_logit = BYTES_PER_LOGIT + (BYTES_PER_GATHERED_LOGIT if num_ranks > 1 else 0)
     per_row = info.vocab_size * per_logit + STATES_PER_ROW * info.hidden_size * 4
-    counts = sizes.count_bytes if sizes.has_edits else 0
+    counts = 0
+    if sizes.has_edits:
+        counts = sizes.count_bytes + 4 * sizes.max_rows * sizes.mask_words
     return (
         4 * sizes.num_words + counts + shapes[0].num_rows * per_row + len(shapes) * BYTES_PER_GRAPH
     )

@@ -38,7 +38,7 @@ from ..model.family.decoder import FamilyModel
 from ..model.paged import PagedModel
 from ..ops import DeviceOps
 from ..spec import DeviceStepReport
-from ..verify.device_settings import DeviceEdits, DeviceSettings
+from ..verify.device_settings import DeviceEdits
 from .draft import DeviceDrafts, DeviceHead
 from .layout import (
     DeviceLayout,
@@ -108,7 +108,7 @@ class DeviceStep:
         model, plan = self.model, layout.plan
         if shape.sampler is not Sampler.PLAIN:
             share = Share.of(shape.num_rows, self._collective, states.device)
-            return self._draw_whole(states, layout, share)
+            return self._draw_whole(states, layout, shape, share)
         settings = seat_settings(self.seats, layout.row_seats)
         logits, positions = model.part_of_logits(states), plan.positions + 1
         part = draw_part(self._ops, logits, positions, settings, model.first_token)
@@ -118,6 +118,7 @@ class DeviceStep:
         self,
         states: Tensor,  # [num_rows, hidden_size]
         layout: DeviceLayout,
+        shape: StepShape,
         share: Share,
     ) -> Tensor:  # [num_rows] int32
         """From all logits of a row, which are on every rank or on one."""
@@ -132,8 +133,8 @@ class DeviceStep:
                 return chosen
             return self._collective.all_gather(chosen, dim=0)[:num_rows]
         lanes, own = share.take(layout.lanes), (share.take(layout.first), row_seats, positions)
-        trees = (share.take(plan.ancestors), plan.token_ids)
-        edits = DeviceEdits(tables, *own, lanes, *trees, plan.max_query_len - 1)
+        rows = (share.take(plan.ancestors), share.take(self.seats.step_masks(shape)))
+        edits = DeviceEdits(tables, *own, lanes, *rows, plan.token_ids, shape.num_nodes)
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
         chosen = ops.draw_on_device(edited, positions + 1, settings)

@@ -46,7 +46,7 @@ class Sampler(IntEnum):
     """How a step's tokens are drawn; a step takes the highest of its seats'."""
 
     PLAIN = 0  # greedy, or by temperature alone
-    SAMPLED = 1  # with cuts or edits: needs the logits of the whole vocabulary
+    SAMPLED = 1  # with cuts, edits or masks: needs the logits of the whole vocabulary
     HOST = 2  # needs logits, states or a history on the host, or an adapter
 
     @classmethod
@@ -127,11 +127,13 @@ class SeatKinds:
             return None
         is_last = plan.context_lens + 1 >= self._least_lens[seats]
         is_last |= plan.context_lens < 0
-        sampler = Sampler(int(self._samplers[seats].max()))
+        sampler, drafts = Sampler(int(self._samplers[seats].max())), plan.drafts
+        if drafts is not None:
+            if drafts.num_window is not None:
+                return None
+            if drafts.masks is not None:
+                sampler = max(sampler, Sampler.SAMPLED if self._has_edits else Sampler.HOST)
         if not is_last.all() or sampler is Sampler.HOST:
-            return None
-        drafts = plan.drafts
-        if drafts is not None and (drafts.masks is not None or drafts.num_window is not None):
             return None
         lens = self.row_lens(plan)
         wanted = (len(seats), int(lens.max()), int(lens.sum()))

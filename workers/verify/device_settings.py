@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 MAX_BIASES, MAX_ENDS, MAX_TOP = 64, 16, 20
+MASK_BITS = 32  # tokens per word of a mask
 """Logit biases, end tokens under `min_tokens` and log-probabilities of a request on the device."""
 WORD_BITS = 64  # nodes per word of ancestors
 PROMPT = 1 << 30  # in a count: the token is in the prompt; lower bits count it in the output
@@ -42,6 +43,7 @@ class EditTables:
     biases: Tensor  # [num_seats + 1, MAX_BIASES] int32, bits of float32; alike
     ends: Tensor  # [num_seats + 1, MAX_ENDS] int32; alike
     counts: Tensor  # [num_seats + 1, vocab] int32
+    masks: Tensor  # [max_rows, mask_words] int32, of rows of the step at hand, as `Masks.bits`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +58,6 @@ class DeviceEdits:
     # [num_rows, num_words] int64, bit j % 64 of word j // 64: node j is on the path to the row, or
     # the row.
     ancestors: Tensor
+    masks: Tensor  # [num_rows] int32, which of the tables' masks; -1 is none
     token_ids: Tensor  # [num_rows of the step] int32; node j's is at first + 1 + j
     max_nodes: int  # of a sequence

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from outrider.scheduler.types import Verdict, ints, starts_of
+from outrider.scheduler.types import JoinedDrafts, Masks, Verdict, ints, starts_of
 from outrider.tests.helpers.device_step.plans import EDITS, SIZES, open_plan
 from outrider.workers.device_step.layout import lay_out
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import MAX_QUERY_LEN
 from outrider.workers.seats import Seats
 from outrider.workers.verify.device_settings import MAX_TOP, DeviceEdits
-from outrider.workers.verify.process import edit, token_logprobs
+from outrider.workers.verify.process import allow, edit, token_logprobs
 from outrider.workers.verify.rules import rows_of
 
 VOCAB = SIZES.vocab_size
@@ -30,13 +30,14 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
     vocab = max(20, num_nodes)  # siblings differ
     num_seqs = 4 if most else 5
     plan = open_plan(rng, num_seqs, num_nodes, 0.8, vocab=vocab, edits=EDITS)
+    plan = replace(plan, drafts=masked(plan, rng))
     for _ in range(2 if most else 3):  # wide steps are slow under an interpreter
         step = host.expand(plan)
         shape = device.kinds.shape(plan)
         assert shape is not None
         starts = device.stage(plan, shape)
         device.flush()
-        _check(ops, rng, rows_of(step), step.sampling, device, shape, starts)
+        _check(ops, rng, rows_of(step), step.sampling, device, shape, starts, step.masks)
         emitted = ints(rng.integers(0, 20, len(plan.seats)))
         starts = starts_of(np.ones(len(emitted), dtype=np.int32))
         verdict = Verdict(0, emitted, starts, ints([]), np.zeros_like(starts))
@@ -45,17 +46,30 @@ def check_edits(ops, seed: int, num_nodes: int) -> None:
         plan = replace(plan, context_lens=known, openings=(), blocks=ints([]).reshape(0, 3))
 
 
-def _check(ops, rng, rows, sampling, device, shape, starts) -> None:
+def masked(plan, rng) -> JoinedDrafts:
+    """The plan's drafts, with masks of some of its rows."""
+    drafts = plan.drafts
+    if drafts is None:
+        none = ints(np.zeros(len(plan.seats)))
+        drafts = JoinedDrafts(ints([]), none)
+    num_rows = int((drafts.num_nodes + 1).sum())
+    rows = ints(np.flatnonzero(rng.random(num_rows) < 0.4))
+    size = (len(rows), -(-VOCAB // 32) + 1)  # with a word that no token has
+    bits = rng.integers(-(1 << 31), 1 << 31, size).astype(np.int32)
+    return replace(drafts, masks=Masks(rows, bits) if len(rows) else None)
+
+
+def _check(ops, rng, rows, sampling, device, shape, starts, masks) -> None:
     of_step = lay_out(device, shape)
     plan = of_step.plan
     edits = DeviceEdits(
         device.edits, of_step.first, of_step.row_seats, plan.positions, of_step.lanes,
-        plan.ancestors, plan.token_ids, shape.num_nodes,
+        plan.ancestors, device.step_masks(shape), plan.token_ids, shape.num_nodes,
     )  # fmt: skip
     logits = torch.from_numpy(rng.normal(size=(shape.num_rows, VOCAB), scale=3).astype(np.float32))
     logits[:, 5] = -torch.inf
     at = torch.from_numpy(starts[rows.seq] + np.arange(rows.num_rows) - rows.root)
-    wanted = edit(rows, sampling, logits[at])
+    wanted = allow(edit(rows, sampling, logits[at]), masks)
     edited = logits.clone()
     ops.edit_on_device(edited, edits)
     assert torch.equal(edited[at], wanted)

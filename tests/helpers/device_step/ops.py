@@ -15,6 +15,7 @@ from outrider.workers.ops import ReferenceOps
 from outrider.workers.verify import noise
 from outrider.workers.verify.device_settings import (
     FREQUENCY,
+    MASK_BITS,
     MAX_ENDS,
     MAX_TOP,
     MIN_LEN,
@@ -127,6 +128,10 @@ def edit(
     logits.scatter_add_(1, ends, forbidden)
     held = tables.counts.index_select(0, seats)
     _penalise(logits, held & (PROMPT - 1), held > 0, words, edits)
+    bits = tables.masks.index_select(0, edits.masks.clamp(min=0))
+    shifts = torch.arange(MASK_BITS, device=logits.device, dtype=torch.int32)
+    allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    logits.masked_fill_(~allowed & (edits.masks >= 0)[:, None], -torch.inf)
 
 
 def _penalise(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.scheduler import tree
 from outrider.scheduler.loop import Loop, OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Opening, Request, SeatSettings, ints
+from outrider.scheduler.types import Masks, Opening, Request, SeatSettings, ints
 from outrider.tests.helpers.device_step import lives
 from outrider.tests.helpers.device_step.edited import check_edits
 from outrider.tests.helpers.device_step.ops import TensorOps
@@ -97,6 +99,52 @@ def test_random_lives(checkpoint):  # noqa: F811
         assert found == wanted
         assert all(close(found_scores[key], scores[key]) for key in scores)
         assert loop.target.service.device_step.num_steps > 10
+        loop.scheduler.check()
+
+
+class MaskedDrafting(lives.GuessingDrafting):
+    """Half of the requests may only emit what a mask of their name and place allows."""
+
+    def propose(self, batch):
+        drafts = super().propose(batch)
+        for row, name in enumerate(batch.request_ids):
+            if int(name[1:]) % 2:
+                begin, parents = self.emitted.get(name, 0), drafts[row].parents
+                places = begin + np.append(0, tree.depths(parents))
+                bits = np.stack([self.bits(name, int(place)) for place in places])
+                masks = Masks(ints(range(len(places))), bits)
+                drafts[row] = replace(drafts[row], masks=masks)
+        return drafts
+
+    @staticmethod
+    def bits(name: str, place: int):
+        return np.random.default_rng([int(name[1:]), place]).integers(0, 1 << 31, 4, np.int32)
+
+
+def test_random_lives_with_masks(checkpoint):  # noqa: F811
+    """Grammars' masks are rows on the device: beside other requests, over chains and trees."""
+    path, _ = checkpoint("llama")
+    model = load_model(path, device=lives.CPU, collective=Collective.single(), ops=TensorOps())
+    requests = lives.requests_of(random.Random(4))
+    host = lives.make(Loop, model, MaskedDrafting({}, 3), 120, on_device=False)
+    wanted = lives.emitted(host, requests, 0)
+    for name, tokens in wanted.items():
+        for place, token in enumerate(tokens if int(name[1:]) % 2 else ()):
+            assert MaskedDrafting.bits(name, place)[token // 32] >> token % 32 & 1
+    for truth in ({}, wanted):
+        loop = lives.make(Loop, model, MaskedDrafting(truth, 3), 40, on_device=False)
+        loop.target = lives.InProcessTarget(model, 40, on_device=True, vocab=VOCAB)
+        service, masked = loop.target.service.device_step, []
+
+        def noted(plan, shape_of=service.shape_of, masked=masked):
+            shape = shape_of(plan)
+            if plan.drafts is not None and plan.drafts.masks is not None:
+                masked.append(shape is not None)
+            return shape
+
+        service.shape_of = noted
+        assert lives.emitted(loop, requests, 0) == wanted
+        assert sum(masked) > 5
         loop.scheduler.check()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.scheduler import tree
 from outrider.scheduler.types import Draft, Masks, Opening, SeatSettings, StepPlan, ints
+from outrider.workers.device_step.seats import padding
 from outrider.workers.device_step.shape import (
     MAX_SHAPES,
     ROWS,
@@ -20,7 +21,6 @@ from outrider.workers.device_step.shape import (
     sizes,
     smallest,
 )
-from outrider.workers.device_step.seats import padding
 from outrider.workers.seats import gather
 
 GREEDY, SAMPLED = SeatSettings(1), SeatSettings(1, 0.7, 5, 0.9)
@@ -226,7 +226,8 @@ def test_steps_of_the_host():
     assert shape_of(plan_of([0, 1], settings=both, opened=9)) is None  # more of the prompt is left
     window = Draft(ints([1, 2]), ints([-1, 0]), num_window=1)
     assert shape_of(plan_of([0, 1], [window, tree.EMPTY], both)) is None
-    masked = Draft(ints([1]), ints([-1]), masks=Masks(ints([0]), ints([[1]])))
-    assert shape_of(plan_of([0, 1], [masked, tree.EMPTY], both)) is None
+    masked = plan_of([0], [Draft(ints([1]), ints([-1]), masks=Masks(ints([0]), ints([[1]])))])
+    assert shape_of(masked) is None  # without tables
+    assert with_edits(masked) == StepShape(2, 64, 2, Sampler.SAMPLED)
     assert shape_of(plan_of([0, 9], settings=both), num_seats=8) is None
     assert shape_of(plan_of([])) is None

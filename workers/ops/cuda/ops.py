@@ -253,6 +253,7 @@ _ENDS = tl.constexpr(MAX_ENDS)
 _TOP = tl.constexpr(MAX_TOP)
 _BITS = tl.constexpr(words_of.WORD_BITS)
 _PROMPT = tl.constexpr(PROMPT)
+_MASK_BITS = tl.constexpr(words_of.MASK_BITS)
 
 
 @triton.jit
@@ -270,12 +271,14 @@ def _edit_kernel(
     first_rows,  # [num_rows] int32
     lanes,  # [num_rows] int32
     ancestors,  # [num_rows, WORDS] int64
+    masked,  # [num_rows] int32, row of `masks`; -1 is none
     token_ids,  # of the step's rows, int32
     words,  # [num_seats, _WORDS] int32
     bias_ids,  # [num_seats, _BIASES] int32
     biases,  # [num_seats, _BIASES] float32
     ends,  # [num_seats, _ENDS] int32
     counts,  # [num_seats, vocab] int32
+    masks,  # [max_rows, words of a mask] int32
     vocab,
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -292,7 +295,8 @@ def _edit_kernel(
     repetition, frequency = _double(own + _REPETITION), _double(own + _FREQUENCY)
     presence = _double(own + _PRESENCE)
     penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
-    if (num_biases + num_ends > 0) | penalised:
+    mask = tl.load(masked + row).to(tl.int64)
+    if (num_biases + num_ends > 0) | penalised | (mask >= 0):
         first, end = share(part, vocab, PARTS, BLOCK)
         for begin in range(first, end, BLOCK):
             token = begin + tl.arange(0, BLOCK)
@@ -319,6 +323,10 @@ def _edit_kernel(
                 less = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
                 scaled = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
                 value = scaled - less.to(tl.float32)
+            if mask >= 0:
+                place = masks + mask * tl.cdiv(vocab, _MASK_BITS) + token // _MASK_BITS
+                word = tl.load(place, mask=inside, other=0)
+                value = tl.where(((word >> (token % _MASK_BITS)) & 1) != 0, value, float("-inf"))
             tl.store(logits + row * vocab + token, value, mask=inside)
 
 
@@ -385,8 +393,9 @@ def edit(logits: Tensor, edits: DeviceEdits, num_processors: int) -> None:
     parts = num_parts(num_rows, triton.cdiv(vocab, block), num_processors)
     _edit_kernel[(num_rows, parts)](
         logits, edits.seats, edits.positions, edits.first, edits.lanes, edits.ancestors,
-        edits.token_ids, tables.words, tables.bias_ids, tables.biases.view(torch.float32),
-        tables.ends, tables.counts, vocab, edits.ancestors.shape[1], parts, block,
+        edits.masks, edits.token_ids, tables.words, tables.bias_ids,
+        tables.biases.view(torch.float32), tables.ends, tables.counts, tables.masks, vocab,
+        edits.ancestors.shape[1], parts, block,
         enable_fp_fusion=False,  # products are rounded before they are added, as on the host
     )  # fmt: skip
 

@@ -226,14 +226,19 @@ def test_edits(compiled, num_nodes):
         return torch.zeros(3, width, dtype=torch.int32)
 
     tables = EditTables(
-        table(NUM_WORDS), table(MAX_BIASES), table(MAX_BIASES), table(MAX_ENDS), table(128_000)
+        table(NUM_WORDS),
+        table(MAX_BIASES),
+        table(MAX_BIASES),
+        table(MAX_ENDS),
+        table(128_000),
+        table(4000),
     )
     rows = 2 * (1 + num_nodes)
     positions = torch.zeros(rows, dtype=torch.int32)
     words = torch.zeros(rows, max(1, -(-num_nodes // 64)), dtype=torch.int64)
     seats = torch.zeros(rows, dtype=torch.int64)
     edits = DeviceEdits(
-        tables, positions, seats, positions, positions, words, positions, num_nodes
+        tables, positions, seats, positions, positions, words, positions, positions, num_nodes
     )
     edit(torch.zeros(rows, 128_000), edits, 132)
     for dtype in (torch.bfloat16, torch.float32):
