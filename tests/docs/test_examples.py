@@ -30,6 +30,18 @@ def run(name: str, *arguments: Any) -> str:
 
 
 @pytest.mark.slow
+def test_a_head_learns_between_updates_of_weights() -> None:
+    """The same tokens, and so the same rewards, whether the head learns or not."""
+    short = ("--updates", 2, "--prompts", 12, "--steps", 10)
+    tables = [run("rollout.py", *short, *more).splitlines()[1:] for more in ((), ("--frozen",))]
+    learning, frozen = ([line.split() for line in table] for table in tables)
+    assert [row[:2] for row in learning] == [row[:2] for row in frozen]
+    assert [row[0] for row in frozen] == ["0", "1", "2"]
+    assert {row[3] for row in frozen} == {"frozen"}
+    assert {row[3] for row in learning} <= {"kept", "swapped"}
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 def test_an_application_with_a_model_inside() -> None:
     """It compares the streamed text with the whole."""
