@@ -30,19 +30,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SECTIONS, EngineConfig, HeadConfig, OnlineAdaptationConfig
+from ..config import SECTIONS, EngineConfig, OnlineAdaptationConfig
 from ..config.speculation import SHARED_KEYS
 from ..drafters.files import write_whole
 from ..drafters.registry import METHODS
-from ..errors import ConfigError, EngineDeadError, InvalidRequestError, OutriderError
+from ..errors import EngineDeadError, InvalidRequestError, OutriderError
 from ..scheduler.types import Delta, IntArray, Request
+from .checkpoints import continuing
 from .weights import DrafterChange
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .swap import Changing
 
 log = logging.getLogger(__name__)
-FIELD = "online_adaptation"
 ACTIONS = ("run", "pause", "resume")
 _LOOK_S = 0.5  # between looks at what there is to do
 _POLL_S = 0.1  # between looks at a process that trains
@@ -66,30 +66,6 @@ threading.Thread(target=end, daemon=True).start()
 sys.argv[:2] = []
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-
-
-def check_adaptation(config: EngineConfig) -> None:
-    """Raises `ConfigError` where the configuration has nothing that `online_adaptation` trains."""
-    section = config.online_adaptation
-    if section is None:
-        return
-    heads = [each for each in config.speculative_config.sections if isinstance(each, HeadConfig)]
-    if sum(METHODS[type(each)].continues for each in heads) != 1:
-        allowed = ", ".join(map(repr, _continuing()))
-        raise ConfigError.at(
-            FIELD,
-            "it trains one head of speculative_config, whose decoding_type is one of "
-            f"{allowed}; here are {', '.join(_kind(each) for each in heads) or 'no heads'}",
-        )
-    folder = Path(section.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError.at(
-            f"{FIELD}.folder", f"{section.folder!r} cannot be written: {error.strerror}"
-        ) from None
 
 
 def may_use(config: OnlineAdaptationConfig, request: Request) -> bool:
@@ -220,7 +196,7 @@ class Adaptation:
     """The rounds of one engine. `begin` and `observe` run in the engine's thread, `_run` in one of
     its own, the rest anywhere."""
 
-    engine: Engine
+    engine: Changing
     config: OnlineAdaptationConfig
     engine_config: EngineConfig
     samples: Samples = field(init=False)
@@ -247,7 +223,7 @@ class Adaptation:
         self._thread = threading.Thread(target=self._run, name="outrider-adapt", daemon=True)
 
     @classmethod
-    def of(cls, config: EngineConfig, engine: Engine) -> Adaptation | None:
+    def of(cls, config: EngineConfig, engine: Changing) -> Adaptation | None:
         """Of an engine whose loop runs; None: its configuration asks for none."""
         section = config.online_adaptation
         if section is None:
@@ -348,7 +324,7 @@ class Adaptation:
         if self.engine.weights().get("sent") is not None:
             return "a trainer has sent the target's weights, which are in no folder"
         if self._present() is None:
-            return f"no head of {', '.join(_continuing())} is served"
+            return f"no head of {', '.join(continuing())} is served"
         if not all(self.samples.taken()):
             return "there are not enough texts"
         return ""
@@ -637,15 +613,6 @@ def _variance(live: Live) -> float:
     at, count = mean(live), len(live)
     residuals = sum((accepted - at * drafts) ** 2 for drafts, accepted in live)
     return residuals * count / (count - 1) / sum(drafts for drafts, _ in live) ** 2
-
-
-def _continuing() -> list[str]:
-    """Methods of heads that can go on learning."""
-    return [name for name, section in SECTIONS.items() if METHODS[section].continues]
-
-
-def _kind(section: HeadConfig) -> str:
-    return str(getattr(section, "decoding_type"))  # noqa: B009
 
 
 def _placed(made: Path, folder: Path) -> Path:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
+from ..config import SECTIONS, DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..config.hub import reason
 from ..errors import CheckpointError, ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
@@ -350,3 +351,39 @@ def check_tokenizer_files(folder: Path) -> None:
         Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001, it raises nothing narrower
         raise CheckpointError.at("tokenizer", unreadable(file, error)) from None
+
+
+def check_adaptation(config: EngineConfig) -> None:
+    """Raises `ConfigError` where the configuration has nothing that `online_adaptation` trains."""
+    from ..drafters.registry import METHODS
+
+    section = config.online_adaptation
+    if section is None:
+        return
+    heads = [each for each in config.speculative_config.sections if isinstance(each, HeadConfig)]
+    if sum(METHODS[type(each)].continues for each in heads) != 1:
+        kinds = ", ".join(
+            name for each in heads for name in SECTIONS if SECTIONS[name] is type(each)
+        )
+        allowed = ", ".join(map(repr, continuing()))
+        raise ConfigError.at(
+            "online_adaptation",
+            "it trains one head of speculative_config, whose decoding_type is one of "
+            f"{allowed}; here are {kinds or 'no heads'}",
+        )
+    folder = Path(section.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError.at(
+            "online_adaptation.folder", f"{section.folder!r} cannot be written: {error.strerror}"
+        ) from None
+
+
+def continuing() -> list[str]:
+    """Methods of heads that can go on learning."""
+    from ..drafters.registry import METHODS
+
+    return [name for name, section in SECTIONS.items() if METHODS[section].continues]

@@ -19,10 +19,10 @@ from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
 from ..drafters.protocol import DraftMembers
 from ..errors import CheckpointError, ConfigError, OutriderError
-from .adaptation import check_adaptation
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
     HEAD_AS_DRAFT,
+    check_adaptation,
     check_tokenizer_files,
     checkpoint_folders,
     draft_sections,
