@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
-from ..drafters.protocol import DraftMembers
 from ..errors import CheckpointError, ConfigError, OutriderError
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
@@ -40,6 +39,7 @@ from .checkpoints import (
 if TYPE_CHECKING:
     import torch
 
+    from ..drafters.protocol import DraftMembers
     from ..workers.model.checkpoint.adapters import Adapter
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo, ModelOutline

@@ -107,7 +107,7 @@ def test_help_imports_nothing_heavy(commands, allowed):
 def test_settings_of_the_engine_are_options(outrider_cli):
     """All but sections, and those of another command's name; switches work both ways."""
     shown = " ".join(outrider_cli("check", "--help-all", color=False).stdout.split())
-    apart = {"resources", "seed", "stats_interval_s", "hf_overrides"}
+    apart = {"resources", "seed", "stats_interval_s", "hf_overrides", "online_adaptation"}
     for name, field in EngineConfig.model_fields.items():
         assert (f"--{name.replace('_', '-')} " in shown) == (name not in apart), name
         assert field.description or name in {*apart, "model", "speculative_config"}, name

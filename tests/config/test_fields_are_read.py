@@ -18,11 +18,13 @@ from outrider.tests.helpers.lookups import Host, observe, propose, request_of
 from outrider.training import options as training_options
 
 # `lossy` confirms a choice, `llm_engine` and `log_engine_metrics` have one value: their checks are
-# the only readers, and so does `enable_auto_tool_choice`. Parameters of rules are read by name, as
-# are llama.cpp's options, which become keys of the section, and keys of a config.json.
+# the only readers, and so do `enable_auto_tool_choice` and `mixes_tenants`. Parameters of rules are
+# read by name, as are llama.cpp's options, which become keys of the section, and keys of a
+# config.json.
 OF_RULES = {key for keys in RULE_KEYS.values() for key in keys}
 READ_OTHERWISE = {
     *("lossy", "llm_engine", "log_engine_metrics", "enable_auto_tool_choice", "spec_key"),
+    "mixes_tenants",
     "engine_key",
     "spec_type",
     *cli_options._LookupFields.model_fields,

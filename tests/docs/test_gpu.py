@@ -7,7 +7,7 @@ from pathlib import Path
 
 import outrider
 from outrider.workers.device_step.seats import MAX_COUNT_BYTES
-from outrider.workers.device_step.shape import MAX_NODES, sizes
+from outrider.workers.device_step.shape import MAX_NODES, MAX_QUERY_LEN, ROWS, sizes
 from outrider.workers.verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
 
 PAGE = (Path(outrider.__file__).parent / "docs" / "gpu.md").read_text()
@@ -23,16 +23,18 @@ def rows_below(heading: str) -> list[list[str]]:
 
 def most_seqs(num_nodes: int, of_head: int = 0) -> int:
     """Sequences of the largest shape with room for such drafts."""
-    fitting = [size for size, length in sizes(PLENTY, of_head) if length > num_nodes]
+    fitting = [size for size, length, _ in sizes(PLENTY, of_head) if length > num_nodes]
     return max(fitting, default=0)
 
 
 def test_shapes_without_a_head():
-    rows = rows_below("nodes of the longest draft | sequences")
-    assert len(rows) == 5
-    for nodes, seqs in rows:
-        for count in map(int, re.findall(r"\d+", nodes)):
-            assert most_seqs(count) == (0 if seqs == "none" else int(seqs)), nodes
+    assert f"padded to the next of {len(ROWS)} numbers" in PAGE
+    assert f"more than {ROWS[-1]} in a step, or a draft of {MAX_QUERY_LEN} nodes" in PAGE
+    assert max(rows for _, _, rows in sizes(PLENTY)) == ROWS[-1]
+    assert most_seqs(0) == most_seqs(MAX_QUERY_LEN - 1) == ROWS[-1]
+    assert most_seqs(MAX_QUERY_LEN) == 0
+    assert min(each for each in ROWS if each >= 17 * 5) == 88
+    assert "17 sequences with chains of 4 nodes are 85 rows and run as 88" in PAGE
 
 
 def test_shapes_with_a_head():
@@ -41,7 +43,7 @@ def test_shapes_with_a_head():
     for nodes, whole, half in (map(int, row) for row in rows):
         assert most_seqs(nodes, nodes) == whole
         assert most_seqs(-(-nodes // 2), nodes) == half
-        assert most_seqs(0, nodes) == 256
+        assert most_seqs(0, nodes) == ROWS[-1]
     assert int(rows[-1][0]) == MAX_NODES
 
 

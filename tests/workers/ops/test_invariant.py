@@ -9,9 +9,10 @@ from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 from outrider.tests.helpers.invariant.models import check_angles, write_random
 from outrider.tests.helpers.invariant.texts import LENGTH, Texts
+from outrider.workers import ops
 from outrider.workers.collective import Collective
 from outrider.workers.model.target import load_model
-from outrider.workers.ops import factory, make_invariant_ops
+from outrider.workers.ops import make_invariant_ops
 from outrider.workers.ops.invariant import InvariantOps
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def test_what_cannot_be_deterministic_is_refused_by_name(other):
 def test_devices_types_and_models_without_it_are_refused(tmp_path, monkeypatch):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    monkeypatch.setattr(factory, "has_triton", lambda: False)
+    monkeypatch.setattr(ops, "has_triton", lambda: False)
     wrong = ("cuda", torch.bfloat16), ("meta", torch.float32), ("cpu", torch.float16)
     for device, dtype in wrong:
         with pytest.raises(ConfigError, match="deterministic: not available"):
