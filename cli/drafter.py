@@ -41,13 +41,14 @@ def drafter(
         ),
     ] = None,
     max_engines: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Engines that may share a member, each with an equal part of its KV cache.",
+            help="Engines that may share a member, each with an equal part of its KV cache. "
+            "Default 4.",
             min=1,
             rich_help_panel=_PANEL,
         ),
-    ] = 4,
+    ] = None,
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Return, and leave it running.", rich_help_panel=_PANEL),
@@ -73,6 +74,13 @@ def drafter(
         raise ConfigError.at("name", "give the group a --name")
     if has_model and stop:
         raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
+    if stop and members is not None:
+        raise ConfigError.at("members", "--stop ends all of them; leave it out")
+    if not has_model:
+        given = {**engine.given(), "max_engines": max_engines, "detach": detach or None}
+        for key, value in given.items():
+            if value is not None:
+                raise ConfigError.at(key, "it is chosen as a group starts; give its model too")
     config = engine.resolve() if has_model else None
     if config is not None and config.executor != "ray":
         raise ConfigError.at("executor", f"{config.executor!r}: drafter groups run on Ray")
@@ -85,7 +93,10 @@ def drafter(
         return
     if config is not None:
         group = drafters.start_group(
-            name, config, num_members=1 if members is None else members, max_engines=max_engines
+            name,
+            config,
+            num_members=1 if members is None else members,
+            max_engines=4 if max_engines is None else max_engines,
         )
         if not detach:
             _watch(group)

@@ -28,12 +28,12 @@ from ..drafters.protocol import DraftModel
 from ..engine.checkpoints import of_another_kind, resolved
 from ..engine.host import MembersAsk, model_spec, worker_spec
 from ..errors import ConfigError, OutriderError, WorkerDiedError, WorkerError
-from ..workers.group import BACKOFF_S, GroupDraftModel, WorkerGroup
+from ..workers.group import BACKOFF_S, GroupDraftModel
 from ..workers.spec import OpenLease, WeightsAnswer, WorkerReport, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.socket_channel import Monitor, SocketChannel
 from .process import start_thread
-from .rank_actors import NAMESPACE, RankActors, answers_of
+from .rank_actors import NAMESPACE, ConnectedGroup, RankActors, answers_of
 
 log = logging.getLogger(__name__)
 _PREFIX = "outrider-drafters-"
@@ -312,7 +312,7 @@ def end_group(actor: Any) -> None:
     ray.kill(actor)
 
 
-class SharedGroup(WorkerGroup):
+class SharedGroup(ConnectedGroup):
     """A member as one of its engines uses it: a lease, which ends with the connection.
 
     A restart connects to the member again, if the group has started it anew.
@@ -326,17 +326,11 @@ class SharedGroup(WorkerGroup):
 
     def __init__(self, actor: Any, member: str, ask: MembersAsk) -> None:
         self._actor, self._member, self._asker = actor, member, ask
-        self._monitor: Monitor | None = None
         super().__init__(WorkerSpec(1, "auto", None, ask.timeout_s))
         self._replace_ranks()
 
     def shutdown(self) -> None:
-        channel, self._channel = self._channel, None
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.close()
-        if channel is not None:
-            channel.close()
+        self._hang_up()
 
     def _replace_ranks(self) -> None:
         self.shutdown()

@@ -366,7 +366,21 @@ class RankSource(Protocol):
     def shutdown(self) -> None: ...
 
 
-class RayGroup(WorkerGroup):
+class ConnectedGroup(WorkerGroup):
+    """A group whose rank 0 is reached over sockets, and beats while it lives."""
+
+    _monitor: Monitor | None = None
+
+    def _hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+        if channel is not None:
+            channel.close()
+
+
+class RayGroup(ConnectedGroup):
     """Ranks in actors of their own.
 
     Raises (also from `restart`):
@@ -380,7 +394,6 @@ class RayGroup(WorkerGroup):
         super().__init__(spec)
         self._source = source
         self._ranks: list[Any] = []
-        self._monitor: Monitor | None = None
         self._form(reuse=True)
 
     def spares(self) -> list[RankLocation]:
@@ -398,12 +411,7 @@ class RayGroup(WorkerGroup):
         self._source.shutdown()
 
     def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.close()
-        if channel is not None:
-            channel.close()
+        super()._hang_up()
         self._ranks = []
 
     def _drop_ranks(self) -> None:

@@ -14,6 +14,13 @@ from ..helpers.ports import wait_for
         (("--stop",), "error: name: give the group a --name"),
         (("--name", "a b"), "error: name: 'a b'"),
         (("m", "--name", "a", "--stop"), "error: stop: it ends a group that runs"),
+        (("--name", "a", "--stop", "--members", "2"), "error: members: --stop ends all of them"),
+        (
+            ("--name", "a", "--max-engines", "2"),
+            "error: max_engines: it is chosen as a group starts",
+        ),
+        (("--name", "a", "--detach"), "error: detach: it is chosen as a group starts"),
+        (("--name", "a", "--dtype", "float32"), "error: dtype: it is chosen as a group starts"),
         (("--name", "a", "--address", "local"), "error: address: drafter groups live in a Ray"),
     ],
 )
