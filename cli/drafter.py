@@ -68,14 +68,7 @@ def drafter(
     if checkpoint:
         engine = engine.model_copy(update={"model": checkpoint})
     has_model = engine.model is not None or engine.config is not None
-    if name is not None and not re.match(GROUP_NAME, name):
-        raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
-    if name is None and (has_model or members is not None or stop):
-        raise ConfigError.at("name", "give the group a --name")
-    if has_model and stop:
-        raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
-    if stop and members is not None:
-        raise ConfigError.at("members", "--stop ends all of them; leave it out")
+    _check(name, members, stop=stop, has_model=has_model)
     if not has_model:
         given = {**engine.given(), "max_engines": max_engines, "detach": detach or None}
         for key, value in given.items():
@@ -109,6 +102,18 @@ def drafter(
     if members is not None:
         drafters.scale_group(group, members)
     say(_line(drafters.facts_of(group)))
+
+
+def _check(name: str | None, members: int | None, *, stop: bool, has_model: bool) -> None:
+    """Raises `ConfigError` where options contradict one another."""
+    if name is not None and not re.match(GROUP_NAME, name):
+        raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
+    if name is None and (has_model or members is not None or stop):
+        raise ConfigError.at("name", "give the group a --name")
+    if has_model and stop:
+        raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
+    if stop and members is not None:
+        raise ConfigError.at("members", "--stop ends all of them; leave it out")
 
 
 def _join(address: str | None) -> None:

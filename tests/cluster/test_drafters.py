@@ -216,6 +216,7 @@ def test_one_request_is_prepared_by_all_members(cluster, tiny, plain):
     assert shares[1] > shares[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_name(cluster, tiny, tmp_path):
     with (
         pytest.raises(ConfigError, match="no drafter group 'small' in this cluster; there is none"),
