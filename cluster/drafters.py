@@ -424,13 +424,18 @@ class GroupLink:
                 log.debug("drafter group %s: %s", self._ask.name, error)
                 self._take([])
                 self.reason = "it has ended"
-                self._closed.wait(_RETRY_S)
-                try:
-                    self._find()
-                except OutriderError as refusal:
-                    self.reason = refusal.message
-                except RayError:
-                    continue
+                self._seek()
+
+    def _seek(self) -> None:
+        """Waits for a group of that name that can draft; until then, the reason is the last one's."""
+        while not self._closed.wait(_RETRY_S) and ray.is_initialized():
+            try:
+                return self._find()
+            except OutriderError as refusal:
+                self.reason = refusal.message
+            except RayError as error:
+                log.debug("drafter group %s: %s", self._ask.name, error)
+        return None
 
     def _look(self, timeout_s: float, *, is_first: bool = False) -> None:
         """Takes in who has come or gone, and waits for that."""
