@@ -427,7 +427,7 @@ class GroupLink:
                 self._seek()
 
     def _seek(self) -> None:
-        """Waits for a group of that name that can draft; until then, the reason is the last one's."""
+        """Waits for a group of that name that can draft; the reason is why the last could not."""
         while not self._closed.wait(_RETRY_S) and ray.is_initialized():
             try:
                 return self._find()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,19 +23,30 @@ from .helpers.toy import OracleDrafting, TokenCacheTarget
 pytest_plugins = ["outrider.tests.helpers.frontend"]
 
 
+@cache
+def starts_ray(file: Path) -> set[str]:
+    """Names of a file's tests that are marked `ray`; `pytestmark` where all are."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and "pytest.mark.ray" in map(
+            ast.unparse, node.decorator_list
+        ):
+            found.add(node.name)
+        if isinstance(node, ast.Assign) and "pytest.mark.ray" in ast.unparse(node):
+            found.add("pytestmark")
+    return found
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Among several processes, a file's tests stay together, and so do all that start Ray."""
+    """Among several processes, a file's tests stay together, and so do all marked `ray`."""
     from xdist.scheduler import LoadFileScheduling
-
-    @cache
-    def starts_ray(file: str) -> bool:
-        return "pytest.mark.ray" in (config.rootpath / file).read_text()
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "ray" if starts_ray(file) else file
+            file, _, name = nodeid.partition("::")
+            starters = starts_ray(config.rootpath / file)
+            return "ray" if {"pytestmark", name.partition("[")[0]} & starters else file
 
     return ByFile(config, log)
 

@@ -22,7 +22,6 @@ def printed(module: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_overlapped_and_waiting():
     rows = printed("overlap", "--streams", "1", "2").splitlines()
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| 1", "| 2"]

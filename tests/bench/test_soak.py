@@ -28,7 +28,6 @@ def test_growth_is_measured_from_the_end_of_the_warm_up() -> None:
     assert memory.rows(60.0) == [["rank", "10.0", "50.0", "54.0", "4.0", "+1.40"]]
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_short_soak(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,6 @@ def test_everyone_in_one_run(outrider_cli, model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_outrider_over_http(outrider_cli, model, tmp_path):
     out = tmp_path / "report"

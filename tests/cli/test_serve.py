@@ -80,7 +80,6 @@ def test_url_is_one_that_a_client_can_use():
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_serves_until_it_is_terminated_and_leaves_nothing(free_port, model):
     """SIGTERM in the middle of a stream: the stream ends as it should, then everything does."""
     args = ["serve", str(model), "--port", str(free_port), "--spec-type", "ngram"]

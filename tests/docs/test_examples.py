@@ -42,14 +42,12 @@ def test_a_head_learns_between_updates_of_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_an_application_with_a_model_inside() -> None:
     """It compares the streamed text with the whole."""
     assert "pieces)" in run("composition.py")
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_ray_data_asks_a_running_model() -> None:
     pytest.importorskip("pyarrow")
     printed = run("batch_through_serve.py")
@@ -59,7 +57,6 @@ def test_ray_data_asks_a_running_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_offline_batches_go_on_where_they_were_stopped(tmp_path: Path) -> None:
     """Of the files of a run one is lost, as if it had been stopped; the other is not made again."""
     pytest.importorskip("pyarrow")
