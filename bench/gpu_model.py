@@ -412,13 +412,20 @@ class Tape(TorchDispatchMode):
         return self._experts(name, given, flops, [given["states"], given["out"]])
 
     def down(self, name: str, given: dict[str, Any]) -> Operation:
-        flops = 2.0 * given["num_pairs"] * given["HIDDEN"] * given["WIDTH"]
-        return self._experts(name, given, flops, [given["inner"], given["out"]])
+        flops = 2.0 * given["num_pairs"] * given["num_columns"] * given["WIDTH"]
+        share = given["num_columns"] / given["HIDDEN"]
+        return self._experts(name, given, flops, [given["inner"], given["out"]], share)
 
     def _experts(
-        self, name: str, given: dict[str, Any], flops: float, states: list[Tensor]
+        self,
+        name: str,
+        given: dict[str, Any],
+        flops: float,
+        states: list[Tensor],
+        share: float = 1.0,  # of each expert's columns
     ) -> Operation:
-        weights = self._touched * _num_bytes([given["weight"], given["scales"], given["zeros"]])
+        held = _num_bytes([given["weight"], given["scales"], given["zeros"]])
+        weights = held * self._touched * share
         return Operation(name, weights + _num_bytes(states), flops, weight_bytes=weights)
 
 

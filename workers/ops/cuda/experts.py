@@ -28,6 +28,7 @@ from .linear import FIXED_ROWS, PLAIN, add_step, dot, read_rows, stored
 # read on the host.
 
 _BLOCK = 512
+_MAX_PAIR_BYTES = 512 << 20  # of the second product's results before they are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,10 @@ def _down_kernel(
     pairs,  # [num_blocks * BLOCK_M] int32; num_pairs: padding
     experts,  # [num_blocks] int32
     num_used,  # [1] int32
-    out,  # [num_pairs, HIDDEN] float32
+    out,  # [num_pairs, num_columns] float32
     num_pairs,
+    first,  # of the columns of `down`
+    num_columns,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     CODES: tl.constexpr,
@@ -191,7 +194,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = score * (inner @ down.T) of each pair."""
+    """out = score * (inner @ down.T) of each pair, at columns `[first, first + num_columns)`."""
     block = tl.program_id(0)
     if block >= tl.load(num_used):
         return
@@ -199,8 +202,8 @@ def _down_kernel(
     pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     real = pair < num_pairs
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < HIDDEN
-    lane = expert * HIDDEN + column
+    inside = column < num_columns
+    lane = expert * HIDDEN + first + column
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, WIDTH, BLOCK_K):
         total = add_step(
@@ -208,11 +211,11 @@ def _down_kernel(
             begin, WIDTH, GROUP, OFFSET, CODES, BLOCK_K,
         )  # fmt: skip
     if bias is not None:
-        shift = tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0)
+        shift = tl.load(bias + lane, mask=inside, other=0.0)
         total += shift.to(tl.float32)[None, :]
     if scores is not None:
         total = total * tl.load(scores + pair, mask=real, other=0.0)[:, None]
-    place = out + pair[:, None] * HIDDEN + column[None, :]
+    place = out + pair[:, None] * num_columns + column[None, :]
     tl.store(place, total, mask=real[:, None] & inside[None, :])
 
 
@@ -258,20 +261,38 @@ class CudaMixture:
         aligned: Alignment,
         states: Tensor,  # [num_tokens, hidden_size]
     ) -> Tensor:  # [num_tokens, hidden_size]
-        experts, num_pairs = self._experts, len(inner)
-        _, hidden, width = experts.down.shape
-        out = torch.empty((num_pairs, hidden), dtype=torch.float32, device=states.device)
+        """Range by range of columns, where pairs are many."""
+        hidden, num_pairs = self._experts.down.shape[1], len(inner)
         block = min(64, max(16, triton.next_power_of_2(hidden)))
-        _down_kernel[(aligned.num_blocks, triton.cdiv(hidden, block))](
+        most = max(block, _MAX_PAIR_BYTES // (4 * num_pairs) // block * block)
+        parts = []
+        for first in range(0, hidden, most):
+            size = (num_pairs, min(most, hidden - first))
+            out = torch.empty(size, dtype=torch.float32, device=states.device)
+            self._down_columns(inner, scores, aligned, first, out, block)
+            choices = out.unflatten(0, scores.shape)
+            total = sum_in_order(choices) if self._fixed_rows else choices.sum(1)
+            parts.append(total.to(states.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _down_columns(
+        self,
+        inner: Tensor,  # [num_pairs, width]
+        scores: Tensor,  # [num_tokens, top]
+        aligned: Alignment,
+        first: int,
+        out: Tensor,  # [num_pairs, num_columns] float32, written
+        block: int,
+    ) -> None:
+        experts, (num_pairs, num_columns) = self._experts, out.shape
+        _, hidden, width = experts.down.shape
+        _down_kernel[(aligned.num_blocks, triton.cdiv(num_columns, block))](
             inner, *self._down_weight.tensors, experts.down_bias,
             None if experts.scores_input else scores,
-            aligned.pairs, aligned.experts, aligned.num_used, out, num_pairs,
+            aligned.pairs, aligned.experts, aligned.num_used, out, num_pairs, first, num_columns,
             hidden, width, *self._down_weight.facts, aligned.block_rows, block, _depth(width),
             num_warps=4, num_stages=3,
         )  # fmt: skip
-        choices = out.unflatten(0, scores.shape)
-        total = sum_in_order(choices) if self._fixed_rows else choices.sum(1)
-        return total.to(states.dtype)
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:

@@ -168,7 +168,7 @@ def _product_kernel(
     real = row < num_rows
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < OUT
-    read = states + row.to(tl.int64) * to_row + head * to_head
+    read = states + row.to(tl.int64) * to_row + head.to(tl.int64) * to_head
     values += head.to(tl.int64) * OUT * IN
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first = split * SHARE
@@ -199,8 +199,10 @@ def _sum_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_values
     total = tl.load(parts + place, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * num_values + place, mask=inside, other=0.0)
+    part = place
+    for _ in tl.static_range(1, SPLITS):
+        part += num_values  # in 64 bits: all parts together may be longer than 32 bits count
+        total += tl.load(parts + part, mask=inside, other=0.0)
     if bias is not None:
         total += tl.load(bias + place % OUT, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -522,7 +522,7 @@ def _rotation_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     frequency = tl.load(frequencies + row * to_row + column, mask=mask, other=0.0)

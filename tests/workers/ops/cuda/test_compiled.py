@@ -290,6 +290,23 @@ def test_quantised_products_and_experts(compiled, kind):
 
 
 @pytest.mark.parametrize("compiler", ["sm90"], indirect=True)
+def test_offsets_of_large_results_have_64_bits(compiler):
+    """Parts of a long prompt's products are longer together than 32 bits count; so are rotations of
+    as many rows."""
+    from outrider.workers.ops.cuda.linear import TiledProduct
+    from outrider.workers.ops.cuda.ops import InvariantCudaOps
+
+    weight = torch.zeros(64, 8192, dtype=torch.bfloat16)
+    TiledProduct(weight, None, 132, fixed_rows=True)(torch.zeros(3, 8192, dtype=torch.bfloat16))
+    positions = torch.zeros(2, dtype=torch.int32)
+    InvariantCudaOps(CPU).rotation(positions, torch.ones(2, 64), 1.0)
+    for name in ("_sum_kernel", "_rotation_kernel"):
+        (made,) = compiler.of(name)
+        products = re.findall(r"arith\.muli .*", made.asm["ttgir"])
+        assert products == [each for each in products if "i64" in each], (name, products)
+
+
+@pytest.mark.parametrize("compiler", ["sm90"], indirect=True)
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("group", [32, 128, 4096])
 def test_quantised_products_load_a_scale_per_group(compiler, rows, group):

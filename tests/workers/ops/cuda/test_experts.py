@@ -68,6 +68,25 @@ def test_mixtures(name, dtype):
     assert_close(mine, REFERENCE.pack_experts(experts)(states, chosen, scores), 4.0)
 
 
+def test_many_pairs_in_ranges_of_columns(monkeypatch):
+    """The results before their sum are bounded, and no bit depends on it."""
+    from outrider.workers.ops.cuda import experts as module
+
+    torch.manual_seed(0)
+    weights = torch.randn(3, 80, 200), torch.randn(3, 200, 40), Gate(GateKind.SILU)
+    experts = Experts(*weights, None, torch.randn(3, 200))
+    states, scores = torch.randn(30, 200), torch.rand(30, 2)
+    chosen = torch.rand(30, 3).topk(2).indices
+    mixture = OPS.pack_experts(experts)
+    whole, sizes, empty = mixture(states, chosen, scores), [], torch.empty
+    monkeypatch.setattr(module, "_MAX_PAIR_BYTES", 4 * 60 * 70)
+    monkeypatch.setattr(
+        torch, "empty", lambda size, **kinds: sizes.append(size) or empty(size, **kinds)
+    )
+    assert torch.equal(mixture(states, chosen, scores), whole)
+    assert sizes[-4:] == [(60, 64)] * 3 + [(60, 8)]
+
+
 def test_experts_that_were_not_chosen_are_not_read():
     torch.manual_seed(0)
     gate_up, down = torch.randn(6, 24, 8), torch.randn(6, 8, 12)
