@@ -3,7 +3,7 @@
 The text of a request is given by its first token: each token is the one before plus one, modulo
 `VOCAB`. A drafter draws how many of its tokens are right; the target accepts exactly those. Times
 are curves over the rows of a forward, given by the user or fitted to the steps that a live engine
-recorded (`StepLog`). Queues form where several engines share a drafter: a drafter does one thing
+recorded (`TraceLog`). Queues form where several engines share a drafter: a drafter does one thing
 after another.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ from ..config import Strict, parse
 from ..drafters.protocol import Drafted, Drafter, DraftStep, Outcomes, Preparation
 from ..errors import ConfigError
 from ..scheduler import tree
-from ..scheduler.timer import StepRecord
+from ..scheduler.timer import COLUMNS
 from ..scheduler.types import NO_INTS, Batch, Draft, IntArray, Request, Verdict, ints, starts_of
 
 VOCAB = 1_048_573  # a prime, so that first tokens may be multiples of any number
@@ -114,6 +114,14 @@ class DraftTimes:
 # -- acceptance
 
 
+def text_of(number: int) -> int:
+    """The text, by its first token, of a request with this number.
+
+    Not 0: a text of it alone would begin like others' at wrong tokens.
+    """
+    return (1 + number * 8209) % VOCAB
+
+
 Drafts = Mapping[tuple[int, int], int]  # how many there were, by nodes and accepted nodes
 
 
@@ -128,6 +136,8 @@ class DraftLaw:
             (): drafts are as the rates say.
         bonus_ranks: [num_ranks], how often the token after the accepted ones is the drafter's
             first, second, ... candidate there.
+        followed: [num_requests], which of `recorded` each simulated request follows; -1, and all
+            further ones: in turn.
     """
 
     def __init__(
@@ -137,14 +147,18 @@ class DraftLaw:
         recorded: Sequence[Drafts] = (),
         bonus_ranks: Sequence[float] = (),
         seed: int = 0,
+        followed: Sequence[int] = (),
     ) -> None:
         self.rates = tuple(rates)
         self._drafted = drafted
         self._random = random.Random(seed)
         # Of every recorded request: pairs of nodes and accepted nodes, and running totals.
         self._recorded = [(list(each), list(accumulate(each.values()))) for each in recorded]
-        self._random.shuffle(self._recorded)
-        self._followed: dict[int, int] = {}  # recorded request, by text
+        self._order = list(range(len(self._recorded)))
+        self._random.shuffle(self._order)
+        # Recorded request, by text.
+        self._own = {text_of(number): at for number, at in enumerate(followed) if at >= 0}
+        self._in_turn: dict[int, int] = {}
         self._longest = max((nodes for each in recorded for nodes, _ in each), default=0)
         self._rank_ends = list(accumulate(bonus_ranks))
 
@@ -160,7 +174,10 @@ class DraftLaw:
             if self._drafted < 1.0 and self._random.random() >= self._drafted:
                 return 0, 0
             return budget, self._accepted(0, budget)
-        followed = self._followed.setdefault(text, len(self._followed) % len(self._recorded))
+        followed = self._own.get(text)
+        if followed is None:
+            turn = self._order[len(self._in_turn) % len(self._order)]
+            followed = self._in_turn.setdefault(text, turn)
         pairs, ends = self._recorded[followed]
         nodes, accepted = pairs[bisect_right(ends, self._random.randrange(ends[-1]))]
         if nodes == self._longest < budget:  # nobody knows how long it might have been
@@ -480,31 +497,61 @@ def _by_chance(preparation: Preparation, num_nodes: int) -> list[tuple[int, int]
 # -- traces
 
 
+_Count = Annotated[int, Field(ge=0)]
+
+
 class TraceRun(Strict):
-    """The steps of one engine."""
+    """The steps of one engine with one drafter, and the requests that ended meanwhile."""
 
     name: str
-    """Of the contender."""
+    """Of the contender, or of the engine."""
     decoding_type: str
     """Of its drafter."""
     columns: dict[str, tuple[float, ...]]
     """[num_steps] each, by the fields of `StepRecord`."""
-    drafts: tuple[tuple[tuple[int, int, Annotated[int, Field(ge=1)]], ...], ...]
+    drafts: tuple[tuple[tuple[_Count, _Count, Annotated[int, Field(ge=1)]], ...], ...]
     """Of each request: nodes, accepted nodes, and how many such drafts."""
+    requests: tuple[
+        tuple[
+            Annotated[float, Field(ge=0, allow_inf_nan=False)],
+            Annotated[int, Field(ge=1)],
+            Annotated[int, Field(ge=1)],
+            Annotated[int, Field(ge=-1)],
+        ],
+        ...,
+    ] = ()
+    """Of each, as they came: second of its arrival, tokens of its prompt, tokens of its answer, and
+    its place in `drafts`; -1: it had none."""
 
     @property
     def recorded(self) -> list[dict[tuple[int, int], int]]:
         """The drafts of each request."""
         return [{(nodes, right): count for nodes, right, count in each} for each in self.drafts]
 
+    def check(self) -> None:
+        """Raises `ConfigError` for columns or requests that do not fit together."""
+        sizes = {len(self.columns.get(name, ())) for name in COLUMNS}
+        if len(sizes) > 1 or sizes == {0}:
+            raise ConfigError.at("trace", f"{self.name}: columns of {sorted(sizes)} steps")
+        values = np.array([self.columns[name] for name in COLUMNS])
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ConfigError.at("trace", f"{self.name}: columns have negative or infinite values")
+        if not (values[COLUMNS.index("num_seqs")] >= 1).all():
+            raise ConfigError.at("trace", f"{self.name}: there are steps of no sequence")
+        for nodes, right, _ in (pair for each in self.drafts for pair in each):
+            if right > nodes:
+                raise ConfigError.at("trace", f"{self.name}: {right} of {nodes} nodes accepted")
+        if any(place >= len(self.drafts) for *_, place in self.requests):
+            raise ConfigError.at("trace", f"{self.name}: a request has drafts that are not there")
+
 
 class Trace(Strict):
-    """What live engines recorded: `outrider bench --trace FILE`."""
+    """What live engines recorded: `outrider bench --trace FILE`, or `GET /admin/trace`."""
 
     version: Literal[1] = Field(description="Of the form of traces.")
     machine: dict[str, Any] = Field(description="Where it was recorded.")
     model: str = Field(description="Its folder or name.")
-    runs: tuple[TraceRun, ...] = Field(description="Of each drafter and number of streams.")
+    runs: tuple[TraceRun, ...] = Field(description="Of each engine and drafter.")
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Trace:
@@ -514,62 +561,59 @@ class Trace(Strict):
         except ConfigError as error:
             raise ConfigError.at("trace", f"not a trace of this version: {error.message}") from None
         for run in trace.runs:
-            sizes = {len(run.columns.get(name, ())) for name in _COLUMNS}
-            if len(sizes) > 1 or sizes == {0}:
-                raise ConfigError.at("trace", f"{run.name}: columns of {sorted(sizes)} steps")
+            run.check()
         if not trace.runs:
             raise ConfigError.at("trace", "it has no steps")
         return trace
 
     def run_of(self, decoding_type: str) -> TraceRun:
-        """The run with this drafter.
+        """The steps and drafts of all runs with this drafter, without their requests.
 
         Raises:
             ConfigError: there is none; says which there are.
         """
-        for run in self.runs:
-            if run.decoding_type == decoding_type:
-                return run
-        there = ", ".join(sorted({run.decoding_type for run in self.runs}))
-        raise ConfigError.at("trace", f"it has no drafts of {decoding_type}; it has {there}")
-
-
-_COLUMNS = ("num_seqs", "num_tokens", "num_context", "num_asked", "num_nodes", "longest",
-            "elapsed_ms", "draft_ms")  # fmt: skip
-
-
-@dataclass(slots=True)
-class StepLog:
-    """Collects the steps of a live engine (`StepTimer.on_step`)."""
-
-    name: str
-    decoding_type: str
-    _rows: list[tuple[float, ...]] = field(default_factory=list)
-    _drafts: defaultdict[str, Counter[tuple[int, int]]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
-
-    def __call__(self, step: StepRecord) -> None:
-        self._rows.append(tuple(float(getattr(step, name)) for name in _COLUMNS))
-        for request_id, nodes, accepted in step.drafts:
-            self._drafts[request_id][nodes, accepted] += 1
-
-    def run(self) -> TraceRun:
-        """Its steps so far; requests with far fewer drafts than most are those that warm up."""
-        columns = zip(*self._rows, strict=True) if self._rows else [()] * len(_COLUMNS)
-        totals = sorted(each.total() for each in self._drafts.values())
-        least = totals[len(totals) // 2] / 4 if totals else 0
-        drafts = tuple(
-            tuple((*pair, count) for pair, count in sorted(each.items()))
-            for each in self._drafts.values()
-            if each.total() >= least
-        )
+        runs = [run for run in self.runs if run.decoding_type == decoding_type]
+        if not runs:
+            there = ", ".join(sorted({run.decoding_type for run in self.runs}))
+            raise ConfigError.at("trace", f"it has no drafts of {decoding_type}; it has {there}")
         return TraceRun(
-            name=self.name,
-            decoding_type=self.decoding_type,
-            columns=dict(zip(_COLUMNS, columns, strict=True)),
-            drafts=drafts,
+            name=runs[0].name,
+            decoding_type=decoding_type,
+            columns={name: sum((run.columns[name] for run in runs), ()) for name in COLUMNS},
+            drafts=sum((run.drafts for run in runs), ()),
         )
+
+    def requests(self, decoding_type: str = "") -> list[TracedRequest]:
+        """Of all runs, as they came.
+
+        Args:
+            decoding_type: of the drafter whose drafts, as `run_of` has them, they follow.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        found, num_drafts = [], 0
+        for run in self.runs:
+            is_of = run.decoding_type == decoding_type
+            for arrived_s, num_prompt, num_output, place in run.requests:
+                at = num_drafts + place if is_of and place >= 0 else -1
+                found.append(TracedRequest(arrived_s, num_prompt, num_output, at))
+            num_drafts += len(run.drafts) if is_of else 0
+        if not found:
+            raise ConfigError.at(
+                "trace", "it has no requests: record one of a server, by POST /admin/trace"
+            )
+        return sorted(found, key=lambda each: each.arrived_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request of a trace."""
+
+    arrived_s: float
+    num_prompt: int  # tokens
+    num_output: int
+    drafts: int = -1  # place of its drafts among those of the drafter; -1: it has none
 
 
 _FAR = 5.0  # times the median of similar steps: warming up, or another process's work
@@ -582,7 +626,7 @@ def fit_target(runs: Sequence[TraceRun]) -> TargetTimes:
 
     Steps that took many times as long as similar ones are left out.
     """
-    joined = {name: np.concatenate([_column(run, name) for run in runs]) for name in _COLUMNS}
+    joined = {name: np.concatenate([_column(run, name) for run in runs]) for name in COLUMNS}
     rows, seqs = joined["num_tokens"] + joined["num_nodes"], joined["num_seqs"]
     ms = joined["elapsed_ms"] - joined["draft_ms"]
     kinds: dict[tuple[int, int], list[int]] = {}

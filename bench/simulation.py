@@ -44,7 +44,9 @@ from .modelled import (
     ModelledDraftModel,
     ModelledTarget,
     TargetTimes,
+    TracedRequest,
     VirtualClock,
+    text_of,
 )
 
 REPORTS_PER_S = 20.0  # most loads that an engine tells an ingress (`cluster/serve/edge.py`)
@@ -132,10 +134,13 @@ class Scenario:
     num_engines: int = 1
     num_drafters: int = 1  # devices of separate draft models, of all engines together
     seed: int = 0
+    requests: Sequence[TracedRequest] = ()  # replayed, in place of load, number and lengths
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request."""
+        if self.requests:
+            return max(each.num_prompt + each.num_output for each in self.requests)
         return sum(_most(each, self.range_ratio) for each in (self.input_len, self.output_len))
 
 
@@ -340,9 +345,11 @@ class _Simulation:
     def run(self) -> None:
         """Until every request has ended."""
         load, total = self._scenario.load, self._scenario.num_requests
+        replayed = self._scenario.requests
         at_once = min(total, load.streams) if load.rate is None and load.streams else total
-        self._num_planned = at_once
-        for arrival_s in load.times_s(at_once):
+        times_s = [each.arrived_s for each in replayed] or load.times_s(at_once)
+        self._num_planned = total if replayed else at_once
+        for arrival_s in times_s:
             self._submit(arrival_s)
         while self._events:
             now_s, kind, _, number = heapq.heappop(self._events)
@@ -358,12 +365,14 @@ class _Simulation:
         scenario, number = self._scenario, self._num_sent
         self._num_sent += 1
         low, high = 1 - scenario.range_ratio, 1 + scenario.range_ratio
-        lens = [
-            max(1, int(mean * self._draw.uniform(low, high)))
-            for mean in (scenario.input_len, scenario.output_len)
-        ]
-        # Not 0: a text of it alone would begin like others' at wrong tokens.
-        text = (1 + number * 8209) % VOCAB
+        if scenario.requests:
+            lens = [scenario.requests[number].num_prompt, scenario.requests[number].num_output]
+        else:
+            lens = [
+                max(1, int(mean * self._draw.uniform(low, high)))
+                for mean in (scenario.input_len, scenario.output_len)
+            ]
+        text = text_of(number)
         prompt = np.arange(text, text + lens[0], dtype=np.int32) % VOCAB
         sampling = SamplingParams(temperature=0.0, max_tokens=lens[1], ignore_eos=True)
         request = Request(str(number), prompt, sampling, seed=number)

@@ -27,8 +27,8 @@ from .session import prepare
 if TYPE_CHECKING:
     from ..bench.contenders import Contender
     from ..bench.measure import Load
-    from ..bench.modelled import StepLog
     from ..config import EngineConfig
+    from ..scheduler.timer import TraceLog
 
 PLAIN = "plain"
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -300,7 +300,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     config = _config(engine, sizes)
     from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
     from ..bench.measure import Load
-    from ..bench.modelled import Trace
+    from ..bench.modelled import Trace, TraceRun
     from ..bench.prompts import load_prompts
 
     sampling = options.sampling()
@@ -310,7 +310,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
     with ExitStack() as stack:
         prepare(config, stack)
         with err().status("Loading...") as status:
-            logs: list[StepLog] = []
+            logs: list[TraceLog] = []
             contenders = _contenders(config, options.baseline, logs)
             workload = Workload("prompts", lambda _salt, _count: prompts)
             loads = [Load(streams=size) for size in sizes]
@@ -336,7 +336,7 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
         write_json(options.json_path, report, "json")
         note(f"Wrote {options.json_path}.")
     if options.trace is not None:
-        runs = tuple(log.run() for log in logs)
+        runs = tuple(TraceRun.model_validate(log.run(warms_up=True)) for log in logs)
         trace = Trace(version=1, machine=machine(), model=config.model_name, runs=runs)
         write_json(options.trace, trace.model_dump(mode="json"), "trace", indent=None)
         note(f"Wrote {options.trace}.")
@@ -365,15 +365,15 @@ def _config(engine: EngineOptions, sizes: Iterable[int]) -> EngineConfig:
 
 
 def _contenders(
-    config: EngineConfig, baselines: Iterable[Baseline], logs: list[StepLog]
+    config: EngineConfig, baselines: Iterable[Baseline], logs: list[TraceLog]
 ) -> list[Contender]:
     """Everyone who runs; the engines' steps go to `logs`, which are added."""
     from ..bench.contenders import EngineContender
-    from ..bench.modelled import StepLog
     from ..config import NoSpeculation
+    from ..scheduler.timer import TraceLog
 
     def engine(name: str, config: EngineConfig) -> EngineContender:
-        logs.append(StepLog(name, tag(type(config.speculative_config)) or ""))
+        logs.append(TraceLog(name, tag(type(config.speculative_config)) or ""))
         return EngineContender(name, config, log=logs[-1])
 
     section = config.speculative_config

@@ -21,7 +21,7 @@ from .console import check_writable, err, grid, note, out, write_json
 from .options import EngineOptions, Options, numbers
 
 if TYPE_CHECKING:
-    from ..bench.modelled import Trace
+    from ..bench.modelled import Trace, TracedRequest
     from ..bench.simulation import Outcome, Scenario
 
 _MODEL = "modelled"  # in place of a checkpoint, which nothing reads
@@ -36,7 +36,10 @@ class SimulateOptions(Options):
     scenario: Path | None = None
     """YAML or JSON with these options as keys (step_ms: ...); options override it."""
     trace: Path | None = None
-    """Times and acceptance of a live engine, from `outrider bench --trace`; others override it."""
+    """Times and acceptance of live engines, from `outrider bench --trace` or a server's
+    `/admin/trace`; others override it."""
+    replay: bool = False
+    """The requests of the trace, as long as they were and when they came, in place of a load."""
     sweep: list[str] = Field([])
     """KEY=VALUE,VALUE: a variant for each; a key of this command, of the engine or of its
     speculative section; several: all combinations."""
@@ -240,6 +243,8 @@ def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | Non
     ranks = _shares("bonus_ranks", options.bonus_ranks)
     if sum(ranks) > 1 + 1e-9:
         raise ConfigError.at("bonus_ranks", f"they sum to {sum(ranks):g}, more than 1")
+    requests = _replayed(options, trace, (tag(type(section)) or "") if recorded else "")
+    followed = [each.drafts for each in requests]
     load = Load(streams=options.streams or 8 * options.engines, seed=20 + options.seed)
     if options.rate is not None:
         load = Load(rate=options.rate, seed=20 + options.seed)
@@ -248,10 +253,10 @@ def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | Non
         target=target,
         draft=DraftTimes(curve, round_ms, options.link_ms),
         law=lambda number: DraftLaw(
-            rates, drafted, recorded, bonus_ranks=ranks, seed=options.seed * 4099 + number
+            rates, drafted, recorded, ranks, options.seed * 4099 + number, followed
         ),
         load=load,
-        num_requests=options.num_requests,
+        num_requests=len(requests) or options.num_requests,
         input_len=options.input_len,
         output_len=options.output_len,
         range_ratio=options.range_ratio,
@@ -260,9 +265,28 @@ def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | Non
         num_engines=options.engines,
         num_drafters=options.drafters or options.engines,
         seed=options.seed,
+        requests=requests,
     )
     _check_fits(scenario)
     return scenario
+
+
+_LOAD = ("num_requests", "rate", "streams", "think_ms", "one_client", "input_len", "output_len",
+         "range_ratio")  # fmt: skip
+
+
+def _replayed(
+    options: SimulateOptions, trace: Trace | None, decoding_type: str
+) -> list[TracedRequest]:
+    """The requests of the trace, where they are to be replayed."""
+    if not options.replay:
+        return []
+    if trace is None:
+        raise ConfigError.at("replay", "there is no trace")
+    for name in _LOAD:
+        if name in options.model_fields_set:
+            raise ConfigError.at(name, "--replay takes the requests of the trace as they were")
+    return trace.requests(decoding_type)
 
 
 def _shares(field: str, text: str) -> list[float]:
@@ -275,13 +299,14 @@ def _check_fits(scenario: Scenario) -> None:
     """Raises `ConfigError` where the longest request could never run."""
     config = scenario.config
     longest, most = scenario.longest, config.max_model_len
+    name = "trace" if scenario.requests else "input_len"
     if most is not None and longest > most:
         raise ConfigError.at(
-            "input_len", f"prompt and answer have up to {longest} tokens; max_model_len is {most}"
+            name, f"prompt and answer have up to {longest} tokens; max_model_len is {most}"
         )
     if config.num_kv_blocks is not None and longest > config.num_kv_blocks * config.block_size:
         raise ConfigError.at(
-            "input_len",
+            name,
             f"prompt and answer have up to {longest} tokens; the KV cache has "
             f"{config.num_kv_blocks * config.block_size} (num_kv_blocks)",
         )

@@ -7,6 +7,8 @@ each request's sink, one call per sink and step. The loop never blocks on a sink
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import queue
 import threading
 import time
@@ -17,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..config import EngineConfig
+from ..config.strict import tag
 from ..drafters.drafting import Drafting, WithPredictions
 from ..drafters.registry import build_parts
 from ..errors import (
@@ -31,7 +34,7 @@ from ..errors import (
 )
 from ..scheduler.loop import Loop, OverlapLoop
 from ..scheduler.scheduler import Scheduler, shrink_after
-from ..scheduler.timer import StepRecord
+from ..scheduler.timer import StepRecord, TraceLog
 from ..scheduler.types import Delta, Request
 from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
@@ -41,7 +44,7 @@ from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
-from .swap import IDLE_S, Changing, Parts, facts_of
+from .swap import IDLE_S, Changing, Parts, Swap, facts_of
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
@@ -83,6 +86,8 @@ class Engine(Changing):
         self._closed = threading.Event()
         self._num_failed_steps = 0
         self._num_failed_in_a_row = 0
+        self._traced: list[TraceLog] = []
+        self._max_traced_steps = 0  # nothing is recorded
         self._log = StatisticsLog(config.stats_interval_s)
         self.info = EngineInfo(
             model_name=config.model_name,
@@ -211,6 +216,11 @@ class Engine(Changing):
             "sleeping": sorted(self._asleep),
             "weights": self.weights(),
             "online_adaptation": None if self.adaptation is None else self.adaptation.stats(),
+            "trace": {
+                "recording": self._loop.timer.on_step is not None,
+                "num_steps": sum(log.num_steps for log in self._traced),
+                "num_requests": sum(log.num_requests for log in self._traced),
+            },
         }
 
     def adapt(self, action: str, timeout_s: float | None = 0.0) -> dict[str, Any]:
@@ -230,6 +240,45 @@ class Engine(Changing):
     def record_steps(self, sink: Callable[[StepRecord], None] | None) -> None:
         """Calls `sink` after every step from now on, in the loop's thread; None: no longer."""
         self._loop.timer.on_step = sink
+
+    def record_trace(self, max_steps: int) -> None:
+        """Begins a trace for `outrider simulate`, which drops the one before; 0: ends it.
+
+        Another drafter begins another run.
+
+        Args:
+            max_steps: after which nothing more is recorded.
+        """
+        self.check()
+        self._max_traced_steps = max_steps
+        if max_steps:
+            self._traced = []
+        self._begin_run()
+
+    def trace(self) -> dict[str, Any]:
+        """The trace: `runs`, with numbers of tokens and times, and neither text nor names; and the
+        `machine`."""
+        device = self._host.target_group.reports[0].device
+        machine = {"num_cores": len(os.sched_getaffinity(0)), "architecture": platform.machine()}
+        if not device.startswith("cpu"):
+            machine["gpu"] = device
+        return {"machine": machine, "runs": [log.run() for log in self._traced if log.num_steps]}
+
+    def _begin_run(self) -> None:
+        """Records on for the drafter that serves, where a trace is recorded."""
+        left = self._max_traced_steps - sum(log.num_steps for log in self._traced)
+        log: TraceLog | None = None
+        if self._max_traced_steps and left > 0:
+            name = tag(type(self._config.speculative_config)) or ""
+            log = TraceLog(self.info.model_name, name, left, self._loop.scheduler.clock)
+            self._traced.append(log)
+        self._loop.timer.on_step = log
+        self._loop.scheduler.timer.on_end = None if log is None else log.end
+
+    def _perform_swap(self, swap: Swap) -> None:
+        super()._perform_swap(swap)
+        if self._max_traced_steps:
+            self._begin_run()
 
     def reconfigure(self, speculative: dict[str, Any]) -> None:
         """As `DraftBudget.reconfigure`, without a restart."""

@@ -24,7 +24,7 @@ from .blocks import BlockPool, StateCheckpoints
 from .budget import DraftBudget, share_nodes
 from .fairness import KnownPlan, TenantService, WaitingQueue, beyond_share, last_of
 from .sequence import Row, Seating, Sequence, prompt_parts, until_end
-from .timer import Clock, RequestTimer, SchedulerCounts
+from .timer import Clock, RequestRecord, RequestTimer, SchedulerCounts
 from .types import (
     NO_MOVES,
     NO_SAVES,
@@ -683,13 +683,10 @@ class Scheduler:
                 )
 
     def _end(self, sequence: Sequence, reason: str) -> None:
-        self.timer.end(
-            reason,
-            sequence.arrived_s,
-            sequence.first_s,
-            sequence.num_prompt,
-            sequence.num_output,
+        ended = RequestRecord(
+            sequence.request.id, sequence.arrived_s, sequence.num_prompt, sequence.num_output
         )
+        self.timer.end(reason, ended, sequence.first_s)
         sequence.free(self.pool)
         self._seating.leave(sequence)
         self._poison.forget(sequence.request.id)

@@ -1,12 +1,16 @@
 """What the engine counts: `SchedulerCounts` and `RequestTimer` of requests, `StepTimes` of steps.
 
-`StepTimer` calls the loop's verbs and adds up their times.
+`StepTimer` calls the loop's verbs and adds up their times. `TraceLog` collects steps and requests
+one by one, for a simulation.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from array import array
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -69,6 +73,16 @@ _LATENCIES_S = (
 _NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
+@record
+class RequestRecord:
+    """One request that has ended, for a trace of the engine."""
+
+    id: str
+    arrived_s: float  # by the scheduler's clock
+    num_prompt: int  # tokens
+    num_output: int
+
+
 class RequestTimer:
     """Counts requests by how they end, and observes their times and sizes.
 
@@ -77,6 +91,7 @@ class RequestTimer:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
+        self.on_end: Callable[[RequestRecord], None] | None = None  # called after every request
         self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}  # by finish reason
         self._times = {
             name: Histogram(_LATENCIES_S)
@@ -93,18 +108,16 @@ class RequestTimer:
     def end(
         self,
         reason: str,
-        arrived_s: float,
+        ended: RequestRecord,
         first_s: float | None,
-        num_prompt: int,
-        num_output: int,
     ) -> None:
         """A request has ended, for `reason`.
 
         Args:
-            arrived_s, first_s: when it came, and when its first token; None: it had none. By the
-                timer's clock.
+            first_s: when its first token came, by the timer's clock; None: it had none.
         """
         now = self._clock()
+        arrived_s, num_prompt, num_output = ended.arrived_s, ended.num_prompt, ended.num_output
         self.num_ended[reason] = self.num_ended.get(reason, 0) + 1
         self._times["whole"].observe(now - arrived_s)
         self._sizes["prompt"].observe(num_prompt)
@@ -113,6 +126,8 @@ class RequestTimer:
             self._times["decode"].observe(now - first_s)
             if num_output > 1:
                 self._times["output_token"].observe((now - first_s) / (num_output - 1))
+        if self.on_end is not None:
+            self.on_end(ended)
 
     def histograms(self) -> dict[str, dict[str, Any]]:
         """Seconds (`*_s`) and tokens (`*_tokens`) per request."""
@@ -249,3 +264,95 @@ def _recorded(
             if rooms[row] < depths[row]
         ),
     )
+
+
+COLUMNS = ("num_seqs", "num_tokens", "num_context", "num_asked", "num_nodes", "longest",
+           "elapsed_ms", "draft_ms")  # fmt: skip
+"""What a trace has of every step: fields of `StepRecord`."""
+
+
+class TraceLog:
+    """Collects the steps of a live engine (`StepTimer.on_step`), and its requests
+    (`RequestTimer.on_end`): numbers of tokens and times, and neither text nor names.
+
+    Args:
+        decoding_type: of the drafter.
+        max_steps: how many steps, and how many requests, there may be; later ones are left out.
+        clock: the scheduler's; requests that came before now are left out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decoding_type: str,
+        max_steps: int | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.name, self.decoding_type = name, decoding_type
+        self._begun_s, self._max_steps = clock(), max_steps
+        self._lock = threading.Lock()  # the loop's thread writes, another may read
+        self._columns = array("d")  # [num_steps, num_columns], flat
+        self._drafts: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+        self._requests: list[RequestRecord] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._columns) // len(COLUMNS)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more steps are recorded."""
+        return self._max_steps is not None and self.num_steps >= self._max_steps
+
+    def __call__(self, step: StepRecord) -> None:
+        if self.is_full:
+            return
+        with self._lock:
+            self._columns.extend([float(getattr(step, name)) for name in COLUMNS])
+            for request_id, nodes, accepted in step.drafts:
+                self._drafts[request_id][nodes, accepted] += 1
+
+    def end(self, request: RequestRecord) -> None:
+        """A request has ended; one that has emitted nothing is left out."""
+        since = request.arrived_s >= self._begun_s and not self.is_full
+        if since and request.num_output and self.num_requests != self._max_steps:
+            with self._lock:
+                self._requests.append(request)
+
+    def run(self, *, warms_up: bool = False) -> dict[str, Any]:
+        """What there is so far, as `TraceRun` in `bench/modelled.py` reads it.
+
+        Args:
+            warms_up: requests with far fewer drafts than most are left out.
+        """
+        with self._lock:
+            table = np.array(self._columns).reshape(-1, len(COLUMNS))
+            drafts = {name: sorted(each.items()) for name, each in self._drafts.items()}
+            requests = sorted(self._requests, key=lambda each: each.arrived_s)
+        totals = sorted(sum(count for _, count in each) for each in drafts.values())
+        least = totals[len(totals) // 2] / 4 if totals and warms_up else 0
+        kept = {
+            name: [[*pair, count] for pair, count in each]
+            for name, each in drafts.items()
+            if sum(count for _, count in each) >= least
+        }
+        places = {name: place for place, name in enumerate(kept)}
+        return {
+            "name": self.name,
+            "decoding_type": self.decoding_type,
+            "columns": dict(zip(COLUMNS, table.T.round(4).tolist(), strict=True)),
+            "drafts": [*kept.values()],
+            "requests": [
+                [
+                    round(each.arrived_s - self._begun_s, 6),
+                    each.num_prompt,
+                    each.num_output,
+                    places.get(each.id, -1),
+                ]
+                for each in requests
+            ],
+        }

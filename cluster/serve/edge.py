@@ -163,6 +163,8 @@ class EngineDoor:
             "resume": engine.resume,
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
+            "record_trace": engine.record_trace,
+            "trace": engine.trace,
             "adapt": lambda action: failure_of(partial(engine.adapt, action)),
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.

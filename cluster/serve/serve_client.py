@@ -218,6 +218,9 @@ class ServeClient:
             )
         return answers
 
+    async def traces(self) -> dict[str, dict[str, Any]]:
+        return await self._every("trace")
+
     async def check(self) -> None:
         """Serve replaces engines that are ill; one that is busy need not answer in time."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -12,16 +13,21 @@ from outrider.bench.modelled import (
     Curve,
     DraftLaw,
     DraftTimes,
-    StepLog,
     TargetTimes,
     Trace,
+    TracedRequest,
+    TraceRun,
     fit_draft,
     fit_target,
     rates_of,
 )
 from outrider.bench.simulation import Scenario, _Simulation, simulate
 from outrider.config import EngineConfig
+from outrider.engine.weights import DrafterChange
 from outrider.errors import ConfigError
+from outrider.scheduler.timer import RequestRecord, StepRecord, TraceLog
+
+from ..helpers.engines import complete, engine_of, random_prompts
 
 FLAT = TargetTimes(Curve((1.0,), (20.0,)))
 MODEL = {
@@ -207,7 +213,7 @@ def test_a_simulation_from_a_trace_agrees_with_what_was_traced(section, streams)
         num_requests=120, range_ratio=0.3,
     )  # fmt: skip
     run = _Simulation(live)
-    log, jitter = StepLog("live", "NGram"), random.Random(4)
+    log, jitter = TraceLog("live", "NGram"), random.Random(4)
     (engine,) = run._engines
     engine.loop.timer.on_step = log
     verify = engine.target.verify
@@ -220,9 +226,7 @@ def test_a_simulation_from_a_trace_agrees_with_what_was_traced(section, streams)
     engine.target.verify = noisy
     run.run()
     measured = run.outcome()
-    trace = Trace.read(
-        {"version": 1, "machine": {}, "model": "m", "runs": [log.run().model_dump(mode="json")]}
-    )
+    trace = Trace.read({"version": 1, "machine": {}, "model": "m", "runs": [log.run()]})
     (traced,) = trace.runs
     again = scenario_of(
         section, recorded=traced.recorded, rates=rates_of(traced.recorded),
@@ -248,6 +252,106 @@ def test_ten_thousand_requests_over_a_hundred_nodes_are_all_served():
     assert found.num_finished == 10_000
 
 
+STEP = {"num_seqs": 1, "num_tokens": 1, "num_context": 8, "num_asked": 1, "longest": 2,
+        "elapsed_ms": 5.0, "draft_ms": 0.5, "num_nodes": 2}  # fmt: skip
+
+
+def run_of(**changes):
+    """A run of two steps and a request, in plain values."""
+    log = TraceLog("one", "NGram", clock=lambda: 100.0)
+    log.end(RequestRecord("early", 99.0, 5, 5))
+    log.end(RequestRecord("embedding", 101.0, 5, 0))
+    for accepted in (1, 2):
+        log(StepRecord(**STEP, drafts=(("secret-name", 2, accepted),)))
+    log.end(RequestRecord("secret-name", 101.5, 7, 6))
+    return {**log.run(), **changes}
+
+
+def test_a_trace_has_neither_text_nor_names():
+    run = run_of()
+    assert "secret" not in json.dumps(run)
+    assert run["requests"] == [[1.5, 7, 6, 0]]
+    assert run["drafts"] == [[[2, 1, 1], [2, 2, 1]]]
+    log = TraceLog("one", "NGram", 3, lambda: 0.0)
+    for number in range(5):
+        log.end(RequestRecord(str(number), 1.0, 1, 1))
+        log(StepRecord(**STEP, drafts=()))
+    assert (log.num_steps, log.num_requests, log.is_full) == (3, 3, True)
+
+
+def test_a_served_engine_is_traced_and_its_requests_replayed(tiny):
+    """Two engines' traces as one; each request with its own lengths, arrival and drafts."""
+    prompts = random_prompts(5, 96)
+    runs = []
+    for _ in range(2):
+        with engine_of(tiny.target, NGRAM, max_num_seqs=4) as engine:
+            complete(engine, prompts)
+            engine.record_trace(10_000)
+            outputs, _ = complete(engine, prompts)
+            engine.change_drafters(DrafterChange(replaces="ngram"))
+            complete(engine, prompts[:2])
+            engine.record_trace(0)
+            complete(engine, prompts[:1])
+            assert engine.stats()["trace"]["recording"] is False
+            found = engine.trace()["runs"]
+            assert engine.stats()["trace"]["num_requests"] == 7
+            runs += json.loads(json.dumps(found))
+    trace = Trace.read({"version": 1, "machine": {}, "model": "m", "runs": runs})
+    assert [run.decoding_type for run in trace.runs] == ["NGram", "None"] * 2
+    lens = sorted((len(prompt), len(outputs[str(at)])) for at, prompt in enumerate(prompts))
+    for run in trace.runs[::2]:
+        assert sorted(each[1:3] for each in run.requests) == lens
+    joined, requests = trace.run_of("NGram"), trace.requests("NGram")
+    assert len(joined.drafts) == sum(len(run.drafts) for run in trace.runs[::2])
+    assert len(requests) == 14 == len({each.arrived_s for each in requests})
+    assert len({each.drafts for each in requests if each.drafts >= 0}) == len(joined.drafts)
+    scenario = scenario_of(NGRAM, requests=requests, num_requests=14, num_engines=2)
+    found = simulate(scenario)
+    assert found.num_tokens == sum(each.num_output for each in requests)
+    assert found.seconds > requests[-1].arrived_s
+
+
+def test_replayed_requests_follow_their_own_drafts():
+    recorded = [{(4, 0): 1}, {(4, 4): 1}]
+    requests = [TracedRequest(0.0, 4, 50, 1), TracedRequest(60.0, 4, 50, 0)]
+    config = EngineConfig.load({"model": "m", "speculative_config": NGRAM})
+    law = DraftLaw([0.5], recorded=recorded, followed=[each.drafts for each in requests])
+    scenario = Scenario(
+        config, FLAT, DraftTimes(Curve((1.0,), (0.0,))), lambda _: law, Load(streams=1),
+        num_requests=2, requests=requests,
+    )  # fmt: skip
+    found = simulate(scenario)
+    assert found.num_steps == 10 + 50
+    assert found.ttft_ms == pytest.approx({"p50": 20.0, "p90": 20.0, "p99": 20.0})
+    assert found.seconds == pytest.approx(61.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"requests": [[1.0, 7, 6, 1]]}, "trace: one: a request has drafts that are not there"),
+        ({"requests": [[1.0, 0, 6, 0]]}, "requests.0.1: at least 1"),
+        ({"requests": [[-1.0, 7, 6, 0]]}, "requests.0.0: at least 0"),
+        ({"requests": [[1.0, 7, 6]]}, "requests.0"),
+        ({"drafts": [[[1, 2, 1]]]}, "trace: one: 2 of 1 nodes accepted"),
+        ({"drafts": [[[1, 1, 0]]]}, "drafts.0.0.2: at least 1"),
+        ({"columns": {"num_seqs": [1]}}, r"trace: one: columns of \[0, 1\] steps"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(changes, complaint):
+    data = {"version": 1, "machine": {}, "model": "m", "runs": [run_of(**changes)]}
+    with pytest.raises(ConfigError, match=complaint):
+        Trace.read(data)
+    columns = {**run_of()["columns"], "elapsed_ms": [1.0, -1.0]}
+    with pytest.raises(ConfigError, match="negative or infinite"):
+        Trace.read({**data, "runs": [run_of(columns=columns)]})
+    columns = {**run_of()["columns"], "num_seqs": [1, 0]}
+    with pytest.raises(ConfigError, match="steps of no sequence"):
+        Trace.read({**data, "runs": [run_of(columns=columns)]})
+    with pytest.raises(ConfigError, match="it has no requests"):
+        Trace.read({**data, "runs": [run_of(requests=[])]}).requests()
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -263,8 +367,9 @@ def test_what_is_no_trace_is_refused(change, complaint):
 
 
 def test_a_trace_without_the_drafter_says_what_it_has():
-    log = StepLog("plain", "None")
-    trace = Trace(version=1, machine={}, model="m", runs=(log.run(),))
+    log = TraceLog("plain", "None")
+    run = TraceRun.model_validate(log.run())
+    trace = Trace(version=1, machine={}, model="m", runs=(run,))
     with pytest.raises(ConfigError, match="no drafts of NGram; it has None"):
         trace.run_of("NGram")
     with pytest.raises(ConfigError, match="plain: columns of"):

@@ -85,6 +85,33 @@ def test_the_trace_of_a_bench_is_simulated(outrider_cli, model, tmp_path):
     assert "trace: it has no drafts of DraftTarget; it has NGram, None" in result.stderr
 
 
+def test_requests_of_a_trace_are_replayed(outrider_cli, tmp_path):
+    columns = {"num_seqs": 1, "num_tokens": 1, "num_context": 9, "num_asked": 1, "num_nodes": 4,
+               "longest": 4, "elapsed_ms": 10.0, "draft_ms": 0.1}  # fmt: skip
+    run = {
+        "name": "one", "decoding_type": "NGram", "drafts": [[[4, 4, 9]], [[4, 0, 50]]],
+        "columns": {name: [value] * 8 for name, value in columns.items()},
+        "requests": [[0.0, 30, 40, 0], [5.0, 30, 40, 1]],
+    }  # fmt: skip
+    trace, path = tmp_path / "trace.json", tmp_path / "simulated.json"
+    trace.write_text(json.dumps({"version": 1, "machine": {}, "model": "m", "runs": [run]}))
+    given = ("simulate", "--trace", trace, "--spec-type", "ngram", "--replay")
+    result = outrider_cli(*given, "--spec-key", "adaptive_draft_len=false", "--json", path)
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(path.read_text())["results"]
+    assert (row["num_finished"], row["num_tokens"]) == (2, 80)
+    assert 5.0 < row["seconds"] < 6.0
+    for args, named in (
+        ((*given, "--rate", 2), "rate: --replay takes the requests of the trace"),
+        ((*given, "--sweep", "input_len=8"), "input_len: --replay takes the requests"),
+        ((*given, "--max-model-len", 60), "trace: prompt and answer have up to 70 tokens"),
+        (("simulate", "--replay"), "replay: there is no trace"),
+    ):
+        result = outrider_cli(*args)
+        assert result.exit_code == 1, result.output
+        assert named in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -115,6 +115,8 @@ class FakeEngine:
         self.pauses: list[str] = []
         self.adaptation: dict[str, Any] | None = None
         self.wishes: list[str] = []  # of online adaptation
+        self.traced_steps: list[int] = []
+        self.runs: list[dict[str, Any]] = []  # of its trace
         self.changes: list[DrafterChange] = []
         self.sleeps: list[tuple[Any, ...]] = []
         self.served_adapters: dict[str, str] = {}
@@ -233,6 +235,13 @@ class FakeEngine:
         if self.adaptation is None:
             raise InvalidRequestError.at("online_adaptation", "it is off")
         self.wishes.append(action)
+
+    def record_trace(self, max_steps: int) -> None:
+        self.check()
+        self.traced_steps.append(max_steps)
+
+    def trace(self) -> dict[str, Any]:
+        return {"machine": {"num_cores": 2}, "runs": self.runs}
 
     def pause(self, mode: str = "abort") -> None:
         self.check()

@@ -440,6 +440,25 @@ class Adaptations(TypedDict):
     engines: list[EngineAdaptation]
 
 
+class EngineTrace(TypedDict):
+    """The steps of an engine with one drafter, and the requests that ended meanwhile."""
+
+    name: str
+    decoding_type: str
+    columns: dict[str, list[float]]
+    drafts: list[list[list[int]]]
+    requests: list[list[float]]
+
+
+class Trace(TypedDict):
+    """What `outrider simulate --trace` reads."""
+
+    version: int
+    machine: dict[str, Any]
+    model: str
+    runs: list[EngineTrace]
+
+
 class Paused(TypedDict):
     """Whether an engine is paused."""
 

@@ -19,7 +19,9 @@ from ..resume_tokens import ResumeTokens, TokenStore
 if TYPE_CHECKING:
     from ....engine.engine import Engine
 
-EngineVerb = Literal["reset_prefix_cache", "pause", "resume", "sleep", "wake_up", "adapt"]
+EngineVerb = Literal[
+    "reset_prefix_cache", "pause", "resume", "sleep", "wake_up", "adapt", "record_trace"
+]
 """What all engines are told alike, by the names of `Engine`'s methods."""
 
 
@@ -104,6 +106,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def traces(self) -> dict[str, dict[str, Any]]:
+        """`Engine.trace()` of every replica (raises `EngineDeadError` where one did not answer)."""
+        ...
+
     async def check(self) -> None:
         """Raises `EngineDeadError` where no engine can serve."""
         ...
@@ -179,6 +185,9 @@ class LocalClient:
     async def change_adapters(self, adapters: dict[str, str]) -> int:
         await asyncio.to_thread(self._engine.serve_adapters, adapters)
         return 1
+
+    async def traces(self) -> dict[str, dict[str, Any]]:
+        return {"local": await asyncio.to_thread(self._engine.trace)}
 
     async def check(self) -> None:
         self._engine.check()

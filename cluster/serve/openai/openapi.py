@@ -28,6 +28,7 @@ from .protocol import (
     DraftersBody,
     LoadAdapterBody,
     TokenizeBody,
+    TraceBody,
     UnloadAdapterBody,
     UpdateWeightsBody,
 )
@@ -91,6 +92,11 @@ POSTS: dict[str, tuple[type[BaseModel], Any, str]] = {
         answers.EngineCount,
         "Begins a round of online adaptation, or pauses it.",
     ),
+    "/admin/trace": (
+        TraceBody,
+        answers.EngineCount,
+        "Begins a trace of steps and requests, or ends it.",
+    ),
 }
 GETS: dict[str, tuple[Any, str]] = {
     "/v1/models": (answers.ModelList, "The models that can serve now."),
@@ -101,6 +107,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/load": (answers.Load, "How many requests run or wait."),
     "/admin/drafters": (answers.Drafters, "The drafters of every engine."),
     "/admin/adaptation": (answers.Adaptations, "Online adaptation of every engine."),
+    "/admin/trace": (answers.Trace, "The trace, for `outrider simulate`."),
     "/is_paused": (answers.Paused, "Whether an engine is paused."),
     "/is_sleeping": (answers.Sleeping, "Whether an engine sleeps."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),

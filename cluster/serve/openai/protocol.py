@@ -597,6 +597,14 @@ class AdaptationBody(Strict):
     action: Literal["run", "pause", "resume"]
 
 
+class TraceBody(Strict):
+    """`POST /admin/trace`: a trace of steps and requests begins, or ends."""
+
+    model: str | None = None
+    action: Literal["start", "stop"]
+    max_steps: Annotated[int, Field(ge=1, le=200_000)] = 20_000
+
+
 class LoadAdapterBody(Strict):
     """`POST /v1/load_lora_adapter`: an adapter, in a folder that the engines see."""
 

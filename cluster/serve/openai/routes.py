@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
@@ -67,6 +68,7 @@ from .protocol import (
     GenerationBody,
     LoadAdapterBody,
     TokenizeBody,
+    TraceBody,
     UnloadAdapterBody,
     UpdateWeightsBody,
     may_compile,
@@ -251,6 +253,7 @@ def admin_routes(models: Models) -> list[Route]:
         Route("/admin/update_weights", update_weights, methods=["POST"]),
         *_drafter_routes(models),
         *_adaptation_routes(models),
+        *_trace_routes(models),
         *_adapter_routes(models),
         command("/reset_prefix_cache", "reset_prefix_cache"),
         command("/pause", "pause", _pausing),
@@ -367,6 +370,34 @@ def _adaptation_routes(models: Models) -> list[Route]:
     return [
         Route("/admin/adaptation", adaptation),
         Route("/admin/adaptation", adapt, methods=["POST"]),
+    ]
+
+
+def _trace_routes(models: Models) -> list[Route]:
+    """Steps and requests of engines that serve, for `outrider simulate`."""
+
+    async def record(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, TraceBody))
+        num_steps = body.max_steps if body.action == "start" else 0
+        count = await models.find(body.model).client.tell("record_trace", num_steps)
+        return JSONResponse({"num_engines": count})
+
+    async def trace(request: Request) -> Response:
+        edge = models.find(request.query_params.get("model"))
+        found = await edge.client.traces()
+        runs = [{**run, "name": name} for name, each in found.items() for run in each["runs"]]
+        if not runs:
+            reason = 'no step was recorded; POST {"action": "start"} begins a trace'
+            raise InvalidRequestError.at("trace", reason)
+        machine = next(iter(found.values()))["machine"]
+        whole = {"version": 1, "machine": machine, "model": edge.frontend.source, "runs": runs}
+        # Tens of thousands of numbers: not on the event loop.
+        body = await asyncio.to_thread(json.dumps, whole)
+        return Response(body, media_type="application/json")
+
+    return [
+        Route("/admin/trace", trace),
+        Route("/admin/trace", record, methods=["POST"]),
     ]
 
 

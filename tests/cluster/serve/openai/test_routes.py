@@ -433,6 +433,32 @@ def test_new_weights(server: Server) -> None:
     assert len(server.engine.updates) == 2
 
 
+def test_a_trace(server: Server) -> None:
+    def asked(**body: Any) -> Any:
+        return server.http.post("/admin/trace", json=body)
+
+    refused = server.http.get("/admin/trace")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "trace")
+    assert asked(action="start", max_steps=50).json() == {"num_engines": 1}
+    assert asked(action="start", model="tiny").status_code == 200
+    assert asked(action="stop").json() == {"num_engines": 1}
+    assert server.engine.traced_steps == [50, 20_000, 0]
+    server.engine.runs = [{"name": "tiny", "decoding_type": "None", "columns": {}}]
+    found = server.http.get("/admin/trace", params={"model": "tiny"}).json()
+    assert (found["version"], found["machine"]) == (1, {"num_cores": 2})
+    assert found["runs"] == [{"name": "local", "decoding_type": "None", "columns": {}}]
+    for body, name in (
+        ({}, "action"),
+        ({"action": "go"}, "action"),
+        ({"action": "start", "max_steps": 0}, "max_steps"),
+        ({"action": "start", "max_steps": 10**6}, "max_steps"),
+    ):
+        refused = asked(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
+    assert asked(action="stop", model="other").status_code == 404
+    assert server.http.get("/admin/trace?model=other").status_code == 404
+
+
 def test_online_adaptation(server: Server) -> None:
     def asked(**body: Any) -> Any:
         return server.http.post("/admin/adaptation", json=body)
