@@ -40,6 +40,7 @@ from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .adaptation import Adaptation
 from .host import Backend, EngineHost, local_backend
+from .known_lengths import KnownLengths
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
@@ -89,6 +90,8 @@ class Engine(Changing):
         self._traced: list[TraceLog] = []
         self._max_traced_steps = 0  # nothing is recorded
         self._log = StatisticsLog(config.stats_interval_s)
+        self._lengths = KnownLengths(config, report, loop.scheduler.budget)
+        self._lengths.recall()
         self.info = EngineInfo(
             model_name=config.model_name,
             max_model_len=loop.scheduler.max_model_len,
@@ -292,6 +295,8 @@ class Engine(Changing):
             self._closed.set()
             self._inbox.put(None)
             self._thread.join(timeout=10.0)
+            if not self._thread.is_alive():
+                self._lengths.keep(self._loop.scheduler.budget)
             self._drafting.shutdown()
             self._host.shutdown()
 
@@ -513,6 +518,7 @@ class Engine(Changing):
         except queue.Empty:
             if block:
                 self._loop.scheduler.check()
+                self._lengths.keep(self._loop.scheduler.budget)
 
     def _fail_all(self, error: OutriderError) -> None:
         self._failure = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,8 @@ from outrider.scheduler.types import Request, ints
 
 from .helpers.toy import OracleDrafting, TokenCacheTarget
 
+# What engines learn about draft lengths stays out of the user's caches and of other tests.
+os.environ["OUTRIDER_LENGTHS_DIR"] = ""
 pytest_plugins = ["outrider.tests.helpers.frontend"]
 
 

@@ -28,12 +28,14 @@ from .data import (
     DocumentWindows,
     MicroBatch,
     Reader,
+    Writer,
     in_order,
     micro_batches,
     padded,
+    prompts_of,
     split,
+    write_all,
 )
-from .generate import Writer, prompts_of, write_all
 from .options import METHODS, TrainingOptions
 from .parallel import Ranks, Stop, run
 from .protocol import FrozenTarget, Losses, Method

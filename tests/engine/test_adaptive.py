@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.scheduler.budget import DraftLengths
+from outrider.scheduler.draft_lengths import DraftLengths
 from outrider.workers.group import LocalGroup
 
 from ..helpers.engines import complete, engine_of, random_prompts

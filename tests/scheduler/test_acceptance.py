@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.scheduler import budget
-from outrider.scheduler.budget import NEW, NUM_STATES, Acceptance, Lately
+from outrider.scheduler import draft_lengths
+from outrider.scheduler.draft_lengths import NEW, NUM_STATES, Acceptance, Lately
 
-DECAY, FIRST = budget._DECAY, budget._FIRST_DRAFTS
+DECAY, FIRST = draft_lengths._DECAY, draft_lengths._FIRST_DRAFTS
 
 
 def test_a_request_is_as_good_as_its_latest_drafts():
@@ -17,7 +17,7 @@ def test_a_request_is_as_good_as_its_latest_drafts():
     best = lately.state
     for _ in range(12):
         lately.drafted(4, 0)
-    assert (lately.state, best) == (0, budget._NUM_LEVELS - 1)
+    assert (lately.state, best) == (0, draft_lengths._NUM_LEVELS - 1)
     states = []
     for _ in range(12):
         lately.drafted(4, 4)
@@ -30,7 +30,7 @@ def test_a_level_is_forgotten_without_drafts():
     lately, fresh = Lately(), Lately()
     lately.drafted(4, 3)
     level = lately.state
-    for _ in range(budget._RESTED_STEPS - 1):
+    for _ in range(draft_lengths._RESTED_STEPS - 1):
         lately.idle()
         fresh.idle()
     assert lately.state == level
@@ -46,8 +46,8 @@ def test_a_level_is_forgotten_without_drafts():
 def test_a_long_draft_need_not_be_accepted_whole():
     """A tree's nodes are mostly siblings of what is accepted."""
     lately = Lately()
-    lately.drafted(30, budget._GOOD)
-    assert lately.state == budget._NUM_LEVELS - 1
+    lately.drafted(30, draft_lengths._GOOD)
+    assert lately.state == draft_lengths._NUM_LEVELS - 1
 
 
 def test_shares_by_state_and_group():
@@ -55,7 +55,7 @@ def test_shares_by_state_and_group():
     found, rng = Acceptance(sizes), np.random.default_rng(0)
     # By hand: granted, drafted, accepted of each state and group, decayed by each draft there.
     counts = np.array([FIRST * sizes] * NUM_STATES, dtype=float)
-    wanted = np.stack([counts, counts, budget._FIRST_GUESS * counts])
+    wanted = np.stack([counts, counts, draft_lengths._FIRST_GUESS * counts])
     for _ in range(40):
         for _ in range(int(rng.integers(0, 4))):  # a lesson of several drafts, or of none
             state, granted = int(rng.integers(0, NUM_STATES)), int(rng.integers(1, 4))
@@ -94,5 +94,5 @@ def test_what_is_never_granted_keeps_its_first_guess():
         found.count(0, 1, 1, 1)
         found.learn()
     _, accepted = found.per_granted()
-    np.testing.assert_allclose(accepted[0], [1.0] + [budget._FIRST_GUESS] * 3)
+    np.testing.assert_allclose(accepted[0], [1.0] + [draft_lengths._FIRST_GUESS] * 3)
     assert np.isfinite(found._counts).all()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from outrider.scheduler.budget import PRICES, DraftLengths, Measured, Speeds
+from outrider.scheduler.draft_lengths import PRICES, DraftLengths, Measured, Speeds
 
 
 class Machine:
@@ -241,3 +241,55 @@ def test_requests_come_and_go():
     assert len(machine.lengths._requests) == 3
     machine.rates = {}
     machine.lengths.plan([])
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(0.0, False), (0.9, True)])
+def test_what_a_run_learned_serves_the_next_from_its_first_step(rate, pays):
+    """Also under the load that the run before had: nothing is compared before it is known."""
+    before = Machine([rate] * 16, 6, compute_bound if not pays else memory_bound)
+    before.speed(600)
+    after = Machine([rate] * 16, 6, before.step_ms, seed=1)
+    assert after.lengths.recall(before.lengths.knowledge())
+    granted = np.mean([after.step()[2] for _ in range(40)])
+    assert granted > 4 if pays else granted < 0.1
+
+
+def test_a_recalled_run_learns_on():
+    """What another run learned is wrong here: the text is predictable now."""
+    before = Machine([0.0] * 8, 5, between)
+    before.speed(600)
+    after = Machine([0.95] * 8, 5, between, seed=1)
+    assert after.lengths.recall(before.lengths.knowledge())
+    after.speed(1500)
+    assert np.mean([after.step()[2] for _ in range(300)]) > 0.4
+
+
+def test_what_cannot_have_been_learned_is_not_recalled():
+    machine = Machine([0.5] * 4, 5, between)
+    machine.speed(100)
+    known = machine.lengths.knowledge()
+    granted, drafted, accepted = known.accepted
+    for wrong in (
+        known._replace(accepted=known.accepted[:, :, :4]),
+        known._replace(accepted=np.stack([granted, accepted - 1e-3, drafted])),
+        known._replace(accepted=np.zeros_like(known.accepted)),
+        known._replace(gains=np.full_like(known.gains, np.nan)),
+        known._replace(gains=np.full_like(known.gains, 9.0)),
+        known._replace(covariance=-known.covariance),
+        known._replace(covariance=known.covariance[:5, :5]),
+    ):
+        assert not Machine([0.5] * 4, 5, between).lengths.recall(wrong)
+    assert DraftLengths(5, tree_drafts=False).recall(known)
+    assert not DraftLengths(6, tree_drafts=False).recall(known)
+
+
+def test_the_price_is_chosen_anew_when_the_load_is_another():
+    """Not only after the steps that the last load's price is still measured for."""
+    machine = Machine([0.9], 6, compute_bound)
+    machine.speed(600)
+    machine.rates = dict.fromkeys(range(32), 0.0)
+    machine.speed(600)
+    machine.rates = {40: 0.9}
+    machine.speed(30)
+    machine.rates = dict.fromkeys(range(50, 82), 0.0)
+    assert np.mean(machine.step()[2]) < 0.1

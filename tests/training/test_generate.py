@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError
-from outrider.training import generate
-from outrider.training.data import pack
-from outrider.training.generate import Writer, prompts_of, write_all
+from outrider.training import data
+from outrider.training.data import Writer, pack, prompts_of, write_all
 from outrider.training.parallel import Ranks, Stop
 
 from .conftest import EOS
@@ -59,7 +58,7 @@ def test_sampled_text_hangs_on_the_seed(target):
 
 
 def test_what_is_written_is_not_written_again(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "BATCH", 2)
+    monkeypatch.setattr(data, "BATCH", 2)
     path, writer, advanced = tmp_path / "own.jsonl", Writer(target, WINDOW, 0.0, 0), []
     whole = write_all(writer, prompts(), path, Ranks(), Stop(), advanced.append)
     assert len(whole) == 5

@@ -1,0 +1,104 @@
+"""What draft lengths have learned outlives an engine, in a file that may be missing or damaged."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from outrider.engine import known_lengths
+
+from ..helpers.engines import complete, engine_of, random_prompts
+
+LOGGER = known_lengths.log.name
+PROMPTS = random_prompts(3, 24)
+SECTION = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive_draft_len": True}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(known_lengths.FOLDER, str(tmp_path / "kept"))
+    monkeypatch.setattr(known_lengths, "_LEAST_NEW", 0)
+    return tmp_path / "kept"
+
+
+def run(target, section=SECTION):
+    """Tokens of a run, and what its engine knew before it."""
+    with engine_of(target, section) as engine:
+        known = deepcopy(engine._loop.scheduler.budget.knowledge())
+        return complete(engine, PROMPTS, at_once=3)[0], known
+
+
+def test_the_next_engine_begins_with_it(tiny, folder):
+    tokens, before = run(tiny.target)
+    (file,) = folder.iterdir()
+    again, known = run(tiny.target)
+    assert again == tokens
+    assert (known.accepted != before.accepted).any()
+    run(tiny.target, {**SECTION, "max_draft_len": 3})
+    assert len(list(folder.iterdir())) == 2  # what was learned with other drafters is kept apart
+    assert file.exists()
+
+
+def changed(data, at=40):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:200],
+    "longer": lambda data: data + b"x",
+    "changed": changed,
+    "digest": lambda data: changed(data, 0),
+    "foreign": lambda data: b"\x93NUMPY" + bytes(len(data) - 6),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_ignored(tiny, folder, caplog, damage):
+    tokens, before = run(tiny.target)
+    (file,) = folder.iterdir()
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    again, known = run(tiny.target)
+    assert again == tokens
+    assert all((one == two).all() for one, two in zip(known, before, strict=True))
+    assert [each.name for each in caplog.records if "anew" in each.message] == [LOGGER]
+    run(tiny.target)
+    assert (run(tiny.target)[1].accepted != before.accepted).any()  # it was written again
+
+
+def test_a_file_of_another_kind_of_engine_is_ignored(tiny, folder):
+    before = run(tiny.target)[1]
+    (file,) = folder.iterdir()
+    run(tiny.target, {**SECTION, "max_matching_ngram_size": 3})
+    (other,) = set(folder.iterdir()) - {file}
+    assert other.stat().st_size == file.stat().st_size
+    other.replace(file)
+    assert (run(tiny.target)[1].accepted == before.accepted).all()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_cannot_be_written_is_no_error(tiny, folder, caplog, is_folder):
+    """Neither a file in the folder's place, nor a folder in the file's."""
+    if is_folder:
+        tokens = run(tiny.target)[0]
+        (file,) = folder.iterdir()
+        file.unlink()
+        (file / "occupied").mkdir(parents=True)
+    else:
+        folder.write_text("a file")
+        tokens = run(tiny.target)[0]
+    caplog.clear()
+    again, _ = run(tiny.target)
+    assert again == tokens
+    assert len([each for each in caplog.records if "not kept" in each.message]) == 1
+    if is_folder:
+        assert list(folder.iterdir()) == [file]  # no partial file is left
+
+
+def test_nothing_is_kept_where_lengths_are_fixed_or_no_folder_is_wanted(tiny, folder, monkeypatch):
+    run(tiny.target, {**SECTION, "adaptive_draft_len": False})
+    assert not folder.exists()
+    monkeypatch.setenv(known_lengths.FOLDER, "")
+    run(tiny.target)
+    assert not folder.exists()
