@@ -34,7 +34,7 @@ LAYERS = {
     },
     "client.py": set(),
     "k8s": set(),
-    "docs": {"config", "scheduler", "cluster", "serve_llm", "data"},
+    "docs": {"config", "scheduler", "workers", "cluster", "serve_llm", "data"},
     "__init__.py": {"scheduler", "engine", "cluster"},
     "__main__.py": {"cli"},
     "serve_llm.py": {"cluster"},

@@ -365,13 +365,17 @@ def needs_family(path: Path, reason: str) -> str:
     return f"adapters need the family's decoder, and it cannot serve {str(path)!r}: {reason}"
 
 
+def without_stages(config: Any) -> str:
+    """Why the target cannot be divided into stages; empty: it can."""
+    if recurrent_layers(config):
+        return "stages of recurrent layers, which keep states, are not implemented"
+    spec = read_spec(config)
+    return f"stages need the family's decoder: {spec}" if isinstance(spec, str) else ""
+
+
 def check_stages(path: Path, config: Any) -> None:
     """Raises `ConfigError` where the target cannot be divided into stages."""
-    spec = read_spec(config)
-    reason = f"stages need the family's decoder: {spec}" if isinstance(spec, str) else ""
-    if recurrent_layers(config):
-        reason = "stages of recurrent layers, which keep states, are not implemented"
-    if reason:
+    if reason := without_stages(config):
         raise ConfigError.at(STAGES_FIELD, f"not available for {str(path)!r}: {reason}")
 
 

@@ -309,6 +309,15 @@ ARCHITECTURES: Final = MappingProxyType(
     }
 )
 """What is read, by `general.architecture`."""
+
+
+def architectures_of(model_type: str) -> tuple[str, ...]:
+    """Names in `general.architecture` of files that are read as models of `model_type`."""
+    if model_type == _MIXTRAL.model_type:
+        return ("llama",)
+    return tuple(name for name, each in ARCHITECTURES.items() if each.model_type == model_type)
+
+
 _ENDS = MappingProxyType(
     {
         "token_embd.weight": "model.embed_tokens.weight",
