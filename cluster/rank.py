@@ -1,7 +1,7 @@
 """One rank as a Ray actor: a thin shell around `workers/worker.py`.
 
-Methods are called in this order: place, join, load, allocate (`rank_actors.py`), listen, lead of
-a node's first rank, sentinel (`rank_actors.py`); of a spare first warm and, once it is needed,
+Methods are called in this order: warm, place, join, load, allocate (`rank_actors.py`), listen, lead
+of a node's first rank, sentinel (`rank_actors.py`); of a spare first warm and, once it is needed,
 take_over. A rank that outlives its engine continues with renew and allocate for the next one.
 """
 
@@ -80,8 +80,12 @@ class Rank:
         node = ray.get_runtime_context().get_node_id()
         return RankPlace(node, host, port, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
-    def warm(self) -> RankLocation:
-        """Does what loading begins with and what needs no device: a spare then waits."""
+    def warm(self, *, models: bool = True) -> RankLocation:
+        """Does what loading begins with and what needs no device: a spare then waits.
+
+        Args:
+            models: also makes the models without weights, whose modules it imports.
+        """
         import torch
 
         from ..workers import worker as _  # noqa: F401 - its imports take most of the time
@@ -89,7 +93,7 @@ class Rank:
         from ..workers.model.info import read_config
 
         for spec in (self._spec.target, self._spec.draft):
-            if spec is not None:
+            if models and spec is not None:
                 config = read_config(Path(spec.path), trust_remote_code=spec.trust_remote_code)
                 build_meta(config, torch.float32, trust_remote_code=spec.trust_remote_code)
         return RankLocation(ray.get_runtime_context().get_node_id(), os.getpid())

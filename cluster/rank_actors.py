@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ NAMESPACE = "outrider"
 _CONNECT_TIMEOUT_S = 30.0
 _RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
 _SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
+_MAX_BEGUN = 2  # processes for one place
 _SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has the cores
 _ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -66,15 +67,22 @@ def single_node_cpus() -> float:
 
 
 def place(
-    spec: WorkerSpec, resources: ResourcesConfig, *, detached: bool = False
+    spec: WorkerSpec,
+    resources: ResourcesConfig,
+    asked: tuple[float, float],
+    *,
+    detached: bool = False,
 ) -> PlacementGroup:
-    """One bundle a rank, or a stage of several, on one node if that is possible at all; `detached`
-    outlives its maker.
+    """One bundle a rank, or a stage of several, on one node if that is possible at all.
+
+    Args:
+        asked: CPUs and GPUs of a rank.
+        detached: outlives its maker.
 
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
     """
-    num_cpus, num_gpus = needs(spec, resources)
+    num_cpus, num_gpus = asked
     found = ray.cluster_resources().get("GPU", 0.0)
     if spec.device == "auto" and found and not num_gpus:
         log.warning(
@@ -91,21 +99,33 @@ def place(
     bundles = [dict(reserved) for _ in range(count)]
     group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
     if not group.wait(timeout_seconds=resources.placement_timeout_s):
-        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-        total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         remove_placement_group(group)
-        field = "pipeline_parallel_size" if spec.stages > 1 else "tensor_parallel_size"
-        if spec.head_target is not None:
-            field = "speculative_config.placement"
-        elif spec.target is None:
-            field = "speculative_config.draft_tensor_parallel_size"
-        raise ResourcesError.at(
-            field,
-            f"{spec.size} workers of {bundle} each could not "
-            f"be placed within {resources.placement_timeout_s:.0f} s; the cluster has "
-            f"{total}, free are {free or 'none'}",
-        )
+        raise _no_place(spec, resources, bundle)
     return group
+
+
+def _no_place(
+    spec: WorkerSpec, resources: ResourcesConfig, bundle: placement.Bundle
+) -> ResourcesError:
+    """What the cluster lacks, by the key that asks for it."""
+    free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+    total = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+    field = "pipeline_parallel_size" if spec.stages > 1 else "tensor_parallel_size"
+    if spec.head_target is not None:
+        field = "speculative_config.placement"
+    elif spec.target is None:
+        field = "speculative_config.draft_tensor_parallel_size"
+    return ResourcesError.at(
+        field,
+        f"{spec.size} workers of {bundle} each could not "
+        f"be placed within {resources.placement_timeout_s:.0f} s; the cluster has "
+        f"{total}, free are {free or 'none'}",
+    )
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    """Whether all bundles have a node, as far as Ray has noticed."""
+    return bool(group.wait(timeout_seconds=1))
 
 
 @dataclass
@@ -118,6 +138,7 @@ class Formed:
     reports: list[WorkerReport] = field(default_factory=list)  # or of the ranks before them
     placement: PlacementGroup | None = None
     devices: list[str | None] = field(default_factory=list)  # in the bundles' order
+    asked: tuple[float, float] | None = None  # CPUs and GPUs of a rank, once it is decided
     generation: int = 0
 
 
@@ -135,7 +156,7 @@ class RankActors:
         self._keeper = keeper
         self._formed = Formed(spec)
         self._lock = threading.Lock()  # of what is about spares
-        self._spares: list[Any] = []  # by bundle; none while they take over
+        self._spares: list[Any] = []  # by bundle, None where it has none; [] while they take over
         self._warm: list[RankLocation] = []
         self._spare_epoch = 0  # changes where spares that are being started are not needed
 
@@ -162,11 +183,13 @@ class RankActors:
         self._formed.generation += 1
         try:
             with _own_errors():
-                if not self._use_spares(node):
+                if not self._replace(node):
                     self.shutdown()
                     self._start(node)
-        except BaseException:
-            self.shutdown()
+        except BaseException as error:
+            # Of a group that served, places and processes remain for the next try.
+            if reuse or not isinstance(error, ResourcesError):
+                self.shutdown()
             raise
         self._start_spares()
         return replace(self._formed)
@@ -191,27 +214,100 @@ class RankActors:
     def shutdown(self) -> None:
         """Ends everything."""
         self.drop()
-        for spare in self._take_spares():
+        for spare in filter(None, self._take_spares()):
             ray.kill(spare)
         if self._formed.placement is not None:
             remove_placement_group(self._formed.placement)
             self._formed.placement = None
 
     def _start(self, node: str) -> None:
+        if self._formed.asked is None:  # later, the GPUs of a node that is gone would be lacking
+            self._formed.asked = needs(self._spec, self._resources)
         self._formed.placement = place(
-            self._spec, self._resources, detached=self._keeper is not None
+            self._spec, self._resources, self._formed.asked, detached=self._keeper is not None
         )
-        self._formed.ranks = self._actors(*needs(self._spec, self._resources))
-        places = answers_of([rank.place.remote() for rank in self._formed.ranks])
-        self._formed.devices = [each.devices for each in places]
-        self._load(places, node)
+        self._formed.devices = [None] * self._spec.size
+        self._gather([None] * self._spec.size)
+        self._load(node)
 
-    def _actors(self, cpus: float, gpus: float) -> list[Any]:
-        """One actor per rank, in the bundles' order."""
+    def _replace(self, node: str) -> bool:
+        """Whether there are ranks in the places of those before; new processes where spares lack.
+
+        The bundles of a node that is gone come back with it, or where there is room for them.
+        """
+        spares = self._take_spares()
+        if self._formed.placement is None:
+            return False
+        try:
+            self._gather(spares or [None] * self._spec.size)
+            self._load(node)
+        except (RayError, OSError, WorkerDiedError) as error:
+            log.warning("workers could not take over: %s", str(error).splitlines()[0])
+            return False
+        return True
+
+    def _gather(self, spares: list[Any]) -> None:
+        """A process for every bundle, with its imports done: spares that answer, or new ones.
+
+        Processes begin as soon as their bundle is there, and none waits for another's.
+
+        Raises:
+            ResourcesError: a bundle has no place; what has one is kept for the next try.
+        """
+        asked, placed, found = self._formed.asked, self._formed.placement, list(spares)
+        assert asked is not None
+        assert placed is not None
+        waiting: dict[Any, int] = {}
+        num_begun = [0] * len(found)
+
+        def begin(index: int) -> None:
+            if found[index] is not None:
+                ray.kill(found[index])
+            found[index], self._formed.devices[index] = self._actor(index, *asked), None
+            waiting[found[index].warm.remote(models=False)] = index
+            num_begun[index] += 1
+
+        for index, spare in enumerate(spares):
+            if spare is None:
+                begin(index)
+            else:
+                taken = spare.take_over.remote(self._spec, self._formed.devices[index])
+                waiting[taken] = index
+        begun, limit_s = time.monotonic(), self._resources.placement_timeout_s
+        while waiting:
+            done, others = ray.wait([*waiting], timeout=min(limit_s, _SPARE_TIMEOUT_S))
+            if not done and time.monotonic() - begun > limit_s and not _is_placed(placed):
+                self._keep(found, set(waiting.values()))
+                bundle = placement.bundle_of(*asked, accelerator(self._spec, self._resources))
+                raise _no_place(self._spec, self._resources, bundle)
+            if not done and time.monotonic() - begun > LOAD_TIMEOUT_S:
+                raise GetTimeoutError
+            for each in done:
+                index = waiting.pop(each)
+                try:
+                    ray.get(each)
+                except RayActorError:  # what was sent to a node before Ray found it dead, too
+                    if num_begun[index] == _MAX_BEGUN:
+                        raise
+                    begin(index)
+            for each in [] if done else others:
+                if not num_begun[waiting[each]]:  # a spare that hangs
+                    begin(waiting.pop(each))
+        self._formed.ranks = found
+
+    def _keep(self, found: list[Any], lacking: Collection[int]) -> None:
+        """Holds processes that have a place for the next try."""
+        for index in lacking:
+            ray.kill(found[index])
+        with self._lock:
+            self._spares = [None if index in lacking else each for index, each in enumerate(found)]
+
+    def _actor(self, index: int, cpus: float, gpus: float) -> Any:
+        """A process in the bundle of the rank `index`, in the bundles' order."""
         assert self._formed.placement is not None
         per_bundle = self._spec.size // self._formed.placement.bundle_count
         detached = {} if self._keeper is None else {"lifetime": "detached", "namespace": NAMESPACE}
-        return [
+        return (
             ray.remote(Rank)
             .options(
                 **detached,
@@ -224,12 +320,13 @@ class RankActors:
                 ),
             )
             .remote(self._spec, self._keeper)
-            for index in range(self._spec.size)
-        ]
+        )
 
-    def _load(self, places: list[RankPlace], node: str) -> None:
+    def _load(self, node: str) -> None:
         """Makes a group of the ranks, of which nothing is loaded yet."""
         size = self._spec.size
+        places: list[RankPlace] = answers_of([rank.place.remote() for rank in self._formed.ranks])
+        self._formed.devices = [each.devices for each in places]
         # Neighbouring ranks share a node, wherever the bundles landed.
         order = sorted(
             range(size),
@@ -265,25 +362,6 @@ class RankActors:
             return False
         return True
 
-    def _use_spares(self, node: str) -> bool:
-        """Whether the spares took over; where a node is gone, they cannot."""
-        spares = self._take_spares()
-        if not spares:
-            return False
-        self._formed.ranks = spares
-        try:
-            taken = [
-                spare.take_over.remote(self._spec, devices)
-                for spare, devices in zip(spares, self._formed.devices, strict=True)
-            ]
-            ray.get(taken, timeout=_SPARE_TIMEOUT_S)
-            places = ray.get([each.place.remote() for each in spares], timeout=_CONNECT_TIMEOUT_S)
-            self._load(places, node)
-        except (RayError, OSError, WorkerDiedError) as error:
-            log.warning("the spare workers could not take over: %s", str(error).splitlines()[0])
-            return False
-        return True
-
     def _take_spares(self) -> list[Any]:
         with self._lock:
             self._spare_epoch += 1
@@ -304,9 +382,11 @@ class RankActors:
                 with self._lock:
                     if epoch != self._spare_epoch:
                         return
-                    for spare in self._spares:
+                    for spare in filter(None, self._spares):
                         ray.kill(spare)
-                    self._spares, self._warm = self._actors(0.0, 0.0), []
+                    size = self._spec.size
+                    self._spares = [self._actor(index, 0.0, 0.0) for index in range(size)]
+                    self._warm = []
                     spares = self._spares
                 warm = ray.get([spare.warm.remote() for spare in spares], timeout=LOAD_TIMEOUT_S)
                 with self._lock:

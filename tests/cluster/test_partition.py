@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +24,59 @@ PROMPTS = random_prompts(4, 96)
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 40}
 
 
+@dataclass
+class Cluster:
+    """Ray with a node here, which has room for one rank, and one on another machine."""
+
+    machine: SecondMachine
+    folder: Path
+    num_cpus: int  # of the other node
+    node: subprocess.Popen[bytes] | None = None
+
+    def start_node(self) -> None:
+        """Starts Ray there."""
+        import ray
+
+        # `ray start` writes down where the cluster is: for nobody else.
+        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self.folder)}
+        join = f"start --num-cpus {self.num_cpus} --node-ip-address {self.machine.there} --block"
+        command = [str(Path(sys.executable).with_name("ray")), *join.split(), "--address"]
+        address = ray.get_runtime_context().gcs_address
+        self.node = subprocess.Popen(
+            [*self.machine.enter, *command, address], env=env, stdout=subprocess.DEVNULL
+        )
+
+    def end_node(self) -> None:
+        """Ends it while it can still say goodbye."""
+        if self.node is not None:
+            self.node.terminate()
+            self.node.wait()
+
+
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[SecondMachine]:
-    """A Ray with a node here, which has room for one rank, and one there."""
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     import ray
 
-    with second_machine() as made:
+    with second_machine() as machine:
         ray.init(
             "local",
             num_cpus=1,
             include_dashboard=False,
             log_to_driver=False,
-            _node_ip_address=made.here,
+            _node_ip_address=machine.here,
         )
+        made = Cluster(machine, tmp_path, getattr(request, "param", 2))
         try:
-            # `ray start` writes down where the cluster is: for nobody else.
-            env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(tmp_path)}
-            join = f"start --num-cpus 2 --node-ip-address {made.there} --block --address"
-            command = [str(Path(sys.executable).with_name("ray")), *join.split()]
-            address = ray.get_runtime_context().gcs_address
-            with subprocess.Popen(
-                [*made.enter, *command, address], env=env, stdout=subprocess.DEVNULL
-            ) as node:
-                try:
-                    wait_for(lambda: ray.cluster_resources().get("CPU") == 3.0)
-                    yield made
-                finally:  # while it can still say goodbye
-                    node.terminate()
+            made.start_node()
+            wait_for(lambda: ray.cluster_resources().get("CPU") == 1.0 + made.num_cpus)
+            yield made
         finally:
+            made.end_node()
             ray.shutdown()
 
 
 def test_ranks_and_drafter_beyond_a_network_that_fails_for_a_while(
-    machine: SecondMachine, tiny: Any
+    cluster: Cluster, tiny: Any
 ) -> None:
     """One of two ranks is there, and so is the drafter: streams wait, and go on as they were."""
     plain = plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
@@ -69,12 +90,12 @@ def test_ranks_and_drafter_beyond_a_network_that_fails_for_a_while(
 
         def restore() -> None:
             time.sleep(PARTITION_S)
-            machine.plug()
+            cluster.machine.plug()
             restored.set()
 
         def strike(count: int, delta: Any) -> None:
             if count == 5:
-                machine.pull()
+                cluster.machine.pull()
                 threading.Thread(target=restore, daemon=True).start()
 
         outputs, last = complete(engine, PROMPTS, on_delta=strike, **SAMPLED)
@@ -93,3 +114,39 @@ def test_ranks_and_drafter_beyond_a_network_that_fails_for_a_while(
         wait_for(drafts_again)
         assert engine.stats()["num_restarts"] == 1
         assert len(engine.stats()["workers"]) == 3
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True, ids=["one rank on each"])
+def test_a_node_that_is_lost_and_comes_back(cluster: Cluster, tiny: Any) -> None:
+    """The other rank's place is kept, and so is its process, while tries for a place fail."""
+    import ray
+    from ray.util import placement_group_table
+
+    def places() -> list[str]:
+        return [id for id, group in placement_group_table().items() if group["state"] != "REMOVED"]
+
+    plain = plain_outputs(tiny.target, PROMPTS, SAMPLED)[0]
+    options = {
+        "executor": "ray",
+        "tensor_parallel_size": 2,
+        "resources": {"placement_timeout_s": 2.0},
+    }
+    with engine_of(tiny.target, None, **options) as engine:
+        before = places()
+
+        def replace_node() -> None:
+            wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
+            time.sleep(3 * options["resources"]["placement_timeout_s"])
+            cluster.start_node()
+
+        def strike(count: int, delta: Any) -> None:
+            if count == 5:
+                cluster.machine.kill()
+                threading.Thread(target=replace_node, daemon=True).start()
+
+        outputs, last = complete(engine, PROMPTS, on_delta=strike, **SAMPLED)
+        assert outputs == plain
+        assert {delta.finish_reason for delta in last.values()} == {"length"}
+        assert engine.stats()["num_restarts"] == 1
+        assert places() == before
+        assert len({each["node"] for each in engine.stats()["workers"]}) == 2

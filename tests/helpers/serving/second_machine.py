@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -31,6 +32,15 @@ class SecondMachine:
 
     def plug(self) -> None:
         _ip(f"link set {self.cable} up")
+
+    def kill(self) -> None:
+        """Ends all that runs there at once."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.enter[-1]], check=True, capture_output=True, text=True
+        )
+        for process in found.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
 
 
 def _ip(arguments: str) -> None:
