@@ -215,7 +215,7 @@ class Engine(Changing):
             "num_failed_steps": self._num_failed_steps,
             **self._recoveries.stats(),
             "workers": self._host.workers(),
-            "paused": self._is_paused,
+            "paused": self.is_paused,
             "sleeping": sorted(self._asleep),
             "weights": self.weights(),
             "online_adaptation": None if self.adaptation is None else self.adaptation.stats(),
@@ -320,7 +320,7 @@ class Engine(Changing):
 
     @property
     def _can_step(self) -> bool:
-        if self._is_paused or self._asleep:
+        if self.is_paused or self._asleep:
             return False
         return self._loop.is_busy if self._changes else self._loop.has_work
 
@@ -331,7 +331,7 @@ class Engine(Changing):
             if change.mode == "abort":
                 for request_id in list(self._sinks):
                     self._deliver(self._end(request_id))
-            stands = self._is_paused or bool(self._asleep)
+            stands = self.is_paused or bool(self._asleep)
             if change.mode == "wait" and self._loop.is_busy and not stands:
                 self._loop.scheduler.admits_new = False
                 return
@@ -435,12 +435,7 @@ class Engine(Changing):
             self._drain(block=False)
         self._recoveries.end()
         if self._sent == "served":
-            self._sent, self._is_paused = "lost", True
-            log.error(
-                "a rank was replaced, and with it the weights that a trainer had sent: the engine "
-                "is paused; send them again, or resume with those of %s",
-                self._host.weights()["model"],
-            )
+            self.lose_weights()
         if self._closed.is_set():  # `shutdown` did not wait for the restart
             self._host.shutdown()
 

@@ -340,6 +340,9 @@ class Changing(ABC):
         self._asleep: set[str] = set()  # what is given back: tags of `wake_up`
         self._num_updates = 0
         self._sent: str | None = None  # what became of weights that a trainer has sent
+        self._sent_id = ""  # of those, where they were staged
+        self._sleep_level = 0
+        self.on_lack: list[Callable[[], None]] = []  # called where `lacks_weights` changes
 
     @abstractmethod
     def check(self) -> None:
@@ -363,20 +366,31 @@ class Changing(ABC):
 
         self._change(mode, stop)
 
-    def resume(self) -> None:
-        """Goes on after `pause`, also after one that still waits for requests to end."""
+    def resume(self, *, takes_folder: bool = True) -> None:
+        """Goes on after `pause`, also after one that still waits for requests to end.
+
+        Args:
+            takes_folder: also where weights that a trainer had sent are lost: with the folder's.
+        """
         self.check()
 
         def go_on() -> None:
             self._is_paused = False
+            if takes_folder and self.lacks_weights:
+                self._serve_sent(None)
 
         change = Change("keep", go_on, lambda error: None)
         self._inbox.put(lambda: self._changes.append(change))
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait for `resume`."""
-        return self._is_paused
+        """Whether requests wait for `resume`, or for weights."""
+        return self._is_paused or self.lacks_weights
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether weights that a trainer had sent are lost, so that nothing is computed."""
+        return self._sent == "lost"
 
     @property
     def is_sleeping(self) -> bool:
@@ -393,7 +407,7 @@ class Changing(ABC):
                 group.discard()
             with self._recovering():
                 host.target_group.sleep(level)
-            self._asleep = set(SLEEP_TAGS)
+            self._asleep, self._sleep_level = set(SLEEP_TAGS), level
 
         self._change(mode, rest)
 
@@ -410,6 +424,8 @@ class Changing(ABC):
                 self._asleep.clear()
                 self._recover(error)
                 return
+            if "weights" in self._asleep and self._sleep_level == 2 and self._sent == "served":
+                self.lose_weights()  # they were dropped, and no others came
             self._asleep -= set(SLEEP_TAGS if "kv_cache" in tags else tags)
 
         self._change("keep", wake)
@@ -446,11 +462,15 @@ class Changing(ABC):
             if news != NewWeights():
                 self._asleep.discard("weights")
             if target:
-                self._sent = None
+                self._serve_sent(None)
             self._num_updates += 1
 
         self._change(mode, update)
         return self._num_updates
+
+    def num_sent_ranks(self) -> int:
+        """Ranks that a trainer sends weights to; 0: they take folders only."""
+        return self._config.tensor_parallel_size if self._config.pipeline_parallel_size == 1 else 0
 
     def link_trainer(self, link: TrainerLink) -> None:
         """Has the target's ranks join a trainer's process group, or leave it.
@@ -484,12 +504,56 @@ class Changing(ABC):
         def take() -> None:
             with self._recovering():
                 self._host.target_group.take_weights(sent, self._config.step_timeout_s)
-            self._loop.scheduler.requeue_all()
-            self._asleep.discard("weights")
-            self._sent, self._num_updates = "served", self._num_updates + 1
+            if sent.until == "take":
+                self._have_taken(sent.id)
 
         self._change(mode, take)
         return self._num_updates
+
+    def take_sent(self, sent_id: str, mode: PauseMode = "keep") -> bool:
+        """Serves weights that `take_weights` has staged; False: the ranks do not have them.
+
+        Ranks that serve them already go on. "" drops what is staged.
+
+        Raises:
+            WorkerError: a rank failed; all are replaced, with the weights of the last folder.
+            EngineDeadError.
+        """
+        if sent_id and (self._sent, self._sent_id) == ("served", sent_id):
+            return True
+
+        def take() -> None:
+            with self._recovering():
+                self._host.target_group.take_sent(sent_id)
+            if sent_id:
+                self._have_taken(sent_id)
+
+        try:
+            self._change(mode, take)
+        except ConfigError:
+            return False
+        return True
+
+    def _have_taken(self, sent_id: str) -> None:
+        self._loop.scheduler.requeue_all()
+        self._asleep.discard("weights")
+        self._num_updates += 1
+        self._serve_sent("served", sent_id)
+
+    def _serve_sent(self, sent: str | None, sent_id: str = "") -> None:
+        lacked, self._sent, self._sent_id = self.lacks_weights, sent, sent_id
+        if lacked != self.lacks_weights:
+            for callback in self.on_lack:
+                callback()
+
+    def lose_weights(self) -> None:
+        """Computes nothing until weights come: those that a trainer has sent are not here."""
+        self._serve_sent("lost")
+        log.error(
+            "the weights that a trainer had sent are lost: nothing is computed until they are "
+            "sent again, or others are loaded, or requests go on with those of %s",
+            self._host.weights()["model"],
+        )
 
     def check_weights(self, target: str, drafter: str = "") -> None:
         """Whether `update_weights` would take these; raises as it does, and changes nothing."""

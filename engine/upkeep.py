@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequestError
-from ..workers.spec import SentWeights, TrainerLink
+from ..workers.spec import TrainerLink
 from .frontend import Frontend
 from .preflight import added_adapter
 from .weights import (
     DrafterChange,
     PauseMode,
     SavedStates,
+    checked_link,
     checked_mode,
     checked_sleep,
     checked_tags,
+    sent_weights,
 )
 
 if TYPE_CHECKING:
@@ -200,21 +202,7 @@ class Upkeep:
             InvalidRequestError, ConfigError: an argument is wrong, or not all have joined in time.
             EngineDeadError: the engine is gone.
         """
-        ranks = self.config.tensor_parallel_size
-        if self.config.pipeline_parallel_size > 1:
-            raise ConfigError.at(
-                "pipeline_parallel_size", "weights are sent to targets of one stage only"
-            )
-        if rank_offset < 1 or rank_offset + ranks > world_size:
-            raise InvalidRequestError.at(
-                "rank_offset",
-                f"ranks {rank_offset} to {rank_offset + ranks - 1} of this engine, in a group of "
-                f"{world_size} whose rank 0 is the trainer's",
-            )
-        if backend not in ("gloo", "nccl") or not group_name:
-            name, given = ("backend", backend) if group_name else ("group_name", group_name)
-            raise InvalidRequestError.at(name, f"{given!r}; backends are 'gloo' and 'nccl'")
-        self.engine.link_trainer(
+        (link,) = checked_link(
             TrainerLink(
                 group_name,
                 master_address,
@@ -223,8 +211,10 @@ class Upkeep:
                 world_size,
                 backend,
                 timeout_s,
-            )
+            ),
+            [self.engine.num_sent_ranks()],
         )
+        self.engine.link_trainer(link)
 
     def update_weights_from_distributed(
         self,
@@ -253,9 +243,7 @@ class Upkeep:
             WorkerError: a rank failed; all were replaced, with the weights of the last folder.
             EngineDeadError: the engine is gone.
         """
-        kinds = tuple(str(each).removeprefix("torch.") for each in dtypes)
-        sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
-        sent = SentWeights(group_name, tuple(names), kinds, sizes)
+        sent = sent_weights(group_name, names, dtypes, shapes)
         return self.engine.take_weights(sent, checked_mode(mode))
 
     def destroy_weights_update_group(self, group_name: str = "weights") -> None:

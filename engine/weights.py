@@ -11,14 +11,16 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..config import ComposeConfig, NoSpeculation, SpeculationBase
 from ..config.compat.translate import translate_section
 from ..config.speculation import SHARED_KEYS
-from ..errors import CheckpointError, InvalidRequestError, OutriderError
+from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
+from ..workers.spec import SentWeights, TrainerLink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +62,44 @@ def checked_tags(tags: Any) -> tuple[str, ...]:
     if not isinstance(given, (list, tuple)) or not given or not set(given) <= set(SLEEP_TAGS):
         raise InvalidRequestError.at("tags", f"expected some of {list(SLEEP_TAGS)}, got {tags!r}")
     return tuple(given)
+
+
+def checked_link(link: TrainerLink, num_ranks: Sequence[int]) -> list[TrainerLink]:
+    """What each engine is told, so that all join one group of a trainer's.
+
+    Args:
+        link: with the rank of the first engine's first rank.
+        num_ranks: of each engine, in the order in which they join; 0: it cannot.
+
+    Raises:
+        InvalidRequestError, ConfigError: an argument is wrong.
+    """
+    if not all(num_ranks):
+        raise ConfigError.at(
+            "pipeline_parallel_size", "weights are sent to targets of one stage only"
+        )
+    first, end = link.rank_offset, link.rank_offset + sum(num_ranks)
+    if first < 1 or end > link.world_size:
+        engines = "this engine" if len(num_ranks) == 1 else f"{len(num_ranks)} engines"
+        raise InvalidRequestError.at(
+            "rank_offset",
+            f"ranks {first} to {end - 1} of {engines}, in a group of {link.world_size} whose rank "
+            "0 is the trainer's",
+        )
+    if link.backend not in ("gloo", "nccl") or not link.name:
+        name, given = ("backend", link.backend) if link.name else ("group_name", link.name)
+        raise InvalidRequestError.at(name, f"{given!r}; backends are 'gloo' and 'nccl'")
+    starts = accumulate(num_ranks, initial=first)
+    return [replace(link, rank_offset=start) for start, _ in zip(starts, num_ranks)]
+
+
+def sent_weights(
+    group: str, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+) -> SentWeights:
+    """Weights that a trainer sends; types are torch's, or their names."""
+    kinds = tuple(str(each).removeprefix("torch.") for each in dtypes)
+    sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
+    return SentWeights(group, tuple(names), kinds, sizes)
 
 
 @dataclass(slots=True)

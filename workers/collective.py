@@ -6,6 +6,7 @@ one, and ranks may be threads of one process (tests, local mode).
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -540,6 +541,9 @@ class Agreement:
         return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
+_BUCKET_BYTES = 64 << 20  # after which tensors go out, as one message
+
+
 class TrainerGroup:
     """A trainer (rank 0) and the ranks of engines that take weights from it, without files.
 
@@ -578,26 +582,58 @@ class TrainerGroup:
 
     def send(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Gives every rank these tensors, in this order, whichever device they are on."""
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        for _, tensor in pairs:
-            self._broadcast(tensor.detach().to(self.device).contiguous())
+        bucket: list[Tensor] = []
+        num_bytes = 0
+        for _, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            flat = tensor.detach().to(self.device).contiguous().reshape(-1).view(torch.uint8)
+            padded = _padded(len(flat))
+            bucket += [flat, flat.new_zeros(padded - len(flat))]
+            num_bytes += padded
+            if num_bytes >= _BUCKET_BYTES:
+                self._broadcast(torch.cat(bucket))
+                bucket, num_bytes = [], 0
+        if num_bytes:
+            self._broadcast(torch.cat(bucket))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor that the trainer sends, in host memory."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._broadcast(tensor)
-        return tensor.cpu()
+    def receive(
+        self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+    ) -> Iterator[Tensor]:
+        """The tensors of these types and shapes that the trainer sends, in host memory.
+
+        Raises:
+            RuntimeError: torch's; the trainer is gone, or too late.
+        """
+        bucket: list[tuple[int, torch.dtype, Sequence[int]]] = []  # with their first bytes
+        num_bytes = 0
+        last = len(shapes) - 1
+        for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+            bucket.append((num_bytes, dtype, shape))
+            num_bytes += _padded(math.prod(shape) * dtype.itemsize)
+            if num_bytes < _BUCKET_BYTES and index < last:
+                continue
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            if num_bytes:
+                self._broadcast(flat)
+            flat = flat.cpu()
+            for begin, kind, size in bucket:
+                end = begin + math.prod(size) * kind.itemsize
+                yield flat[begin:end].view(kind).reshape(tuple(size))
+            bucket, num_bytes = [], 0
 
     def close(self) -> None:
         """Leaves the group."""
         self._group.abort()
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, flat: Tensor) -> None:
+        """Bytes: not every backend takes every type."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        # Not every backend takes every type: bytes are bytes.
-        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1)
         self._group.broadcast([flat], options).wait()
+
+
+def _padded(num_bytes: int) -> int:
+    """Bytes that a tensor has in a bucket: the next one begins where any type may."""
+    return -(-num_bytes // 16) * 16
 
 
 def _new_group(

@@ -29,6 +29,7 @@ from .spec import (
     RankLocation,
     Rest,
     SentWeights,
+    TakeSent,
     TrainerLink,
     WeightsAnswer,
     WorkerReport,
@@ -148,7 +149,8 @@ class WorkerGroup(ABC):
         self._ask(link, ConfigError, link.timeout_s)
 
     def take_weights(self, sent: SentWeights, timeout_s: float) -> None:
-        """Every rank takes the target's weights from a trainer, with empty caches.
+        """Every rank takes the target's weights from a trainer, with empty caches; or only checks
+        or stages them, as `sent.until` says.
 
         Ranks that replace these will not have them.
 
@@ -157,7 +159,19 @@ class WorkerGroup(ABC):
             WorkerError: a rank died or failed; none serves anything now.
         """
         self._ask(sent, ConfigError, timeout_s)
-        self._begin_anew()
+        if sent.until == "take":
+            self._begin_anew()
+
+    def take_sent(self, sent_id: str) -> None:
+        """Every rank serves the staged weights of that id, or does so already; "" drops them.
+
+        Raises:
+            ConfigError: they are not there; nothing has changed.
+            WorkerError: a rank died or failed; none serves anything now.
+        """
+        self._ask(TakeSent(sent_id), ConfigError)
+        if sent_id:
+            self._begin_anew()
 
     def sleep(self, level: int) -> None:
         """Every rank gives memory back, as `Rest` says (raises `WorkerError`)."""

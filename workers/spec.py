@@ -173,6 +173,19 @@ class SentWeights:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]  # torch's names
     shapes: tuple[tuple[int, ...], ...]
+    id: str = ""  # by which `TakeSent` finds them
+    # "check": whether they would be taken; "stage": received and kept, until `TakeSent` comes.
+    until: Literal["check", "stage", "take"] = "take"
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSent:
+    """To all ranks of a target's group: serve weights that were staged, or do so already.
+
+    Refused where they are not there; with an empty `id`, what is staged is dropped.
+    """
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ from .spec import (
     RankLocation,
     Rest,
     SentWeights,
+    TakeSent,
     TrainerLink,
     WeightsAnswer,
     WorkerReport,
@@ -68,7 +69,7 @@ from .verify import make_rule
 
 log = logging.getLogger(__name__)
 
-Change = NewWeights | NewAdapter | NewDrafters | Rest | TrainerLink | SentWeights
+Change = NewWeights | NewAdapter | NewDrafters | Rest | TrainerLink | SentWeights | TakeSent
 Message = StepPlan | DraftStep | Leased | HeadAsk | ListenFeatures | OpenFeatures | Change
 Reply = Verdict | Drafted | HeadAnswer | LinkOffer | WeightsAnswer | WorkerReport | None
 
@@ -99,6 +100,8 @@ class Worker:
         self._infos: dict[str, ModelInfo] = {}
         self._trainers: dict[str, TrainerGroup] = {}  # joined, by name
         self._is_sent = False  # the target's weights are a trainer's, and in no folder
+        self._sent_id = ""  # of those, where they were staged
+        self._staged: tuple[str, dict[str, torch.Tensor]] = ("", {})  # their id, and those to come
         self._report: WorkerReport | None = None  # of `load`
         self._num_blocks = (0, 0)  # of target and draft model, once they are allocated
         self._target: TargetService | None = None
@@ -126,6 +129,7 @@ class Worker:
             Rest: self._rest,
             TrainerLink: self._link_trainer,
             SentWeights: self._receive,
+            TakeSent: self._take_sent,
         }
 
     def load(self, known: WorkerReport | None = None) -> WorkerReport:
@@ -196,7 +200,8 @@ class Worker:
         return answer
 
     def _receive(self, message: SentWeights) -> WeightsAnswer:
-        """Takes weights that a trainer sends; until all are there, nothing changes."""
+        """Takes weights that a trainer sends, or stages them; until all are there, nothing
+        changes."""
         assert self._report is not None, "there is a target"
         spec = self._spec.target
         assert spec is not None, "there is a target"
@@ -204,22 +209,43 @@ class Worker:
         if message.group in self._trainers:
             field, reason = received_problem(message, spec, self._spec.size)
         answer = self._agreed(field or "names", reason)
-        if answer.problem:
+        if answer.problem or message.until == "check":
             return answer
-        group, received = self._trainers[message.group], dict[str, torch.Tensor]()
+        self._staged = ("", {})
+        received: dict[str, torch.Tensor] = {}
         try:
-            for name, dtype, shape in zip(message.names, message.dtypes, message.shapes):
-                received[name] = group.receive(shape, getattr(torch, dtype))
+            dtypes = [getattr(torch, dtype) for dtype in message.dtypes]
+            tensors = self._trainers[message.group].receive(dtypes, message.shapes)
+            received.update(zip(message.names, tensors, strict=True))
         except RuntimeError as error:  # torch's: the trainer is gone, or too late
             reason = f"the weights did not arrive: {' '.join(str(error).split())[:300]}"
         answer = self._agreed("group_name", reason)
         if answer.problem:
             return answer
+        if message.until == "stage":
+            self._staged = (message.id, received)
+        else:
+            self._serve_received(received, message.id)
+        return WeightsAnswer()
+
+    def _take_sent(self, message: TakeSent) -> WeightsAnswer:
+        staged_id, received = self._staged
+        self._staged = ("", {})
+        if not message.id:
+            return WeightsAnswer()
+        is_served = self._is_sent and self._sent_id == message.id
+        has_them = is_served or staged_id == message.id
+        reason = "" if has_them else "weights that a trainer has sent are not there"
+        answer = self._agreed("weights", reason)
+        if not answer.problem and not is_served:
+            self._serve_received(received, message.id)
+        return answer
+
+    def _serve_received(self, received: dict[str, torch.Tensor], sent_id: str) -> None:
         self._offloaded = None
         self._models.pop("target", None)
         self._serve_anew(received)
-        self._is_sent = True
-        return WeightsAnswer()
+        self._is_sent, self._sent_id = True, sent_id
 
     def _agreed(self, field: str, reason: str) -> WeightsAnswer:
         """What all ranks answer where one has a `reason` to refuse; empty: none has."""

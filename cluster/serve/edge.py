@@ -25,8 +25,9 @@ import msgpack
 
 from ... import errors
 from ...engine.weights import DrafterChange
-from ...errors import InternalError, OutriderError, WorkerDiedError, WorkerError
+from ...errors import EngineDeadError, InternalError, OutriderError, WorkerDiedError, WorkerError
 from ...scheduler.types import Delta, Request, SpeculationUsage
+from ...workers.spec import SentWeights, TrainerLink
 from ...workers.transport import framing
 from ...workers.transport.wire import decode, encode
 from ..process import start_thread
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RUN, ABORT, ASK, WAITING = range(4)  # commands of an ingress
 LEAVING = -1  # in place of its load: the engine takes no more requests
+LACKING = -2  # alike: none until it has other weights
 MAX_WAITING_BYTES = 64 * 2**20  # for one ingress: seconds of a full batch's tokens
 _ACCEPT_POLL_S = 1.0
+_LACK = "the engine waits for weights from a trainer"
 _PUBLISH_S = 0.05  # between two messages to an ingress that have nothing but the load
 # What of a delta, and of its usage, a flat list has.
 _FLAT = attrgetter(
@@ -160,7 +163,15 @@ class EngineDoor:
             "adapters": engine.adapters,
             "plan_drafters": self._plan_drafters,
             "pause": engine.pause,
-            "resume": engine.resume,
+            "resume": partial(engine.resume, takes_folder=False),
+            "num_sent_ranks": engine.num_sent_ranks,
+            "link_trainer": lambda *link: failure_of(
+                partial(engine.link_trainer, TrainerLink(*link))
+            ),
+            "take_weights": lambda *sent: failure_of(
+                partial(engine.take_weights, SentWeights(*sent))
+            ),
+            "drop_sent": lambda: engine.take_sent(""),
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
             "record_trace": engine.record_trace,
@@ -169,6 +180,7 @@ class EngineDoor:
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
+        engine.on_lack.append(self._lack_changed)
         self._links: list[EdgeLink] = []
         self._closed, self._changed = threading.Event(), threading.Event()
         self._is_leaving = False
@@ -201,8 +213,10 @@ class EngineDoor:
 
     @property
     def load(self) -> int:
-        """What ingresses are told: `num_requests`, or that the engine is about to end."""
-        return LEAVING if self._is_leaving else self.num_requests
+        """What ingresses are told: `num_requests`, or that the engine takes none."""
+        if self._is_leaving:
+            return LEAVING
+        return LACKING if self.engine.lacks_weights else self.num_requests
 
     def changed(self) -> None:
         """The load is another; ingresses that get no deltas now learn of it soon."""
@@ -223,6 +237,13 @@ class EngineDoor:
             framing.unlink(address)
         for link in [*self._links]:
             link.close()
+
+    def _lack_changed(self) -> None:
+        """Requests go to engines that have the weights, or wait until one has."""
+        if self.engine.lacks_weights:
+            for link in [*self._links]:
+                link.give_back()
+        self._changed.set()
 
     def forget(self, link: EdgeLink) -> None:
         """The link is lost."""
@@ -303,6 +324,15 @@ class EdgeLink:
         sent = [each for each in deltas if each.finish_reason != "error"] if failed else deltas
         self._send(sent, failures)
         self._release(ended)
+
+    def give_back(self) -> None:
+        """The ingress replays its requests elsewhere."""
+        running, self.requests = self.requests, set()
+        reason = described(EngineDeadError(_LACK))
+        self._send(failures=[(request_id, *reason) for request_id in running])
+        for request_id in running:
+            self._door.engine.abort(request_id)
+        self._release(running)
 
     def tell_load(self) -> None:
         """Sends the load where the ingress knows another."""
@@ -404,6 +434,9 @@ class EdgeLink:
         self._told_load += 1  # the ingress counts what it has sent
         self._door.changed()
         self._door.store.begin(request)
+        if self._door.engine.lacks_weights:
+            self._posted(request.id, EngineDeadError(_LACK))
+            return
         if request.sampling.structured_outputs is None:
             self._post(request)
         else:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from ...errors import EngineDeadError, OutriderError, OverloadedError, WorkerErr
 from ...scheduler.types import Delta, Request
 from ...workers.transport import framing
 from ...workers.transport.wire import decode, encode
-from .edge import ABORT, ASK, LEAVING, RUN, WAITING, EdgeLostError, FromEngine, error_of
+from .edge import ABORT, ASK, LACKING, LEAVING, RUN, WAITING, EdgeLostError, FromEngine, error_of
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -88,6 +88,11 @@ class EngineLink(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether the engine takes requests."""
         return self._is_listed and self._told_load != LEAVING and not self.ended.done()
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it would compute them now."""
+        return self._told_load != LACKING
 
     @property
     def load(self) -> int:
@@ -199,9 +204,9 @@ class EngineLink(asyncio.Protocol):
             else:
                 answer.set_result(decode(body))
         if self._num_sent or frame.load != self._told_load:
-            before = self.load, self.is_open
+            before = self.load, self.is_open, self.is_able
             self._told_load, self._num_sent = frame.load, 0
-            if before != (self.load, self.is_open):
+            if before != (self.load, self.is_open, self.is_able):
                 self._on_change()
 
 
@@ -238,7 +243,7 @@ class Engines:
 
     @property
     def links(self) -> list[EngineLink]:
-        """To the engines that take requests."""
+        """To the engines that take requests, now or later."""
         return [link for link in self._links.values() if link.is_open]
 
     def update(self, addresses: Mapping[str, Mapping[str, Any]]) -> None:
@@ -281,14 +286,24 @@ class Engines:
                 self._queue.remove(turn)
             self._changed()
 
-    async def ask(self, verb: str, *arguments: Any, timeout_s: float) -> dict[str, Any]:
+    async def ask(
+        self,
+        verb: str,
+        *arguments: Any,
+        timeout_s: float,
+        each: Mapping[str, Sequence[Any]] | None = None,
+    ) -> dict[str, Any]:
         """What the engines answer, by name; those that are lost meanwhile do not.
+
+        Args:
+            each: further arguments of every engine that is asked, by its name; None: all are asked.
 
         Raises:
             TimeoutError: not all answered in time.
         """
-        links = self.links
-        asked = [link.ask(verb, *arguments) for link in links]
+        links = [link for link in self.links if each is None or link.name in each]
+        own = {} if each is None else each
+        asked = [link.ask(verb, *arguments, *own.get(link.name, ())) for link in links]
         async with asyncio.timeout(timeout_s):
             answers = await asyncio.gather(*asked, return_exceptions=True)
         found = dict(zip([link.name for link in links], answers, strict=True))
@@ -307,9 +322,7 @@ class Engines:
 
         Of more than `MAX_COMPARED` engines, the better of two at random stands for the fewest.
         """
-        links = self.links
-        if self._max_each is not None:
-            links = [link for link in links if link.load < self._max_each]
+        links = self._with_room()
         if not links:
             return None
         compared = links if len(links) <= MAX_COMPARED else random.sample(links, 2)
@@ -382,9 +395,13 @@ class Engines:
                 link.tell_waiting(waiting / len(links))
         if not links and waiting and self._handle is not None and self._wake is None:
             self._wake = asyncio.ensure_future(self._held())
-        has_room = [link for link in links if self._max_each is None or link.load < self._max_each]
-        if has_room:
+        if self._with_room():
             self._call_next()
+
+    def _with_room(self) -> list[EngineLink]:
+        limit = self._max_each
+        able = [link for link in self.links if link.is_able]
+        return able if limit is None else [link for link in able if link.load < limit]
 
     def _call_next(self) -> None:
         if self._queue and not self._queue[0].done():

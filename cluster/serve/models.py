@@ -54,24 +54,31 @@ class WeightsNote:
     weights_id: str = ""  # of the note that named the weights; "": this one
     drafters: tuple[str, ...] = ()  # names, once engines have them
     adapters: dict[str, str] | None = None  # folders by name; None: those of the configuration
+    sent: str = (
+        ""  # of weights that a trainer has sent, newer than `target`, which are in no folder
+    )
 
     def after(self, before: WeightsNote | None) -> WeightsNote:
         """This note, with what only the one before has named."""
         if before is None:
             return self
         adapters = before.adapters if self.adapters is None else self.adapters
-        target, is_of_weights = self.target or before.target, bool(self.target or self.drafter)
-        if is_of_weights:
+        target, is_of_folders = self.target or before.target, bool(self.target or self.drafter)
+        if is_of_folders:
             return replace(
                 self,
+                sent="" if self.target else before.sent,
                 target=target,
                 drafter=self.drafter or before.drafter,
                 speculative=before.speculative,
                 drafters=before.drafters,
                 adapters=adapters,
             )
-        weights_id, mode = before.weights_id or before.id, before.mode
-        note = replace(self, target=target, mode=mode, weights_id=weights_id, adapters=adapters)
+        weights_id, mode = before.weights_id or before.id, self.mode if self.sent else before.mode
+        sent = self.sent or before.sent
+        note = replace(
+            self, target=target, mode=mode, weights_id=weights_id, adapters=adapters, sent=sent
+        )
         if self.speculative is not None:
             return note
         return replace(

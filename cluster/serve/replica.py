@@ -65,9 +65,10 @@ class EngineReplica:
         engine = Engine.start(config, backend)
         self._engine = engine
         self._weights = WeightsFollower(engine, WeightsBoard(deployment, model.settings))
-        self._weights.follow(needs_drafters=False)
+        self._weights.follow(needs_drafters=False, starts=True)
         backend.retain()
         _decode_one_token(engine)
+        self._weights.settle()
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
         self._door = EngineDoor(engine, self._store, self._report, host, node, sockets_folder())
@@ -144,14 +145,19 @@ class WeightsFollower:
         self._engine, self._board = engine, board
         self._lock = threading.Lock()  # held while they are replaced
         self._served = self._weights = ""  # ids of the notes
+        self._lacks = False  # weights that a trainer has sent, which the note names
         self._speculative: dict[str, Any] | None = None  # of the last note that named drafters
         self._failure: OutriderError | None = None
 
-    def follow(self, *, needs_drafters: bool = True) -> None:
+    def follow(self, *, needs_drafters: bool = True, starts: bool = False) -> None:
         """Returns once the engine has the weights and drafters of the board.
+
+        Weights that a trainer has sent cannot be had later: an engine without them serves nothing
+        until there are others.
 
         Args:
             needs_drafters: False: one that cannot be had costs drafts, and no error.
+            starts: such an engine has to decode a token first; `settle` follows.
 
         Raises:
             OutriderError: as `update_weights` and `change_drafters`.
@@ -160,12 +166,29 @@ class WeightsFollower:
             while (note := self._board.read()) is not None and note.id != self._served:
                 self._follow_drafters(note, needs_drafters)
                 self._follow_adapters(note, needs_drafters)
-                weights_id = note.weights_id or note.id
-                if (note.target or note.drafter) and weights_id != self._weights:
-                    log.info("the weights are replaced: %s", note.target or note.drafter)
-                    self._engine.update_weights(note.target, note.drafter, note.mode)
-                    self._weights = weights_id
+                has_sent = bool(note.sent) and self._takes_sent(note)
+                weights_id, target = note.weights_id or note.id, "" if has_sent else note.target
+                if (target or note.drafter) and weights_id != self._weights:
+                    log.info("the weights are replaced: %s", target or note.drafter)
+                    self._engine.update_weights(target, note.drafter, note.mode)
+                self._weights = weights_id
                 self._served = note.id
+                self._lacks = bool(note.sent) and not has_sent
+                if not starts:
+                    self.settle()
+
+    def settle(self) -> None:
+        """An engine without the weights that a trainer has sent computes nothing from now on."""
+        if self._lacks and not self._engine.lacks_weights:
+            self._engine.lose_weights()
+
+    def _takes_sent(self, note: WeightsNote) -> bool:
+        """Whether the engine serves what a trainer has sent (raises as `Engine.take_sent`)."""
+        try:
+            return self._engine.take_sent(note.sent, note.mode)
+        except WorkerError:  # its new ranks have the folder's
+            self._engine.lose_weights()
+            raise
 
     def _follow_drafters(self, note: WeightsNote, needs_them: bool) -> None:
         if note.speculative is None or note.speculative == self._speculative:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from ...engine.outputs import add_usage
-from ...engine.weights import DrafterChange, PauseMode
+from ...engine.weights import DrafterChange, PauseMode, checked_link
 from ...errors import EngineDeadError, OutriderError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
+from ...workers.spec import SentWeights, TrainerLink
 from .edge import EdgeLostError, error_of
 from .engines import Engines
 from .models import WeightsBoard, WeightsNote
@@ -145,6 +147,68 @@ class ServeClient:
         await asyncio.to_thread(board.write, note)
         return await self.tell("update_weights")
 
+    async def link_trainer(self, link: TrainerLink) -> int:
+        names = sorted(each.name for each in self._engines.links)
+        if not names:
+            raise EngineDeadError("no engine is up that could join the trainer")
+        links = [link] * len(names)
+        if link.host:
+            counts = await self._by_all("num_sent_ranks", dict.fromkeys(names, ()))
+            links = checked_link(link, [counts[name] for name in names])
+        told = {name: astuple(each) for name, each in zip(names, links, strict=True)}
+        try:
+            await self._by_all("link_trainer", told)
+        except OutriderError:
+            if link.host:  # those that have joined leave
+                leave = astuple(TrainerLink(link.name))
+                with suppress(OutriderError):
+                    await self._by_all("link_trainer", dict.fromkeys(names, leave))
+            raise
+        return len(names)
+
+    async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
+        names = [each.name for each in self._engines.links]
+        if not names:
+            raise EngineDeadError("no engine is up that could take the weights")
+        sent = replace(sent, id=uuid.uuid4().hex, until="check")
+        await self._by_all("take_weights", dict.fromkeys(names, astuple(sent)))
+        staged = astuple(replace(sent, until="stage"))
+        try:
+            await self._by_all("take_weights", dict.fromkeys(names, staged))
+        except OutriderError:
+            with suppress(OutriderError):
+                await self._every("drop_sent")
+            raise
+        # From here on they are the model's: an engine that is lost comes back without them.
+        board = self.board
+        note = WeightsNote(mode=mode, sent=sent.id).after(await asyncio.to_thread(board.read))
+        await asyncio.to_thread(board.write, note)
+        await self._by_all("update_weights", dict.fromkeys(names, ()))
+        return len(names)
+
+    async def _by_all(self, verb: str, each: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """What these engines answer, by name, each to arguments of its own.
+
+        Raises:
+            EngineDeadError: one did not answer; names it.
+            OutriderError: the first that an engine raised; names that engine.
+        """
+        try:
+            answers = await self._engines.ask(verb, timeout_s=_UPDATE_TIMEOUT_S, each=each)
+        except TimeoutError:
+            answers = {}
+        for name in sorted(answers):
+            if isinstance(answers[name], (list, tuple)):
+                kind, message, field = answers[name]
+                message = message.removeprefix(f"{field}: ")
+                raise error_of(kind, f"engine {name}: {message}", field)
+        missing = sorted(each.keys() - answers.keys())
+        if missing:
+            raise EngineDeadError(
+                f"{len(missing)} of {len(each)} engines did not answer: {', '.join(missing)}"
+            )
+        return answers
+
     async def drafters(self) -> dict[str, dict[str, Any]]:
         return await self._ask("drafters")
 
@@ -266,6 +330,8 @@ def _unable(stats: dict[str, Any]) -> str | None:
     """Why a replica can run no step now; None if it can."""
     if stats.get("recovering"):
         return f"the workers are being replaced: {stats['recovering']}"
+    if stats.get("weights", {}).get("sent") == "lost":
+        return "the weights that a trainer had sent are lost: send them again"
     return stats.get("error")
 
 

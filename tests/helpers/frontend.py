@@ -26,6 +26,7 @@ from outrider.scheduler.types import (
     TokenLogprobs,
     ints,
 )
+from outrider.workers.spec import SentWeights, TrainerLink
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
@@ -118,6 +119,10 @@ class FakeEngine:
         self.traced_steps: list[int] = []
         self.runs: list[dict[str, Any]] = []  # of its trace
         self.changes: list[DrafterChange] = []
+        self.on_lack: list[Callable[[], None]] = []
+        self.lacks_weights = False
+        self.links: list[TrainerLink] = []  # to a trainer
+        self.sent: list[tuple[str, str]] = []  # by a trainer: what became of which
         self.sleeps: list[tuple[Any, ...]] = []
         self.served_adapters: dict[str, str] = {}
         self.speculative: dict[str, Any] | None = None
@@ -236,6 +241,33 @@ class FakeEngine:
             raise InvalidRequestError.at("online_adaptation", "it is off")
         self.wishes.append(action)
 
+    def num_sent_ranks(self) -> int:
+        return 2
+
+    def link_trainer(self, link: TrainerLink) -> None:
+        self.check()
+        self.links.append(link)
+        if self.refuse is not None:
+            raise self.refuse
+
+    def take_weights(self, sent: SentWeights, mode: str = "keep") -> int:
+        self.check()
+        if self.refuse is not None and sent.until != "check":
+            raise self.refuse
+        self.sent.append((sent.until, sent.id))
+        return len(self.sent)
+
+    def take_sent(self, sent_id: str, mode: str = "keep") -> bool:
+        self.check()
+        has_it = ("stage", sent_id) in self.sent
+        self.sent.append(("taken" if has_it else "dropped", sent_id))
+        return has_it
+
+    def lose_weights(self) -> None:
+        self.lacks_weights = True
+        for callback in self.on_lack:
+            callback()
+
     def record_trace(self, max_steps: int) -> None:
         self.check()
         self.traced_steps.append(max_steps)
@@ -247,7 +279,7 @@ class FakeEngine:
         self.check()
         self.pauses.append(mode)
 
-    def resume(self) -> None:
+    def resume(self, *, takes_folder: bool = True) -> None:
         self.check()
         self.pauses.clear()
 

@@ -73,6 +73,7 @@ _RECORDS: tuple[type[Any], ...] = (
     spec.Rest,
     spec.TrainerLink,
     spec.SentWeights,
+    spec.TakeSent,
     spec.ModelSpec,
     spec.WorkerReport,
     spec.ModelReport,

@@ -440,6 +440,14 @@ class Adaptations(TypedDict):
     engines: list[EngineAdaptation]
 
 
+class Sent(TypedDict):
+    """What became of a trainer's group or weights, as SGLang answers."""
+
+    success: Literal[True]
+    message: str
+    num_engines: int
+
+
 class EngineTrace(TypedDict):
     """The steps of an engine with one drafter, and the requests that ended meanwhile."""
 

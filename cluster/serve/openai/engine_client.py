@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ....engine.weights import DrafterChange, PauseMode
+from ....engine.weights import DrafterChange, PauseMode, checked_link
 from ....errors import EngineDeadError, WorkerError
 from ....scheduler.types import Delta, Request
+from ....workers.spec import SentWeights, TrainerLink
 from ..resume_tokens import ResumeTokens, TokenStore
 
 if TYPE_CHECKING:
@@ -69,6 +70,29 @@ class EngineClient(Protocol):
         Raises:
             CheckpointError, ConfigError: the weights do not fit; nothing has changed.
             WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
+        """
+        ...
+
+    async def link_trainer(self, link: TrainerLink) -> int:
+        """The ranks of every engine join a trainer's process group, or leave it; how many engines
+        there are.
+
+        They join in the order of their names, one behind the other from `link.rank_offset` on.
+
+        Raises:
+            InvalidRequestError, ConfigError: an argument is wrong, or an engine could not join in
+                time; none has.
+            WorkerError, EngineDeadError: an engine failed.
+        """
+        ...
+
+    async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
+        """Every engine serves what a trainer sends to all of them, or none does; how many there
+        are. All have checked names and shapes before the first receives any.
+
+        Raises:
+            ConfigError: they do not fit, or did not arrive everywhere; nothing has changed.
+            WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets others.
         """
         ...
 
@@ -170,6 +194,17 @@ class LocalClient:
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
         await asyncio.to_thread(self._engine.update_weights, target, drafter, mode)
+        return 1
+
+    async def link_trainer(self, link: TrainerLink) -> int:
+        links = [link]
+        if link.host:
+            links = checked_link(link, [self._engine.num_sent_ranks()])
+        await asyncio.to_thread(self._engine.link_trainer, links[0])
+        return 1
+
+    async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
+        await asyncio.to_thread(self._engine.take_weights, sent, mode)
         return 1
 
     async def drafters(self) -> dict[str, dict[str, Any]]:

@@ -580,6 +580,39 @@ class UpdateWeightsBody(Strict):
     mode: PauseMode = "keep"
 
 
+class InitGroupBody(Strict):
+    """`POST /init_weights_update_group`: the process group of a trainer, whose rank 0 listens."""
+
+    model: str | None = None
+    master_address: Annotated[str, Field(min_length=1)]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2)]
+    group_name: Annotated[str, Field(min_length=1)] = "weights"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
+
+
+class SentWeightsBody(Strict):
+    """`POST /update_weights_from_distributed`: all of the target's tensors, as they are sent."""
+
+    model: str | None = None
+    names: Annotated[list[str], Field(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    group_name: Annotated[str, Field(min_length=1)] = "weights"
+    mode: PauseMode = "keep"
+    abort_all_requests: bool = False
+    flush_cache: Literal[True] = True
+
+
+class DestroyGroupBody(Strict):
+    """`POST /destroy_weights_update_group`."""
+
+    model: str | None = None
+    group_name: Annotated[str, Field(min_length=1)] = "weights"
+
+
 class DraftersBody(Strict):
     """`POST /admin/drafters`: a drafter that comes, one that goes, or all others."""
 

@@ -37,9 +37,11 @@ from ....engine.weights import (
     checked_mode,
     checked_sleep,
     checked_tags,
+    sent_weights,
 )
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 from ....scheduler.sampling import shortened
+from ....workers.spec import TrainerLink
 from .. import page
 from ..access.access import Access, AccessGate, current
 from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
@@ -63,10 +65,13 @@ from .protocol import (
     AdaptationBody,
     ChatBody,
     CompletionBody,
+    DestroyGroupBody,
     DetokenizeBody,
     DraftersBody,
     GenerationBody,
+    InitGroupBody,
     LoadAdapterBody,
+    SentWeightsBody,
     TokenizeBody,
     TraceBody,
     UnloadAdapterBody,
@@ -251,6 +256,7 @@ def admin_routes(models: Models) -> list[Route]:
 
     return [
         Route("/admin/update_weights", update_weights, methods=["POST"]),
+        *_trainer_routes(models),
         *_drafter_routes(models),
         *_adaptation_routes(models),
         *_trace_routes(models),
@@ -262,6 +268,44 @@ def admin_routes(models: Models) -> list[Route]:
         command("/sleep", "sleep", _sleeping),
         command("/wake_up", "wake_up", _waking),
         state("/is_sleeping", "is_sleeping", "sleeping"),
+    ]
+
+
+def _trainer_routes(models: Models) -> list[Route]:
+    """Weights from a trainer's process group, under SGLang's names."""
+
+    async def join(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, InitGroupBody))
+        link = TrainerLink(
+            body.group_name,
+            body.master_address,
+            body.master_port,
+            body.rank_offset,
+            body.world_size,
+            body.backend,
+            body.timeout_s,
+        )
+        return done("joined", await models.find(body.model).client.link_trainer(link))
+
+    async def update(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, SentWeightsBody))
+        sent = sent_weights(body.group_name, body.names, body.dtypes, body.shapes)
+        mode: PauseMode = "abort" if body.abort_all_requests else body.mode
+        return done("updated", await models.find(body.model).client.take_weights(sent, mode))
+
+    async def leave(request: Request) -> Response:
+        body = await _prepared(models, request, partial(parse, DestroyGroupBody))
+        link = TrainerLink(body.group_name)
+        return done("left", await models.find(body.model).client.link_trainer(link))
+
+    def done(what: str, count: int) -> Response:
+        message = f"{count} engines: {what}"
+        return JSONResponse({"success": True, "message": message, "num_engines": count})
+
+    return [
+        Route("/init_weights_update_group", join, methods=["POST"]),
+        Route("/update_weights_from_distributed", update, methods=["POST"]),
+        Route("/destroy_weights_update_group", leave, methods=["POST"]),
     ]
 
 

@@ -7,10 +7,13 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from outrider.cluster.serve import edge, engines, serve_client
 from outrider.cluster.serve.edge import EdgeLink, EngineDoor, FromEngine
@@ -19,9 +22,10 @@ from outrider.cluster.serve.models import WeightsBoard, WeightsNote
 from outrider.cluster.serve.replica import WeightsFollower
 from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.cluster.serve.serve_client import ServeClient
-from outrider.engine.weights import DrafterChange
+from outrider.engine.weights import DrafterChange, sent_weights
 from outrider.errors import (
     CheckpointError,
+    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
@@ -29,8 +33,11 @@ from outrider.errors import (
 )
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.types import Delta, Request, ints
+from outrider.workers.collective import TrainerGroup
+from outrider.workers.spec import SentWeights, TrainerLink
 from outrider.workers.transport import framing
 
+from ...helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ...helpers.ports import wait_for
 
 TEXT = "the cat sat on the mat. "
@@ -263,6 +270,216 @@ def test_every_engine_gets_the_new_weights_or_none(make_engine: Callable[..., An
             engines[1].dead = True
             with pytest.raises(EngineDeadError):
                 await client.update_weights("/c", "", "keep")
+
+    asyncio.run(main())
+
+
+class Trainer:
+    """Sends the weights of folders to all ranks, in threads beside the engines' calls."""
+
+    def __init__(self, client: ServeClient, world_size: int, timeout_s: float = 60.0) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.client, self._world_size, self._timeout_s = client, world_size, timeout_s
+        self.group: TrainerGroup
+
+    async def join(self) -> int:
+        def make() -> None:
+            self.group = TrainerGroup(
+                "127.0.0.1", self.port, self._world_size, timeout_s=self._timeout_s
+            )
+
+        link = TrainerLink(
+            "weights", "127.0.0.1", self.port, 1, self._world_size, timeout_s=self._timeout_s
+        )
+        count, _ = await asyncio.gather(self.client.link_trainer(link), asyncio.to_thread(make))
+        return count
+
+    async def send(self, folder: str, **changes: Any) -> int:
+        state = load_file(Path(folder, "model.safetensors"))
+        given = {
+            "names": [*state],
+            "dtypes": [each.dtype for each in state.values()],
+            "shapes": [each.shape for each in state.values()],
+            **changes,
+        }
+        sending = asyncio.to_thread(self.group.send, {} if changes else state)
+        sent = sent_weights("weights", **given)
+        taken, _ = await asyncio.gather(
+            self.client.take_weights(sent, "keep"), sending, return_exceptions=True
+        )
+        if isinstance(taken, BaseException):
+            raise taken
+        return taken
+
+
+def test_a_trainer_sends_weights_to_several_engines(tiny: Any) -> None:
+    """All take them or none does, and whoever loses them serves nothing until they come again."""
+    prompts = random_prompts(4, 96)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    new, old = (
+        [
+            list(each)
+            for _, each in sorted(plain_outputs(model, prompts, {"max_tokens": 24})[0].items())
+        ]
+        for model in (tiny.draft, tiny.target)
+    )
+    assert new != old
+    stack = ExitStack()
+
+    def make(*_: Any, **__: Any) -> Any:
+        engine = stack.enter_context(engine_of(tiny.target))
+        made.append(engine)
+        return engine
+
+    made: list[Any] = []
+    num_runs = count()
+
+    async def main() -> None:
+        async with cluster(make) as here:
+            board = Board()
+            client = ServeClient(here.engines, None, board=board)
+
+            async def served(*, by: set[Any]) -> list[list[int]]:
+                before = [each.stats()["requests"]["num_finished"] for each in made]
+                run = next(num_runs)
+                wanted = [
+                    Request(f"{run}-{at}", ints(prompt), params, seed=1)
+                    for at, prompt in enumerate(prompts)
+                ]
+                found = await asyncio.gather(*(all_of(client, each) for each in wanted))
+                after = [each.stats()["requests"]["num_finished"] for each in made]
+                assert {e for e, b, a in zip(made, before, after, strict=True) if a > b} == by
+                return [tokens(each) for each in found]
+
+            one, two = here.add("a"), here.add("b", node="elsewhere")
+            followers = {}
+            for name, door in here.doors.items():
+                followers[name] = WeightsFollower(door.engine, board)
+                door.verbs["update_weights"] = followers[name].answer
+            await until(lambda: len(here.engines.links) == 2)
+            assert await served(by={one, two}) == old
+            with pytest.raises(InvalidRequestError, match="ranks 1 to 2 of 2 engines, in a group"):
+                await client.link_trainer(TrainerLink("weights", "127.0.0.1", 1, 1, 2))
+            trainer = Trainer(client, 3)
+            assert await trainer.join() == 2
+            with pytest.raises(ConfigError, match="engine a: .*nothing") as refused:
+                await trainer.send(tiny.draft, names=["nothing"], dtypes=["float32"], shapes=[[1]])
+            assert refused.value.field == "names"
+            assert await trainer.send(tiny.draft) == 2
+            assert await served(by={one, two}) == new
+            assert [each.stats()["weights"]["sent"] for each in made] == ["served"] * 2
+
+            # A rank is replaced: its engine's requests go to the other.
+            two._inbox.put(lambda: two._recover(WorkerError("lost")))
+            await until(lambda: not all(link.is_able for link in here.engines.links))
+            assert await served(by={one}) == new
+            await client.check()
+            await client.tell("resume")  # of pauses, and not with the folder's weights
+            assert two.lacks_weights
+            assert await served(by={one}) == new
+            trainer.group.close()
+            again = Trainer(client, 3)
+            assert await again.join() == 2
+            assert await again.send(tiny.draft) == 2
+            await until(lambda: all(link.is_able for link in here.engines.links))
+            assert await served(by={one, two}) == new
+
+            # An engine that comes later has none; the one whose ranks stay has them.
+            with engine_of(tiny.target) as late:
+                follower = WeightsFollower(late, board)
+                follower.follow(starts=True)
+                assert not late.lacks_weights, "it decodes a token first"
+                follower.settle()
+                assert late.lacks_weights
+                WeightsFollower(late, Board()).follow()
+                assert late.lacks_weights
+            two._serve_sent(None)
+            WeightsFollower(two, board).follow()
+            assert await served(by={one, two}) == new
+
+            # Folders go on, and end it.
+            assert await client.update_weights(tiny.target, "", "keep") == 2
+            assert board.read().sent == ""
+            assert await served(by={one, two}) == old
+
+    with stack:
+        asyncio.run(main())
+
+
+def test_an_engine_that_dies_as_weights_come_costs_the_others_none(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_RETRY_S", 60.0)
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            async with cluster(
+                lambda *_, **__: stack.enter_context(engine_of(tiny.target))
+            ) as here:
+                board = Board()
+                client = ServeClient(here.engines, None, board=board)
+                with pytest.raises(EngineDeadError, match="no engine is up"):
+                    await client.link_trainer(TrainerLink("weights"))
+                one, two = here.add("a"), here.add("b")
+                for door in here.doors.values():
+                    door.verbs["update_weights"] = WeightsFollower(door.engine, board).answer
+                await until(lambda: len(here.engines.links) == 2)
+                trainer = Trainer(client, 3, timeout_s=1.0)
+                assert await trainer.join() == 2
+                take = here.doors["b"].verbs["take_weights"]
+
+                def dies(*sent: Any) -> Any:
+                    if SentWeights(*sent).until == "stage":
+                        for link in [*here.doors["b"]._links]:
+                            link.close()
+                        return None
+                    return take(*sent)
+
+                here.doors["b"].verbs["take_weights"] = dies
+                with pytest.raises(EngineDeadError, match="1 of 2 engines did not answer: b"):
+                    await trainer.send(tiny.draft)
+                assert board.notes == []
+                prompts = random_prompts(2, 96)
+                assert complete(one, prompts)[0] == plain_outputs(tiny.target, prompts, {})[0]
+                assert one.stats()["weights"] == two.stats()["weights"]
+                assert not one.take_sent("dropped"), "what was staged is gone"
+
+    asyncio.run(main())
+
+
+def test_engines_join_a_trainer_in_the_order_of_their_names(
+    make_engine: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            client = ServeClient(here.engines, None, board=Board())
+            engines = {name: here.add(name) for name in ("c", "a", "b")}
+            await until(lambda: len(here.engines.links) == 3)
+            link = TrainerLink("weights", "trainer", 5, 3, 9)
+            assert await client.link_trainer(link) == 3
+            offsets = [engines[name].links[0].rank_offset for name in "abc"]
+            assert offsets == [3, 5, 7], "each has two ranks"
+            assert await client.link_trainer(TrainerLink("weights")) == 3
+            engines["b"].refuse = ConfigError.at("master_address", "no process group")
+            with pytest.raises(ConfigError, match="engine b: no process group") as refused:
+                await client.link_trainer(link)
+            assert refused.value.field == "master_address"
+            assert engines["a"].links[-1].host == "", "it left again"
+            sent = sent_weights("weights", ["x"], ["torch.float32"], [[1]])
+            with pytest.raises(ConfigError, match="engine b"):
+                await client.take_weights(sent, "keep")
+            assert engines["a"].sent[-1] == ("dropped", "")
+            assert not any(each.sent[-1][0] == "taken" for each in engines.values() if each.sent)
+            engines["b"].refuse = None
+            for door in here.doors.values():
+                follower = WeightsFollower(door.engine, client.board)
+                door.verbs["update_weights"] = follower.answer
+            assert await client.take_weights(sent, "wait") == 3
+            assert {each.sent[-1] for each in engines.values()} == {
+                ("taken", client.board.read().sent)
+            }
 
     asyncio.run(main())
 

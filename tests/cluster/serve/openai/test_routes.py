@@ -433,6 +433,42 @@ def test_new_weights(server: Server) -> None:
     assert len(server.engine.updates) == 2
 
 
+def test_weights_from_a_trainer(server: Server) -> None:
+    def asked(path: str, **body: Any) -> Any:
+        return server.http.post(path, json=body)
+
+    join, update, leave = (
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/destroy_weights_update_group",
+    )
+    group = {"master_address": "trainer", "master_port": 5, "world_size": 3}
+    joined = asked(join, **group).json()
+    assert joined == {"success": True, "message": "1 engines: joined", "num_engines": 1}
+    tensors = {"names": ["x"], "dtypes": ["torch.float32"], "shapes": [[2, 3]]}
+    given = {**tensors, "abort_all_requests": True, "flush_cache": True}
+    assert asked(update, **given).json()["success"] is True
+    assert asked(leave).json()["message"] == "1 engines: left"
+    assert [(link.host, link.rank_offset) for link in server.engine.links] == [
+        ("trainer", 1), ("", 1),
+    ]  # fmt: skip
+    assert server.engine.sent == [("take", "")]
+    for path, body, name in (
+        (join, {**group, "world_size": 2}, "rank_offset"),
+        (join, {**group, "master_port": 0}, "master_port"),
+        (join, {**group, "backend": "mpi"}, "backend"),
+        (join, {"master_port": 5, "world_size": 3}, "master_address"),
+        (update, {**tensors, "names": []}, "names"),
+        (update, {**tensors, "shapes": [[-1]]}, "shapes"),
+        (update, {**tensors, "flush_cache": False}, "flush_cache"),
+        (leave, {"group": "x"}, "group"),
+    ):
+        refused = asked(path, **body)
+        assert refused.status_code == 400, body
+        assert refused.json()["error"]["param"].startswith(name), body
+    assert asked(leave, model="other").status_code == 404
+
+
 def test_a_trace(server: Server) -> None:
     def asked(**body: Any) -> Any:
         return server.http.post("/admin/trace", json=body)
