@@ -205,6 +205,17 @@ def check_head(config: sections.HeadConfig, target: TargetFacts) -> None:
     check(config, replace(target, device=torch.device("meta")))
 
 
+def captured_layers(config: sections.HeadConfig, target: TargetFacts) -> tuple[int, ...]:
+    """Layers of the target whose inputs the head reads, ascending; reads no weights.
+
+    Raises as `build_head` does.
+    """
+    import torch
+
+    head = build_head(config, replace(target, device=torch.device("meta")))
+    return tuple(sorted(set(head.capture)))
+
+
 def method_of(config: sections.SpeculationBase) -> Method[Any]:
     """The record of the drafter that `config` describes."""
     return METHODS[type(config)]

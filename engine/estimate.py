@@ -118,21 +118,22 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
                     config.device, draft.size, draft.rank(), drafts=True,
                 )
             )  # fmt: skip
-    own = None
+    own, fed = None, set[int]()
     for each in head_sections(config):
         head = _head(config, each, target)
         if each.placement == "colocated":
             own = each, head
         else:
+            fed.update(head.capture)
             extra += 1
             role = "head" if extra == 1 else f"head {extra}"
             made.append(_separate_head(config, role, head, target))
     rank, first = target.rank(), None
     others = tuple(target.rank(stage) for stage in range(1, len(target.parts)))
     on_device = target.on_cuda and target.on_family and not target.state_bytes and not others
-    if config.device_step == "auto" and on_device and not extra:
+    if config.device_step == "auto" and on_device:
         num_nodes = own[0].max_nodes if own else 0
-        rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes))
+        rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes, tuple(sorted(fed))))
     if own is not None:
         on_every_rank = bool(rank.graphs) or (size == 1 and not others)
         rank, first = _with_head(rank, own[1], target, on_every_rank=on_every_rank)
@@ -312,12 +313,14 @@ def _separate_head(config: EngineConfig, role: str, head: Head, target: _Model) 
     )  # fmt: skip
 
 
-def _graph_bytes(config: EngineConfig, target: _Model, num_nodes: int) -> int:
+def _graph_bytes(
+    config: EngineConfig, target: _Model, num_nodes: int, fed_layers: tuple[int, ...]
+) -> int:
     from ..workers.device_step.seats import SeatSizes, reserved_bytes
 
     rank = target.rank()
     sizes = SeatSizes(
         config.max_num_seqs, rank.min_tokens, rank.max_tokens // config.block_size,
-        config.block_size, num_nodes, target.info.vocab_size,
+        config.block_size, num_nodes, target.info.vocab_size, fed_layers=fed_layers,
     )  # fmt: skip
     return reserved_bytes(sizes, target.info, target.size)

@@ -350,9 +350,11 @@ class EngineHost:
         old, new = NewDrafters.of(spec), NewDrafters.of(wanted)
         if new == old:
             return None
+        # Graphs leave what separate heads read, whichever weights those have.
         is_off = not self.target_group.reports[0].device_step.on
-        if is_off and new == replace(old, feeds_heads=new.feeds_heads):
-            self.target_group.respecify(replace(spec, feeds_heads=new.feeds_heads))
+        same_layers = is_off or new.kinds() == old.kinds()
+        if same_layers and new == replace(old, fed_heads=new.fed_heads):
+            self.target_group.respecify(replace(spec, fed_heads=wanted.fed_heads))
             return None
         return new
 
@@ -449,8 +451,12 @@ class EngineHost:
                 adapters=_adapters(config),
             ),
             draft=draft,
-            head=_at_its_place(own_head, model),
-            feeds_heads=any(each.placement == "separate" for each in head_sections(config)),
+            head=own_head and _at_its_place(own_head, model),
+            fed_heads=tuple(
+                _at_its_place(each, model)
+                for each in head_sections(config)
+                if each.placement == "separate"
+            ),
         )
 
     def _draft_worker(
@@ -534,9 +540,7 @@ def _kind(section: Any) -> str:
     return str(section.decoding_type)
 
 
-def _at_its_place(section: HeadConfig | None, target: str) -> HeadConfig | None:
+def _at_its_place(section: HeadConfig, target: str) -> HeadConfig:
     """`section` with a path that holds in every process."""
-    if section is None:
-        return None
     folder = str(section.folder_beside(target).resolve())
     return section.model_copy(update={"speculative_model": folder})

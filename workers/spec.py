@@ -57,7 +57,7 @@ class WorkerSpec:
     draft: ModelSpec | None = None
     head: HeadConfig | None = None  # runs in the target's rank 0, or separately without `target`
     head_target: ModelSpec | None = None  # separate head only: the target that it drafts for
-    feeds_heads: bool = False  # separate heads read the target's hidden states
+    fed_heads: tuple[HeadConfig, ...] = ()  # separate ones, which read the target's hidden states
     stages: int = 1  # of the target's layers; ranks of one are neighbours
     num_leases: int = 0  # engines that may share the draft model; 0: one owns it
 
@@ -127,29 +127,32 @@ class NewDrafters:
 
     draft: ModelSpec | None
     head: str  # a section in JSON; empty: none
-    feeds_heads: bool
+    fed_heads: tuple[str, ...]  # sections in JSON
     only_checks: bool = False  # whether they fit; nothing is loaded
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> NewDrafters:
         """The drafters of `spec`."""
         head = "" if spec.head is None else spec.head.model_dump_json()
-        return cls(spec.draft, head, spec.feeds_heads)
+        return cls(spec.draft, head, tuple(each.model_dump_json() for each in spec.fed_heads))
 
     def kinds(self) -> tuple[Any, ...]:
         """What drafts, whichever weights it has."""
-        head = json.loads(self.head) if self.head else {}
+        heads = [json.loads(each or "{}") for each in (self.head, *self.fed_heads)]
         draft = self.draft and replace(self.draft, path="", dtype="")
-        return draft, {**head, "speculative_model": ""}, self.feeds_heads
+        return draft, *({**each, "speculative_model": ""} for each in heads)
 
     def applied(self, spec: WorkerSpec) -> WorkerSpec:
         """The specification of ranks with these drafters."""
-        head: HeadConfig | None = None
-        if self.head:
-            section = SECTIONS[json.loads(self.head)["decoding_type"]]
-            assert issubclass(section, HeadConfig), section
-            head = section.model_validate_json(self.head)
-        return replace(spec, draft=self.draft, head=head, feeds_heads=self.feeds_heads)
+        head = _section(self.head) if self.head else None
+        fed_heads = tuple(map(_section, self.fed_heads))
+        return replace(spec, draft=self.draft, head=head, fed_heads=fed_heads)
+
+
+def _section(text: str) -> HeadConfig:
+    section = SECTIONS[json.loads(text)["decoding_type"]]
+    assert issubclass(section, HeadConfig), section
+    return section.model_validate_json(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.types import IntArray, Logprobs, StepInput, StepPlan, Verdict, ints
+from ..scheduler.types import NO_MOVES, IntArray, Logprobs, StepInput, StepPlan, Verdict, ints
 from .device_step.seats import SeatSizes
 from .device_step.service import DeviceStepService
 from .device_step.shape import StepShape
@@ -48,6 +48,7 @@ class Feed:
         assert offer is not None, "a link leads somewhere"
         self.capture = message.capture
         self._serial = 0
+        self._moves = NO_MOVES  # of the last step, made by the target: the head has still to
         self._queue: FeatureQueue = offer.queue or FeatureQueue()
         self._leaves_process = offer.queue is None
         self._leaves_device = self._leaves_process and offer.store is None
@@ -60,12 +61,19 @@ class Feed:
         step: StepInput,
         verdict: Verdict,
         states: Mapping[int, Tensor],  # by captured layer, [num_tokens, hidden_size]
+        places: IntArray | None = None,  # [num_tokens], each token's row in `states`
     ) -> None:
-        """Queues the states of known tokens and accepted nodes, without those of rejected nodes."""
+        """Queues the states of known tokens and accepted nodes, without those of rejected nodes.
+
+        The head moves rows as the target does: with the next step, whoever moves the target's.
+        """
         if self._queue.closed:
             return
+        if len(self._moves):
+            step = replace(step, kv_moves=np.concatenate([self._moves, step.kv_moves]))
+        self._moves = moves_of(step, verdict) if verdict.compacted else NO_MOVES
         try:
-            self._queue.put(self._gathered(step, verdict, states))
+            self._queue.put(self._gathered(step, verdict, states, places))
         except Exception:  # most likely out of memory; costs drafts, must not fail requests
             log.warning("closing a feature link after an error", exc_info=True)
             self.close()
@@ -81,12 +89,17 @@ class Feed:
             self._sender.join()
 
     def _gathered(
-        self, step: StepInput, verdict: Verdict, states: Mapping[int, Tensor]
+        self,
+        step: StepInput,
+        verdict: Verdict,
+        states: Mapping[int, Tensor],
+        places: IntArray | None,
     ) -> Features:
         rows = kept_rows(step, verdict)
         hidden = [states[layer] for layer in self.capture]
-        if len(rows) < len(step.token_ids):
-            index = torch.from_numpy(rows).to(hidden[0].device)
+        if places is not None or len(rows) < len(step.token_ids):
+            taken = rows if places is None else places[rows]
+            index = torch.from_numpy(taken).to(hidden[0].device)
             hidden = [each.index_select(0, index) for each in hidden]
         ready = None
         if hidden[0].is_cuda and self._leaves_process:
@@ -122,7 +135,9 @@ def _head_step(step: StepInput) -> StepInput:
 
 def _head_verdict(verdict: Verdict) -> Verdict:
     """`verdict` without the fields that no head reads."""
-    return replace(verdict, logprobs=None, window=None, window_start=None, next_drafts=None)
+    return replace(
+        verdict, logprobs=None, window=None, window_start=None, next_drafts=None, compacted=False
+    )
 
 
 _MAX_LOGITS = 2**24  # numbers at a time: 64 MiB in float32
@@ -243,6 +258,7 @@ class TargetService:
         self._rule = rule
         self._head = head
         self._feeds: dict[int, Feed] = {}  # by link
+        self._fed: dict[int, tuple[int, ...]] = {}  # alike on every rank: layers that it reads
         if stage is not None:
             layers = (model.info.num_layers, model.device)
             self._passed[-1] = stage.capture_of_last(head.capture if head else (), *layers)
@@ -258,7 +274,7 @@ class TargetService:
         if self._posted is not None and not follows(plan):
             self._posted.settle()
         self._seats.apply(plan)
-        shape = self.device_step.shape_of(plan) if self.device_step else None
+        shape = self._shape_of(plan)
         if shape is not None:
             return self._post(plan, shape, rank, start)
         if self._posted is not None:
@@ -304,6 +320,17 @@ class TargetService:
         forward_ms = (time.perf_counter() - start) * 1e3
         return replace(verdict, forward_ms=forward_ms, prompt_logprobs=prompt, **pooled)
 
+    def _shape_of(self, plan: StepPlan) -> StepShape | None:
+        """The shape of a plan that the seats have taken in; None: the host path computes it."""
+        if self.device_step is None:
+            return None
+        shape = self.device_step.shape_of(plan)
+        known = self.device_step.features.keys()
+        if shape is not None and not all(known >= set(each) for each in self._fed.values()):
+            self.device_step.seats.flush()
+            return None
+        return shape
+
     def _pooled(
         self,
         step: StepInput,
@@ -336,14 +363,20 @@ class TargetService:
         """Gives the device a step; the host's seats follow it when its verdict is taken."""
         assert self.device_step is not None
         before, service = self._posted, self.device_step
+        if before is not None and self._feeds:
+            before.settle()  # what it leaves for them is read before this step overwrites it
         with torch.inference_mode():
             self._cache.apply_moves(plan.kv_moves)  # of a step that took the host path
             posted = service.post(plan, shape)
         if before is not None:
             before.settle()  # while the device computes this one
+        feeds = list(self._feeds.values())
+        fed = self._seats.lay_out(plan) if feeds else None
 
         def collect() -> Verdict | None:
             verdict = service.collect(posted, self._seats.known_lens(plan))
+            if fed is not None:
+                self._feed(feeds, fed, verdict, posted.starts)
             if plan.appends:
                 self._seats.append(plan, verdict, is_mirrored=True)
             begin, self._free_at = max(start, self._free_at), time.perf_counter()
@@ -352,6 +385,34 @@ class TargetService:
 
         self._posted = PostedVerdict(service, collect)
         return self._posted
+
+    def _feed(
+        self,
+        feeds: Sequence[Feed],
+        step: StepInput,
+        verdict: Verdict,
+        starts: IntArray,  # [num_seqs of the shape + 1], first rows on the device
+    ) -> None:
+        """Sends what a device step left for separate heads."""
+        assert self.device_step is not None
+        shifts = starts[: step.num_seqs] - step.query_start[:-1]
+        places = ints(np.arange(len(step.token_ids)) + np.repeat(shifts, step.query_lens))
+        for feed in feeds:
+            feed.push(step, verdict, self.device_step.features, places)
+
+    def note_feed(self, message: OpenFeatures) -> None:
+        """On every rank: whether device steps leave what that head reads decides on their path."""
+        self._fed.pop(message.link, None)
+        if message.offer is not None:
+            self._fed[message.link] = message.capture
+        if self.device_step is not None and not self.device_step.features.keys() >= set(
+            message.capture
+        ):
+            log.warning(
+                "device step: off while a head reads layers %s, of which it leaves %s",
+                message.capture,
+                tuple(self.device_step.features),
+            )
 
     def open_feed(self, message: OpenFeatures) -> None:
         """Sends the features of all later steps to a separate head, without waiting for it.

@@ -18,7 +18,7 @@ import torch
 
 from ..drafters.heads.protocol import TargetFacts
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
-from ..drafters.registry import check_head
+from ..drafters.registry import captured_layers, check_head
 from ..errors import ConfigError, OutriderError
 from ..scheduler.types import StepPlan, Verdict
 from .collective import Agreement, Collective, TrainerGroup, gpu_of
@@ -113,6 +113,7 @@ class Worker:
         self._offloaded: Offloaded | None = None  # weights in host memory
         self._is_frozen = False
         self._step_obstacle = ""  # why steps are planned on the host, once models are loaded
+        self._fed_layers: tuple[int, ...] = ()  # whose inputs separate heads read
         self._threads, self._draft_threads = (
             Threads(spec.threads, spec.size, on_cpu=device.type == "cpu") for _ in range(2)
         )
@@ -638,6 +639,7 @@ class Worker:
         """Messages for separate heads, at the target's end and at the head's."""
         if isinstance(message, OpenFeatures):
             assert self._target is not None, "no target was allocated"
+            self._target.note_feed(message)
             if self._group.rank == 0:
                 self._target.open_feed(message)
             elif self._stage is not None and self._collective.rank == 0:
@@ -664,6 +666,7 @@ class Worker:
             num_draft_nodes,
             model.info.vocab_size,
             has_chances=self._head is not None and self._head.head.has_chances,
+            fed_layers=self._fed_layers,
         )
 
     def _find_step_obstacle(self) -> str:
@@ -671,10 +674,25 @@ class Worker:
         if "target" not in self._models:
             return "there is no target"
         reason = self._target_obstacle()
-        if reason or self._head is None or self._spec.head is None:
+        if reason:
             return reason
-        reason = head_obstacle(self._head, self._spec.head.max_nodes)  # every rank has the head
+        reason = self._find_fed_layers()
+        if self._head is not None and self._spec.head is not None:  # every rank has it
+            reason = head_obstacle(self._head, self._spec.head.max_nodes) or reason
+        if self._spec.head is None and not self._spec.fed_heads:
+            return ""
         return Agreement(self._collective, self._device).problem(reason)
+
+    def _find_fed_layers(self) -> str:
+        """Finds which layers' inputs separate heads read; why that is unknown, or nothing."""
+        layers: set[int] = set()
+        try:
+            for section in self._spec.fed_heads:
+                layers.update(captured_layers(section, self._facts()))
+        except (OutriderError, OSError) as error:
+            return f"what a separate head reads is unknown: {' '.join(str(error).split())[:300]}"
+        self._fed_layers = tuple(sorted(layers))
+        return ""
 
     def _target_obstacle(self) -> str:
         """What of it is known without a head; the same on every rank."""
@@ -682,8 +700,6 @@ class Worker:
             return "it is turned off"
         if self._stage is not None:
             return "the target has pipeline stages"
-        if self._spec.feeds_heads:  # known to all ranks, while rank 0 alone has the links
-            return "a separate head reads hidden states"
         if self._device.type != "cuda":
             return f"the device is {self._device.type!r}"
         return obstacle(self._models["target"], self._spec.rule)

@@ -95,7 +95,9 @@ def test_a_head_is_on_rank_0_with_the_whole_ends_unless_steps_are_the_device_s()
 def test_a_separate_head_has_the_ends_to_itself():
     section = head("mtp", "MTP", placement="separate")
     target, apart = estimate(config(device="cuda", speculative_config=section), num_gpus=2)
-    assert target.rank.graphs == 0  # its steps come to the host, which sends hidden states
+    (alone,) = estimate(config(device="cuda"), num_gpus=2)
+    states = target.rank.graphs - alone.rank.graphs  # which steps leave for it
+    assert 0 < states < alone.rank.graphs // 10
     assert apart.follows_target
     assert apart.drafts
     assert apart.rank.heads > loaded_bytes(MODELS / "target", 1, 0) // 20

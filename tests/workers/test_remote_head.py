@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.config import EngineConfig, HeadConfig, MedusaConfig, parse
 from outrider.errors import CheckpointError, ConfigError
+from outrider.tests.helpers.device_step.ops import TensorOps
 from outrider.tests.helpers.heads.remote import (
     LEAVING,
     SHAPES,
@@ -21,6 +23,8 @@ from outrider.tests.helpers.heads.remote import (
     write_shapes,
 )
 from outrider.tests.helpers.models import write_guessable
+from outrider.workers import worker
+from outrider.workers.device_step.service import DeviceStepService
 from outrider.workers.model.target import load_ends
 
 from ..helpers.engines import engine_of
@@ -80,6 +84,30 @@ def test_a_sharded_target_feeds_a_head_in_another_process(made, run, shape, tran
     assert near.outputs.items() <= plain(target, **sampling).items()
     assert_same_drafts(near, far)
     assert far.drafter["faults"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["eagle3-dynamic", "mtp"])
+def test_a_target_that_computes_steps_on_the_device(made, run, monkeypatch, shape):
+    """The device step serves beside separate heads; chunks of prompts take the host path."""
+    target, section = made[shape]
+    near, steps = run(target, section), []
+    load, post = worker.load_model, DeviceStepService.post
+
+    def counted(self, plan, shape):
+        steps.append(plan.step)
+        return post(self, plan, shape)
+
+    monkeypatch.setattr(worker, "load_model", partial(load, ops=TensorOps()))
+    monkeypatch.setattr(worker.Worker, "_target_obstacle", lambda self: "")
+    monkeypatch.setattr(DeviceStepService, "post", counted)
+    far = run(target, separate(section))
+    assert far.stats["device_step"]["on"]
+    assert near.outputs == far.outputs == plain(target)
+    assert_same_drafts(near, far)
+    assert far.drafter["faults"] == 0
+    assert far.drafter["num_acc_tokens"] > 0
+    assert len(steps) > 20
 
 
 def test_several_heads_of_one_target(made, run):

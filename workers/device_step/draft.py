@@ -56,7 +56,7 @@ class DeviceHead:
         self,
         layout: DeviceLayout,
         drawn: Tensor,  # [num_rows] int32, the target's own token at every row
-        hidden: tuple[Tensor, ...],  # per captured layer, [num_rows, hidden_size]
+        hidden: dict[int, Tensor],  # by layer, of `capture` at least, [num_rows, hidden_size]
     ) -> tuple[Tensor, Tensor]:  # feature [num_rows, feature], read [num_rows, hidden_size]
         """Computes and stores the head's rows of the step; before the compaction.
 
@@ -67,7 +67,7 @@ class DeviceHead:
         step = HeadRows(
             drawn.long(),
             layout.plan.positions.long(),
-            dict(zip(self.capture, hidden, strict=True)),
+            {layer: hidden[layer] for layer in self.capture},
             PagedAttend(self._planned, layout.plan, self._cache, first),
             lambda: self._earlier(layout),
         )

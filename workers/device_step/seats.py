@@ -176,6 +176,7 @@ class SeatSizes:
     num_draft_nodes: int = 0  # of a head that drafts on the device; 0: there is none
     vocab_size: int = 0  # of the counts of tokens; 0: there are none
     has_chances: bool = False  # of a head's drafts
+    fed_layers: tuple[int, ...] = ()  # whose inputs steps leave for separate heads
 
     @property
     def draft_parts(self) -> tuple[int, ...]:
@@ -519,7 +520,8 @@ STATES_PER_ROW = 32  # activations of a row that live at once, in widths of the 
 def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int:
     """What the device step needs beside weights and KV cache: an upper bound from sizes alone.
 
-    Seats, counts of tokens, the largest shape's activations, which all share, and the graphs.
+    Seats, counts of tokens, what separate heads read, the largest shape's activations, which all
+    share, and the graphs.
     """
     shapes = all_shapes(sizes.num_seats, sizes.num_draft_nodes)
     per_logit = BYTES_PER_LOGIT + (BYTES_PER_GATHERED_LOGIT if num_ranks > 1 else 0)
@@ -527,6 +529,11 @@ def reserved_bytes(sizes: SeatSizes, info: ModelInfo, num_ranks: int = 1) -> int
     counts = 0
     if sizes.has_edits:
         counts = sizes.count_bytes + 4 * sizes.max_rows * sizes.mask_words
+    fed = 4 * sizes.max_rows * len(sizes.fed_layers) * info.hidden_size
     return (
-        4 * sizes.num_words + counts + shapes[0].num_rows * per_row + len(shapes) * BYTES_PER_GRAPH
+        4 * sizes.num_words
+        + counts
+        + fed
+        + shapes[0].num_rows * per_row
+        + len(shapes) * BYTES_PER_GRAPH
     )

@@ -66,9 +66,16 @@ class DeviceStep:
     """
 
     def __init__(
-        self, model: FamilyModel, cache: KVCache, seats: DeviceSeats, head: DeviceHead | None = None
+        self,
+        model: FamilyModel,
+        cache: KVCache,
+        seats: DeviceSeats,
+        head: DeviceHead | None = None,
+        features: Tensor | None = None,  # [max_rows, num_fed_layers, hidden_size], written
     ) -> None:
         self.model, self.cache, self.seats, self.head = model, cache, seats, head
+        assert (features is None) == (not seats.sizes.fed_layers), seats.sizes
+        self._features = features
         self._ops = cast(DeviceOps, model.ops)  # `obstacle` has looked
         self._collective = ALONE if model.output is None else model.output.collective
         drafted = seats.sizes.draft_parts
@@ -80,9 +87,14 @@ class DeviceStep:
     def run(self, shape: StepShape) -> None:
         """Computes the staged step."""
         layout = lay_out(self.seats, shape)
-        head, capture = self.head, self.head.capture if self.head else ()
-        model = self.model
-        states, hidden = model.states(model.context(layout.plan, self.cache), None, capture)
+        head, model, fed = self.head, self.model, self.seats.sizes.fed_layers
+        capture = tuple(sorted({*fed, *(head.capture if head else ())}))
+        context = model.context(layout.plan, self.cache)
+        states, captured = model.states(context, None, capture)
+        hidden = dict(zip(capture, captured, strict=True))
+        if self._features is not None:
+            read = [hidden[layer] for layer in fed]
+            torch.stack(read, dim=1, out=self._features[: shape.num_rows])
         drawn = self._draw(states, layout, shape)
         accepted = accept(layout, drawn)
         rows = head.rows(layout, drawn, hidden) if head else None
@@ -423,9 +435,16 @@ class DeviceStepService:
         assert (head is None) == (sizes.num_draft_nodes == 0), sizes
         assert isinstance(model.runner, FamilyRunner), type(model.runner)
         self._sizes, self._collective = sizes, model.collective
+        # What the last posted step leaves for separate heads: by layer, [max_rows, hidden_size].
+        self.features: dict[int, Tensor] = {}
         self.seats = DeviceSeats(sizes, cache.device)
         drafter = None if head is None else DeviceHead(head, cache, self.seats)
-        self._step = DeviceStep(model.runner.model, cache, self.seats, drafter)
+        features = None
+        if sizes.fed_layers:
+            size = (sizes.max_rows, len(sizes.fed_layers), model.info.hidden_size)
+            features = torch.zeros(size, dtype=model.info.dtype, device=cache.device)
+            self.features = dict(zip(sizes.fed_layers, features.unbind(1), strict=True))
+        self._step = DeviceStep(model.runner.model, cache, self.seats, drafter, features)
         self._captured = Captured(self._step.run, model.collective, cache.device)
         self._reader = OutcomeReader(self._step.words)
         self._capture_error = ""

@@ -42,9 +42,11 @@ class InProcessTarget:
         head=None,
         num_draft_nodes: int = 0,
         vocab: int = 0,  # 0: requests with penalties and the like take the host path
+        fed_layers: tuple[int, ...] = (),
     ) -> None:
         has_chances = bool(num_draft_nodes) and head.head.has_chances
         sizes = SeatSizes(SEATS, MAX_LEN, num_blocks, BLOCK, num_draft_nodes, vocab, has_chances)
+        sizes = replace(sizes, fed_layers=fed_layers)
         rule, sizes = make_rule("coupled"), sizes if on_device else None
         self.service = TargetService(model, num_blocks, BLOCK, rule, head, sizes)
         self.posted: list[Verdict | PendingReply | None] = []
