@@ -419,8 +419,6 @@ class ChainProgram:
         is_plain = spec.embedding_scale == spec.logit_scale == 1.0
         if not is_plain or spec.logit_softcap is not None or spec.temperature is not None:
             return None
-        if any(rope.long_frequencies is not None for rope in family.ropes):
-            return None
         if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None:
             return None
         table = embedding.weight.detach()

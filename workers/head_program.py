@@ -136,8 +136,6 @@ class HeadProgram:
             return None
         if stack.spec.temperature is not None or len(head.capture) > _MOST_STATES:
             return None
-        if any(rope.long_frequencies is not None for rope in stack.ropes):
-            return None
         own = module.embed_tokens
         ends = _ends_of(module, stack.program, embedding if own is None else own, output)
         if ends is None or (module.norm_output and stack.norm is None):

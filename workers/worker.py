@@ -358,6 +358,7 @@ class Worker:
                 known=None if known is None else _known_choice(getattr(known, name)),
                 adapters=_placed(spec.adapters),
                 stage=self._stage if name == "target" else None,
+                max_model_len=spec.max_model_len,
                 **spec.trust,
             )
             if name == "draft" and self._models[name].keeps_states:

@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...config.hub import reason
 from .load import fail
@@ -201,8 +202,12 @@ class DecoderBlock(nn.Module):
 
 
 @torch.no_grad()
-def materialise_constants(model: Any, device: torch.device) -> None:
-    """Computes what is in no checkpoint: rotary frequencies, embedding scales."""
+def materialise_constants(model: Any, device: torch.device, longest: int | None = None) -> None:
+    """Computes what is in no checkpoint: rotary frequencies, embedding scales.
+
+    Args:
+        longest: tokens of the longest sequence; None: what the configuration gives.
+    """
     for module in model.modules():
         names = [name for name in module._non_persistent_buffers_set if name in module._buffers]
         for name in names:
@@ -212,6 +217,32 @@ def materialise_constants(model: Any, device: torch.device) -> None:
     base = getattr(model, model.base_model_prefix, None)
     if base is not None and base is not model:  # Falcon-H1's computes those of its layers
         model._init_weights(base)
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            _settle_longrope(module, longest or model.config.max_position_embeddings)
+
+
+def _settle_longrope(module: Any, longest: int) -> None:
+    """Rotates all positions by one set of frequencies: the long ones, if sequences may be longer
+    than those of pre-training, as in llama.cpp and vLLM.
+
+    transformers takes the set by the longest sequence of each forward. With a cache, drafts, chunks
+    and other requests would then decide how a key is rotated, and keys of both kinds would meet.
+    """
+    by_layer, kinds = isinstance(module.rope_type, dict), module.rope_type
+    for layer, kind in kinds.items() if by_layer else [("", kinds)]:
+        if kind != "longrope":
+            continue
+        section = module.config.rope_parameters
+        section = section[layer] if by_layer else section
+        if longest > section["original_max_position_embeddings"]:
+            keys = {"layer_type": layer} if by_layer else {}
+            long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=longest, **keys)
+            getattr(module, f"{layer}_inv_freq" if by_layer else "inv_freq").copy_(long)
+        if by_layer:
+            kinds[layer] = "default"  # that it is not changed again
+        else:
+            module.rope_type = "default"
 
 
 def by_target(

@@ -410,8 +410,6 @@ def obstacle(model: PagedModel, rule: str) -> str:
         return "some of its layers keep a state, which the host's steps advance"
     if rule != RULE:
         return f"the rule is {rule!r}"
-    if any(rope.long_frequencies is not None for rope in runner.model.ropes):
-        return "the rotary frequencies depend on the length of a draft"
     return ""
 
 

@@ -275,6 +275,7 @@ class _Rank:
     adapters: Sequence[Adapter] | None = None
     received: Mapping[str, Tensor] | None = None
     stage: Stage | None = None  # None: it has all layers
+    max_model_len: int | None = None  # None: the checkpoint's
 
     @property
     def layers(self) -> range:
@@ -298,6 +299,7 @@ def load_model(
     adapters: Sequence[tuple[str, str]] | None = None,
     stage: Stage | None = None,
     received: Mapping[str, Tensor] | None = None,
+    max_model_len: int | None = None,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
@@ -305,7 +307,8 @@ def load_model(
     earlier load of the same model on such a device has chosen; the two forwards are not compared
     again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
     it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
-    `received` are weights in the place of those of the folder.
+    `received` are weights in the place of those of the folder. LongRoPE's frequencies depend on
+    `max_model_len`, tokens of the longest sequence; None: the checkpoint's.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -317,7 +320,7 @@ def load_model(
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
     rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
-    rank = replace(rank, received=received, stage=stage)
+    rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len)
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
@@ -475,7 +478,7 @@ def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, S
         plan = plan_shards(model, heads, tp_hints(model))
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         plan_vocabulary(plan, model, *ends, heads.rank, heads.size)
-    materialise_constants(model, rank.device)
+    materialise_constants(model, rank.device, rank.max_model_len)
     checkpoint: Checkpoint
     if rank.received is not None:
         checkpoint = Received(rank.path, rank.received)

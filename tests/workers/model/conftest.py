@@ -249,14 +249,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "partial_rotary_factor": 0.5,
         "sliding_window": 7,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 1,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 0.5,
             "short_factor": [1.0, 1.5],
             "long_factor": [2.0, 3.0],
-            "original_max_position_embeddings": 64,
+            "attention_factor": 1.3,
+            "original_max_position_embeddings": 1,
         },
     },
     "qwen3_yarn": {

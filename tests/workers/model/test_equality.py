@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
+from outrider.scheduler.tree import chain
 from outrider.scheduler.types import ints
 from outrider.tests.helpers.equality import TEXTS, script
 from outrider.tests.helpers.models import (
@@ -18,6 +20,8 @@ from outrider.tests.helpers.models import (
     full_logits,
     skip_other,
 )
+from outrider.tests.workers.model.conftest import VARIANTS
+from outrider.workers.collective import Collective
 from outrider.workers.model import target
 from outrider.workers.model.target import load_model
 
@@ -157,3 +161,35 @@ def test_rows_and_capture(checkpoint, name, forward, part, build_step, run_ranks
         assert none.shape == (0, 101)
         for mine, theirs in zip(hidden, wanted, strict=True):
             torch.testing.assert_close(mine, theirs[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward", ["family", "bridge"])
+def test_longrope_goes_by_the_longest_sequence_that_is_served(
+    checkpoint, forward, part, build_step
+):
+    """Not by a step's: neither chunks nor drafts nor other requests change how a key is rotated."""
+    rope = {**VARIANTS["phi3_longrope"]["rope_parameters"], "original_max_position_embeddings": 8}
+    keys = {"sliding_window": None, "original_max_position_embeddings": 8, "rope_parameters": rope}
+    path, oracle = checkpoint("phi3_longrope", **keys)
+    text, draft = TEXTS[0][:12], chain(TEXTS[0][7:10], "test")
+
+    def rows(steps, longest=None):
+        model = load_model(
+            path,
+            device=CPU,
+            collective=Collective.single(),
+            forward=forward,
+            max_model_len=longest,
+        )
+        cache = model.new_cache(24, BLOCK)
+        every = [replace(each, rows=ints(np.arange(len(each.token_ids)))) for each in steps]
+        return torch.cat([model.forward(each, cache) for each in every])
+
+    def step(begin, end, *drafts):
+        return build_step([part(text[begin:end], begin, TABLES[0], *drafts)], BLOCK)
+
+    assert_equal(rows([step(0, 12)]), full_logits(oracle, text))
+    in_parts = rows([step(0, 5), step(5, 7, draft), step(7, 12)])
+    assert_equal(in_parts[[*range(7), *range(10, 15)]], full_logits(oracle, text))
+    assert_equal(in_parts[7:10], full_logits(oracle, text)[7:10])
+    assert_equal(rows([step(0, 7)], longest=8), full_logits(oracle, text[:7]))
