@@ -297,16 +297,16 @@ class DraftTarget(OwnWorkers, Drafter):
         self._post(step, _Pending(self._step, rows, self.clock(), chains))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        emitted, starts = verdict.emitted.tolist(), verdict.emitted_start.tolist()
         for row, request_id in enumerate(batch.request_ids):
-            sequence = self._sequences.get(request_id)
-            emitted = verdict.tokens(row)
-            if sequence is None or not len(emitted):
+            sequence, begin, end = self._sequences.get(request_id), starts[row], starts[row + 1]
+            if sequence is None or begin == end:
                 continue
             drawn = self._drawn.pop(request_id, 0)
             if drawn and self.mask_token is None:  # else the nodes' rows are masks'
                 # The last node drawn was never fed back, so its KV does not exist.
                 sequence.num_computed += min(len(verdict.nodes(row)), drawn - 1)
-            sequence.tokens.extend(emitted)
+            sequence.tokens.extend(emitted[begin:end])
             sequence.trim(self._pool)
 
     def close(self, request_ids: Sequence[str]) -> None:

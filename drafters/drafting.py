@@ -279,11 +279,11 @@ class Drafting:
         statistics name it although it proposed nothing.
         """
         self._drafted = [tree.EMPTY] * batch.num_seqs
+        budgets = batch.plan.max_nodes if budgets is None else budgets
+        if not budgets.any() or (self._gate is not None and self._gate.reason):
+            return self._drafted
         kept: dict[int, IntArray] = {}
         remember(self._steps, batch.step, (self._drafted, kept))
-        budgets = batch.plan.max_nodes if budgets is None else budgets
-        if self._gate is not None and self._gate.reason:
-            return self._drafted
         if not self.proposes_trees:
             budgets = np.minimum(budgets, batch.max_depth)
         asked = int((budgets > 0).sum())

@@ -51,6 +51,8 @@ class Colocated(Drafter):
 
     def keep(self, request_ids: Sequence[str], drafts: NextDrafts | None) -> None:
         """Replaces the stored drafts of these requests."""
+        if not self._drafts and (drafts is None or not len(drafts.tokens)):
+            return
         for row, request_id in enumerate(request_ids):
             self._drafts.pop(request_id, None)
             if drafts is None or drafts.start[row] == drafts.start[row + 1]:

@@ -69,11 +69,15 @@ class DraftBudget:
         """Nodes that each of `sequences` may draft; those are left out that may have none."""
         wishes: dict[Sequence, int] = {}
         lengths = self._lengths
+        if not self.enabled:
+            return wishes
         if lengths is not None:
             sequences = list(sequences)
-            unpredicted = [each.request for each in sequences if not each.request.prediction.size]
-            lengths.plan([request.id for request in unpredicted])
-        most = self._nodes_at(num_running) if self.enabled else 0
+            requests = [each.request for each in sequences]
+            lengths.plan([request.id for request in requests if not request.prediction.size])
+            if lengths.grants_none:
+                return wishes
+        most = self._nodes_at(num_running)
         if most <= 0:
             return wishes
         for sequence in sequences:
@@ -125,7 +129,7 @@ class DraftBudget:
         self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, elapsed_ms: float
     ) -> None:
         """A step was committed, and took so long with all that the engine did for it."""
-        if self._lengths is not None and batch.drafter_nodes is None:
+        if self._lengths is not None and self.enabled and batch.drafter_nodes is None:
             self._lengths.count(batch, drafts, verdict, elapsed_ms)
 
     def forget(self, request_id: str) -> None:

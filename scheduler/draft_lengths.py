@@ -50,11 +50,12 @@ class Lately:
         self._num_idle = 0
         self.state = int(self._level * (_NUM_LEVELS - 1) + 0.5)
 
-    def idle(self) -> None:
-        """Nothing was granted in a step that could have drafted."""
+    def idle(self) -> bool:
+        """Nothing was granted in a step that could have drafted; whether no more changes by it."""
         self._num_idle += 1
         if self._num_idle == _RESTED_STEPS and self.state != NEW:
             self.state = _RESTED
+        return self._num_idle >= _RESTED_STEPS
 
 
 class Acceptance:
@@ -89,10 +90,10 @@ class Acceptance:
         if path is not None:
             self._paths.append(path)
 
-    def learn(self) -> None:
-        """Takes in what was counted."""
+    def learn(self) -> bool:
+        """Takes in what was counted; False: there was nothing."""
         if not self._new:
-            return
+            return False
         states, *nodes = np.array(self._new).T
         self._new.clear()
         each_state = np.arange(NUM_STATES)[:, None] == states  # [NUM_STATES, num_grants]
@@ -105,6 +106,7 @@ class Acceptance:
             self._paths.clear()
         self._counts *= _DECAY ** (each_state @ (found[0] > 0).astype(np.float64))
         self._counts += each_state @ found
+        return True
 
     def per_granted(self) -> tuple[Floats, Floats]:
         """Drafted and accepted of the granted nodes, by state and group.
@@ -237,23 +239,26 @@ class Speeds:
         self._mean, self._covariance = gains.copy(), covariance.copy()
         self.forget(_STEPS_BETWEEN_RUNS)
 
-    def believed(self, cell: int) -> tuple[Floats, Floats]:
-        """Logarithms of gains [num_prices], and their covariance [num_prices, num_prices]."""
+    def gains(self, cell: int) -> list[float]:  # [num_prices]
+        """Logarithms of gains; the first is plain decoding's, 0."""
         size = _NUM_PRICES - 1
-        mean, covariance = np.zeros(_NUM_PRICES), np.zeros((_NUM_PRICES, _NUM_PRICES))
+        return [0.0, *self._mean[cell * size : (cell + 1) * size].tolist()]
+
+    def uncertainty(self, cell: int) -> Floats:  # [num_prices, num_prices]
+        """The covariance of `gains`."""
+        size, covariance = _NUM_PRICES - 1, np.zeros((_NUM_PRICES, _NUM_PRICES))
         part = slice(cell * size, (cell + 1) * size)
-        mean[1:], covariance[1:, 1:] = self._mean[part], self._covariance[part, part]
-        return mean, covariance
+        covariance[1:, 1:] = self._covariance[part, part]
+        return covariance
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Gains over plain decoding by requests and price, where they are known at all."""
         found: dict[str, dict[str, float]] = {}
         for cell in range(0, _NUM_CELLS, _CELLS_PER_OCTAVE):
-            mean, covariance = self.believed(cell)
-            known = np.sqrt(np.diag(covariance)) < 0.5 * _SPREAD
+            known = np.sqrt(np.diag(self.uncertainty(cell))) < 0.5 * _SPREAD
             gains = {
                 str(price): float(np.exp(gain))
-                for price, gain, is_known in zip(PRICES[1:], mean[1:], known[1:])
+                for price, gain, is_known in zip(PRICES[1:], self.gains(cell)[1:], known[1:])
                 if is_known
             }
             if gains:
@@ -385,8 +390,9 @@ class DraftLengths:
         self._granted: dict[str, int] = {}
         self._granted_first = most  # to a request that comes before the next plan
         self._drafted_before: set[str] = set()  # requests that were granted nodes in the last step
-        self._step = self._num_lessons = self._forgotten_at = 0
-        self._steps_left = 0  # until the next lesson
+        self._restless: set[str] = set()  # requests whose state changes if they go on without
+        self._step = self._forgotten_at = 0
+        self._num_lessons = self._steps_left = 1  # until the next lesson
         self._plan_left = 0  # steps for which the plan holds
         self._num_unmeasured = 1 + has_model
         self._serving = _NUM_PRICES - 1
@@ -403,7 +409,7 @@ class DraftLengths:
         self._trial_cost = _FIRST_TRIAL_COST  # by which they are slower, alike
         self._cell = -1  # of the requests for which the price was chosen; -1: none was
         self._is_recalled = False  # what is known is an earlier run's; the first block chooses
-        self._learn()
+        self._update()
 
     def plan(self, request_ids: abc.Sequence[str]) -> None:
         """Once before every step, with all that run."""
@@ -426,6 +432,11 @@ class DraftLengths:
             self._next_block()
         self._grant()
 
+    @property
+    def grants_none(self) -> bool:
+        """Whether the plan has no nodes for any request."""
+        return not self._granted and not self._granted_first
+
     def most(self, request_id: str) -> int:
         """Nodes that a request may draft under the plan."""
         return self._granted.get(request_id, self._granted_first)
@@ -436,6 +447,10 @@ class DraftLengths:
         """What became of a step's drafts, and the time that the step took."""
         self._step += 1
         self._block.num_steps += 1
+        if not self._restless and not self._drafted_before and not batch.max_nodes.any():
+            self._ended.clear()
+            self._measure(batch, 0, elapsed_ms)
+            return
         ends, granted = verdict.path_start.tolist(), batch.max_nodes.tolist()
         samples, known, counted = batch.samples.tolist(), self._requests, self._acceptance.count
         before = self._drafted_before.intersection(batch.request_ids)
@@ -447,7 +462,8 @@ class DraftLengths:
             if lately is None or not samples[row]:
                 continue
             if not granted[row]:
-                lately.idle()
+                if lately.idle():
+                    self._restless.discard(request_id)
                 continue
             if self._has_model:
                 if request_id in self._requests:
@@ -459,9 +475,15 @@ class DraftLengths:
             counted(lately.state, granted[row], nodes, num_accepted, path)
             if nodes:
                 lately.drafted(nodes, num_accepted)
-        if batch.num_tokens == batch.num_seqs == sum(samples):
+                if request_id in self._requests:
+                    self._restless.add(request_id)
+        self._measure(batch, ends[-1], elapsed_ms)
+
+    def _measure(self, batch: Batch, num_accepted: int, elapsed_ms: float) -> None:
+        """Counts a step that only decoded."""
+        if batch.num_tokens == batch.num_seqs == np.count_nonzero(batch.samples):
             if not self._is_trial:
-                self._accepted += _CALIBRATION_SHARE * (ends[-1] - self._accepted)
+                self._accepted += _CALIBRATION_SHARE * (num_accepted - self._accepted)
                 self._foreseen += _CALIBRATION_SHARE * (self._expected - self._foreseen)
                 num_tokens = batch.num_seqs + self._expected * self._accepted / self._foreseen
                 self._block.count(batch.num_seqs, num_tokens, elapsed_ms)
@@ -473,6 +495,7 @@ class DraftLengths:
         """A request has ended; its last step may still be counted."""
         self._granted.pop(request_id, None)
         self._drafted_before.discard(request_id)
+        self._restless.discard(request_id)
         lately = self._requests.pop(request_id, None)
         if lately is not None:
             self._ended[request_id] = lately
@@ -493,7 +516,7 @@ class DraftLengths:
         self._acceptance.recall(known.accepted)
         self._speeds.recall(known.gains, known.covariance)
         self._is_recalled, self._explorable = True, 0.0
-        self._learn()
+        self._update()
         return True
 
     def stats(self) -> dict[str, Any]:
@@ -501,7 +524,7 @@ class DraftLengths:
         drafted_of_granted, acceptance = self._acceptance.stats()
         return {
             "granted": sum(self._granted.values()),
-            "num_requests": len(self._granted),
+            "num_requests": len(self._requests),
             "drafted_of_granted": drafted_of_granted,
             "acceptance": acceptance,
             "nodes": self._sizes.tolist(),
@@ -513,7 +536,11 @@ class DraftLengths:
         """Takes in what was accepted; at first after every step, then less often."""
         self._num_lessons += 1
         self._steps_left = min(self._num_lessons, _STEPS_PER_LESSON)
-        self._acceptance.learn()
+        if self._acceptance.learn():
+            self._update()
+
+    def _update(self) -> None:
+        """What each price grants, by what was accepted so far."""
         drafted, accepted = self._acceptance.per_granted()
         worth = np.minimum.accumulate(accepted / np.maximum(drafted, _LEAST_DRAFTED), axis=1)
         pays = worth >= np.array(PRICES)[:, None, None]  # [num_prices, NUM_STATES, num_groups]
@@ -568,26 +595,24 @@ class DraftLengths:
         """The price of the next block: the one that serves, or one that may be better."""
         self._speeds.forget(self._step - self._forgotten_at)
         self._forgotten_at = self._step
-        counts = [0] * NUM_STATES
-        for lately in self._requests.values():
-            counts[lately.state] += 1
-        cell = _cell(sum(counts))
-        mean, covariance = self._speeds.believed(cell)
-        scores = mean.copy()
-        scores[1:] -= _MARGIN
+        cell = _cell(len(self._requests))
+        gains = self._speeds.gains(cell)
+        scores = [gains[0], *[gain - _MARGIN for gain in gains[1:]]]
         scores[self._serving] += _MARGIN / 2
-        best = int(scores.argmax())
+        best = scores.index(max(scores))
         if best != self._serving:
             self._serving, self._before = best, None
             return best
-        # A draw from what is believed: prices are tried as often as they may be the best.
-        variances, axes = np.linalg.eigh(covariance)
-        noise = self._rng.standard_normal(_NUM_PRICES) * np.sqrt(np.maximum(variances, 0.0))
-        other = int((mean + axes @ noise).argmax())
-        used = [state for state, count in enumerate(counts) if count]
-        if all(self._nodes[other][state] == self._nodes[best][state] for state in used):
-            return best
+        deviations = self._rng.standard_normal(_NUM_PRICES)
         if self._explorable <= 0 or self._before is None:
+            return best
+        # A draw from what is believed: prices are tried as often as they may be the best.
+        mean = np.array(gains)
+        variances, axes = np.linalg.eigh(self._speeds.uncertainty(cell))
+        noise = deviations * np.sqrt(np.maximum(variances, 0.0))
+        other = int((mean + axes @ noise).argmax())
+        used = {lately.state for lately in self._requests.values()}
+        if all(self._nodes[other][state] == self._nodes[best][state] for state in used):
             return best
         self._expected_loss = max(1.0 - float(np.exp(mean[other] - mean[best])), _LEAST_LOSS)
         return other
@@ -598,15 +623,19 @@ class DraftLengths:
         self._is_trial = False
         nodes = self._nodes[price]
         self._granted_first = nodes[NEW]
-        self._granted = granted = {name: nodes[each.state] for name, each in requests.items()}
-        gains = self._gains[price]
-        self._expected = sum([gains[each.state] for each in requests.values()])
+        granted: dict[str, int] = {}
+        self._granted = granted
+        self._expected = 0.0
+        if price:  # the first grants nothing
+            granted.update((name, nodes[each.state]) for name, each in requests.items())
+            gains = self._gains[price]
+            self._expected = sum([gains[each.state] for each in requests.values()])
         if price != self._serving:
             return
         self._trial_time += _TRIAL_SHARE
         if self._trial_time < max(self._trial_cost, _LEAST_TRIAL_COST):
             return
-        idle = [name for name, num_nodes in granted.items() if not num_nodes]
+        idle = [name for name in requests if not granted.get(name)]
         if idle:
             self._trial_time, self._is_trial = 0.0, True
             tried = min(idle, key=lambda name: requests[name].tried_at)

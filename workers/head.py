@@ -30,7 +30,7 @@ from ..drafters.heads.protocol import (
     drafts_of,
     frontier,
 )
-from ..drafters.heads.tree_drafting import draft, extends, follows, is_plain, joined
+from ..drafters.heads.tree_drafting import draft, follows, is_plain, joined, runs
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
 from .attention import KVCache, KVShape
 from .collective import Collective
@@ -85,7 +85,8 @@ class HeadRunner:
         if shards.size == 1 and not self.module_reason:
             self._program = HeadProgram.of(self.head, self._embedding, self._draft_output)
         self._nothing = NextDrafts.empty(0)
-        self._put_off: list[Verified] = []  # plain steps, one after the other; rows to compute
+        self._put_off: list[Verified] = []  # plain steps, in order; rows to compute
+        self._num_put_off = 0  # rows
 
     @property
     def collective(self) -> Collective:
@@ -147,23 +148,29 @@ class HeadRunner:
 
     def _run(self, done: Verified) -> NextDrafts:
         """Drafts, or puts off rows that nothing is drafted from: many cost little more than few."""
-        step, before = done.step, self._put_off
-        if before and not (follows(before[-1], step) and extends(before[-1].step, step)):
-            self.catch_up()
-            before = self._put_off
-        fits = (len(before) + 1) * step.num_seqs <= _MOST_PUT_OFF
-        can_wait = fits and bool(self.head.layers) and (bool(before) or is_plain(step))
-        if can_wait and not _drafts(step):
-            before.append(done)  # its states are its own: no later step writes to them
+        step, num_rows = done.step, len(done.step.token_ids)
+        plain = is_plain(step)
+        fits = self._num_put_off + num_rows <= _MOST_PUT_OFF
+        if plain and fits and self.head.layers and not _drafts(step):
+            self._put_off.append(done)  # its states are its own: no later step writes to them
+            self._num_put_off += num_rows
             return self._no_drafts(step.num_seqs)
-        self._put_off = []
-        return self._draft(joined([*before, done]))
+        before = self._put_off
+        self.forget()
+        if not before:
+            return self._draft(done)
+        *earlier, last = runs([*before, done]) if plain else [*runs(before), [done]]
+        for each in earlier:
+            self._draft(joined(each))
+        return self._draft(joined(last))
 
     def catch_up(self, step: StepInput | None = None) -> None:
         """Computes the rows that were put off, unless `step` goes on where they end."""
         if self._put_off and not (step and follows(self._put_off[-1], step)):
-            steps, self._put_off = self._put_off, []
-            self._draft(joined(steps))
+            steps = self._put_off
+            self.forget()
+            for each in runs(steps):
+                self._draft(joined(each))
 
     def _draft(self, done: Verified) -> NextDrafts:
         """Computes a step's rows, and drafts behind the last committed ones."""
@@ -200,7 +207,7 @@ class HeadRunner:
 
     def forget(self) -> None:
         """Drops the rows that were put off."""
-        self._put_off = []
+        self._put_off, self._num_put_off = [], 0
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         return self._embedding(token_ids)
@@ -344,4 +351,5 @@ class HeadService(HeadRunner):
 
     def draft(self, step: StepInput, verdict: Verdict, hidden: tuple[Tensor, ...]) -> Verdict:
         """`verdict` with the drafts for the next step."""
-        return replace(verdict, next_drafts=self.run(step, verdict, hidden))
+        drafts = self.run(step, verdict, hidden)
+        return verdict if drafts is self._nothing else replace(verdict, next_drafts=drafts)

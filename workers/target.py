@@ -366,7 +366,9 @@ class TargetService:
         if before is not None and self._feeds:
             before.settle()  # what it leaves for them is read before this step overwrites it
         with torch.inference_mode():
-            self._cache.apply_moves(plan.kv_moves)  # of a step that took the host path
+            if self._head is not None:
+                self._head.catch_up()  # with steps that took the host path
+            self._cache.apply_moves(plan.kv_moves)  # alike
             posted = service.post(plan, shape)
         if before is not None:
             before.settle()  # while the device computes this one

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -374,16 +375,29 @@ def follows(before: Verified, step: StepInput) -> bool:
     )
 
 
-def extends(before: StepInput, step: StepInput) -> bool:
-    """Whether the rows before both are the same."""
-    return _same(step.context_lens, before.context_lens + 1) and _same(
-        step.block_tables[:, 0], before.block_tables[:, 0]
-    )
-
-
 def _same(one: IntArray, other: IntArray) -> bool:
     """Whether few numbers are equal: five times as fast as numpy's comparison."""
     return one.tobytes() == other.tobytes()
+
+
+def runs(steps: Sequence[Verified]) -> list[list[Verified]]:
+    """Plain steps, divided where one does not go on with all sequences of the one before it."""
+    found: list[list[Verified]] = []
+    for _, same_size in groupby(steps, key=lambda each: each.step.num_seqs):
+        part = list(same_size)
+        if len(part) == 1:
+            found.append(part)
+            continue
+        # [num_steps, num_seqs]
+        emitted = np.stack([each.verdict.emitted for each in part])
+        tokens = np.stack([each.step.token_ids for each in part])
+        lens = np.stack([each.step.context_lens for each in part])
+        blocks = np.stack([each.step.block_tables[:, 0] for each in part])
+        goes_on = (tokens[1:] == emitted[:-1]) & (lens[1:] == lens[:-1] + 1)
+        goes_on &= blocks[1:] == blocks[:-1]  # of the same texts
+        cuts = np.flatnonzero(~goes_on.all(axis=1)) + 1
+        found += [part[begin:end] for begin, end in pairwise([0, *cuts.tolist(), len(part)])]
+    return found
 
 
 def joined(steps: Sequence[Verified]) -> Verified:

@@ -209,14 +209,14 @@ def test_speeds_are_learned_from_differences():
         blocks = [Measured(6, price, float(values[price]), 0.01, 1.0) for price in (one, other)]
         speeds.compare(*blocks, error=0.02)
         speeds.forget(24)
-    mean, covariance = speeds.believed(6)
+    mean, covariance = speeds.gains(6), speeds.uncertainty(6)
     assert np.abs(mean - gains).max() < 0.08
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
-    assert speeds.believed(7)[0] == pytest.approx(gains, abs=0.15)
-    assert np.diag(speeds.believed(20)[1])[1:].min() > 0.1
+    assert speeds.gains(7) == pytest.approx(gains, abs=0.15)
+    assert np.diag(speeds.uncertainty(20))[1:].min() > 0.1
     known = np.diag(covariance)
     speeds.forget(50_000)
-    assert (np.diag(speeds.believed(6)[1])[1:] > 2 * known[1:]).all()
+    assert (np.diag(speeds.uncertainty(6))[1:] > 2 * known[1:]).all()
 
 
 def test_prompts_in_every_step_do_not_end_drafting():
