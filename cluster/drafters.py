@@ -4,7 +4,8 @@ A group is a named, detached actor, `DrafterGroup`, which owns its members: each
 its own ranks, with a placement group of its own. Engines find the group by its name and connect to
 rank 0 of every member (`SharedEnd`); no step passes Ray. A member that died is started anew under
 the same id; members come and go while engines draft with them (`Members` in
-`drafters/draft_target.py`).
+`drafters/draft_target.py`). An actor that died is started again by Ray, and takes over the members
+that are noted at Ray's head: engines draft with them meanwhile.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.experimental import internal_kv
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from ..config import EngineConfig
 from ..drafters.protocol import DraftModel
@@ -33,7 +40,7 @@ from ..workers.spec import OpenLease, WeightsAnswer, WorkerReport, WorkerSpec
 from ..workers.transport import framing
 from ..workers.transport.socket_channel import Monitor, SocketChannel
 from .process import start_thread
-from .rank_actors import NAMESPACE, ConnectedGroup, RankActors, answers_of
+from .rank_actors import NAMESPACE, ConnectedGroup, Formed, RankActors, answers_of
 
 log = logging.getLogger(__name__)
 _PREFIX = "outrider-drafters-"
@@ -66,8 +73,32 @@ class MemberPlace:
 class _Member:
     ranks: RankActors
     place: MemberPlace | None = None  # None: it is being started
+    formed: Formed | None = None  # its ranks, once it has a place
     is_ending: bool = False
     reason: str = ""  # why it is not up
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the actor has to know of its members when it is started again; at Ray's head."""
+
+    mark: str
+    count: int
+    members: dict[str, tuple[Formed, MemberPlace] | None]  # by id; None: it was being started
+
+    @classmethod
+    def read(cls, name: str) -> _Note | None:
+        """That of a group, if there is one."""
+        found = internal_kv._internal_kv_get(_note_key(name))
+        return None if found is None else cast("_Note", ray.cloudpickle.loads(found))
+
+    def write(self, name: str) -> None:
+        """Replaces it."""
+        internal_kv._internal_kv_put(_note_key(name), ray.cloudpickle.dumps(self))
+
+
+def _note_key(name: str) -> bytes:
+    return f"outrider drafters {name}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +130,9 @@ class DrafterGroup:
         self._count = 0
         self._mark = secrets.token_hex(4)  # ids of another group of this name differ
         self._changed = threading.Condition()
-        self._version = 0
+        self._version = secrets.randbits(31)  # engines may have that of the process before
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._take_over()
 
     def recall(self) -> None:
         """Ranks ask for this, to see whether their owner is there."""
@@ -129,10 +162,7 @@ class DrafterGroup:
                 start_thread("ending", member.ranks.shutdown)
             while len(self._members) < num_members:
                 self._count += 1
-                ranks = RankActors(self._spec(), self._config.resources, keeper=self._itself)
-                member = _Member(ranks)
-                self._members[f"{self._mark}-{self._count}"] = member
-                start_thread("member", self._keep, member)
+                self._add(f"{self._mark}-{self._count}")
             self._note_change()
 
     def members(self, version: int, timeout_s: float) -> tuple[int, list[str]]:
@@ -156,6 +186,42 @@ class DrafterGroup:
             self._note_change()
         for member in ended:
             member.ranks.shutdown()
+        internal_kv._internal_kv_del(_note_key(self._name))
+
+    def _add(self, name: str, found: tuple[Formed, MemberPlace] | None = None) -> None:
+        """A member, which is started, or found running."""
+        ranks = RankActors(
+            self._spec(), self._config.resources, keeper=self._itself, mark=self._placements
+        )
+        member = self._members[name] = _Member(ranks)
+        if found is not None:
+            member.formed, member.place = found
+            ranks.adopt(member.formed)
+        start_thread("member", self._keep, member)
+
+    def _take_over(self) -> None:
+        """Goes on with the members of the process that died; one that it was starting begins anew.
+
+        Engines are connected to the others, and have noticed nothing.
+        """
+        note = _Note.read(self._name)
+        if note is None:
+            return
+        self._mark, self._count = note.mark, note.count
+        kept = [found[0].placement for found in note.members.values() if found is not None]
+        ids = {each.id.hex() for each in kept if each is not None}
+        for placement_id, row in placement_group_table().items():
+            is_ours = row["name"].startswith(self._placements) and row["state"] != "REMOVED"
+            if is_ours and placement_id not in ids:
+                with contextlib.suppress(ValueError):  # it is gone
+                    remove_placement_group(get_placement_group(row["name"]))
+        for name, found in note.members.items():
+            self._add(name, found)
+
+    @property
+    def _placements(self) -> str:
+        """What the names of placement groups begin with."""
+        return f"{_PREFIX}{self._name}/"
 
     def _spec(self) -> WorkerSpec:
         config = self._config
@@ -169,15 +235,24 @@ class DrafterGroup:
         )
 
     def _note_change(self) -> None:
+        """Tells engines, and whoever is in the place of this process one day."""
         self._version += 1
         self._changed.notify_all()
+        members = {
+            name: None if each.formed is None or each.place is None else (each.formed, each.place)
+            for name, each in self._members.items()
+        }
+        _Note(self._mark, self._count, members).write(self._name)
 
     def _keep(self, member: _Member) -> None:
         """Starts a member, and again whenever one of its ranks has died, with pauses."""
         num_tries = 0
         while not member.is_ending:
             try:
-                place, sentinels = self._start(member)
+                if member.place is None:
+                    self._set_place(member, *self._start(member))
+                ranks = member.formed.ranks if member.formed is not None else []
+                sentinels = [rank.sentinel.remote() for rank in ranks]
             except (OutriderError, RayError, OSError) as error:
                 num_tries += 1
                 member.reason = str(getattr(error, "message", error)).splitlines()[0]
@@ -187,19 +262,23 @@ class DrafterGroup:
             if member.is_ending:
                 break
             num_tries = 0
-            self._set_place(member, place)
             with contextlib.suppress(RayError):
                 ray.get(ray.wait(sentinels, num_returns=1)[0])
+            if member.is_ending:
+                break
             member.reason = "a rank died; it is started again"
             self._set_place(member, None)
         member.ranks.shutdown()
 
-    def _set_place(self, member: _Member, place: MemberPlace | None) -> None:
+    def _set_place(
+        self, member: _Member, place: MemberPlace | None, formed: Formed | None = None
+    ) -> None:
         with self._changed:
-            member.place = place
-            self._note_change()
+            if not member.is_ending:
+                member.place, member.formed = place, formed
+                self._note_change()
 
-    def _start(self, member: _Member) -> tuple[MemberPlace, list[Any]]:
+    def _start(self, member: _Member) -> tuple[MemberPlace, Formed]:
         """Forms the ranks and has rank 0 listen."""
         formed = member.ranks.form(self._node, False, self._spec())
         secret, node = secrets.token_bytes(32), formed.places[0].node_id
@@ -217,7 +296,7 @@ class DrafterGroup:
             secret,
             tuple(formed.reports),
         )
-        return place, [rank.sentinel.remote() for rank in formed.ranks]
+        return place, formed
 
 
 def start_group(
@@ -256,6 +335,7 @@ def start_group(
             lifetime="detached",
             num_cpus=0,
             max_concurrency=_MAX_CALLS,
+            max_restarts=-1,
         )
         .remote(name, config, max_engines, found.vocab_size)
     )
@@ -283,7 +363,7 @@ def find_group(name: str, field: str) -> Any:
 
 def facts_of(actor: Any) -> GroupFacts:
     """What a group is (raises `WorkerDiedError` where it has ended, or does not answer)."""
-    found: GroupFacts = _answer(actor.facts.remote())
+    found: GroupFacts = _answer(actor.facts.remote)
     return found
 
 
@@ -293,12 +373,18 @@ def scale_group(actor: Any, num_members: int) -> None:
     Raises:
         WorkerDiedError: it has ended, or does not answer.
     """
-    _answer(actor.scale.remote(num_members))
+    _answer(actor.scale.remote, num_members)
 
 
-def _answer(asked: Any) -> Any:
+def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the actor answers, also where it is started again meanwhile."""
+    until = time.monotonic() + _ANSWER_S
     try:
-        return ray.get(asked, timeout=_ANSWER_S)
+        while True:
+            try:
+                return ray.get(call(*arguments), timeout=max(0.0, until - time.monotonic()))
+            except ActorUnavailableError:
+                time.sleep(_RETRY_S)
     except GetTimeoutError:
         raise WorkerDiedError(f"no answer of the drafter group within {_ANSWER_S:g} s") from None
     except RayActorError:
@@ -420,6 +506,8 @@ class GroupLink:
                 self._look(_POLL_S)
             except GetTimeoutError:
                 continue  # it is busy
+            except ActorUnavailableError:
+                self._closed.wait(_RETRY_S)  # it is being started again; its members go on
             except RayError as error:
                 log.debug("drafter group %s: %s", self._ask.name, error)
                 self._take([])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import remove_placement_group
 
 from ..errors import WorkerError
@@ -247,8 +247,8 @@ class Rank:
             keeper, serving = self._keeper, self._serving
             try:
                 ray.get(keeper.recall.remote(), timeout=_KEEPER_TIMEOUT_S)
-            except GetTimeoutError:
-                continue  # it is busy
+            except (GetTimeoutError, ActorUnavailableError):
+                continue  # it is busy, or is being started again
             except RayError:
                 if keeper is self._keeper and (serving is None or not serving.is_alive()):
                     break

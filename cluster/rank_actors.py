@@ -72,12 +72,14 @@ def place(
     asked: tuple[float, float],
     *,
     detached: bool = False,
+    mark: str = "",
 ) -> PlacementGroup:
     """One bundle a rank, or a stage of several, on one node if that is possible at all.
 
     Args:
         asked: CPUs and GPUs of a rank.
         detached: outlives its maker.
+        mark: what its name begins with; "": it has none.
 
     Raises:
         ResourcesError: the cluster did not provide the resources in time.
@@ -97,7 +99,8 @@ def place(
     strategy = placement.strategy_of(reserved, count, totals, resources)
     lifetime = "detached" if detached else None
     bundles = [dict(reserved) for _ in range(count)]
-    group = placement_group(bundles, strategy=strategy, lifetime=lifetime)
+    name = f"{mark}{secrets.token_hex(8)}" if mark else ""
+    group = placement_group(bundles, strategy=strategy, name=name, lifetime=lifetime)
     if not group.wait(timeout_seconds=resources.placement_timeout_s):
         remove_placement_group(group)
         raise _no_place(spec, resources, bundle)
@@ -149,10 +152,13 @@ class RankActors:
         resources: `spare_workers` is not `auto` any more.
         keeper: owns the ranks, which are detached: they stay when their engine hangs up, and when
             the keeper dies meanwhile. None: this process owns them.
+        mark: what the names of placement groups begin with.
     """
 
-    def __init__(self, spec: WorkerSpec, resources: ResourcesConfig, *, keeper: Any = None) -> None:
-        self._spec, self._resources = spec, resources
+    def __init__(
+        self, spec: WorkerSpec, resources: ResourcesConfig, *, keeper: Any = None, mark: str = ""
+    ) -> None:
+        self._spec, self._resources, self._mark = spec, resources, mark
         self._keeper = keeper
         self._formed = Formed(spec)
         self._lock = threading.Lock()  # of what is about spares
@@ -224,7 +230,11 @@ class RankActors:
         if self._formed.asked is None:  # later, the GPUs of a node that is gone would be lacking
             self._formed.asked = needs(self._spec, self._resources)
         self._formed.placement = place(
-            self._spec, self._resources, self._formed.asked, detached=self._keeper is not None
+            self._spec,
+            self._resources,
+            self._formed.asked,
+            detached=self._keeper is not None,
+            mark=self._mark,
         )
         self._formed.devices = [None] * self._spec.size
         self._gather([None] * self._spec.size)

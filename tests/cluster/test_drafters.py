@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from outrider.errors import CheckpointError, ConfigError
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
 from ..helpers.head_files import medusa_tensors, write_medusa
 from ..helpers.ports import wait_for
-from ..helpers.serving.kills import kill, stop
+from ..helpers.serving.kills import is_dead, kill, stop
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PROMPTS = random_prompts(4, 96)
@@ -162,6 +163,42 @@ def members_are_up(group: Any, engine: Any, count: int, gone: int) -> bool:
         drafter._model._group.reports[0].location.process for drafter in members(engine).values()
     ]
     return num_up(group) == count == len(processes) and gone not in processes
+
+
+@pytest.mark.slow
+def test_an_actor_that_dies_is_started_again_and_its_members_go_on(cluster, tiny, plain):
+    """Engines draft with them meanwhile; one that was being started begins anew."""
+    with (
+        group_of(tiny.draft) as group,
+        using(tiny.target, section(draft_timeout_s=60.0)) as engine,
+    ):
+        (first,) = processes(engine)
+        scale_group(group, 2)
+        kill(process_of(group))
+        num_accepted = counts(engine)["num_acc_tokens"]
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        assert counts(engine)["num_acc_tokens"] > num_accepted
+        assert first in processes(engine)
+        wait_for(lambda: first in processes(engine) and facts_of(group).members)
+        kill(first)  # of which the actor knows by its note
+        wait_for(lambda: members_are_up(group, engine, 2, first), 240)
+        placements = ray.util.placement_group_table().values()
+        ours = [each for each in placements if each["name"].startswith("outrider-drafters-small/")]
+        assert sum(each["state"] == "CREATED" for each in ours) == 2
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
+        ended = processes(engine)
+        end_group(group)
+        wait_for(lambda: all(is_dead(each) for each in ended), 60)
+        assert engine.stats()["num_restarts"] == 0
+
+
+def processes(engine: Any) -> set[int]:
+    """Of the members that an engine drafts with."""
+    return {each._model._group.reports[0].location.process for each in members(engine).values()}
+
+
+def process_of(group: Any) -> int:
+    return ray.get(group.__ray_call__.remote(lambda _: os.getpid()))
 
 
 @pytest.mark.slow
