@@ -294,11 +294,6 @@ class EngineConfig(Strict):
             raise at_key(
                 key, f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'"
             )
-        if self.takes_adapters:
-            raise at_key(
-                key,
-                f"{key}: not available with LoRA adapters; leave lora_modules and enable_lora out",
-            )
         return self
 
     @model_validator(mode="after")

@@ -141,7 +141,7 @@ class Engine(Changing):
                 ranks_append=overlaps
                 and config.pipeline_parallel_size == 1  # other stages do not see what is emitted
                 and (drafting.is_idle or drafting.ranks_draft),
-                keeps_states=report.state_bytes > 0,
+                keeps_states=target.keeps_states,
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
             )
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))

@@ -130,7 +130,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
             made.append(_separate_head(config, role, head, target))
     rank, first = target.rank(), None
     others = tuple(target.rank(stage) for stage in range(1, len(target.parts)))
-    on_device = target.on_cuda and target.on_family and not target.state_bytes and not others
+    on_device = target.on_cuda and target.on_family and not rank.states and not others
     if config.device_step == "auto" and on_device:
         num_nodes = own[0].max_nodes if own else 0
         rank = replace(rank, graphs=_graph_bytes(config, target, num_nodes, tuple(sorted(fed))))
@@ -148,6 +148,7 @@ class _Part:
 
     weights: int
     ends: int  # of its part of embedding and output layer, which are weights, too
+    state_bytes: int  # that a sequence has beside keys and values
     kv_per_token: int
     fixed_kv_bytes: int | None
 
@@ -197,12 +198,14 @@ class _Model:
         for layers in reversed(stage_layers(self.info.num_layers, num_stages)):
             own = None if num_stages == 1 else layers
             weights, ends = rank_weights(model, size, kept, own)
-            weights += rank_adapters(model, size, adapters)
+            weights += rank_adapters(model, size, adapters, layers)
+            states = state_bytes(model_config, self.info.dtype, size, layers)
             kv_bytes = kv_bytes_per_token(model, self.info, size, serving, layers) or 0
-            self.parts.append(_Part(weights, ends, kv_bytes, self._blocks_bytes(kv_bytes)))
-        self.state_bytes = state_bytes(model_config, self.info.dtype, size)
+            fixed = self.blocks_bytes(kv_bytes)
+            self.parts.append(_Part(weights, ends, states, kv_bytes, fixed))
 
-    def _blocks_bytes(self, kv_per_token: int) -> int | None:
+    def blocks_bytes(self, kv_per_token: int) -> int | None:
+        """Of `num_kv_blocks`; None: as many as fit."""
         blocks = self.num_blocks
         return None if blocks is None else blocks * self.config.block_size * kv_per_token
 
@@ -212,7 +215,7 @@ class _Model:
         part.weights += added.weights
         part.kv_per_token += added.kv_per_token
         if part.fixed_kv_bytes is not None:
-            more = added.fixed_kv_bytes or self._blocks_bytes(added.kv_per_token)
+            more = added.fixed_kv_bytes or self.blocks_bytes(added.kv_per_token)
             part.fixed_kv_bytes += more or 0
 
     def rank(self, stage: int = 0) -> RankBytes:
@@ -222,7 +225,7 @@ class _Model:
         tokens = -(-longest // config.block_size) * config.block_size
         return RankBytes(
             part.weights,
-            states=self.state_bytes * (config.max_num_seqs + config.num_checkpoints),
+            states=part.state_bytes * (config.max_num_seqs + config.num_checkpoints),
             kv_per_token=part.kv_per_token,
             fixed_kv_bytes=part.fixed_kv_bytes,
             min_tokens=tokens,
@@ -292,6 +295,8 @@ def _with_head(
     fixed = rank.fixed_kv_bytes
     if fixed is not None and rank.kv_per_token:
         fixed = fixed // rank.kv_per_token * kv
+    elif fixed is not None:  # the target's layers here have no keys and values
+        fixed = target.blocks_bytes(kv)
     if not on_every_rank:
         first = replace(rank, heads=own + _own_ends(target), kv_per_token=kv, fixed_kv_bytes=fixed)
         return rank, first

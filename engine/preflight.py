@@ -267,9 +267,15 @@ def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
     if not adapters:
         return {}
     path, size = Path(config.model), config.tensor_parallel_size
-    held = check_adapters(path, size, adapters, serving, **trust(config))
+    stages = config.pipeline_parallel_size
+    held = check_adapters(path, size, adapters, serving, stages, **trust(config))
     named = ", ".join(f"{each.name} (rank {each.config.max_rank})" for each in adapters)
-    return {"adapters": named, "adapters per rank": f"{held:,} bytes"}
+    return {"adapters": named, "adapters per rank": f"{_most(config)}{held:,} bytes"}
+
+
+def _most(config: EngineConfig) -> str:
+    """In front of what stages have more and less of."""
+    return "at most " * (config.pipeline_parallel_size > 1)
 
 
 @contextmanager
@@ -324,7 +330,7 @@ def _facts(
     if device is not None:
         facts |= _gpu_facts(config, device, target.dtype)
     if device is not None and kv_bytes is not None:
-        facts["KV cache per rank"] = f"{kv_bytes:,} bytes a token of the target"
+        facts["KV cache per rank"] = f"{_most(config)}{kv_bytes:,} bytes a token of the target"
     if pooled := described(Path(config.model), config.hf_overrides.given()):
         facts["pooling"] = pooled
     if (file := unpacked_from(Path(config.model))) is not None:
@@ -336,18 +342,19 @@ def _facts(
 def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What recurrent layers of the target keep of a sequence."""
     from ..workers.model.fit import state_bytes
-    from ..workers.model.info import read_config
+    from ..workers.model.info import read_config, stage_layers
 
     path, size = Path(config.model), config.tensor_parallel_size
     model = read_config(path, trust_remote_code=config.trust_remote_code)
-    num_bytes = state_bytes(model, dtype, size)
+    stages = stage_layers(model.num_hidden_layers, config.pipeline_parallel_size)
+    num_bytes = max(state_bytes(model, dtype, size, layers) for layers in stages)
     if not num_bytes:
         return {}
     count = config.max_num_seqs + config.num_checkpoints
     total = num_bytes * count / 2**30
     return {
-        "states per rank": f"{num_bytes:,} bytes a sequence, {total:,.2f} GiB for max_num_seqs "
-        f"and {config.num_checkpoints} of cached prefixes"
+        "states per rank": f"{_most(config)}{num_bytes:,} bytes a sequence, {total:,.2f} GiB for "
+        f"max_num_seqs and {config.num_checkpoints} of cached prefixes"
     }
 
 

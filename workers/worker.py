@@ -400,8 +400,8 @@ class Worker:
             reason = ""
             try:
                 (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
-                folder = Path(local_folder(spec.path, **spec.trust))
-                check_adapters(folder, self._spec.size, [opened], Serving(), **spec.trust)
+                folder, size = Path(local_folder(spec.path, **spec.trust)), self._collective.size
+                check_adapters(folder, size, [opened], Serving(), **spec.trust)
             except ConfigError as error:
                 reason = error.message
             return self._agreed(FIELD, reason)

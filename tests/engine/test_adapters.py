@@ -87,12 +87,18 @@ def sections(tiny) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+def sizes(size, stages):
+    return {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+
+
+@pytest.mark.parametrize(
+    ("size", "stages"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("index", range(-1, 6))
-def test_tokens_are_those_of_merged_weights(case, tiny, index, size):
+def test_tokens_are_those_of_merged_weights(case, tiny, index, size, stages):
     """Base and two adapters in one batch, then once more over what the prefix cache has kept."""
     section = None if index < 0 else sections(tiny)[index]
-    options = {"lora_modules": case.modules, "tensor_parallel_size": size}
+    options = {"lora_modules": case.modules, **sizes(size, stages)}
     with engine_of(case.target, section, **options) as engine:
         found, last = collect_all(engine, requests(case))
         again, _ = collect_all(engine, requests(case, ("b", "", "a")))
@@ -120,8 +126,10 @@ def test_steps_that_are_planned_ahead(case, monkeypatch):
         assert collect_all(engine, requests(case))[0] == case.tokens
 
 
-def test_preempted_requests_keep_their_adapter(case):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_preempted_requests_keep_their_adapter(case, stages):
     options = {"lora_modules": case.modules, "num_kv_blocks": 12, "block_size": 8}
+    options |= sizes(1, stages)
     with engine_of(case.target, None, **options, max_model_len=80) as engine:
         assert collect_all(engine, requests(case))[0] == case.tokens
         assert engine.stats()["requests"]["num_preemptions"] > 0
@@ -136,7 +144,9 @@ def test_drawn_tokens_do_not_depend_on_drafts(case, tiny):
     ]
     found = []
     for section in (None, *sections(tiny)[:1], *sections(tiny)[4:]):
-        with engine_of(case.target, section, lora_modules=case.modules) as engine:
+        stages = 1 if section is None else 2
+        options = {"lora_modules": case.modules, **sizes(1, stages)}
+        with engine_of(case.target, section, **options) as engine:
             found.append(collect_all(engine, asked)[0])
     assert all(each == found[0] for each in found)
 
@@ -177,10 +187,10 @@ def test_python_chooses_by_request_or_name(demo):
                 llm.generate([prompt, prompt], sampling, lora_request=wrong, **kept)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size):
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size, stages):
     """As vLLM's scripts do; the ranks that replace others have them too, and so do new weights."""
-    options = {"executor": "local", "dtype": "float32", "tensor_parallel_size": size}
+    options = {"executor": "local", "dtype": "float32", **sizes(size, stages)}
     ngram = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 1}
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     wishes = [None, *(LoRARequest(each["name"], i + 1, each["path"])
@@ -214,10 +224,10 @@ def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size):
         assert found() == wanted
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_adapters_come_and_go(demo, tmp_path, size):
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_adapters_come_and_go(demo, tmp_path, size, stages):
     """A name that comes back has no stored prefix of the one before; those that run end first."""
-    options = {"executor": "local", "dtype": "float32", "tensor_parallel_size": size}
+    options = {"executor": "local", "dtype": "float32", **sizes(size, stages)}
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     paths = {each["name"]: each["path"] for each in demo.modules}
     with LLM(demo.target, **options, enable_lora=True, max_lora_rank=4) as llm:
@@ -283,6 +293,8 @@ def test_faults_are_found_before_anything_starts(demo, tiny, tmp_path):
         estimate(config(lora_modules=each), 0)[0].rank.weights for each in ([], demo.modules)
     )
     assert facts["adapters per rank"] == f"{adapted - plain:,} bytes"
+    staged = preflight(config(pipeline_parallel_size=2))  # an even number of layers
+    assert staged["adapters per rank"] == f"at most {(adapted - plain) // 2:,} bytes"
     for check in (require_checkpoints, check_models, preflight):
         with pytest.raises(CheckpointError, match=r"'a': .*r: 4 is above max_lora_rank \(3\)"):
             check(config(max_lora_rank=3))
@@ -293,9 +305,14 @@ def test_faults_are_found_before_anything_starts(demo, tiny, tmp_path):
 
 def test_their_memory_is_planned(case):
     config = {"model": case.target, "executor": "local", "dtype": "float32"}
-    plain, with_adapters = (
-        estimate(EngineConfig.load({**config, **more}), 0)[0].rank.weights
-        for more in ({}, {"lora_modules": case.modules[1:]})
-    )
     # Of each of two layers: q and v of one input share products of rank 3 + 3.
-    assert with_adapters - plain == 2 * (3 + 3) * (64 + 64 + 16 + 16) * 4
+    layer = (3 + 3) * (64 + 64 + 16 + 16) * 4
+    for stages in (1, 2):
+        options = {**config, "pipeline_parallel_size": stages}
+        plain, adapted = (
+            estimate(EngineConfig.load({**options, **more}), 0)[0]
+            for more in ({}, {"lora_modules": case.modules[1:]})
+        )
+        for rank in range(stages):
+            more = adapted.bytes_of(rank).weights - plain.bytes_of(rank).weights
+            assert more == 2 // stages * layer

@@ -22,6 +22,7 @@ from ..helpers.hybrid import DELTA, KINDS, VOCAB, greedy_texts, write_hybrid
 
 NUM_TOKENS = 40
 PROMPTS = random_prompts(8, VOCAB, seed=3, longest=50)
+SLOW = pytest.mark.slow
 SMALL = {"block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 24}
 SECTIONS = {
     "ngram": {"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 1},
@@ -64,11 +65,19 @@ def trees(hybrid, tmp_path):
     return of
 
 
+def sizes(size, stages):
+    return {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("size", [1, 2])
-def test_trees_preemptions_and_chunks_change_nothing(hybrid, trees, kind, size):
+@pytest.mark.parametrize(
+    ("size", "stages"),
+    [(1, 1), (2, 1), (1, 2), *(pytest.param(*each, marks=SLOW) for each in [(2, 2), (1, 4)])],
+)
+def test_trees_preemptions_and_chunks_change_nothing(hybrid, trees, kind, size, stages):
+    """Also in stages some of which keep no states, or no keys and values."""
     folder, expected = hybrid(kind)
-    options = {**SMALL, "tensor_parallel_size": size}
+    options = {**SMALL, **sizes(size, stages)}
     with engine_of(folder, trees(kind, 0), **options) as engine:
         found, last = complete(engine, PROMPTS, max_tokens=NUM_TOKENS)
         assert engine.stats()["requests"]["num_preemptions"] > 0
@@ -105,7 +114,7 @@ def test_fuzz(hybrid, trees, seed):
         "block_size": int(rng.choice([1, 3, 4, 16])),
         "max_num_batched_tokens": int(rng.integers(8, 80)),
         "max_num_seqs": int(rng.integers(2, 9)),
-        "tensor_parallel_size": int(rng.choice([1, 2])),
+        **sizes(int(rng.choice([1, 2])), 1 + seed % 3),
     }
     options["num_kv_blocks"] = int(rng.integers(110, 240)) // options["block_size"]
     with engine_of(folder, trees(kind, seed), **options) as engine:
@@ -132,9 +141,13 @@ def test_the_check_shows_states(hybrid):
     config = EngineConfig.load({"model": folder, "executor": "local"})
     facts = preflight(config, errors=[])  # there is no tokenizer
     # 3 layers: 4 heads of 8 x 8 float32, and 3 tokens of 2 * 16 + 32 columns
-    size = 3 * (4 * 64 * 4 + 3 * 64 * 4)
-    assert facts["states per rank"].startswith(f"{size:,} bytes a sequence")
+    size = 4 * 64 * 4 + 3 * 64 * 4
+    assert facts["states per rank"].startswith(f"{3 * size:,} bytes a sequence")
     assert facts["KV cache per rank"].startswith(f"{2 * 2 * 16 * 4} bytes a token")
+    staged = config.model_copy(update={"pipeline_parallel_size": 2})
+    facts = preflight(staged, errors=[])  # attention is in the second one alone
+    assert facts["states per rank"].startswith(f"at most {2 * size:,} bytes a sequence")
+    assert facts["KV cache per rank"].startswith(f"at most {2 * 2 * 16 * 4} bytes a token")
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -147,7 +160,10 @@ def test_steps_ahead_of_their_verdicts(hybrid, monkeypatch, size):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"num_kv_blocks": 24}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tensor_parallel_size": 2}, {"num_kv_blocks": 24}, {"pipeline_parallel_size": 2}],
+)
 def test_its_own_mtp_module(tmp_path, monkeypatch, overlaps, options):
     """Whose layer has full attention; the ranks keep its drafts where steps overlap."""
     layers = {"layer_types": ["linear_attention", "full_attention"], **DELTA}
@@ -163,16 +179,19 @@ def test_its_own_mtp_module(tmp_path, monkeypatch, overlaps, options):
     assert found == expected
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_cached_prefixes_begin_at_checkpoints(hybrid, trees, size):
+@pytest.mark.parametrize(
+    ("kind", "size", "stages"),
+    [("qwen3_5", 1, 1), ("qwen3_5", 2, 1), ("qwen3_5", 1, 2), ("nemotron_h", 1, 4)],
+)
+def test_cached_prefixes_begin_at_checkpoints(hybrid, trees, kind, size, stages):
     """Of prompts that begin alike, the first keeps the end of its own, the second the fork."""
-    folder, _ = hybrid("qwen3_5")
+    folder, _ = hybrid(kind)
     stem = random_prompts(1, VOCAB, seed=9, longest=2)[0] + list(range(2, 42))
     prompts = [[*stem, *end] for end in ([3] * 5, [4] * 9, [5] * 6, [6], [7] * 20)]
     texts = greedy_texts(folder, prompts, NUM_TOKENS)
     expected = {str(index): text for index, text in enumerate(texts)}
-    options = {**SMALL, "num_kv_blocks": 200, "tensor_parallel_size": size}
-    with engine_of(folder, trees("qwen3_5", 5), **options) as engine:
+    options = {**SMALL, "num_kv_blocks": 200, **sizes(size, stages)}
+    with engine_of(folder, trees(kind, 5), **options) as engine:
         for at_once in (1, 5):
             found, last = complete(engine, prompts, at_once=at_once, max_tokens=NUM_TOKENS)
             assert found == expected
@@ -199,7 +218,7 @@ def test_fuzz_of_cached_prefixes(hybrid, trees, monkeypatch, seed):
         "block_size": int(rng.choice([1, 2, 4, 8])),
         "max_num_batched_tokens": int(rng.integers(8, 80)),
         "max_num_seqs": int(rng.integers(1, 9)),
-        "tensor_parallel_size": int(rng.choice([1, 2])),
+        **sizes(int(rng.choice([1, 2])), 1 + seed % 2),
     }
     options["num_kv_blocks"] = int(rng.integers(110, 300)) // options["block_size"]
     section = trees(list(KINDS)[seed % len(KINDS)], seed) if seed % 4 else None
@@ -222,35 +241,39 @@ def test_by_chunks(hybrid, trees, monkeypatch):
         assert sum(each.num_cached_tokens for each in last.values()) > 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_die_and_requests_are_replayed(hybrid, trees, size):
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 3)])
+def test_ranks_die_and_requests_are_replayed(hybrid, trees, size, stages):
     folder, expected = hybrid("qwen3_next")
-    options = {**SMALL, "tensor_parallel_size": size, "max_restarts": 4}
+    options = {**SMALL, **sizes(size, stages), "max_restarts": 4}
     with engine_of(folder, trees("qwen3_next", 4), **options) as engine:
-        group = engine._host.target_group
-        call, calls = group.call, []
+        group, verb = engine._host.target_group, "call" if stages == 1 else "send"
+        plain, messages = getattr(group, verb), []
 
         def dies_at_times(message):
-            calls.append(message)
-            if len(calls) in (9, 14, 40):
+            messages.append(message)
+            if len(messages) in (9, 14, 40):
                 raise WorkerDiedError("gone")
-            return call(message)
+            return plain(message)
 
-        group.call = dies_at_times
+        setattr(group, verb, dies_at_times)
         assert complete(engine, PROMPTS, max_tokens=NUM_TOKENS)[0] == expected
         assert engine.stats()["num_restarts"] == 3
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_plan_counts_the_states_of_a_rank(hybrid, kind, size):
+def test_the_plan_counts_the_states_of_a_rank(hybrid, kind, size, stages):
     folder, _ = hybrid(kind)
-    options = {"tensor_parallel_size": size, "dtype": "float32"}
+    options = {**sizes(size, stages), "dtype": "float32"}
     with engine_of(folder, **options) as engine:
-        report = engine._host.target_group.reports[0].target
+        reports = [each.target for each in engine._host.target_group.reports]
+        assert engine._loop.scheduler._keeps_states
     settings = {"model": folder, "executor": "local", "max_num_seqs": 6, **options}
-    rank = estimate(EngineConfig.load(settings), 0)[0].rank
-    assert rank.states == (6 + 6) * report.state_bytes > 0
-    assert rank.kv_per_token == report.kv_bytes_per_token
-    alone = EngineConfig.load({**settings, "enable_prefix_caching": False})
-    assert estimate(alone, 0)[0].rank.states == 6 * report.state_bytes
+    (group,) = estimate(EngineConfig.load(settings), 0)
+    alone = {**settings, "enable_prefix_caching": False}
+    (less,) = estimate(EngineConfig.load(alone), 0)
+    assert any(report.state_bytes for report in reports)
+    for index, report in enumerate(reports):
+        assert group.bytes_of(index).states == (6 + 6) * report.state_bytes
+        assert group.bytes_of(index).kv_per_token == report.kv_bytes_per_token
+        assert less.bytes_of(index).states == 6 * report.state_bytes

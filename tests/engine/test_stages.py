@@ -190,7 +190,6 @@ def test_weights_are_replaced_on_every_stage(tiny):
     [
         ({"pipeline_parallel_size": 3}, "3 stages of a model of 2 layers; allowed: 1 to 2"),
         ({"forward": "bridge"}, "not available with forward 'bridge'"),
-        ({"enable_lora": True}, "not available with LoRA adapters"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(tiny, changes, reason):

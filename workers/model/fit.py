@@ -60,7 +60,7 @@ def check_weights(
 
     Args:
         size: ranks that share every layer.
-        num_stages: the rank is one of the first.
+        num_stages: the rank is one of that which has most.
 
     Raises:
         CheckpointError: a file is cut short or damaged, or a tensor is missing, superfluous or of
@@ -70,10 +70,12 @@ def check_weights(
     """
     trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     model, info = _fitting_model(path, size, serving.dtype, **trust)
-    layers = stage_layers(info.num_layers, num_stages)[0]
+    stages = stage_layers(info.num_layers, num_stages)
     if num_stages > 1:
         check_stages(path, model.config)
-    return info, kv_bytes_per_token(model, info, size, serving, layers)
+    found = [kv_bytes_per_token(model, info, size, serving, layers) for layers in stages]
+    known = [each for each in found if each is not None]
+    return info, max(known, default=None)
 
 
 def _fitting_model(
@@ -203,15 +205,15 @@ _MAMBA = (
 """Fields of `StateShape`, by the names that configurations have for them."""
 
 
-def state_bytes(config: Any, dtype: torch.dtype, size: int) -> int:
-    """What a rank's recurrent layers keep of one sequence."""
-    if not (layers := recurrent_layers(config)):
+def state_bytes(config: Any, dtype: torch.dtype, size: int, layers: range | None = None) -> int:
+    """What a rank's recurrent layers keep of one sequence; of a stage's `layers`, or of all."""
+    kept = recurrent_layers(config)
+    count = len(kept if layers is None else kept & set(layers))
+    if not count:
         return 0
     for names in _MAMBA:  # whole on every rank
         if hasattr(config, names[0]):
-            return len(layers) * StateShape(*(getattr(config, key) for key in names)).num_bytes(
-                dtype
-            )
+            return count * StateShape(*(getattr(config, key) for key in names)).num_bytes(dtype)
     heads = config.linear_num_key_heads
     share = size if heads % size == 0 else 1
     shape = StateShape(
@@ -221,7 +223,7 @@ def state_bytes(config: Any, dtype: torch.dtype, size: int) -> int:
         config.linear_value_head_dim,
         config.linear_conv_kernel_dim,
     )
-    return len(layers) * shape.num_bytes(dtype)
+    return count * shape.num_bytes(dtype)
 
 
 def refuse_recurrent(config: Any, what: str) -> None:
@@ -293,9 +295,17 @@ def rank_weights(
 
 
 def check_adapters(
-    path: Path, size: int, adapters: Sequence[Adapter], serving: Serving, **trust: bool
+    path: Path,
+    size: int,
+    adapters: Sequence[Adapter],
+    serving: Serving,
+    num_stages: int = 1,
+    **trust: bool,
 ) -> int:
-    """Bytes of the adapters of a target on a rank.
+    """Bytes of the adapters of a target on a rank; of the stage that has most.
+
+    Args:
+        size: ranks that share every layer.
 
     Raises:
         ConfigError: the target is not computed by the family's decoder.
@@ -308,7 +318,8 @@ def check_adapters(
     model = build_meta(config, info.dtype, trust_remote_code=trust.get("trust_remote_code", False))
     for adapter in adapters:
         adapter.fit(model)
-    return rank_adapters(model, size, adapters)
+    stages = stage_layers(info.num_layers, num_stages)
+    return max(rank_adapters(model, size, adapters, layers) for layers in stages)
 
 
 _JOINED = {
@@ -318,18 +329,19 @@ _JOINED = {
 """Linears of one product."""
 
 
-def rank_adapters(model: Any, size: int, adapters: Sequence[Adapter]) -> int:
+def rank_adapters(model: Any, size: int, adapters: Sequence[Adapter], layers: range) -> int:
     """Bytes of adapters on a rank, as `family/adapted.py` lays them out.
 
     Args:
         model: from `build_meta`, with the modules whole.
+        layers: of its stage.
     """
-    plan, modules = ShardPlan(), dict(model.named_modules())
+    plan, modules, cut = ShardPlan(), dict(model.named_modules()), StageCut(model, layers)
     if size > 1:
         plan = plan_shards(model, model_heads(model.config, 0, size), tp_hints(model))
     products: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and cut.holds(name):
             parent, _, leaf = name.rpartition(".")
             products.setdefault(f"{parent}.{_JOINED.get(leaf, leaf)}", []).append(name)
     total = 0
@@ -404,7 +416,8 @@ def room_of(
     free_bytes -= taken_bytes + state_bytes
     free_bytes -= spec.num_scratch_blocks * spec.block_size * kv_bytes_per_token
     per_sequence = -(-max_model_len // spec.block_size)
-    room = free_bytes // (kv_bytes_per_token * spec.block_size)
+    # A stage without attention has room for any number, as soon as its states fit.
+    room = free_bytes // max(1, kv_bytes_per_token * spec.block_size)
     if room < per_sequence:
         field = "kv_memory_fraction" if device.type == "cuda" else "kv_cpu_bytes"
         raise ConfigError.at(

@@ -84,8 +84,10 @@ class PagedModel:
         self.adapters = adapters  # None: it takes none
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
+        self.info = info
         first = max(self.kv_shapes, key=lambda shape: shape.num_elements > 0)
-        self.info = replace(info, num_kv_heads=first.num_kv_heads, head_dim=first.head_dim)
+        if first.num_elements:  # a stage may have no attention
+            self.info = replace(info, num_kv_heads=first.num_kv_heads, head_dim=first.head_dim)
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:

@@ -1,6 +1,7 @@
 """Pipeline stages: a rank holds a slice of the target's layers, and the KV cache of that slice.
 
-Every rank gets the same plan and lays the step out itself. The first stage embeds; each stage runs
+Every rank gets the same plan and lays the step out itself, with the states that its own layers
+keep and the adapters of their linears. The first stage embeds; each stage runs
 its layers and sends the residual stream to the rank at the same place of the next one, with the
 inputs of layers that a head reads; the last stage computes logits, verifies and drafts (Huang et
 al. 2018, GPipe, arXiv:1811.06965). Ranks are numbered from the last stage on: rank 0 answers.
@@ -120,9 +121,11 @@ class StageCut:
         """Takes from the loaded model, and from its `plan`, what other stages hold."""
         plan.summed = [name for name in plan.summed if self.holds(name)]
         plan.attentions = [name for name in plan.attentions if self.holds(name)]
+        plan.recurrent = [name for name in plan.recurrent if self.holds(name)]
+        returns_pair = self._model.config.model_type in _RETURN_PAIRS
         for index, layer in enumerate(self._base.layers):
             if index not in self.layers:
-                self._base.layers[index] = _Elsewhere(layer)
+                self._base.layers[index] = _Elsewhere(layer, returns_pair=returns_pair)
         if not self._is_first:
             plan.embedding = None
             object.__setattr__(self._embedding, "forward", _MadeUp(self._embedding))
@@ -136,18 +139,25 @@ class StageCut:
                 module.weight = nn.Parameter(hollow, requires_grad=False)
 
 
+_RETURN_PAIRS = ("bamba", "falcon_h1")
+"""Model types whose layers return attention's weights beside the states (transformers 5.23)."""
+
+
 class _Elsewhere(nn.Module):
     """In place of another stage's layer: what a model's own forward asks of it."""
 
     is_elsewhere = True
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, returns_pair: bool) -> None:
         super().__init__()
+        self._returns_pair = returns_pair
         plain = {name: value for name, value in vars(layer).items() if name[:1] != "_"}
         self.__dict__.update({name: value for name, value in plain.items() if name != "forward"})
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> Tensor | tuple[Tensor, None]:  # [1, num_tokens, hidden_size]
+        return (hidden_states, None) if self._returns_pair else hidden_states
 
 
 def _as_it_is(states: Tensor) -> Tensor:
@@ -190,7 +200,8 @@ class StageRunner(FamilyRunner):
             logits, captured = model.forward(plan, cache, rows, own, residual)
             return logits, (*before, *captured)
         here = [layer for layer in own if layer < len(self._layers)]
-        states, kept = model.run(residual, model.context(plan, cache), 0, here, normed=False)
+        context, layers = model.context(plan, cache), model.layers_for(plan)
+        states, kept = model.run(residual, context, 0, here, normed=False, layers=layers)
         stage.send([states, *before, *kept])
         return states[:0], ()
 

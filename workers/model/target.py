@@ -370,8 +370,6 @@ def needs_family(path: Path, reason: str) -> str:
 
 def without_stages(config: Any) -> str:
     """Why the target cannot be divided into stages; empty: it can."""
-    if recurrent_layers(config):
-        return "stages of recurrent layers, which keep states, are not implemented"
     spec = read_spec(config)
     return f"stages need the family's decoder: {spec}" if isinstance(spec, str) else ""
 
@@ -428,10 +426,10 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     """The family's model, or why it is not to be used. Weights are read once."""
     info, device, collective = rank.info, rank.device, rank.collective
     model, plan = _load_modules(rank, keeps_quantised=ops.keeps_quantised)
-    ends = nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
-    if rank.stage is not None:
-        ends = nn.ModuleList(StageCut(model, rank.layers).ends())
-    pack_linears(ends, device, ops)  # the layers' are packed by the family
+    cut = None if rank.stage is None else StageCut(model, rank.layers)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    # The layers' are packed by the family.
+    pack_linears(nn.ModuleList(ends if cut is None else cut.ends()), device, ops)
     connect(model, plan, collective, info.vocab_size)
     recurrent = recurrent_layers(rank.config)
     wanted = None
@@ -444,7 +442,8 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
         wanted = compare.run(bridge, info, device)
     adapters = None
     if rank.adapters is not None:
-        adapters = Adapters(model, plan, info.dtype, device)
+        held = {} if cut is None else {"is_held": cut.holds}
+        adapters = Adapters(model, plan, info.dtype, device, **held)
     try:
         decoder = build_family(model, spec, bridge.attention_specs, ops, plan, collective, adapters)
         for adapter in rank.adapters or ():

@@ -9,7 +9,7 @@ it is cut by inputs; the sum over ranks that follows then includes the adapter's
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -90,12 +90,19 @@ class Adapters:
 
     Args:
         model: transformers' modules, with this rank's shards.
+        is_held: of linears by name; others are another stage's.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardPlan, dtype: torch.dtype, device: torch.device
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_held: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.numbers: dict[str, int] = {}  # by name
+        self._is_held = is_held
         self._dtype, self._device = dtype, device
         self._active = _Active()
         self._products: list[_Product] = []
@@ -130,10 +137,11 @@ class Adapters:
             ValueError: a linear with an adapter is not among the decoder's products.
         """
         linears = {each.name: each for product in self._products for each in product.linears}
-        if missing := adapter.parts.keys() - linears.keys():
+        parts = {name: part for name, part in adapter.parts.items() if self._is_held(name)}
+        if missing := parts.keys() - linears.keys():
             raise ValueError(f"{min(missing)} is not among its products")
         pairs = {}
-        for name, part in adapter.parts.items():
+        for name, part in parts.items():
             shard = linears[name].shard
             down = _read(part.down, shard, 1)
             up = _read(part.up, shard, 0).float() * part.scale

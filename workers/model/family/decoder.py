@@ -489,10 +489,7 @@ class FamilyModel(LayerStack):
         entering: Tensor | None = None,  # [num_tokens, hidden_size], overwritten; None: embedded
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # each [num_rows, hidden_size], [num_tokens, ...]
         """What the output layer reads, and the inputs of layers `capture`."""
-        layers: Sequence[Layer] = self.layers
-        if self.adapters is not None and step.plan.adapters is not None:
-            self.adapters.begin(step.plan.adapters)
-            layers = self.adapted
+        layers = self.layers_for(step.plan)
         wanted, residual = set(capture), entering
         if residual is None:
             residual = self.embedded(step.plan)
@@ -503,6 +500,13 @@ class FamilyModel(LayerStack):
         if rows is not None:
             states = states.index_select(0, rows)
         return states if last else self.ops.norm(states, self.norm), tuple(captured)
+
+    def layers_for(self, plan: PagedStep) -> Sequence[Layer]:
+        """The layers, with adapters where rows of the step have some; for this thread's step."""
+        if self.adapters is None or plan.adapters is None:
+            return self.layers
+        self.adapters.begin(plan.adapters)
+        return self.adapted
 
     def logits(self, states: Tensor) -> Tensor:  # [num_rows, hidden_size] -> [num_rows, vocab]
         """Logits of normed states."""
