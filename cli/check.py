@@ -162,7 +162,7 @@ def _plan_table(plan: Plan, nodes: list[Node]) -> Table:
                 _gib(first.kv_bytes),
                 _gib(first.total_bytes),
                 "?" if first.memory_bytes is None else _gib(first.memory_bytes),
-                f"{first.kv_tokens or 0:,}",
+                "-" if first.kv_tokens is None else f"{first.kv_tokens:,}",
             )
         )
     return grid("Plan: GiB of each device, estimated", _PLAN_COLUMNS, rows)

@@ -224,7 +224,8 @@ def make_plan(
             ranks = [_hold(named, rank, *at, target_tokens) for rank, at in enumerate(found)]
             plan.ranks += ranks
             if group is groups[0]:
-                target_tokens = min((rank.kv_tokens or 0 for rank in ranks), default=0)
+                held = [rank.kv_tokens for rank in ranks if rank.kv_tokens is not None]
+                target_tokens = min(held, default=0)
     plan.problems += filter(None, map(_misfit, plan.runs()))
     return plan
 

@@ -168,10 +168,13 @@ def test_workers_on_cpus_share_the_memory_of_their_node():
     assert "rank 1 of the target need" in problem.message
 
 
-def test_a_separate_head_s_cache_has_the_target_s_tokens():
+@pytest.mark.parametrize("others", [(), (RankBytes(40 * GIB, states=GIB),)])
+def test_a_separate_head_s_cache_has_the_target_s_tokens(others):
+    """A stage without attention has no say."""
     head = group(1, 2.0, "head", drafts=True, follows_target=True, held={"kv_per_token": 4096})
-    plan = make_plan([group(2, 40.0), head], parse_nodes("4xH100-80G"), USUAL)
+    plan = make_plan([group(2, 40.0, others=others), head], parse_nodes("4xH100-80G"), USUAL)
     assert plan.ranks[-1].kv_tokens == plan.ranks[0].kv_tokens == 32 * 1024
+    assert plan.ranks[1].kv_tokens == (None if others else 32 * 1024)
 
 
 def test_memory_that_is_not_known_is_no_problem():

@@ -264,11 +264,12 @@ def test_ranks_die_and_requests_are_replayed(hybrid, trees, size, stages):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_plan_counts_the_states_of_a_rank(hybrid, kind, size, stages):
     folder, _ = hybrid(kind)
-    options = {**sizes(size, stages), "dtype": "float32"}
+    options = {**sizes(size, stages), "dtype": "float32", "max_num_seqs": 6}
+    options["num_kv_blocks"] = None  # as many as the stage with attention has room for
     with engine_of(folder, **options) as engine:
         reports = [each.target for each in engine._host.target_group.reports]
         assert engine._loop.scheduler._keeps_states
-    settings = {"model": folder, "executor": "local", "max_num_seqs": 6, **options}
+    settings = {"model": folder, "executor": "local", **options}
     (group,) = estimate(EngineConfig.load(settings), 0)
     alone = {**settings, "enable_prefix_caching": False}
     (less,) = estimate(EngineConfig.load(alone), 0)
