@@ -19,6 +19,7 @@ from outrider.workers.group import LocalGroup
 
 from ..helpers.adapters import merged, write_adapter
 from ..helpers.engines import collect_all, complete, engine_of, random_prompts
+from ..helpers.hybrid import VOCAB, write_hybrid
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 NAMES = ("", "a", "b")
@@ -124,6 +125,17 @@ def test_steps_that_are_planned_ahead(case, monkeypatch):
     monkeypatch.setattr(LocalGroup, "is_concurrent", True)
     with engine_of(case.target, lora_modules=case.modules, tensor_parallel_size=2) as engine:
         assert collect_all(engine, requests(case))[0] == case.tokens
+
+
+def test_stages_of_a_hybrid_target(tmp_path):
+    """The adapters' linears are in one of them alone."""
+    target = write_hybrid(tmp_path / "target", "granite4")
+    case = make_case(tmp_path, target, random_prompts(2, VOCAB, longest=50), 8.0)
+    section = {"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 1}
+    with engine_of(target, section, lora_modules=case.modules, **sizes(1, 2)) as engine:
+        for _ in range(2):
+            assert collect_all(engine, requests(case))[0] == case.tokens
+        assert engine.stats()["requests"]["num_hit_tokens"] > 0
 
 
 @pytest.mark.parametrize("stages", [1, 2])
