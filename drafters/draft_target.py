@@ -38,6 +38,7 @@ from ..scheduler.timer import Clock
 from ..scheduler.types import (
     Batch,
     Draft,
+    FloatArray,
     IntArray,
     JoinedDrafts,
     Request,
@@ -326,11 +327,17 @@ class DraftTarget(OwnWorkers, Drafter):
     def _step_of(self, rows: list[Row]) -> DraftStep:
         """The next step, of these rows."""
         self._step += 1
+        wishes = [row.sequence.request.speculation.min_prob for row in rows]
+        min_probs: FloatArray | None = None
+        if any(each is not None for each in wishes):
+            own = [self._p_min if each is None else each for each in wishes]
+            min_probs = np.array(own, dtype=np.float32)
         return DraftStep(
             plan=self._seating.plan(self._step, rows),
             probs_top=self._probs_top,
             salted=self._salted,
             p_min=self._p_min,
+            min_probs=min_probs,
             mask_token=self.mask_token,
         )
 

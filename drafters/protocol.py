@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..scheduler import tree
 from ..scheduler.types import (
     Batch,
@@ -44,11 +47,26 @@ class DraftStep:
     probs_top: int  # width of the distributions to return; 0: only tokens, with coupled noise
     salted: bool = False  # use different noise in every round; only with distributions
     p_min: float = 0.0  # a chain ends where its likeliest token is less likely
+    min_probs: FloatArray | None = None  # [num_seqs], in its place; None: it holds for all
     # Stands for tokens that are not drawn yet, so that all of a chain are drawn from one forward;
     # None: one forward for each.
     mask_token: int | None = None
     # Draws the chains of the next round instead, behind likely outcomes of the plan's drafts.
     preparation: Preparation | None = None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a chain may end before `max_nodes`."""
+        return self.p_min > 0 or self.min_probs is not None
+
+    def least_probs(
+        self,
+        seqs: NDArray[np.signedinteger],  # [num_rows]
+    ) -> FloatArray:  # [num_rows]
+        """What the likeliest token needs for each of these sequences' chains to go on."""
+        if self.min_probs is None:
+            return np.full(len(seqs), self.p_min, dtype=np.float32)
+        return self.min_probs[seqs]
 
 
 @dataclass(frozen=True, slots=True)

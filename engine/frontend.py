@@ -329,7 +329,7 @@ class Frontend:
 
         Raises:
             PromptTooLongError: prompt, or prompt and `max_tokens`, exceed the context.
-            InvalidRequestError: empty prompt, or an id outside the vocabulary.
+            InvalidRequestError: empty prompt, an id outside the vocabulary, or an invalid option.
         """
         options = options or RequestOptions()
         check_text("cache_salt", options.tenant)
@@ -339,7 +339,7 @@ class Frontend:
                 f"{self.model_name!r} has no output layer to generate text with; it gives "
                 f"{_KINDS[self.pooling.kind]}",
             )
-        self._check_drafters(options.speculation.drafters)
+        self._check_speculation(options.speculation)
         if options.adapter:
             self._check_adapter(options.adapter)
         if sampling.structured_outputs is not None:
@@ -409,8 +409,13 @@ class Frontend:
                 "lora_request", f"{shown_value(name)} is not served; there is {known}"
             )
 
-    def _check_drafters(self, names: Sequence[str] | None) -> None:
-        for name in names or ():
+    def _check_speculation(self, wish: SpeculationOptions) -> None:
+        least = wish.min_prob
+        if least is not None and not (type(least) in (int, float) and 0 <= least <= 1):
+            raise InvalidRequestError.at(
+                "speculation.min_prob", f"{shown_value(least)} is not within 0 to 1"
+            )
+        for name in wish.drafters or ():
             if name not in self.drafters:
                 known = ", ".join(map(repr, self.drafters)) or "none: it decodes plainly"
                 raise InvalidRequestError.at(

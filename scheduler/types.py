@@ -79,6 +79,7 @@ class SpeculationOptions:
     drafters: tuple[str, ...] | None = None  # the only members of a composition to be asked
     # Drafts come from the request's own text, and none of it is kept for other requests.
     isolated: bool = False
+    min_prob: float | None = None  # drafts end before tokens that the drafter finds less likely
 
 
 @dataclass(frozen=True, slots=True)

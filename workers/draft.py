@@ -156,7 +156,7 @@ class DraftService:
     def _draw_by_program(self, step: DraftStep, lanes: _Lanes, chains: _Chains) -> bool:
         """Whether all is drawn by one program; if not, nothing is."""
         program, first = self._program, lanes.first
-        if program is None or step.mask_token is not None or step.p_min > 0:
+        if program is None or step.mask_token is not None or step.ends_early:
             return False
         rows = ints(np.flatnonzero(first.samples & (lanes.budgets > 0)))
         if not len(rows):
@@ -201,8 +201,8 @@ class DraftService:
                 last, index = chains.tokens[rows, level - 1], lens[rows] + level - 1
                 following = _next_token(first, rows, last, index, self._block_size)
                 logits = self._model.forward(following, self._cache)
-            if step.p_min > 0:
-                keep = self._likely(logits, step.p_min)
+            if step.ends_early:
+                keep = self._likely(logits, step.least_probs(lanes.owner[rows]))
                 rows, logits = rows[keep], _picked(logits, keep)
                 if not len(rows):
                     break
@@ -237,17 +237,21 @@ class DraftService:
         chains.put(rows, levels, self._draw(step, lanes, rows, logits, levels))
         fits = np.zeros((len(lanes.budgets), chains.depth + 1), dtype=np.bool_)
         fits[rows, levels] = True
-        if step.p_min > 0:
-            fits[rows, levels] = self._likely(logits, step.p_min)
+        if step.ends_early:
+            fits[rows, levels] = self._likely(logits, step.least_probs(lanes.owner[rows]))
         chains.lengths[:] = fits.argmin(1)
 
-    def _likely(self, logits: Tensor, p_min: float) -> np.ndarray:
+    def _likely(
+        self,
+        logits: Tensor,  # [num_rows, vocab]
+        least: FloatArray,  # [num_rows]
+    ) -> np.ndarray:
         """Rows [num_rows] whose likeliest token is likely enough; rank 0's answer.
 
         It depends on the distribution alone and not on what is drawn from it, so that every
         verification rule stays exact.
         """
-        best = logits.float().softmax(-1).amax(-1) >= p_min
+        best = logits.float().softmax(-1).amax(-1) >= torch.from_numpy(least).to(logits.device)
         agreed = self._collective.broadcast(best.to(torch.int32).contiguous())
         return agreed.cpu().numpy().astype(np.bool_)
 

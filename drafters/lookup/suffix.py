@@ -147,12 +147,16 @@ class PastTexts:
 class SuffixMemory(Memory):
     """A request's own index, and where its newest tokens match its tenant's past."""
 
-    __slots__ = ("_index", "_limits", "_matches", "_past", "_version", "num_prompt", "tenant")
+    __slots__ = (
+        "_index", "_limits", "_matches", "_min_prob", "_past", "_version", "num_prompt", "tenant",
+    )  # fmt: skip
 
     def __init__(self, request: Request, past: PastTexts, limits: Limits, depth: int) -> None:
         super().__init__(request)
         self.tenant, self.num_prompt = request.tenant, len(request.prompt)
         self._past, self._limits = past, limits
+        wish = request.speculation.min_prob
+        self._min_prob = limits.min_prob if wish is None else float(wish)
         self._index = SuffixIndex(depth)
         self._version = -1  # of the past that `_matches` belongs to
         self._matches: IntArray = np.zeros((3, 2), dtype=np.int32)
@@ -184,7 +188,7 @@ class SuffixMemory(Memory):
             own.nodes, own.edges[0], own.walk, newer.nodes, newer.edges[0],
             older.nodes, older.edges[0],
             matches, own_place, budget, limits.table,
-            limits.min_prob, limits.is_tree, limits.room,
+            self._min_prob, limits.is_tree, limits.room,
         )  # fmt: skip
         if not size:
             return tree.EMPTY

@@ -204,17 +204,24 @@ def test_a_request_may_opt_out_or_narrow(tiny):
     with engine_of(tiny.target, sections(tiny)["separate draft"]) as engine:
         box = Box()
         sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        wishes = {"off": SpeculationOptions(enabled=False), "one": SpeculationOptions(True, 1)}
+        wishes = {
+            "off": SpeculationOptions(enabled=False),
+            "one": SpeculationOptions(True, 1),
+            "sure": SpeculationOptions(min_prob=1.0),
+        }
         for name, wish in wishes.items():
             engine.submit(Request(name, ints([3, 4]), sampling, 1, speculation=wish), box)
-        usage = {}
-        while len(usage) < 2:
+        usage, tokens = {}, {name: [] for name in wishes}
+        while len(usage) < 3:
             delta = box.deltas.get(timeout=30)
+            tokens[delta.request_id] += delta.token_ids
             if delta.finish_reason:
                 usage[delta.request_id] = delta.usage
         assert (usage["off"].num_draft_tokens, usage["off"].num_steps) == (0, 16)
         assert usage["off"].drafter == "none"
         assert 0 < usage["one"].num_draft_tokens == usage["one"].num_drafts
+        assert usage["sure"].num_draft_tokens == 0
+        assert tokens["off"] == tokens["one"] == tokens["sure"]
 
 
 def test_a_drafter_that_finds_nothing_is_named(tiny):

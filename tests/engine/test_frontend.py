@@ -26,7 +26,8 @@ def frontend(config: EngineConfig, limits: Any) -> Frontend:
 
 def test_text_becomes_a_request_that_crosses_processes(frontend: Frontend) -> None:
     prompt = frontend.text_prompt("the cat")
-    options = RequestOptions(SpeculationOptions(max_draft_len=2), priority=3, tenant="t")
+    wish = SpeculationOptions(max_draft_len=2, min_prob=0.25)
+    options = RequestOptions(wish, priority=3, tenant="t")
     (request,) = frontend.requests("r", prompt, SamplingParams(max_tokens=None), options)
     assert request.prompt.tolist() == list(prompt.token_ids)
     assert request.sampling.max_tokens == 256 - len(prompt.token_ids)
@@ -34,7 +35,15 @@ def test_text_becomes_a_request_that_crosses_processes(frontend: Frontend) -> No
     copy = decode(encode(request))
     assert copy.sampling == request.sampling
     assert (copy.id, copy.seed, copy.priority, copy.tenant) == ("r", request.seed, 3, "t")
-    assert copy.speculation.max_draft_len == 2
+    assert copy.speculation == wish
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), "0.5", True])
+def test_a_least_probability_is_checked(frontend: Frontend, wrong: Any) -> None:
+    options = RequestOptions(SpeculationOptions(min_prob=wrong))
+    with pytest.raises(InvalidRequestError) as caught:
+        frontend.requests("r", frontend.text_prompt("a"), SamplingParams(), options)
+    assert caught.value.field == "speculation.min_prob"
 
 
 def test_the_engines_seed_is_that_of_requests_without_one(config: Any, limits: Any) -> None:

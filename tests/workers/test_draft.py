@@ -70,6 +70,15 @@ def test_a_chain_ends_where_the_model_is_unsure():
     assert drafted.tokens.tolist() == [5, 5]
 
 
+def test_a_sequence_may_have_a_limit_of_its_own():
+    plan, service = planned([4, 6], temperature=0.0), Collective.threads(1, timeout_s=10)[0]
+    own = np.array([0.2, 0.2], dtype=np.float32)
+    step = DraftStep(plan, probs_top=0, p_min=0.5, min_probs=own)
+    assert DraftService(Fading(), 64, 16, service).draft(step).start.tolist() == [0, 3, 4]
+    own[1] = 0.3
+    assert DraftService(Fading(), 64, 16, service).draft(step).start.tolist() == [0, 3, 3]
+
+
 def drawn(lengths: list[int], *, salted: bool) -> np.ndarray:  # [num_seqs, depth]
     step = DraftStep(planned(lengths, temperature=1.0), probs_top=VOCAB, salted=salted)
     service = DraftService(Constant(), 64, 16, Collective.threads(1, timeout_s=10)[0])

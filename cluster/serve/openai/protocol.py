@@ -54,6 +54,7 @@ class Speculation(Strict):
 
     enabled: bool = True
     max_draft_len: int | None = Field(default=None, ge=0, le=LONGEST_DRAFT)
+    min_prob: float | None = Field(default=None, ge=0, le=1)  # in place of the drafter's own
     trace: bool = False  # drafts and their outcome, step by step, beside the text
     drafters: Annotated[list[str] | None, Field(min_length=1), at_most(_MAX_DRAFTERS)] = None
     isolated: bool = False  # neither drafts from other requests' text nor leaves text to them
@@ -245,7 +246,12 @@ class GenerationBody(StructuredFields, SharedFields):
         asked = self.speculation
         names = None if asked.drafters is None else tuple(asked.drafters)
         wish = SpeculationOptions(
-            asked.enabled, asked.max_draft_len, asked.trace, names, asked.isolated
+            asked.enabled,
+            asked.max_draft_len,
+            asked.trace,
+            names,
+            asked.isolated,
+            asked.min_prob,
         )
         constraint = self.structured()
         field = constraint[1] if constraint else ""

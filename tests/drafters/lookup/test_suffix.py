@@ -9,6 +9,7 @@ import pytest
 
 from outrider.drafters.lookup.kernels import suffix as loops
 from outrider.drafters.lookup.suffix import SuffixIndex
+from outrider.scheduler.types import SpeculationOptions
 from outrider.tests.helpers import lookups
 from outrider.tests.helpers.lookups import (
     TextOracle,
@@ -285,3 +286,15 @@ def test_no_past_at_all():
     drafter.open([request_of("a", [9, 1, 2])])
     assert not propose(drafter, ["a"], [4])[0].num_nodes
     assert not drafter._pasts
+
+
+def test_a_request_may_ask_for_likelier_tokens():
+    """What followed twice in three times is drafted unless more is asked for, or nothing is."""
+    text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
+    wishes = {"engine": None, "sure": 0.9, "any": 0.0}
+    drafter = drafter_of({"decoding_type": "Suffix", "min_token_prob": 0.5, "max_draft_len": 2})
+    for name, wish in wishes.items():
+        speculation = SpeculationOptions(min_prob=wish, isolated=True)
+        drafter.open([request_of(name, text, speculation=speculation)])
+    drafts = propose(drafter, list(wishes), [1, 1, 1])
+    assert [draft.tokens.tolist() for draft in drafts] == [[3], [], [3]]

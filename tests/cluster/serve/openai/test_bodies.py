@@ -71,6 +71,15 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
         400,
         "speculation.max_draft_len",
     ),
+    *(
+        (
+            "/v1/completions",
+            {**COMPLETION, "speculation": {"min_prob": wrong}},
+            400,
+            "speculation.min_prob",
+        )
+        for wrong in (-0.1, 1.01, "0.5")
+    ),
     (
         "/v1/completions",
         {**COMPLETION, "speculation": {"drafters": ["fake", "nobody"]}},

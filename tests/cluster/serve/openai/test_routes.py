@@ -245,6 +245,7 @@ def test_extensions_reach_the_engine(server: Server) -> None:
                 "max_draft_len": 1024,
                 "drafters": ["other"],
                 "isolated": True,
+                "min_prob": 0.5,
             },
         },
     )
@@ -254,7 +255,7 @@ def test_extensions_reach_the_engine(server: Server) -> None:
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (7,))
     assert sampling.logit_bias == {65: -100.0}
     assert (request.priority, request.tenant, request.eos_token_ids) == (-1, "tenant", ())
-    assert request.speculation == SpeculationOptions(False, 1024, False, ("other",), True)
+    assert request.speculation == SpeculationOptions(False, 1024, False, ("other",), True, 0.5)
 
 
 def test_echo(server: Server, tokenizer: Any) -> None:
