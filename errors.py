@@ -49,6 +49,8 @@ def in_words(complaint: Mapping[str, Any]) -> str:
         return f"{words} {context[name]}"
     if kind == "missing":
         return "it is required"
+    if kind == "none_required":
+        return "it is not supported; leave it out"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "too_short":

@@ -33,6 +33,13 @@ class BodyTimeoutError(OutriderError):
     kind = "timeout_error"
 
 
+class BodyEncodingError(OutriderError):
+    """The request's body is compressed."""
+
+    status = 415
+    kind = "invalid_request_error"
+
+
 class ClientGoneError(OutriderError):
     """The client hung up; nobody reads the answer."""
 
@@ -86,7 +93,7 @@ def error_response(error: OutriderError, path: str) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, (BodyTimeoutError, BodyTooLargeError)):
+    if isinstance(error, (BodyEncodingError, BodyTimeoutError, BodyTooLargeError)):
         headers["Connection"] = "close"  # the rest of the body is not read
     body = messages_error_body(error) if _MESSAGES in path else error_body(error)
     return JSONResponse(body, status_code=error.status, headers=headers)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
 
 from ....config.compat.table import REQUEST, Ignored, Only
+from ....engine.weights import SLEEP_TAGS, PauseMode
 from ....scheduler.sampling import SamplingParams
 from ..metrics import CONTENT_TYPE
 from . import answers
@@ -48,6 +49,7 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     410: "The tokens of a resumable stream are lost.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue or a limit of the key is full; `Retry-After` says when to come back.",
     500: "A worker failed inside a step.",
     503: "No engine can run a step; `Retry-After` says when to come back.",
@@ -146,6 +148,17 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 DELETES: dict[str, tuple[Any, str]] = {
     "/admin/drafters/{name}": (answers.DraftersUpdate, "Removes a drafter."),
+}
+_MODE = {"enum": list(get_args(PauseMode)), "default": "abort"}
+_TAGS = {"type": "array", "items": {"enum": list(SLEEP_TAGS)}, "minItems": 1}
+# What the query of a route without a body may have; these routes refuse anything else.
+QUERIES: dict[str, dict[str, dict[str, Any]]] = {
+    "/reset_prefix_cache": {},
+    "/pause": {"mode": _MODE},
+    "/resume": {},
+    "/sleep": {"level": {"enum": [1, 2], "default": 1}, "mode": _MODE},
+    "/wake_up": {"tags": _TAGS},
+    "/admin/drafters/{name}": {"model": {"type": "string"}},
 }
 
 
@@ -252,15 +265,19 @@ def _operation(
         "summary": summary,
         "operationId": name if body else f"{method}_{name}",
     }
+    query = QUERIES.get(path, {})
+    parameters = [{"name": each, "in": "query", "schema": schema} for each, schema in query.items()]
     codes: Iterable[int] = _ERRORS
     if body is not None:
         found["requestBody"] = {"required": True, "content": _json(body)}
     elif "{name}" in path:
         in_path = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        found["parameters"] = [in_path]
+        parameters.insert(0, in_path)
         codes = (*((400,) if method == "delete" else ()), 404, *_ERRORS_WITHOUT_BODY)
     else:
-        codes = _ERRORS_WITHOUT_BODY
+        codes = (*((400, 408, 413, 415) if path in QUERIES else ()), *_ERRORS_WITHOUT_BODY)
+    if parameters:
+        found["parameters"] = parameters
     if body in _STREAMED:
         events = {"type": "string", "description": "With `stream: true`: server-sent events."}
         content["text/event-stream"] = {"schema": events}
@@ -297,6 +314,9 @@ def html_page(described: Mapping[str, Any]) -> str:
 def _route(path: str, method: str, operation: Mapping[str, Any]) -> str:
     """One route: its body, and what it answers."""
     lines = [f"<p>{escape(operation['summary'])}</p>"]
+    for each in operation.get("parameters", ()):
+        lines.append(f"<p>In the {each['in']}: <code>{each['name']}</code>: "
+                     f"{_kind(each['schema'])}</p>")  # fmt: skip
     if "requestBody" in operation:
         lines.append(f"<p>Body: {_contents(operation['requestBody'])}</p>")
     rows = [

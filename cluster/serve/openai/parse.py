@@ -9,15 +9,17 @@ import json.scanner
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
+from starlette.datastructures import QueryParams
 
 from ....config.compat.table import REQUEST, Ignored, Refused, hint
 from ....config.strict import nearest, walk
-from ....errors import InvalidRequestError, in_words
+from ....errors import InvalidRequestError, OutriderError, in_words
 from ....scheduler.sampling import MAX_STOPS, invalid_request, shortened, shown_value
 
 log = logging.getLogger(__name__)
@@ -136,6 +138,7 @@ IGNORED = frozenset(
 
 
 Body = TypeVar("Body", bound=Strict)
+Refusal = TypeVar("Refusal", bound=OutriderError)
 
 
 def parse(body_type: type[Body], raw: bytes) -> Body:
@@ -290,7 +293,7 @@ def check_kind(field: str, given: Mapping[Any, Any], allowed: Sequence[Any], rul
         raise InvalidRequestError.at(f"{field}.type", f"{shown} is not supported; {rule}")
 
 
-def renamed(error: InvalidRequestError, names: Sequence[tuple[str, str]]) -> InvalidRequestError:
+def renamed(error: Refusal, names: Sequence[tuple[str, str]]) -> Refusal:
     """`error` under the user's name for its field, by the first pattern of `names` that matches."""
     for pattern, own in names:
         if error.field is not None and re.match(pattern, error.field):
@@ -299,6 +302,38 @@ def renamed(error: InvalidRequestError, names: Sequence[tuple[str, str]]) -> Inv
             found.message = re.sub(pattern, own, error.message)
             return found
     return error
+
+
+@contextmanager
+def named(fields: Mapping[str, str]) -> Iterator[None]:
+    """Puts a request's names of fields into errors that have the engine's."""
+    try:
+        yield
+    except OutriderError as error:
+        raise renamed(error, [(rf"^{ours}\b", theirs) for ours, theirs in fields.items()]) from None
+
+
+def query_of(given: QueryParams, known: Mapping[str, Mapping[str, Any]]) -> QueryParams:
+    """The query of a route that has only the names `known`, with their schemas.
+
+    Raises:
+        InvalidRequestError: there is another name, or one twice that is no list.
+    """
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
+            raise InvalidRequestError.at(shortened(name), f"unknown name in the query; {hint}")
+        if known[name].get("type") != "array" and len(given.getlist(name)) > 1:
+            raise InvalidRequestError.at(name, "the query has it twice")
+    return given
+
+
+def require_no_body(path: str, known: Mapping[str, Any], raw: bytes) -> None:
+    """Refuses options in a body, which would otherwise have no effect."""
+    if raw.strip() not in (b"", b"{}"):
+        where = "its options are in the query" if known else "it has no options"
+        raise InvalidRequestError.at("body", f"{path} takes none; {where}")
 
 
 def _item_field(location: tuple[int | str, ...]) -> str:

@@ -83,16 +83,21 @@ class ScoreBody(PooledBody):
 
     @model_validator(mode="after")
     def _two_lists(self) -> ScoreBody:
-        given = [name for name in _SCORED if getattr(self, name) is not None]
+        given = [name for name in _PARTNER if getattr(self, name) is not None]
         if given not in (["text_1", "text_2"], ["queries", "documents"]):
+            at_fault = given[0] if given else "queries"
+            if len(given) == 1:
+                at_fault = _PARTNER[at_fault]
             raise InvalidRequestError.at(
-                given[0] if given else "queries", "expected queries and documents, or text_1 and "
-                "text_2",
-            )  # fmt: skip
+                at_fault, "expected queries and documents, or text_1 and text_2"
+            )
         return self
 
 
-_SCORED = ("text_1", "text_2", "queries", "documents")
+# The fields that belong together.
+_PARTNER = {
+    "text_1": "text_2", "text_2": "text_1", "queries": "documents", "documents": "queries"
+}  # fmt: skip
 
 
 def _add(

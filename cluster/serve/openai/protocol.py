@@ -549,6 +549,11 @@ class ChatBody(GenerationBody, Conversation):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError.at("top_logprobs", "it needs logprobs = true")
         limit = self.max_completion_tokens
+        if limit is not None and self.max_tokens not in (None, limit):
+            raise InvalidRequestError.at(
+                "max_tokens",
+                f"max_completion_tokens, which replaces it, is {limit} (got {self.max_tokens})",
+            )
         for name in ("max_completion_tokens", "max_tokens"):
             given = getattr(self, name)
             least = 1 if self.prompt_logprobs is None else 0

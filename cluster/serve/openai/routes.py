@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -50,8 +50,8 @@ from . import chat, completions, errors, messages, responses
 from .engine_client import EngineClient, EngineVerb
 from .generation import Generation
 from .messages import CountBody, MessagesBody
-from .openapi import document, html_page
-from .parse import nested_too_deeply, parse
+from .openapi import QUERIES, document, html_page
+from .parse import named, nested_too_deeply, parse, query_of, require_no_body
 from .pooling import (
     EmbeddingBody,
     Embeddings,
@@ -222,12 +222,13 @@ def admin_routes(models: Models) -> list[Route]:
     clients = list({id(each.client): each.client for each in models.by_name.values()}.values())
 
     def command(
-        path: str, verb: EngineVerb, read: Callable[[Request], Sequence[Any]] = lambda _: ()
+        path: str, verb: EngineVerb, read: Callable[[QueryParams], Sequence[Any]] = lambda _: ()
     ) -> Route:
         """A route by which every engine does `verb`, with what `read` finds in the query."""
 
         async def tell(request: Request) -> Response:
-            arguments = read(request)
+            arguments = read(query_of(request.query_params, QUERIES[path]))
+            await _prepared(models, request, partial(require_no_body, path, QUERIES[path]))
             counts = await asyncio.gather(*(each.tell(verb, *arguments) for each in clients))
             return JSONResponse({"num_engines": sum(counts)})
 
@@ -251,7 +252,8 @@ def admin_routes(models: Models) -> list[Route]:
             if given is not None and not os.path.isabs(given):
                 raise InvalidRequestError.at(name, f"{given!r} is not absolute")
         client = models.find(body.model).client
-        count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
+        with named({"weights": "path"}):
+            count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
         return JSONResponse({"num_engines": count})
 
     return [
@@ -309,17 +311,17 @@ def _trainer_routes(models: Models) -> list[Route]:
     ]
 
 
-def _pausing(request: Request) -> tuple[PauseMode]:
-    return (checked_mode(request.query_params.get("mode", "abort")),)
+def _pausing(query: QueryParams) -> tuple[PauseMode]:
+    return (checked_mode(query.get("mode", "abort")),)
 
 
-def _sleeping(request: Request) -> tuple[int, PauseMode]:
-    level = request.query_params.get("level", "1")
-    return checked_sleep(int(level) if level.isdecimal() else level), *_pausing(request)
+def _sleeping(query: QueryParams) -> tuple[int, PauseMode]:
+    level = query.get("level", "1")
+    return checked_sleep(int(level) if level.isdecimal() else level), *_pausing(query)
 
 
-def _waking(request: Request) -> tuple[tuple[str, ...]]:
-    return (checked_tags(request.query_params.getlist("tags") or None),)
+def _waking(query: QueryParams) -> tuple[tuple[str, ...]]:
+    return (checked_tags(query.getlist("tags") or None),)
 
 
 def _adapter_routes(models: Models) -> list[Route]:
@@ -338,7 +340,8 @@ def _adapter_routes(models: Models) -> list[Route]:
             raise InvalidRequestError.at("lora_name", f"{body.lora_name!r} is served already")
         if not os.path.isabs(body.lora_path):
             raise InvalidRequestError.at("lora_path", f"{body.lora_path!r} is not absolute")
-        return await changed(edge, served | {body.lora_name: body.lora_path})
+        with named({"lora_modules": "lora_path"}):
+            return await changed(edge, served | {body.lora_name: body.lora_path})
 
     async def unload(request: Request) -> Response:
         body = await _prepared(models, request, partial(parse, UnloadAdapterBody))
@@ -384,8 +387,10 @@ def _drafter_routes(models: Models) -> list[Route]:
         return await change_drafters(models.find(body.model), change)
 
     async def remove_drafter(request: Request) -> Response:
-        edge = models.find(request.query_params.get("model"))
-        return await change_drafters(edge, DrafterChange(replaces=request.path_params["name"]))
+        query = query_of(request.query_params, QUERIES["/admin/drafters/{name}"])
+        edge = models.find(query.get("model"))
+        with named({"replaces": "name"}):
+            return await change_drafters(edge, DrafterChange(replaces=request.path_params["name"]))
 
     return [
         Route("/admin/drafters", drafters),
@@ -754,7 +759,7 @@ async def _prepared(models: Models, request: Request, prepare: Callable[[bytes],
     """What `prepare` makes of the body of an HTTP request.
 
     Raises:
-        BodyTooLargeError, BodyTimeoutError, and as `prepared`.
+        BodyEncodingError, BodyTooLargeError, BodyTimeoutError, and as `prepared`.
     """
     edge = models.first
     raw = await read_body(request, edge.largest_body(), edge.body_timeout_s)

@@ -22,7 +22,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ....errors import OutriderError, OverloadedError
-from .errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, error_body, error_response
+from .errors import (
+    BodyEncodingError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientGoneError,
+    error_body,
+    error_response,
+)
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -32,10 +39,16 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float | None = 
     """The whole body.
 
     Raises:
+        BodyEncodingError: it is compressed.
         BodyTooLargeError: it has more than `max_bytes`.
         BodyTimeoutError: it did not arrive within `timeout_s`.
         ClientGoneError: it never came to its end.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise BodyEncodingError.at(
+            "content-encoding", f"bodies are not decompressed here (got {encoding[:32]!r})"
+        )
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and len(announced) < 20 and int(announced) <= max_bytes:
         announced = ""

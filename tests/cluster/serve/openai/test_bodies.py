@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Callable
@@ -108,6 +109,12 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 9999}, 400, "max_completion_tokens"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "max_tokens": 3, "max_completion_tokens": 4},
+        400,
+        "max_tokens",
+    ),
     ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
     ("/tokenize", {"model": "tiny"}, 400, "prompt"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens"),
@@ -190,6 +197,12 @@ def test_bad_bytes(server: Server) -> None:
     for raw in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b"nul"):
         answer = server.http.post("/v1/completions", content=raw)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), raw[:20]
+
+
+def test_compressed_bodies_are_refused(server: Server) -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    answer = server.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-encoding")
 
 
 def test_a_repeated_key_is_refused_by_name(server: Server) -> None:

@@ -429,8 +429,8 @@ def test_new_weights(server: Server) -> None:
     assert updated(path="/a", model="other").status_code == 404
     server.engine.refuse = CheckpointError.at("weights", "tensor 'x' is missing")
     refused = updated(path="/a")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "weights: tensor 'x' is missing"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "path")
+    assert refused.json()["error"]["message"] == "path: tensor 'x' is missing"
     assert len(server.engine.updates) == 2
 
 
@@ -573,7 +573,9 @@ def test_other_drafters(server: Server) -> None:
         refused = asked(**body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
     assert asked(drafter=ngram, model="other").status_code == 404
-    assert server.http.delete("/admin/drafters/eagle").status_code == 400
+    refused = server.http.delete("/admin/drafters/eagle")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
+    assert server.http.delete("/admin/drafters/eagle?models=tiny").status_code == 400
     assert server.http.delete("/admin/drafters/eagle?model=other").status_code == 404
     server.engine.refuse_drafters = {"decoding_type": "NGram"}
     refused = asked(speculative_config={"decoding_type": "NGram"})
@@ -607,7 +609,8 @@ def test_adapters_come_and_go(server: Server) -> None:
         refused = load(**body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
     server.engine.refuse = CheckpointError.at("lora_modules", "no such adapter")
-    assert load(lora_name="b", lora_path="/x").status_code == 400
+    refused = load(lora_name="b", lora_path="/x")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
     server.engine.refuse = None
     assert list(listed()) == ["tiny", "sql"]
     dropped = server.http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
@@ -634,6 +637,8 @@ def test_sleep(server: Server) -> None:
         ("/sleep?level=-1", "level"),
         ("/sleep?level=deep", "level"),
         ("/sleep?mode=now", "mode"),
+        ("/sleep?levle=2", "levle"),
+        ("/sleep?mode=keep&mode=wait", "mode"),
         ("/wake_up?tags=all", "tags"),
         ("/wake_up?tags=weights&tags=", "tags"),
     ):
@@ -649,6 +654,9 @@ def test_a_pause(server: Server) -> None:
     assert server.engine.pauses == ["abort", "wait"]
     assert server.http.get("/is_paused").json() == {"is_paused": True}
     assert server.post("/pause?mode=now").json()["error"]["param"] == "mode"
+    refused = server.post("/pause", mode="keep")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body")
+    assert server.engine.pauses == ["abort", "wait"]
     assert server.post("/resume").json() == {"num_engines": 1}
     assert server.http.get("/is_paused").json() == {"is_paused": False}
 
