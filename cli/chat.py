@@ -268,6 +268,9 @@ def _partner(
             raise ConfigError.at("raw", "only for a model loaded here, not with --url")
         if adapter is not None:
             raise ConfigError.at("adapter", "of a server, --model names it")
+        for key in engine.given():
+            if key not in ("model", "served_model_name"):
+                raise ConfigError.at(key, "only for a model loaded here, not with --url")
         server = RunningServer(url, api_key=api_key)
         stack.callback(server.close)
         models = server.models()

@@ -67,6 +67,8 @@ def check(
         is_model = file.is_dir() or file.suffix.lower() == ".gguf"
         given = {"model": str(file)} if is_model else {"config": file}
         engine = engine.model_copy(update=given)
+    if cluster and nodes is not None:
+        raise ConfigError.at("nodes", "--cluster plans for the nodes that run; give one of them")
     config = engine.resolve()
     section = serve_section(engine, {})
     described = None if nodes is None else parse_nodes(nodes)

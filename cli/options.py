@@ -35,7 +35,7 @@ from ..config.compat.table import LLAMA_CPP, To
 from ..config.compat.translate import merge, translate_engine
 from ..config.hub import needs_folder
 from ..config.strict import read_mapping
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
 from .console import ENGINE_PANEL, SECTION_KEYS, SHOWS_ENGINE, read_section, say
 from .foreign import read_keys
@@ -178,7 +178,9 @@ def _kind(annotation: Any) -> Any:
         is_section = isinstance(inner[0], type) and issubclass(inner[0], Strict)
         return list.__class_getitem__(str if is_section else inner[0])
     if origin in (Union, UnionType):
-        values = [each for each in inner if get_origin(each) is not Literal]  # beside names
+        values = [each for each in inner if get_origin(each) is not Literal]
+        if values == [int] and len(inner) > 1:  # beside names, such as auto
+            return str
         return _kind(values[0]) if len(values) == 1 else None
     is_scalar = isinstance(annotation, type) and issubclass(annotation, _SCALARS)
     return annotation if is_scalar else None
@@ -351,7 +353,10 @@ class SamplingOptions(_SamplingFields):
         Raises:
             InvalidRequestError: names the field that is out of range.
         """
-        return SamplingParams(**self.given())
+        params = SamplingParams(**self.given())
+        if params.max_tokens == 0:  # of use only where the prompt is scored
+            raise InvalidRequestError.at("max_tokens", "at least 1 (got 0)")
+        return params
 
     def given(self) -> dict[str, Any]:
         """What was given, and the commands' own defaults, by `SamplingParams`' names."""

@@ -247,6 +247,9 @@ def _scenario(config: EngineConfig, options: SimulateOptions, trace: Trace | Non
     followed = [each.drafts for each in requests]
     load = Load(streams=options.streams or 8 * options.engines, seed=20 + options.seed)
     if options.rate is not None:
+        for name in ("streams", "think_ms", "one_client"):
+            if getattr(options, name):
+                raise ConfigError.at(name, "it is of closed loops; requests come at a rate here")
         load = Load(rate=options.rate, seed=20 + options.seed)
     scenario = Scenario(
         config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ KeyHash = Annotated[
     str,
     Field(pattern=r"^sha256:[0-9a-f]{64}$", description="sha256: and 64 hexadecimal digits."),
 ]
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 
 class KeyConfig(Strict):
@@ -69,6 +71,17 @@ class AccessConfig(KeysFile):
     cors_allowed_origins: list[str] = Field(default_factory=list)
     """Origins whose pages may call the API; *: every one."""
     log_prompts: bool = Field(False, description="Write prompts to the ingress's log.")
+
+    @field_validator("cors_allowed_origins")
+    @classmethod
+    def _as_browsers_send_it(cls, origins: list[str]) -> list[str]:
+        for each in origins:
+            if not _ORIGIN.fullmatch(each):
+                raise ValueError(
+                    f"{each!r} is no origin, which no browser sends: expected one such as "
+                    "https://example.org, without a path"
+                )
+        return origins
 
     @field_validator("keys_file")
     @classmethod

@@ -358,8 +358,6 @@ class Frontend:
             spellings(self.tokenizer, sampling.bad_words, self.vocab_size)
         for stop in sampling.stop:
             check_text("stop", stop)
-        if "" in sampling.stop:
-            raise InvalidRequestError.at("stop", "an empty string stops everything")
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError.at(
                 "min_tokens", f"{sampling.min_tokens} is above max_tokens ({max_tokens})"

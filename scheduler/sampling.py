@@ -213,6 +213,13 @@ class SamplingParams(BaseModel):
         except ValidationError as error:
             raise invalid_request(error) from None
 
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("an empty string stops everything")
+        return stop
+
     @field_validator("bad_words")
     @classmethod
     def _words(cls, words: tuple[str, ...]) -> tuple[str, ...]:

@@ -42,6 +42,12 @@ def thinking() -> tuple[FastAPI, list[Any]]:
     return app, bodies
 
 
+def test_options_of_a_model_loaded_here_are_refused_with_a_server(outrider_cli):
+    """They would have no effect."""
+    result = outrider_cli("chat", "--url", "http://127.0.0.1:1", "--spec-type", "suffix")
+    assert result.stderr == "error: spec_type: only for a model loaded here, not with --url\n"
+
+
 def test_reasoning_of_a_server(outrider_cli, thinking):
     app, bodies = thinking
     with serving(app) as url:

@@ -69,6 +69,7 @@ def test_what_does_not_fit_is_an_error_behind_the_table(outrider_cli, config_fil
     [
         (("--nodes", "8xH100"), "nodes: '8xH100' is not understood"),
         (("--cluster", "--executor", "local"), "cluster: executor 'local'"),
+        (("--cluster", "--nodes", "16cpu-64G"), "nodes: --cluster plans for the nodes that run"),
     ],
 )
 def test_mistakes_are_named(outrider_cli, target, args, field):

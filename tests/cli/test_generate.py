@@ -61,6 +61,8 @@ def test_several_prompts(outrider_cli, model):
         (("-m", "/nowhere"), "model"),
         (("-m", "/nowhere", "--temperature", -1), "temperature"),
         (("-m", "/nowhere", "--top-p", 2), "top_p"),
+        (("-m", "/nowhere", "--stop", ""), "stop: an empty string stops everything"),
+        (("-m", "/nowhere", "--max-tokens", 0), "max_tokens"),
         (("-m", "/nowhere", "--config", "/nowhere.yaml"), "config"),
         (("-m", "/nowhere", "--dtype", "int3"), "dtype"),
     ],

@@ -266,7 +266,9 @@ def _operation(
         "operationId": name if body else f"{method}_{name}",
     }
     query = QUERIES.get(path, {})
-    parameters = [{"name": each, "in": "query", "schema": schema} for each, schema in query.items()]
+    parameters: list[dict[str, Any]] = [
+        {"name": each, "in": "query", "schema": schema} for each, schema in query.items()
+    ]
     codes: Iterable[int] = _ERRORS
     if body is not None:
         found["requestBody"] = {"required": True, "content": _json(body)}
