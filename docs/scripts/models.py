@@ -19,7 +19,7 @@ from ...workers.model.bridge import build_meta
 from ...workers.model.checkpoint.adapters import adaptable
 from ...workers.model.checkpoint.gguf_checkpoint import architectures_of
 from ...workers.model.family import FamilySpec, read_spec, recurrent_layers
-from ...workers.model.info import TESTED
+from ...workers.model.info import SERVED_AS, TESTED
 from ...workers.model.target import without_stages
 
 PAGE = Path(__file__).resolve().parents[1] / "models.md"
@@ -49,6 +49,9 @@ MODELS = {
     "glm4_moe": "GLM-4.5, GLM-4.6",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
+    "kimi_k2": "Kimi-K2, and the text part of Kimi-K2.5 and K2.6",
+    "deepseek_v32": "DeepSeek-V3.2, contexts of up to `index_topk` tokens (2048)",
+    "glm_moe_dsa": "GLM-5, contexts of up to `index_topk` tokens (2048)",
 }
 """Of the family, by `model_type`, in the order of the page."""
 _OWN = "MTP: in the model's own checkpoint"
@@ -90,6 +93,10 @@ HEADS: dict[str, tuple[str, ...]] = {
     ),
     "glm4_moe": (_OWN,),
     "deepseek_v3": (_OWN,),
+    "kimi_k2": (
+        "EAGLE-3: `AQ-MedAI/Kimi-K2-Instruct-eagle3`",
+        "DFlash: `z-lab/Kimi-K2.5-DFlash`",
+    ),
     "granitemoe": ("EAGLE-3: `wantsleep/granite-3.1-1b-a400m-EAGLE3`",),
     "minimax_m2": ("DFlash: `z-lab/MiniMax-M2.5-DFlash`",),
 }
@@ -120,7 +127,7 @@ def written(page: str) -> str:
 
 
 def _row(kind: str) -> Iterator[str]:
-    config = AutoConfig.for_model(kind, **_WITH_ATTENTION.get(kind, {}))
+    config = AutoConfig.for_model(SERVED_AS.get(kind, kind), **_WITH_ATTENTION.get(kind, {}))
     spec = read_spec(config)
     is_family = isinstance(spec, FamilySpec)
     yield f"`{kind}`"

@@ -128,10 +128,15 @@ def _experts(
     return placed.unflatten(0, chosen.shape).sum(1)
 
 
+def _with_width(model: Any) -> None:
+    """`Gemma3nForCausalLM._init_weights` reads what only the model inside of it has."""
+    model.hidden_size = model.config.hidden_size
+
+
 _BUILDING = threading.Lock()
 ATTENTION = "outrider_paged"
-ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": adapt}
-"""Model types that would run and be wrong, and what makes them right."""
+ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": adapt, "gemma3n_text": _with_width}
+"""Model types that would not run or be wrong, and what makes them right."""
 
 
 def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
@@ -449,15 +454,34 @@ def map_checkpoint(
     stored one by one) stay unread; any other conversion is run on whole tensors.
     """
     sources, merges, surplus = by_target(model, stored)
+    if text := _text_part(stored):
+        surplus = [name for name in surplus if name in text]
+    if text and surplus:
+        own = {name: stored[public] for public, name in text.items()}
+        sources, merges, surplus = by_target(model, own)
     for target, (converter, parts) in merges.items():
         sources.update(_convert(model, target, converter, parts, is_read=wanted(target)))
     ignored = [
         *(model._keys_to_ignore_on_load_unexpected or []),
         r"rotary_emb\.inv_freq",
         *([rf"^{LAYER}$"] if classifies(model.config) else []),
+        *([r"\.self_attn\.indexer\."] if hasattr(model.config, "index_topk") else []),
         *_beyond_the_last_layer(model.config),
     ]
     return sources, [name for name in surplus if not any(re.search(key, name) for key in ignored)]
+
+
+_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(model|lm_head)\.)?(.+)")
+
+
+def _text_part(names: Collection[str]) -> dict[str, str]:
+    """Of a checkpoint for text and images, the text model's names, with those that it has alone.
+
+    transformers' mapping knows both for some types only. Empty: it is a text model.
+    """
+    found = {name: match for name in names if (match := _LANGUAGE.fullmatch(name))}
+    own = {name: f"{match[1] or 'model'}.{match[2]}" for name, match in found.items()}
+    return own | {name: name for name in names if own and name.startswith("lm_head.")}
 
 
 def _beyond_the_last_layer(config: Any) -> list[str]:

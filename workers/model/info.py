@@ -7,6 +7,7 @@ needs an outline and no more. transformers is imported where a configuration is 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,17 +49,47 @@ TESTED = frozenset(
 """Model types of which tests compare every kind of step with transformers' own forward, at one rank
 and at two. Others are compared when they are loaded, on one rank."""
 
+SERVED_AS = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
+}
+"""Types that are served as another. Kimi-K2 is DeepSeek-V3 by another name. In DeepSeek-V3.2 and
+GLM-5 an indexer chooses `index_topk` tokens that a row attends to: all of them in a context that is
+not longer, and no longer one is served. There both are DeepSeek-V3, and the indexer is not read."""
+
+
+def _as_other(data: dict[str, Any], path: Path) -> Any:
+    """A configuration of one of these types, as that of the type which it is served as."""
+    from transformers import CONFIG_MAPPING
+
+    kind = data["model_type"]
+    if kind in CONFIG_MAPPING:  # with its own defaults
+        data = CONFIG_MAPPING[kind].from_dict(data).to_dict()
+    others = ("model_type", "auto_map", "layer_types", "indexer_types", "mlp_layer_types")
+    keys = {key: value for key, value in data.items() if key not in others}
+    if kinds := data.get("mlp_layer_types"):
+        keys["first_k_dense_replace"] = count = kinds.count("dense")
+        if "dense" in kinds[count:]:
+            raise ValueError(f"mlp_layer_types: dense layers are the first ones, got {kinds}")
+    config = CONFIG_MAPPING[SERVED_AS[kind]].from_dict(keys)
+    config.name_or_path = str(path)
+    return config
+
 
 def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The text model's configuration; a typed error when transformers cannot make one of it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    read_mapping(path / "config.json")
+    data = read_mapping(path / "config.json")
     try:
-        config = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        if data.get("model_type") in SERVED_AS:
+            config = _as_other(data, path)
+        else:
+            config = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except (
         ValueError,
         OSError,
@@ -72,14 +103,13 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
             f"{reason(error, path)}"
         ) from error
     outer, config = config, config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):  # what is observed of a layer is its own
+        config.allow_global_per_layer_attribute_access = True
     find_format(path)  # refuses what is not read
     for each in (outer, config):  # weights are read dequantised: transformers must not see it
         if getattr(each, "quantization_config", None) is not None:
             del each.quantization_config
-    try:
-        lacking = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
-    except RuntimeError as error:  # transformers has one value a layer
-        raise CheckpointError(f"{config.model_type!r} models cannot be served: {error}") from error
+    lacking = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
     if lacking:
         raise CheckpointError(
             f"{config.model_type!r} is not a decoder with a plain key-value cache: its "
@@ -218,9 +248,14 @@ def outline_of(config: Any, path: Path, tensor_parallel_size: int) -> ModelOutli
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads.num_heads,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=min(config.max_position_embeddings, _num_indexed(config) or sys.maxsize),
         eos_token_ids=read_eos(path, config),
     )
+
+
+def _num_indexed(config: Any) -> int | None:
+    """Tokens of the longest context of which every row attends to all."""
+    return getattr(config, "index_topk", None)
 
 
 def check_type(kind: str, tensor_parallel_size: int) -> None:
@@ -252,7 +287,7 @@ def check_numbers(
         text = data.get("text_config") or data
         names = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
         num_heads, num_kv_heads, limit = map(text.get, names)
-        num_layers = text.get("num_hidden_layers")
+        num_layers, indexed = text.get("num_hidden_layers"), text.get("index_topk")
     except (OSError, ValueError, AttributeError):
         return  # reported by whoever reads it in full
     if isinstance(num_heads, int) and num_heads > 0:
@@ -260,6 +295,12 @@ def check_numbers(
         Heads(num_heads, num_kv_heads or num_heads, 0, tensor_parallel_size).check()
     if isinstance(num_layers, int) and num_layers > 0:
         stage_layers(num_layers, num_stages)
+    if isinstance(indexed, int) and max_model_len is not None and max_model_len > indexed:
+        raise ConfigError.at(
+            "max_model_len",
+            f"{max_model_len} exceeds {indexed}, this model's index_topk: its sparse attention is "
+            "not implemented, and up to there it is the same as full attention",
+        )
     if isinstance(limit, int) and max_model_len is not None:
         check_length(max_model_len, limit)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers.equality import TEXTS, script
-from outrider.tests.helpers.models import BLOCK, CPU, full_logits
+from outrider.tests.helpers.models import BLOCK, CPU, TABLES, full_logits
 from outrider.workers.collective import Collective
 from outrider.workers.model.family import spec
-from outrider.workers.model.info import TESTED, check_type
+from outrider.workers.model.info import TESTED, check_numbers, check_type, describe
 from outrider.workers.model.target import load_model
 
 # By the names that configurations have; a type takes those that it knows.
@@ -35,6 +37,42 @@ SMALL: dict[str, Any] = {
     **{"num_layers": 2, "num_heads": 4, "ffn_hidden_size": 48, "embed_dim": 32, "num_groups": 2},
     **{"seq_length": 128, "max_seq_len": 128, "max_sequence_length": 128},
 }
+_GEMMA: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101},
+    "num_kv_shared_layers": 2,
+}
+_INDEXED = {"num_key_value_heads": 4, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+_MAMBA = {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_expand": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": {
+        **_INDEXED,
+        **{"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shared"]},
+    },
+    "gemma3n_text": {
+        **_GEMMA,
+        **{
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.9] + [0.0] * 3,
+        },
+    },
+    "gemma4_text": {**_GEMMA, "global_head_dim": 16, "num_global_key_value_heads": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        **_MAMBA,
+        **{"mamba_dt_rank": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1},
+    },
+    "zamba2": {
+        **_MAMBA,
+        **{"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
+        **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_headdim": 8, "chunk_size": 8},
+        **{"num_mem_blocks": 1, "adapter_rank": 4},
+    },
+}
+"""What a type's tiny configuration has beside, or in the place of, `SMALL`."""
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
@@ -44,7 +82,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def configurations(kind: str) -> Iterator[Any]:
+def configurations(kind: str, **own: Any) -> Iterator[Any]:
     """Tiny ones; which of them a type accepts is for it to say."""
     usual = AutoConfig.for_model(kind).get_text_config(decoder=True)
     known = usual.to_dict()
@@ -52,15 +90,19 @@ def configurations(kind: str) -> Iterator[Any]:
     if kinds := list(dict.fromkeys(known.get("layer_types") or ())):
         num_layers = max(2, len(kinds))
         small |= {"num_hidden_layers": num_layers, "layer_types": (kinds * 2)[:num_layers]}
+    if own := {**OWN.get(kind, {}), **own}:
+        if "layer_types" not in own:
+            small.pop("layer_types", None)
+        small |= own
     for change in CHANGES:
         keys = {**small, **{key: value for key, value in change.items() if key in small}}
         yield type(usual), {key: value for key, value in keys.items() if value is not None}
 
 
-def write(kind: str, folder: Path) -> Any:
+def write(kind: str, folder: Path, **own: Any) -> Any:
     """A random checkpoint of the type, and transformers' model of it."""
     fault: Exception | None = None
-    for cls, keys in configurations(kind):
+    for cls, keys in configurations(kind, **own):
         torch.manual_seed(0)
         try:
             model = AutoModelForCausalLM.from_config(cls(**keys)).float().eval()
@@ -97,6 +139,21 @@ def check(tmp_path, part, build_step, run_ranks):
     return check
 
 
+@pytest.fixture
+def check_prompt(tmp_path, part, build_step):
+    """`check_prompt(oracle)`: loads `tmp_path`; the logits of a prompt equal `oracle`'s."""
+
+    def check(oracle):
+        model = load_model(tmp_path, device=CPU, collective=Collective.single())
+        step = build_step([part(TEXTS[0], 0, TABLES[0])], BLOCK)
+        logits = model.forward(step, model.new_cache(num_blocks=24, block_size=BLOCK))
+        wanted = full_logits(oracle, TEXTS[0])[-1:]
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+        return model
+
+    return check
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", sorted(TESTED - spec._READERS.keys()))
@@ -104,10 +161,64 @@ def test_every_type_that_is_claimed(check, kind, size):
     check(kind, size)
 
 
-@pytest.mark.parametrize("kind", ["glm4", "olmo3", "laguna"])
+@pytest.mark.parametrize("kind", ["glm4", "olmo3", "laguna", "gemma3n_text", "gemma4_text"])
 def test_some_types(check, kind):
-    """The last one is compared when it is loaded."""
+    """The last three are compared when they are loaded; Gemma's layers share keys and values."""
     check(kind, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outer", "inner"),
+    [
+        ("gemma3_text", "gemma3", "language_model.model."),
+        ("gemma3n_text", "gemma3n", "model.language_model."),
+        ("gemma4_text", "gemma4", "model.language_model."),
+        ("deepseek_v3", "kimi_k25", "language_model.model."),
+    ],
+)
+def test_the_text_part_of_a_checkpoint_with_images(check_prompt, tmp_path, kind, outer, inner):
+    oracle = write(kind, tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    keys = {"model_type": outer, "text_config": json.loads(config.read_text())}
+    config.write_text(json.dumps(keys))
+    tensors = {f"{part}.patch.weight": torch.ones(4) for part in ("vision_tower", "mm_projector")}
+    for name, tensor in load_file(file).items():
+        name = name.replace("model.", inner, 1)
+        is_inside = inner.startswith("language_model") and name.startswith("lm_head")
+        tensors[f"language_model.{name}" if is_inside else name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    check_prompt(oracle)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_served_up_to_where_it_is_full(check, tmp_path, kind):
+    check(kind, 1)
+    path, topk = tmp_path, OWN[kind]["index_topk"]
+    assert describe(path).max_model_len == topk < SMALL["max_position_embeddings"]
+    check_numbers(path, 1, 1, topk)
+    with pytest.raises(ConfigError, match=r"max_model_len: 65 exceeds 64, this model's index_topk"):
+        check_numbers(path, 1, 1, topk + 1)
+    known = load_model(path, device=CPU, collective=Collective.single()).forward_choice
+    assert known.kind == "family"
+
+
+def test_sparse_attention_is_full_up_to_its_limit_alone(tmp_path):
+    """Why longer contexts are refused."""
+    text = list(range(5, 25))
+    sparse, full = [
+        write("deepseek_v32", tmp_path / str(topk), index_topk=topk) for topk in (12, 64)
+    ]
+    found, wanted = full_logits(sparse, text), full_logits(full, text)
+    torch.testing.assert_close(found[:12], wanted[:12])
+    assert (found[12:] - wanted[12:]).abs().amax(1).min() > 1e-3
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(check_prompt, tmp_path):
+    oracle = write("deepseek_v3", tmp_path, num_key_value_heads=4)
+    file = tmp_path / "config.json"
+    own = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own | {"model_type": "kimi_k2"}))
+    assert check_prompt(oracle).forward_choice.kind == "family"
 
 
 def test_the_family_is_tested_by_its_own_tests():
@@ -121,6 +232,9 @@ def test_the_family_is_tested_by_its_own_tests():
         ("camembert", "are not those of transformers' own forward"),  # sees what follows
         ("diffllama", "are not those of transformers' own forward"),  # two softmaxes
         ("olmo_hybrid", "keep a state other than keys and values"),
+        ("jamba", "of this JambaForCausalLM keep a state other than keys and values"),
+        ("zamba2", "of this Zamba2ForCausalLM keep a state other than keys and values"),
+        ("lfm2", "of this Lfm2ForCausalLM keep a state other than keys and values"),
         ("falcon", "its attention cannot be replaced"),
         ("stablelm", "is not a causal language model that can be served"),
     ],
