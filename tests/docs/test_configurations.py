@@ -28,6 +28,7 @@ IN_K8S = {
     "single-gpu.yaml": "single-gpu",
     "tp8.yaml": "tp8",
     "deepseek-r1-mtp.yaml": "deepseek-r1",
+    "stages.yaml": "stages",
     "llama4-eagle3.yaml": "llama4-maverick",
     "drafter-nodes.yaml": "drafter-nodes",
 }
@@ -84,6 +85,7 @@ def test_an_example_is_sound_and_finds_room(file: Path, check: Check) -> None:
     [
         ("deepseek-r1-mtp.yaml", "8xH100-80G", "16 ranks of 1 GPU each"),
         ("deepseek-r1-mtp.yaml", "2x8xL40S-48G", "the target have room for|the target need"),
+        ("stages.yaml", "2x8xL40S-48G", "ranks 8 to 15 of the target have room for 0 tokens"),
         ("llama4-eagle3.yaml", "8xH100-80G", "on nodes with H200, all on one node"),
         ("drafter-nodes.yaml", "4xH100-80G", "no place for the draft model"),
         ("single-gpu.yaml", "1xL4-24G", "rank 0 of the target need"),

@@ -219,6 +219,7 @@ def llama4_eagle3(folder: Path) -> Path:
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "DeepSeek-R1": deepseek_r1,
     "Llama-3.1-8B-Instruct": lambda folder: llama3(folder, 4096, 32, 32, 14336),
+    "Llama-3.1-405B-Instruct": lambda folder: llama3(folder, 16384, 126, 128, 53248),
     "Llama-3.2-1B-Instruct": lambda folder: llama3(
         folder, 2048, 16, 32, 8192, tie_word_embeddings=True
     ),

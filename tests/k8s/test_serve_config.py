@@ -158,7 +158,7 @@ def rank_needs(config: EngineConfig) -> list[tuple[float, float]]:
         (0.0 if on_gpu else 1.0) if cpus is None else cpus,
         (1.0 if on_gpu else 0.0) if gpus is None else gpus,
     )
-    num_ranks = config.tensor_parallel_size
+    num_ranks = config.num_ranks
     section = config.speculative_config
     if isinstance(section, DraftModelConfig) and section.placement == "separate":
         num_ranks += section.draft_tensor_parallel_size or 1
