@@ -7,6 +7,7 @@ date, so that no message carries a context. They grow as seats and contexts do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,44 @@ def gather(
         probs=_join_probs(drafts) if has_probs else None,
         num_window=ints(windows) if any(windows) else None,
         masks=masks,
+    )
+
+
+def part_of(
+    plan: StepPlan,
+    chosen: NDArray[np.bool_],  # [num_seqs]
+    samples: NDArray[np.bool_],  # [num_seqs], of the whole plan
+) -> StepPlan:
+    """The chosen sequences of a plan that the seats have taken in, without what they took."""
+    drafts = plan.drafts
+    if drafts is not None:
+        of_node = chosen.repeat(drafts.num_nodes)
+        of_row = chosen.repeat(np.where(samples, drafts.num_nodes + 1, 0))
+        probs, masks = drafts.probs, drafts.masks
+        if masks is not None:
+            kept, numbers = of_row[masks.rows], np.cumsum(of_row) - 1
+            masks = Masks(ints(numbers[masks.rows[kept]]), masks.bits[kept])
+        drafts = JoinedDrafts(
+            tokens=drafts.tokens[of_node],
+            num_nodes=drafts.num_nodes[chosen],
+            parents=None if drafts.parents is None else drafts.parents[of_node],
+            probs=None if probs is None else DraftProbs(probs.ids[of_node], probs.probs[of_node]),
+            num_window=None if drafts.num_window is None else drafts.num_window[chosen],
+            masks=masks if masks is not None and len(masks.rows) else None,
+        )
+    return replace(
+        plan,
+        seats=plan.seats[chosen],
+        context_lens=plan.context_lens[chosen],
+        chunk_lens=plan.chunk_lens[chosen],
+        max_nodes=plan.max_nodes[chosen],
+        tokens=NO_INTS,
+        blocks=plan.blocks[:0],
+        kv_moves=NO_MOVES,
+        openings=(),
+        closings=NO_INTS,
+        drafts=drafts,
+        thinking=None if plan.thinking is None else plan.thinking[chosen],
     )
 
 
@@ -289,6 +328,12 @@ class Seats:
     def _adapters_of(self, seats: IntArray) -> IntArray | None:  # [num_seqs], alike
         found: IntArray = self._adapters[seats]
         return found if found.any() else None
+
+    def samples(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
+        """Which sequences of an applied plan emit: their chunks end with the last known token."""
+        known = self._num_tokens[plan.seats]
+        ends: NDArray[np.bool_] = plan.context_lens + plan.chunk_lens == known
+        return ends | (plan.context_lens < 0)
 
     def known_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Tokens of the plan's seats."""

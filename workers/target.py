@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.types import NO_MOVES, IntArray, Logprobs, StepInput, StepPlan, Verdict, ints
+from ..scheduler.types import (
+    NO_MOVES,
+    IntArray,
+    Logprobs,
+    StepInput,
+    StepPlan,
+    Verdict,
+    ints,
+    starts_of,
+)
 from .device_step.seats import SeatSizes
-from .device_step.service import DeviceStepService
+from .device_step.service import DeviceStepService, merged
 from .device_step.shape import StepShape
 from .head import HeadService
 from .model.checkpoint.pooling import Pooler
 from .model.paged import PagedModel
 from .model.stages import Stage
-from .seats import Seats, gather
+from .seats import Seats, gather, part_of
 from .transport.channel import OpenFeatures, PendingReply
 from .transport.features import FeatureQueue, Features, FeatureSender
 from .verify import Rule, verify
@@ -194,9 +204,14 @@ class PromptRows:
 class PostedVerdict(PendingReply):
     """The verdict on a step that the device computes; None on ranks other than 0."""
 
-    def __init__(self, service: DeviceStepService, collect: Callable[[], Verdict | None]) -> None:
+    def __init__(
+        self,
+        service: DeviceStepService,
+        collect: Callable[[], Verdict | None],
+        starts: IntArray,  # [num_seqs of its shape + 1], first rows
+    ) -> None:
         super().__init__()
-        self._service, self._collect = service, collect
+        self._service, self._collect, self.starts = service, collect, starts
 
     @property
     def is_ready(self) -> bool:
@@ -263,6 +278,7 @@ class TargetService:
             layers = (model.info.num_layers, model.device)
             self._passed[-1] = stage.capture_of_last(head.capture if head else (), *layers)
         self._capture = self._captured_layers()
+        self.num_beside = 0  # steps of which the device step computed a part
         self._posted: PostedVerdict | None = None  # the last step that the device was given
         self._free_at = 0.0  # when the device had finished the step before, at the latest
         if head is not None:
@@ -279,57 +295,149 @@ class TargetService:
             return self._post(plan, shape, rank, start)
         if self._posted is not None:
             self._posted.settle()
-        if self.device_step is not None and plan.own_drafts:
-            made = self.device_step.seats.read_drafts(plan.seats, plan.max_nodes)
-            drafts = gather(made, np.ones(len(made), dtype=np.bool_))
-            plan = replace(plan, drafts=drafts, own_drafts=False)
+        parts = self._parts(plan)
+        if parts is not None:
+            return self._post_beside(plan, *parts, rank, start)
+        plan = self._with_own_drafts(plan)
         step = self._seats.lay_out(plan)
         if self._passes_on:
             self._model.forward_capturing(step, self._cache, self._capture)
             return None
+        judges = rank == 0 or plan.appends
+        judges |= self._head is not None and self._head.on_every_rank
         with torch.inference_mode():
-            scored, last, capture = None, self._model.info.num_layers, self._capture
-            if step.sampling.num_prompt_logprobs is not None:
-                scored = PromptRows.of(step)
-            if scored is not None or step.sampling.pools is not None:
-                capture = capture if last in capture else (*capture, last)
-            logits, hidden = self._model.forward_capturing(step, self._cache, capture)
-            states = dict(zip(capture, hidden, strict=True))
-            prompt = scored.logprobs(self._model, states[last]) if scored else None
-            judges = plan.appends or (self._head is not None and self._head.on_every_rank)
-            if rank != 0 and not judges:
+            verdict, states = self._verify(step, rank, judges=judges)
+            if verdict is None:
                 return None
-            pooled: dict[str, Any] = {}
-            if rank == 0 and step.sampling.pools is not None:
-                pooled = self._pooled(step, states.get(last), logits, step.sampling.pools)
-            verdict = (
-                verify(self._rule, step, logits)
-                if len(step.rows)
-                else Verdict.empty(step.step, step.num_seqs)
-            )
             if rank == 0:
                 for feed in self._feeds.values():
                     feed.push(step, verdict, states)
-            if self._head is not None:
-                own = tuple(states[layer] for layer in self._head.capture)
-                verdict = self._head.draft(step, verdict, own)
+            verdict = self._drafted(step, verdict, states)
             if plan.appends:
                 verdict = self._appended(plan, step, verdict)
             if rank != 0:
                 return None
-        forward_ms = (time.perf_counter() - start) * 1e3
-        return replace(verdict, forward_ms=forward_ms, prompt_logprobs=prompt, **pooled)
+        return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
+
+    def _verify(
+        self, step: StepInput, rank: int, *, judges: bool
+    ) -> tuple[Verdict | None, dict[int, Tensor]]:
+        """The forward and the rule; with the inputs of captured layers, [num_tokens, hidden_size].
+
+        Args:
+            judges: False: there is no verdict.
+        """
+        scored, last, capture = None, self._model.info.num_layers, self._capture
+        if step.sampling.num_prompt_logprobs is not None:
+            scored = PromptRows.of(step)
+        if scored is not None or step.sampling.pools is not None:
+            capture = capture if last in capture else (*capture, last)
+        logits, hidden = self._model.forward_capturing(step, self._cache, capture)
+        states = dict(zip(capture, hidden, strict=True))
+        prompt = scored.logprobs(self._model, states[last]) if scored else None
+        if not judges:
+            return None, states
+        pooled: dict[str, Any] = {}
+        if rank == 0 and step.sampling.pools is not None:
+            pooled = self._pooled(step, states.get(last), logits, step.sampling.pools)
+        verdict = (
+            verify(self._rule, step, logits)
+            if len(step.rows)
+            else Verdict.empty(step.step, step.num_seqs)
+        )
+        return replace(verdict, prompt_logprobs=prompt, **pooled), states
+
+    @torch.inference_mode()
+    def _judged(
+        self, plan: StepPlan, step: StepInput, rank: int, *, appends: bool
+    ) -> tuple[Verdict, dict[int, Tensor]]:
+        """On every rank: the verdict, with the next drafts, once it is compacted; and states."""
+        verdict, states = self._verify(step, rank, judges=True)
+        assert verdict is not None
+        verdict = self._drafted(step, verdict, states)
+        if appends:
+            return self._appended(plan, step, verdict), states
+        self._cache.apply_moves(moves_of(step, verdict))
+        return replace(verdict, compacted=True), states
+
+    def _drafted(self, step: StepInput, verdict: Verdict, states: dict[int, Tensor]) -> Verdict:
+        """`verdict` with the next drafts of a head in this rank."""
+        if self._head is None:
+            return verdict
+        own = tuple(states[layer] for layer in self._head.capture)
+        return self._head.draft(step, verdict, own)
+
+    def _with_own_drafts(self, plan: StepPlan) -> StepPlan:
+        """`plan` with the nodes that only the ranks have; waits for the device."""
+        if self.device_step is None or not plan.own_drafts:
+            return plan
+        made = self.device_step.seats.read_drafts(plan.seats, plan.max_nodes)
+        drafts = gather(made, np.ones(len(made), dtype=np.bool_))
+        return replace(plan, drafts=drafts, own_drafts=False)
+
+    def _parts(self, plan: StepPlan) -> tuple[NDArray[np.bool_], StepPlan, StepShape] | None:
+        """The sequences of a plan without a shape that the device step computes, and their part.
+
+        None: there are none, or it does not compute them together.
+        """
+        if self.device_step is None or not self._leaves_all:
+            return None
+        own = self.device_step.takes(plan)
+        if not own.any() or own.all():
+            return None
+        part = part_of(plan, own, self._seats.samples(plan))
+        shape = self.device_step.seats.kinds.shape(part)
+        return None if shape is None else (own, part, shape)
+
+    def _post_beside(
+        self,
+        plan: StepPlan,
+        own: NDArray[np.bool_],  # [num_seqs]
+        part: StepPlan,
+        shape: StepShape,
+        rank: int,
+        start: float,
+    ) -> Verdict | None:
+        """The device step of a part of the plan's sequences, and the others' beside it.
+
+        The host launches the others' kernels while the device replays the graph, so that prompts
+        in the batch do not put its running requests on the host path. Every rank judges, and both
+        parts are compacted.
+        """
+        assert self.device_step is not None
+        feeds = list(self._feeds.values())
+        whole = self._seats.lay_out(plan) if feeds else None
+        rest = self._with_own_drafts(part_of(plan, ~own, self._seats.samples(plan)))
+        step = self._seats.lay_out(rest)
+        posted = self._post(replace(part, kv_moves=plan.kv_moves), shape, rank, start, feeds=[])
+        try:
+            verdict, states = self._judged(rest, step, rank, appends=plan.appends)
+        finally:
+            posted.settle()
+        first = posted.result()
+        self.num_beside += 1
+        if rank != 0 or first is None:
+            return None
+        verdict = merged(first, own, verdict)
+        if whole is not None:
+            self._feed(feeds, whole, verdict, posted.starts, own, states)
+        return replace(verdict, forward_ms=(time.perf_counter() - start) * 1e3)
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
         """The shape of a plan that the seats have taken in; None: the host path computes it."""
         if self.device_step is None:
             return None
         shape = self.device_step.shape_of(plan)
-        known = self.device_step.features.keys()
-        if shape is not None and not all(known >= set(each) for each in self._fed.values()):
+        if shape is not None and not self._leaves_all:
             self.device_step.seats.flush()
             return None
         return shape
+
+    @property
+    def _leaves_all(self) -> bool:
+        """Whether device steps leave all that separate heads read."""
+        known = self.device_step.features.keys() if self.device_step else set()
+        return all(known >= set(each) for each in self._fed.values())
 
     def _pooled(
         self,
@@ -359,9 +467,18 @@ class TargetService:
             self.device_step.seats.flush()
         return replace(verdict, compacted=True)
 
-    def _post(self, plan: StepPlan, shape: StepShape, rank: int, start: float) -> PostedVerdict:
+    def _post(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        rank: int,
+        start: float,
+        feeds: Sequence[Feed] | None = None,  # None: all that there are
+    ) -> PostedVerdict:
         """Gives the device a step; the host's seats follow it when its verdict is taken."""
         assert self.device_step is not None
+        if self._head is not None:
+            self._head.catch_up()  # rows of steps that took the host path
         before, service = self._posted, self.device_step
         if before is not None and self._feeds:
             before.settle()  # what it leaves for them is read before this step overwrites it
@@ -372,7 +489,7 @@ class TargetService:
             posted = service.post(plan, shape)
         if before is not None:
             before.settle()  # while the device computes this one
-        feeds = list(self._feeds.values())
+        feeds = list(self._feeds.values()) if feeds is None else feeds
         fed = self._seats.lay_out(plan) if feeds else None
 
         def collect() -> Verdict | None:
@@ -385,7 +502,7 @@ class TargetService:
             spent_ms = (self._free_at - begin) * 1e3
             return replace(verdict, forward_ms=spent_ms) if rank == 0 else None
 
-        self._posted = PostedVerdict(service, collect)
+        self._posted = PostedVerdict(service, collect, posted.starts)
         return self._posted
 
     def _feed(
@@ -394,13 +511,26 @@ class TargetService:
         step: StepInput,
         verdict: Verdict,
         starts: IntArray,  # [num_seqs of the shape + 1], first rows on the device
+        own: NDArray[np.bool_] | None = None,  # [num_seqs], computed there; None: all
+        others: Mapping[int, Tensor] = MappingProxyType({}),  # by layer, the others' tokens' states
     ) -> None:
-        """Sends what a device step left for separate heads."""
+        """Sends what a device step left for separate heads, and what was captured beside it."""
         assert self.device_step is not None
-        shifts = starts[: step.num_seqs] - step.query_start[:-1]
-        places = ints(np.arange(len(step.token_ids)) + np.repeat(shifts, step.query_lens))
+        states: dict[int, Tensor] = self.device_step.features
+        lens = step.query_lens
+        first = np.zeros(step.num_seqs, dtype=np.int32)
+        if own is None:
+            first[:] = starts[: step.num_seqs]
+        else:
+            num_rows = len(next(iter(states.values())))
+            first[own] = starts[: np.count_nonzero(own)]
+            first[~own] = num_rows + starts_of(lens[~own])[:-1]
+            both = states.keys() & others.keys()
+            states = {layer: torch.cat([states[layer], others[layer]]) for layer in both}
+        lanes = np.arange(len(step.token_ids)) - step.query_start[:-1].repeat(lens)
+        places = ints(first.repeat(lens) + lanes)
         for feed in feeds:
-            feed.push(step, verdict, self.device_step.features, places)
+            feed.push(step, verdict, states, places)
 
     def note_feed(self, message: OpenFeatures) -> None:
         """On every rank: whether device steps leave what that head reads decides on their path."""

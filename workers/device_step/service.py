@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
 
@@ -39,6 +39,7 @@ from ..model.paged import PagedModel
 from ..ops import DeviceOps
 from ..spec import DeviceStepReport
 from ..verify.device_settings import DeviceEdits
+from ..verify.process import joined_logprobs
 from .draft import DeviceDrafts, DeviceHead
 from .layout import (
     DeviceLayout,
@@ -207,6 +208,64 @@ def read_outcome(
     chances = more[0][kept].view(np.float32) if more else None
     made = NextDrafts(tokens[kept], parents[kept], starts_of(sizes), lens, chances=chances)
     return verdict, made
+
+
+def merged(
+    one: Verdict,
+    own: NDArray[np.bool_],  # [num_seqs], the sequences that `one` is about
+    other: Verdict,  # about the others
+) -> Verdict:
+    """The verdict on a step of which two parts were computed; both have compacted."""
+    rows = np.flatnonzero(own), np.flatnonzero(~own)
+    parts = (one, other)
+    emits, accepts = (
+        [np.repeat(*each) for each in zip(rows, counts, strict=True)]
+        for counts in ([p.num_emitted for p in parts], [p.num_accepted for p in parts])
+    )
+    by_token, by_node = (
+        np.argsort(np.concatenate(each), kind="stable") for each in (emits, accepts)
+    )
+    logprobs, drafts = None, [part.next_drafts for part in parts]
+    if one.logprobs is not None or other.logprobs is not None:
+        counts = [len(each) for each in emits]
+        logprobs = joined_logprobs([part.logprobs for part in parts], counts, by_token)
+    return replace(
+        other,
+        emitted=np.concatenate([one.emitted, other.emitted])[by_token],
+        emitted_start=starts_of(np.bincount(np.concatenate(emits), minlength=len(own))),
+        path=np.concatenate([one.path, other.path])[by_node],
+        path_start=starts_of(np.bincount(np.concatenate(accepts), minlength=len(own))),
+        logprobs=logprobs,
+        next_drafts=_merged_drafts(drafts, rows) if any(drafts) else None,
+        pooled_rows=ints(rows[1][other.pooled_rows]),
+    )
+
+
+def _merged_drafts(
+    parts: Sequence[NextDrafts | None], rows: Sequence[NDArray[np.intp]]
+) -> NextDrafts:
+    """`rows`: the sequences of each part."""
+    found = [
+        NextDrafts.empty(len(own)) if part is None else part
+        for part, own in zip(parts, rows, strict=True)
+    ]
+    counts = [np.diff(part.start) for part in found]
+    owners = np.concatenate([np.repeat(*each) for each in zip(rows, counts, strict=True)])
+    order, whole = np.argsort(owners, kind="stable"), np.concatenate(rows)
+    by_row = np.argsort(whole)
+    chances = None
+    if any(part.chances is not None for part in found):
+        none = np.zeros(0, dtype=np.float32)
+        each = [none if part.chances is None else part.chances for part in found]
+        chances = np.concatenate(each)[order]
+    return NextDrafts(
+        np.concatenate([part.tokens for part in found])[order],
+        np.concatenate([part.parents for part in found])[order],
+        starts_of(np.concatenate(counts)[by_row]),
+        np.concatenate([part.lens for part in found])[by_row],
+        error=found[0].error or found[1].error,
+        chances=chances,
+    )
 
 
 log = logging.getLogger(__name__)
@@ -498,6 +557,10 @@ class DeviceStepService:
         if shape is None:
             self.seats.flush()
         return shape
+
+    def takes(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
+        """Sequences of a plan without a shape that may have one without the others."""
+        return self.seats.kinds.takes(plan)
 
     def post(self, plan: StepPlan, shape: StepShape) -> PostedStep:
         """Gives the device a step, behind the one before; `collect` takes them in order."""

@@ -18,6 +18,7 @@ from enum import IntEnum
 from functools import cache, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...scheduler.types import IntArray, Opening, SeatSettings, StepPlan, ints
 from ..verify.device_settings import MAX_BIASES, MAX_ENDS, MAX_TOP
@@ -123,22 +124,27 @@ class SeatKinds:
     def shape(self, plan: StepPlan) -> StepShape | None:
         """The bucket of `plan`; None: it takes the host path. Its openings are taken in."""
         seats = plan.seats
-        if not len(seats) or int(seats.max()) >= self.num_seats or (plan.chunk_lens != 1).any():
+        if not len(seats) or not self.takes(plan).all():
             return None
-        is_last = plan.context_lens + 1 >= self._least_lens[seats]
-        is_last |= plan.context_lens < 0
         sampler, drafts = Sampler(int(self._samplers[seats].max())), plan.drafts
-        if drafts is not None:
-            if drafts.num_window is not None:
-                return None
-            if drafts.masks is not None:
-                sampler = max(sampler, Sampler.SAMPLED if self._has_edits else Sampler.HOST)
-        if not is_last.all() or sampler is Sampler.HOST:
-            return None
+        if drafts is not None and drafts.masks is not None:
+            sampler = Sampler.SAMPLED
         lens = self.row_lens(plan)
         wanted = (len(seats), int(lens.max()), int(lens.sum()))
         size = smallest(*wanted, self.num_seats, self._num_draft_nodes)
         return size and StepShape(*size, sampler)
+
+    def takes(self, plan: StepPlan) -> NDArray[np.bool_]:  # [num_seqs]
+        """Sequences that a device step computes: those that draw from one row, or with nodes."""
+        found = (plan.seats < self.num_seats) & (plan.chunk_lens == 1)
+        drafts = plan.drafts
+        if drafts is not None and (
+            drafts.num_window is not None or (drafts.masks is not None and not self._has_edits)
+        ):
+            return np.zeros_like(found)
+        seats = np.where(found, plan.seats, 0)
+        is_last = (plan.context_lens < 0) | (plan.context_lens + 1 >= self._least_lens[seats])
+        return found & is_last & (self._samplers[seats] < Sampler.HOST)
 
     def row_lens(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Rows that each sequence of a step needs; a head may draft less than it has room for."""

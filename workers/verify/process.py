@@ -16,7 +16,7 @@ arXiv:1904.09751 (top-p); Nguyen et al. 2024, arXiv:2407.01082 (min-p).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +86,25 @@ def spread(found: Logprobs, wanted: NDArray[np.bool_]) -> Logprobs:  # [num_emit
     for values in found.columns:
         columns.append(np.zeros((len(wanted), *values.shape[1:]), dtype=values.dtype))
         columns[-1][wanted] = values
+    return Logprobs(*columns)
+
+
+def joined_logprobs(
+    parts: Sequence[Logprobs | None],
+    counts: Sequence[int],
+    order: RowIndex,  # [num_tokens]
+) -> Logprobs:
+    """Of the parts' tokens, so many each, in an order; tokens of None have zeros."""
+    known = [part for part in parts if part is not None]
+    top = max(part.top.shape[1] for part in known)
+    nothing = known[0].part(0, 0)
+    found: list[list[NDArray[Any]]] = []
+    for part, count in zip(parts, counts, strict=True):
+        part = part or spread(nothing, np.zeros(count, dtype=np.bool_))
+        missing = ((0, 0), (0, top - part.top.shape[1]))
+        ids, values = np.pad(part.top_ids, missing), np.pad(part.top, missing)
+        found.append([part.chosen, ids, values, part.ranks])
+    columns: list[NDArray[Any]] = [np.concatenate(each)[order] for each in zip(*found)]
     return Logprobs(*columns)
 
 

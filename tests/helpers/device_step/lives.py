@@ -61,7 +61,15 @@ class InProcessTarget:
         plan = replace(batch.plan, drafts=seats.gather(drafts, batch.samples))
         is_behind = bool(self.posted) and isinstance(self.posted[-1], PendingReply)
         self.num_behind += is_behind and follows(plan)
+        before = self._num_device_steps
         self.posted.append(self.service.post(plan, 0))
+        if self.service.device_step is not None and self.service._leaves_all:
+            takes = self.service.device_step.takes(plan)
+            assert self._num_device_steps - before == takes.any(), "whatever the others need"
+
+    @property
+    def _num_device_steps(self) -> int:
+        return self.service.device_step.num_steps if self.service.device_step else 0
 
     def collect(self) -> Verdict:
         verdict = finished(self.posted.pop(0))

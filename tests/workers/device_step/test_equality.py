@@ -39,6 +39,7 @@ def test_random_lives(checkpoint, name, kind):  # noqa: F811
             loop = make(kind, model, drafting, num_blocks, on_device=True)
             assert emitted(loop, requests, seed) == wanted
             assert loop.target.service.device_step.num_steps > 20
+            assert loop.target.service.num_beside > 1  # chunks, and penalties without counts
             assert loop.target.num_compacted > 5 or not truth
             # Plain steps are given to the device before the verdict on the one before is taken.
             assert (loop.target.num_behind > 20) == (kind is OverlapLoop and not truth)
