@@ -171,6 +171,7 @@ _OCTAVES_ALIKE, _PRICES_ALIKE = 1.5, 1.5  # distances over which speeds resemble
 _FORGET_STEPS = 20_000.0  # after which little is left of what was measured
 _STEPS_BETWEEN_RUNS = 1_000  # that pass for the time between an earlier run and this one
 _LEAST_ERROR = 0.03  # of a comparison
+_DRIFT = 0.08  # of the machine between two blocks, where it is not measured
 
 
 class Measured(NamedTuple):
@@ -268,6 +269,7 @@ class Speeds:
 
 _STEPS_PER_TREE_PLAN = 4  # a head drafts a step ahead, for what it was granted then
 _STEPS_PER_MODEL_PLAN = 8  # its first step computes what was put off, and may have no draft yet
+_STEPS_PER_REST = 8  # where nothing is granted
 _STEPS_PER_LESSON = 16  # after which what was accepted is taken in
 _MAX_GROUPS = 16
 _TREE_GROUPS = 4
@@ -432,6 +434,14 @@ class DraftLengths:
             self._next_block()
         self._grant()
 
+    def rests(self) -> bool:
+        """Once before a step, in place of `plan`: whether nothing is granted in it."""
+        if self._plan_left <= 1 or self._granted or self._granted_first:
+            return False
+        self._plan_left -= 1
+        self._steps_left -= 1
+        return True
+
     @property
     def grants_none(self) -> bool:
         """Whether the plan has no nodes for any request."""
@@ -574,21 +584,26 @@ class DraftLengths:
         self._block = _Block(price, self._num_unmeasured if price != block.price else 0, step_ms)
 
     def _compare(self, found: Measured | None) -> None:
-        """What another price gave, with what the price that serves gave before and after it."""
+        """What another price gave, with what the price that serves gave before and after it.
+
+        Of these two, only those under about the same load count.
+        """
         other, before = self._challenge, self._before
         self._challenge, self._before = None, found
-        if other is None or before is None or found is None:
+        if other is None:
             return
-        if max(abs(other.cell - before.cell), abs(other.cell - found.cell)) > 1:
+        near = [each for each in (before, found) if each and abs(other.cell - each.cell) <= 1]
+        if not near:
             return
-        served = found._replace(cell=other.cell, speed=(found.speed + before.speed) / 2)
+        first, last = near[0], near[-1]
+        served = last._replace(cell=other.cell, speed=(first.speed + last.speed) / 2)
         loss = 1.0 - float(np.exp(min(other.speed - served.speed, _MOST_GAIN)))
         loss *= other.step_ms / served.step_ms
         self._explorable -= (loss - self._expected_loss) * self._explored_steps
         if self._has_model:
             self._explorable -= _BEGINNING
-        drift = (found.speed - before.speed) / 2
-        error = other.error + (found.error + before.error) / 4 + drift**2
+        drift = (last.speed - first.speed) / 2 if len(near) > 1 else _DRIFT
+        error = other.error + sum([each.error for each in near]) / len(near) ** 2 + drift**2
         self._speeds.compare(other, served, error)
 
     def _choose(self) -> int:
@@ -632,7 +647,9 @@ class DraftLengths:
             self._expected = sum([gains[each.state] for each in requests.values()])
         if price != self._serving:
             return
-        self._trial_time += _TRIAL_SHARE
+        if not price:
+            self._plan_left = max(self._plan_left, _STEPS_PER_REST)
+        self._trial_time += _TRIAL_SHARE * self._plan_left / self._steps_per_plan
         if self._trial_time < max(self._trial_cost, _LEAST_TRIAL_COST):
             return
         idle = [name for name in requests if not granted.get(name)]
@@ -641,3 +658,4 @@ class DraftLengths:
             tried = min(idle, key=lambda name: requests[name].tried_at)
             requests[tried].tried_at = self._step
             granted[tried] = self._trial_nodes
+            self._plan_left = self._steps_per_plan

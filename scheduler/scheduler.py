@@ -643,7 +643,9 @@ class Scheduler:
         Returns:
             The nodes, and how many of them drafters may use; None: all.
         """
-        if not (self.budget.max_draft_len or self._num_constrained or self._num_predicted):
+        if not (self._num_constrained or self._num_predicted) and (
+            not self.budget.max_draft_len or self.budget.rests()
+        ):
             return {}, None
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))

@@ -25,11 +25,14 @@ class Machine:
         self.num_prompt_tokens = 0  # in every step
         self.is_shared = False  # with other work, which makes some runs of steps slower
         self.slow_steps, self.slowness = 0, 1.0
+        self.num_plans = 0
 
     def step(self, fixed=None):
         """Tokens, milliseconds and nodes of one step."""
         names = [str(each) for each in self.rates]
-        self.lengths.plan(names)
+        if not self.lengths.rests():
+            self.lengths.plan(names)
+            self.num_plans += 1
         granted = [self.lengths.most(name) if fixed is None else fixed for name in names]
         drafted = [each if self.rng.random() < self.hits else 0 for each in granted]
         misses = self.rng.random((len(names), self.most + 1)) >= [[r] for r in self.rates.values()]
@@ -217,6 +220,27 @@ def test_speeds_are_learned_from_differences():
     known = np.diag(covariance)
     speeds.forget(50_000)
     assert (np.diag(speeds.uncertainty(6))[1:] > 2 * known[1:]).all()
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 6), (6, 2), (2, 6), (2, 2)])
+def test_a_comparison_needs_its_load_on_one_side(before, after):
+    def block(cell, price, speed):
+        return Measured(cell, price, speed, 0.001, 1.0)
+
+    lengths = DraftLengths(4, tree_drafts=False)
+    lengths._before, lengths._challenge = block(before, 6, 1.0), block(6, 0, 1.5)
+    lengths._compare(block(after, 6, 1.0))
+    assert lengths.num_comparisons == (6 in (before, after))
+    if lengths.num_comparisons:
+        assert lengths._speeds.gains(6)[6] < -0.3
+
+
+def test_steps_that_are_granted_nothing_are_not_planned_one_by_one():
+    machine = Machine([0.0] * 4, 5, compute_bound)
+    machine.speed(300)
+    machine.num_plans = 0
+    machine.speed(400)
+    assert machine.num_plans < 150
 
 
 def test_prompts_in_every_step_do_not_end_drafting():
