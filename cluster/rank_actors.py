@@ -485,6 +485,7 @@ class RayGroup(ConnectedGroup):
         self._source = source
         self._ranks: list[Any] = []
         self._form(reuse=True)
+        self._keep_blocks()
 
     def spares(self) -> list[RankLocation]:
         return self._source.spares()

@@ -114,6 +114,7 @@ class WorkerGroup(ABC):
     def restart(self) -> None:
         """Discards all ranks and starts new ones, with empty caches; they are awake."""
         self._replace_ranks()
+        self._keep_blocks()
         self.is_asleep = False
         for callback in self.on_restart:
             callback()
@@ -229,8 +230,20 @@ class WorkerGroup(ABC):
             replace(each, draft=report.draft, head=report.head, device_step=report.device_step)
             for each in self.reports
         ]
+        self._keep_blocks()
         for callback in self.on_restart:
             callback()
+
+    def _keep_blocks(self) -> None:
+        """Ranks that replace these have as many KV blocks, also where less is left: who plans steps
+        hands out these."""
+        counts = zip(("target", "draft"), agreed_blocks(self.reports), strict=True)
+        parts = {
+            name: replace(part, kept_blocks=count)
+            for name, count in counts
+            if count and (part := getattr(self._spec, name)) is not None
+        }
+        self.respecify(replace(self._spec, **parts))
 
     def _ask(
         self, message: Any, refusal: type[ConfigError] = ConfigError, timeout_s: float = 0.0
@@ -432,8 +445,10 @@ class GroupDraftModel:
         """Whether the group is up; if not, it is restarted in the background with pauses."""
         if not self._restart_policy.poll():
             return False
-        self._step = None
-        self._reports = self._group.reports
+        reports = self._group.reports
+        if agreed_blocks(reports)[1] < self.num_blocks:  # of a member that another one replaced
+            return False
+        self._step, self._reports = None, reports
         return True
 
     def shutdown(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..config import SECTIONS, HeadConfig
@@ -27,6 +27,14 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
+    # Where `num_blocks` is None: what the ranks before had, which the engine goes on counting on.
+    kept_blocks: int | None = field(default=None, compare=False)
+
+    @property
+    def known_blocks(self) -> int | None:
+        """Blocks that do not depend on the memory that is there; None: as many as fit."""
+        return self.num_blocks or self.kept_blocks
+
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
     # Keys of a target's config.json that say what it gives beside text, in place of its own.
     hf_overrides: tuple[tuple[str, Any], ...] = ()

@@ -458,7 +458,7 @@ class Worker:
             self._release()
             self._head = head
             if self._spec.draft is not None:
-                num_draft = self._spec.draft.num_blocks or num_target
+                num_draft = self._spec.draft.known_blocks or num_target
                 model = self._models["draft"]
                 room = replace(self._spec.draft, num_blocks=num_draft)
                 draft = self._report_of(model, room, model.kv_bytes_per_token())
@@ -717,7 +717,7 @@ class Worker:
             architecture=info.architecture,
             vocab_size=info.vocab_size,
             max_model_len=max_model_len,
-            num_blocks=spec.num_blocks or self._room(all_bytes_per_token, max_model_len, spec),
+            num_blocks=spec.known_blocks or self._room(all_bytes_per_token, max_model_len, spec),
             block_size=spec.block_size,
             kv_bytes_per_token=model.kv_bytes_per_token(),
             state_bytes=model.state_bytes,

@@ -120,6 +120,30 @@ def test_heads(guessable, placement, size):
         assert roles == {"target"}
 
 
+def test_no_cache_gets_smaller(guessable):
+    """Than those who hand out its blocks go by: kernels check no address."""
+    one = guessable["one"]
+
+    def blocks(engine: Engine) -> tuple[int, int]:
+        (worker,) = engine._host.target_group._workers
+        return worker._num_blocks
+
+    model = draft(one, placement="colocated")
+    with engine_of(one, model, num_kv_blocks=20) as engine:
+        before = blocks(engine)
+        assert before[0] == 20 < before[1]
+        engine.change_drafters(DrafterChange(head(guessable["head"], placement="colocated")))
+        assert blocks(engine) == before
+        engine._host.target_group.restart()
+        assert blocks(engine) == before
+    with engine_of(one, num_kv_blocks=None, kv_cpu_bytes=2**20) as engine:
+        before = engine.stats()["kv"]["num_blocks"]
+        for added in (model, head(guessable["head"], placement="colocated")):
+            engine.change_drafters(DrafterChange(added))
+            engine._host.target_group.restart()
+            assert blocks(engine) == (before, before)
+
+
 def during(engine: Engine, at: int, act: Any) -> tuple[Box, list[Any]]:
     """A sink that has `act` run beside the engine from its delta `at` on, and what came of it."""
     found: list[Any] = []
