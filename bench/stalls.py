@@ -1,35 +1,57 @@
 """The longest pause of a stream while a worker is stopped or killed.
 
     python -m outrider.bench.stalls --hold-s 30
+    python -m outrider.bench.stalls --what member-kill member-stop --kills 50
 
 One request streams from the demo target with a separate draft model, on a Ray of this command's
 own. What is done to a worker is done with real signals, a while after the first token; every run
 reports the longest gap between two deltas, and whether the text is that of an undisturbed run.
+
+`member-kill` and `member-stop` strike members of a drafter group, one after the other, while two
+engines that draft with it stream all the time. They report gaps, errors and texts of both engines,
+and how long members were away.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import random
 import signal
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import LLM, SamplingParams
+from ..errors import OutriderError
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "models"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 _BEGIN_AFTER = 20  # deltas
+_OF_MEMBERS = ("member-kill", "member-stop")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_RECOVERY_S = 300.0
 
 
 def main() -> None:
     """Prints one line per disturbance."""
     options = _arguments()
+    alone = [each for each in options.what if each not in _OF_MEMBERS]
+    if alone:
+        _strike_workers(alone, options)
+    verbs = [each.partition("-")[2] for each in options.what if each in _OF_MEMBERS]
+    if verbs:
+        _strike_members(verbs, options)
+
+
+def _strike_workers(strikes: Sequence[str], options: argparse.Namespace) -> None:
     speculative = {
         "decoding_type": "DraftTarget",
         "speculative_model": str(DEMO / "draft"),
@@ -38,13 +60,134 @@ def main() -> None:
     with LLM(str(DEMO / "target"), speculative_config=speculative, dtype="float32") as llm:
         sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
         _, expected = _stream(llm, sampling, None)
-        for name in options.what:
+        for name in strikes:
             worker, _, verb = name.partition("-")
             disturb = partial(_disturb, llm, worker, verb, options.hold_s)
             gap_s, text = _stream(llm, sampling, disturb)
             same = "same text" if text == expected else "OTHER TEXT"
-            sys.stdout.write(f"{name:12s} longest gap {gap_s:7.2f} s, {same}\n")
-            sys.stdout.flush()
+            _say(f"{name:12s} longest gap {gap_s:7.2f} s, {same}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+# -- members of a drafter group
+
+
+class _Streams(threading.Thread):
+    """One request after the other on one engine, until `ended`."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, expected: str) -> None:
+        super().__init__(daemon=True)
+        self.gaps: list[tuple[float, float]] = []  # when a delta came, and seconds since the last
+        self.num_requests = self.num_wrong = 0
+        self.errors: list[str] = []
+        self.ended = threading.Event()
+        self._llm, self._sampling, self._expected = llm, sampling, expected
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            last, text = time.monotonic(), ""
+            try:
+                for output in self._llm.stream(PROMPT, self._sampling):
+                    now = time.monotonic()
+                    self.gaps.append((now, now - last))
+                    last, text = now, output.outputs[0].text
+            except OutriderError as error:
+                self.errors.append(error.message)
+                continue
+            self.num_requests += 1
+            self.num_wrong += text != self._expected
+
+    def longest(self, since_s: float) -> float:
+        """Seconds of the longest gap that ended since then."""
+        return max((gap for at, gap in list(self.gaps) if at >= since_s), default=0.0)
+
+    @property
+    def processes(self) -> list[int]:
+        """Of the members that this engine drafts with."""
+        found = self._llm.engine._drafting.drafter._drafters.values()  # type: ignore[attr-defined]
+        groups = [each._model._group for each in list(found)]
+        return [each.reports[0].location.process for each in groups if each.alive]
+
+
+def _strike_members(verbs: Sequence[str], options: argparse.Namespace) -> None:
+    """Two engines draft with two members, which are struck at random, also both at once."""
+    import ray
+
+    from ..cluster.drafters import end_group, facts_of, start_group
+    from ..config import EngineConfig
+
+    sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "resources": {"cpus_per_worker": 0.25}}
+    target, section = str(DEMO / "target"), {"decoding_type": "DraftTarget", "max_draft_len": 4}
+    with ExitStack() as stack:
+        ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
+        stack.callback(ray.shutdown)
+        with LLM(target, **settings) as plain:
+            _, expected = _stream(plain, sampling, None)
+        model = EngineConfig.load({"model": str(DEMO / "draft"), "num_kv_blocks": 512, **settings})
+        group = start_group("stalls", model, num_members=2, max_engines=2)
+        stack.callback(end_group, group)
+
+        def num_up() -> int:
+            return sum(not reason for reason in facts_of(group).members.values())
+
+        _until(lambda: num_up() == 2)
+        own = {"speculative_config": {**section, "drafter_group": "stalls"}, **settings}
+        streams = [
+            _Streams(stack.enter_context(LLM(target, **own)), sampling, expected) for _ in range(2)
+        ]
+        for each in streams:
+            each.start()
+        time.sleep(2 * options.pause_s)
+        before = [gap for each in streams for _, gap in list(each.gaps)[_BEGIN_AFTER:]]
+        _say(f"undisturbed: longest gap {max(before):.2f} s, load {os.getloadavg()[0]:.0f}")
+        gaps: dict[str, list[float]] = {verb: [] for verb in verbs}
+        num_alone, rng = 0, random.Random(options.seed)
+        for number in range(options.kills):
+            _until(lambda: bool(streams[0].processes))
+            known, verb = streams[0].processes, verbs[number % len(verbs)]
+            num_alone += len(known) == 1
+            struck_s = time.monotonic()
+            with suppress(ProcessLookupError):  # it has died since, of a strike before
+                os.kill(rng.choice(known), _SIGNALS[verb])
+            time.sleep(rng.uniform(0.5, 1.5) * options.pause_s)
+            gaps[verb].append(max(each.longest(struck_s) for each in streams))
+            _say(f"{number + 1}: {verb}, {len(known)} up, longest gap {gaps[verb][-1]:.2f} s")
+        _until(lambda: num_up() == 2)
+        for each in streams:
+            each.ended.set()
+        for each in streams:
+            each.join()
+        for verb, found in gaps.items():
+            shown = f"{statistics.median(found):.2f} s in the median, {max(found):.2f} at most"
+            _say(f"member-{verb}: {len(found)} times, longest gap {shown}")
+        requests, wrong = (
+            sum(getattr(each, name) for each in streams) for name in ("num_requests", "num_wrong")
+        )
+        errors = [error for each in streams for error in each.errors]
+        _say(f"{requests} requests, {wrong} with another text, {len(errors)} errors")
+        _say(f"no other member was up {num_alone} times; load {os.getloadavg()[0]:.0f}")
+        for error in errors:
+            _say(error)
+        if wrong or errors:
+            raise SystemExit(1)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _RECOVERY_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"members are not up again after {_RECOVERY_S:.0f} s")
+        time.sleep(0.2)
+
+
+# -- one worker
 
 
 def _stream(
@@ -86,7 +229,11 @@ def _disturb(llm: Any, worker: str, verb: str, hold_s: float) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.stalls")
     every = ["target-kill", "target-stop", "draft-kill", "draft-stop"]
-    parser.add_argument("--what", nargs="+", choices=every, default=every)
+    choices = [*every, *_OF_MEMBERS]
+    parser.add_argument("--what", nargs="+", choices=choices, default=every)
+    parser.add_argument("--kills", type=int, default=50, help="strikes of members in all")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="between them, in the mean")
+    parser.add_argument("--seed", type=int, default=0, help="of which is struck, and when")
     parser.add_argument("--hold-s", type=float, default=30.0, help="how long a stopped one is held")
     parser.add_argument("--tokens", type=int, default=1500)
     return parser.parse_args()

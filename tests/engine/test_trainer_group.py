@@ -97,8 +97,8 @@ def test_outputs_are_those_of_a_new_engine(tiny_with_tokenizer, kind, size):
             assert llm.stats()["weights"]["sent"] == "served"
         assert llm.stats()["num_restarts"] == 0
         assert llm.update_weights(tiny.target) == 4  # of a folder again
-        assert "sent" not in llm.stats()["weights"]
         assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
+        assert "sent" not in llm.stats()["weights"]
         llm.destroy_weights_update_group()
         with pytest.raises(ConfigError, match="no group"):
             llm.destroy_weights_update_group()
@@ -170,3 +170,10 @@ def test_sleep(tiny_with_tokenizer):
         assert llm.stats()["sleeping"] == ["kv_cache"]
         llm.wake_up()
         assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.draft)
+        llm.sleep(2)
+        llm.wake_up()  # and no others came
+        assert llm.is_paused()
+        assert llm.stats()["weights"]["sent"] == "lost"
+        llm.resume_generation()
+        assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
+        assert "sent" not in llm.stats()["weights"]
