@@ -2,13 +2,15 @@
 
     python -m outrider.bench.forward [--model FOLDER] [--dtype bfloat16] [--threads 1] ...
     python -m outrider.bench.forward --prompts 64 170 512 2048 ...
+    python -m outrider.bench.forward --pools [--model FOLDER]
 
 One sequence with some context and a random tree of tokens; or prompts, of which only the last row
 gets logits. The three take turns within a round,
 so that they meet the same machine; of all rounds the quickest and the median count. With one thread
 the clock is that thread's time on a CPU, which other processes disturb less. The bare
 products are oneDNN's with packed weights, joined as the decoder joins them, without anything
-between them: what a forward would cost that did nothing else.
+between them: what a forward would cost that did nothing else. `--pools` times nothing: it allocates
+the KV caches of both forwards and prints what a token takes in them.
 """
 
 from __future__ import annotations
@@ -173,6 +175,16 @@ def contenders(
     return found
 
 
+def pool_bytes_per_token(model: PagedModel) -> float:
+    """Bytes that a pool grows by for each token, of the storages that are allocated."""
+    sizes = []
+    for num_blocks in (64, 128):
+        cache = model.new_cache(num_blocks, BLOCK_SIZE)
+        storages = [pages.untyped_storage() for pages in (*cache.keys, *cache.values)]
+        sizes.append(sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
+    return (sizes[1] - sizes[0]) / (64 * BLOCK_SIZE)
+
+
 def cases(
     options: argparse.Namespace,
 ) -> Iterator[tuple[int, int, Callable[[int], tuple[StepInput, int]]]]:
@@ -191,6 +203,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 5, 8, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[200, 2000, 8000])
     parser.add_argument("--prompts", type=int, nargs="+", help="time prompts of so many tokens")
+    parser.add_argument("--pools", action="store_true", help="print a token's bytes in KV caches")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(arguments)
@@ -205,6 +218,20 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _models(path: Path, dtype: str) -> dict[str, PagedModel]:
+    """The model over both forwards."""
+    return {
+        kind: load_model(
+            path,
+            dtype=DTYPES[dtype],
+            device=torch.device("cpu"),
+            collective=Collective.single(),
+            forward=kind,
+        )
+        for kind in ("bridge", "family")
+    }
+
+
 @torch.inference_mode()
 def main(arguments: list[str] | None = None) -> None:
     """Measures every combination and prints a table."""
@@ -214,22 +241,20 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(width=140)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     torch.set_num_threads(options.threads)
+    if options.pools:
+        console.print("| dtype | bridge | family | bridge / family |\n|---|---|---|---|")
+        for dtype in options.dtype:
+            sizes = [pool_bytes_per_token(each) for each in _models(options.model, dtype).values()]
+            cells = [f"{each:,.0f}" for each in sizes]
+            console.print(f"| {dtype} | {' | '.join(cells)} | {sizes[0] / sizes[1]:.2f} |")
+        return
     head = "dtype | context | tokens | bridge | family | products | family / bridge | / products"
     console.print(
         f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n| {head} | / one token |"
     )
     console.print("|" + "---|" * 9)
     for dtype in options.dtype:
-        models = {
-            kind: load_model(
-                options.model,
-                dtype=DTYPES[dtype],
-                device=torch.device("cpu"),
-                collective=Collective.single(),
-                forward=kind,
-            )
-            for kind in ("bridge", "family")
-        }
+        models = _models(options.model, dtype)
         products = bare_products(options.model, DTYPES[dtype])
         alone: dict[int, float] = {}  # by context: the family's time of one token
         for context_len, num_tokens, make_step in cases(options):

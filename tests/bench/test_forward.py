@@ -19,6 +19,14 @@ def test_a_row_for_every_size(capsys) -> None:
     assert capsys.readouterr().out.splitlines()[-1].endswith("| - |"), "no token alone to compare"
 
 
+def test_bytes_of_allocated_pools(capsys) -> None:
+    forward.main(["--dtype", "float32", "bfloat16", "--pools"])
+    wide, narrow = [line.split(" | ")[1:3] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert wide[0] == wide[1]
+    assert narrow[0] == narrow[1], "one form of keys and values"
+    assert int(wide[0].replace(",", "")) == 2 * int(narrow[0].replace(",", ""))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
