@@ -27,6 +27,11 @@ class ModelSpec:
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
+    num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
+    # Keys of a target's config.json that say what it gives beside text, in place of its own.
+    hf_overrides: tuple[tuple[str, Any], ...] = ()
+    # LoRA adapters of a target: (name, folder); None: it takes none.
+    adapters: tuple[tuple[str, str], ...] | None = None
     # Where `num_blocks` is None: what the ranks before had, which the engine goes on counting on.
     kept_blocks: int | None = field(default=None, compare=False)
 
@@ -34,12 +39,6 @@ class ModelSpec:
     def known_blocks(self) -> int | None:
         """Blocks that do not depend on the memory that is there; None: as many as fit."""
         return self.num_blocks or self.kept_blocks
-
-    num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
-    # Keys of a target's config.json that say what it gives beside text, in place of its own.
-    hf_overrides: tuple[tuple[str, Any], ...] = ()
-    # LoRA adapters of a target: (name, folder); None: it takes none.
-    adapters: tuple[tuple[str, str], ...] | None = None
 
     @property
     def trust(self) -> dict[str, Any]:
