@@ -78,9 +78,8 @@ def _command(method: str) -> Any:
 def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     """Runs a method; prints a table at the end, or the command that resumes."""
     from ..config import parse
-    from ..training.loop import train
+    from ..training.loop import acceptance_table, train
     from ..training.options import METHODS, TrainingOptions
-    from ..training.report import acceptance_table
 
     out = given["out"]
     target = _folder(given)

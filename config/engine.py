@@ -184,6 +184,9 @@ class EngineConfig(Strict):
     quantization: Literal["auto", "none", "fp8", "compressed-tensors", "awq", "gptq"] = "auto"
     """Format of a quantised target: auto (the checkpoint's), none, fp8, compressed-tensors, awq,
     gptq."""
+    keep_quantised: Literal["auto", "off"] = "auto"
+    """auto (weights stay quantised in memory where the device has products by them), off:
+    dequantised at load."""
     deterministic: bool = False
     """Outputs whose bits depend on no other request, draft or cache hit."""
     lora_modules: tuple[LoraModule, ...] = ()

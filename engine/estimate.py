@@ -192,12 +192,14 @@ class _Model:
         )
         form = find_format(Path(folder))
         self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
-        kept = form if self.on_cuda and self.on_family else None
+        keeps = self.on_cuda and self.on_family and config.keep_quantised == "auto"
+        kept = form if keeps else None
+        coded = serving.coded(Path(folder), model_config, self.info)
         self.whole_ends = rank_weights(model, 1)[1]
         self.parts: list[_Part] = []
         for layers in reversed(stage_layers(self.info.num_layers, num_stages)):
             own = None if num_stages == 1 else layers
-            weights, ends = rank_weights(model, size, kept, own)
+            weights, ends = rank_weights(model, size, kept, own, coded)
             weights += rank_adapters(model, size, adapters, layers)
             states = state_bytes(model_config, self.info.dtype, size, layers)
             kv_bytes = kv_bytes_per_token(model, self.info, size, serving, layers) or 0
@@ -243,7 +245,14 @@ def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
 
     device = torch.device("cuda" if on_cuda else "cpu")
     dtype, kernels = dtype_of(config.dtype), True if on_cuda else None
-    return Serving(device, dtype, config.forward, config.deterministic, has_kernels=kernels)
+    return Serving(
+        device,
+        dtype,
+        config.forward,
+        config.deterministic,
+        has_kernels=kernels,
+        keeps_quantised=config.keep_quantised == "auto",
+    )
 
 
 def _head(config: EngineConfig, section: HeadConfig, target: _Model) -> Head:

@@ -509,6 +509,7 @@ def model_spec(
         kv_memory_fraction=config.kv_memory_fraction,
         num_checkpoints=config.num_checkpoints,
         forward=config.forward,
+        keeps_quantised=config.keep_quantised == "auto",
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
     )

@@ -229,7 +229,13 @@ def _check_models(
     device, target, kv_bytes = None, None, None  # no device: other machines'
     with _noting(errors):
         device = pick_device(config.device) if is_local else None
-    serving = Serving(device or CPU, dtype_of(config.dtype), config.forward, config.deterministic)
+    serving = Serving(
+        device or CPU,
+        dtype_of(config.dtype),
+        config.forward,
+        config.deterministic,
+        keeps_quantised=config.keep_quantised == "auto",
+    )
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size
         try:
@@ -240,6 +246,7 @@ def _check_models(
     facts: dict[str, Any] = {}
     if target is not None:
         facts = _facts(config, target, device, kv_bytes) | _state_facts(config, target.dtype)
+        facts |= _gguf_facts(config, target, serving)
         with _noting(errors):
             _check_cache(config, kv_bytes, device)
         with _noting(errors):
@@ -310,7 +317,6 @@ def _facts(
     config: EngineConfig, target: ModelInfo, device: torch.device | None, kv_bytes: int | None
 ) -> dict[str, Any]:
     """What the target's configuration contains, for people."""
-    from ..workers.model.checkpoint.hub import unpacked_from
     from ..workers.model.checkpoint.pooling import described
     from ..workers.ops.cpu import KERNEL_DTYPES
     from ..workers.ops.table import describe
@@ -333,10 +339,29 @@ def _facts(
         facts["KV cache per rank"] = f"{_most(config)}{kv_bytes:,} bytes a token of the target"
     if pooled := described(Path(config.model), config.hf_overrides.given()):
         facts["pooling"] = pooled
-    if (file := unpacked_from(Path(config.model))) is not None:
-        num_bytes = (Path(config.model) / "model.safetensors").stat().st_size
-        facts["GGUF file"] = f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB"
     return facts
+
+
+def _gguf_facts(config: EngineConfig, target: ModelInfo, serving: Serving) -> dict[str, Any]:
+    """The file of the target's folder, and what its weights take; nothing of another folder."""
+    from ..workers.model.bridge import build_meta
+    from ..workers.model.checkpoint.hub import unpacked_from
+    from ..workers.model.fit import rank_weights
+    from ..workers.model.info import read_config
+
+    path = Path(config.model)
+    if (file := unpacked_from(path)) is None:
+        return {}
+    num_bytes = (path / "model.safetensors").stat().st_size
+    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
+    coded = serving.coded(path, model_config, target)
+    fate = "and as much in memory: they are dequantised at load"
+    if coded:
+        trusted = config.trust_remote_code
+        model = build_meta(model_config, target.dtype, trust_remote_code=trusted)
+        held = rank_weights(model, 1, coded=coded)[0] / 2**30
+        fate = f"and {held:,.2f} GiB in memory: {len(coded)} matrices stay quantised"
+    return {"GGUF file": f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB, {fate}"}
 
 
 def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -438,7 +463,7 @@ def check_quantization(config: EngineConfig) -> None:
 
     # Whether the target's ranks have kernels for quantised weights, as far as is known here.
     on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if on_cuda and config.forward != "bridge":
+    if on_cuda and config.forward != "bridge" and config.keep_quantised == "auto":
         level, fate = logging.INFO, "its weights stay so on CUDA devices"
     else:
         fate = "its weights are dequantised at load and take the memory of an unquantised model"

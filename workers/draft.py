@@ -401,7 +401,7 @@ class ChainProgram:
         output: PanelProjection,
         most_lanes: int,
     ) -> None:
-        self._model, self._program, self._table = model, program, table
+        self._model, self._program, self._table = model, program.reserving(output), table
         self._output, self._most_lanes = output, min(most_lanes, program.most_rows)
         self._ids = CACHES + 2 * len(program.layers)
         self._width = 3 + 2 * len(model.ropes)  # variables of a level

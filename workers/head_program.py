@@ -99,7 +99,8 @@ class HeadProgram:
     def __init__(self, head: Head, module: FeatureModule, stack: LayerStack, ends: _Ends) -> None:
         assert stack.program is not None, "the caller looked"
         self._head, self._module, self._ends = head, module, ends
-        self._program: Program = stack.program
+        products = [each for each in (ends.fuse, ends.join, ends.output) if each is not None]
+        self._program: Program = stack.program.reserving(*products)
         self._ops: CpuOps = self._program.ops
         layer = self._program.layers[0]
         self._rope = None if layer.rope is None else stack.ropes[layer.rope]

@@ -355,6 +355,7 @@ class Worker:
                 collective=self._collective,
                 forward=spec.forward,
                 deterministic=spec.deterministic,
+                keeps_quantised=spec.keeps_quantised,
                 known=None if known is None else _known_choice(getattr(known, name)),
                 adapters=_placed(spec.adapters),
                 stage=self._stage if name == "target" else None,

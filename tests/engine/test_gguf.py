@@ -16,6 +16,14 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError, ConfigError
+from outrider.workers.collective import Collective
+from outrider.workers.model.checkpoint import gguf_checkpoint
+from outrider.workers.model.checkpoint.hub import local_folder
+from outrider.workers.model.fit import CPU, Serving
+from outrider.workers.model.info import read_model
+from outrider.workers.model.target import load_model
+from outrider.workers.ops.cpu import CodedProjection
+from outrider.workers.ops.table import VARIABLE
 
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.gguf_files import write_gguf
@@ -24,6 +32,7 @@ DEMO = Path(outrider.__file__).resolve().parent / "demo" / "models"
 PROMPTS = random_prompts(3, 4000, longest=12)
 PROMPTS += [(prompt * 4)[:30] for prompt in PROMPTS]  # of which n-grams make drafts
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+TREE = {"decoding_type": "Suffix", "shape": "tree", "max_draft_len": 6}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +98,7 @@ def test_llm(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_a_quantised_file_is_its_dequantised_checkpoint(kind, tmp_path):
+def test_a_quantised_file_is_its_dequantised_checkpoint(kind, tmp_path, monkeypatch):
     number = gguf.GGMLQuantizationType[kind]
     folder = Path(shutil.copytree(DEMO / "target", tmp_path / "dequantised"))
     weights = load_file(folder / "model.safetensors")
@@ -99,7 +108,44 @@ def test_a_quantised_file_is_its_dequantised_checkpoint(kind, tmp_path):
             weights[name] = torch.from_numpy(gguf.quants.dequantize(codes, number)).bfloat16()
     save_file(weights, folder / "model.safetensors")
     file = write_gguf(DEMO / "target", tmp_path / "x.gguf", kind)
-    assert tokens_of(file, NGRAM) == tokens_of(folder)
+    wanted, wanted_of_two = tokens_of(folder), tokens_of(folder, tensor_parallel_size=2)
+    assert tokens_of(file, keep_quantised="off") == wanted
+    monkeypatch.setattr(gguf_checkpoint, "FEWEST_CODED", 0)
+    monkeypatch.setenv(VARIABLE, "avx512_bf16")
+    assert tokens_of(file, NGRAM) == wanted
+    assert tokens_of(file, TREE) == wanted
+    assert tokens_of(file, NGRAM, tensor_parallel_size=2) == wanted_of_two
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
+def test_the_weights_of_a_file_stay_quantised_where_that_is_faster(kind, tmp_path, monkeypatch):
+    file = write_gguf(DEMO / "target", tmp_path / "x.gguf", kind)
+    folder, alone = Path(local_folder(str(file))), Collective.single()
+    config, info = read_model(folder, 1)
+    for capability, keeps, fewest, is_kept in (
+        ("avx512_bf16", True, 0, True),
+        ("avx512_bf16", True, gguf_checkpoint.FEWEST_CODED, False),
+        ("avx512_bf16", False, 0, False),
+        ("avx2", True, 0, False),
+    ):
+        monkeypatch.setenv(VARIABLE, capability)
+        monkeypatch.setattr(gguf_checkpoint, "FEWEST_CODED", fewest)
+        model = load_model(folder, device=CPU, collective=alone, keeps_quantised=keeps)
+        decoder = model.runner.model
+        products = [decoder.unembed, *(each.mlp.down for each in decoder.layers)]
+        assert {isinstance(each, CodedProjection) for each in products} == {is_kept}
+        wish = "auto" if keeps else "off"
+        said = check(model=str(file), device="cpu", keep_quantised=wish)["GGUF file"]
+        assert ("stay quantised" in said, "are dequantised" in said) == (is_kept, not is_kept)
+        if is_kept:  # as the estimate of memory says, but for the filling of rows to groups
+            wanted = Serving().coded(folder, config, info)
+            down = decoder.layers[0].mlp.down
+            num_bytes = wanted["model.layers.0.mlp.down_proj.weight"] * down.columns * down.length
+            assert num_bytes == down.num_bytes
+    file.unlink()  # the folder serves without it
+    monkeypatch.setenv(VARIABLE, "avx512_bf16")
+    model = load_model(folder, device=CPU, collective=alone)
+    assert not isinstance(model.runner.model.unembed, CodedProjection)
 
 
 def check(**config):

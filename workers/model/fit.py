@@ -9,9 +9,10 @@ of the adapters.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError, OutriderError
 from ..ops import ReferenceOps, max_latent_heads
+from ..ops.cpu import keeps_codes
 from ..spec import ModelSpec, SentWeights
 from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
-from .checkpoint.hub import local_folder, require_checkpoint
+from .checkpoint.gguf_checkpoint import coded_sources
+from .checkpoint.hub import files_of, local_folder, require_checkpoint
+from .checkpoint.quantised import CodedSource
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
 from .family import read_spec, recurrent_layers, without_attention
@@ -45,6 +49,15 @@ class Serving:
     forward: Wish = "auto"
     deterministic: bool = False
     has_kernels: bool | None = None  # for that device; None: as this machine has
+    keeps_quantised: bool = True  # where the operations do
+
+    def coded(self, path: Path, config: Any, info: ModelInfo) -> dict[str, float]:
+        """Weights of a GGUF file's folder that stay quantised, with their bytes per weight."""
+        if self.device.type != "cpu" or not self.keeps_quantised or self.forward == "bridge":
+            return {}
+        if isinstance(read_spec(config), str) or not keeps_codes(info.dtype):
+            return {}
+        return bytes_of_coded(coded_sources(files_of(path)))
 
 
 def check_weights(
@@ -253,12 +266,32 @@ def _latent_elements(config: Any, info: ModelInfo, serving: Serving) -> int | No
     return int(info.num_heads * (plain + rotated + value))
 
 
+def bytes_of_coded(sources: Mapping[str, CodedSource]) -> dict[str, float]:
+    """Bytes per weight of those that stay in codes, by name.
+
+    A product joins the rows of some: without codes of one of them it has codes of none.
+    """
+    found = {}
+    for name, source in sources.items():
+        module, leaf, _ = ("." + name).rsplit(".", 2)
+        joined = [each for each in _JOINED if _JOINED[each] == _JOINED.get(leaf)] or [leaf]
+        beside = [sources.get(f"{module}.{each}.weight".lstrip(".")) for each in joined]
+        if None not in beside:
+            kinds = [each for each in beside if each is not None]
+            found[name] = source.beside(kinds).bytes_per_weight
+    return found
+
+
 _SCALE_SHARE = {8: 1 / 8192, 4: 1 / 32}
 """Scales and zeros per byte of codes: a float32 a block of 128 x 128; 18 bits a group of 128."""
 
 
 def rank_weights(
-    model: Any, size: int, kept: WeightFormat | None = None, layers: range | None = None
+    model: Any,
+    size: int,
+    kept: WeightFormat | None = None,
+    layers: range | None = None,
+    coded: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[int, int]:
     """Bytes of the weights that a rank holds, and of its part of embedding and output layer.
 
@@ -266,6 +299,7 @@ def rank_weights(
         model: from `build_meta`, with the modules whole.
         kept: how its linears and experts stay quantised on the device; None: they do not.
         layers: of its stage; None: all, with both ends.
+        coded: bytes per weight of those that stay in a GGUF file's codes.
     """
     plan, ends = ShardPlan(), (model.get_input_embeddings(), model.get_output_embeddings())
     if size > 1:
@@ -279,9 +313,10 @@ def rank_weights(
     tied, total, outside = tied_names(model), 0, 0
     cut = None if layers is None else StageCut(model, layers)
     for name, tensor in model.state_dict().items():
-        if name in tied or (cut is not None and not cut.holds(name)):
+        shared = name in tied and name not in coded
+        if shared or (cut is not None and not cut.holds(name)):
             continue
-        count, shard = tensor.numel(), plan.shards.get(name)
+        count, shard = tensor.numel(), plan.shards.get(tied.get(name, name))
         if shard is not None:
             count = count // tensor.shape[shard.dim] * shard.length
         num_bytes = count * tensor.element_size()
@@ -289,6 +324,8 @@ def rank_weights(
         if kept is not None and is_packed and tensor.is_floating_point():
             codes = count * kept.bits // 8
             num_bytes = codes + int(codes * _SCALE_SHARE.get(kept.bits, 0.0))
+        if name in coded:
+            num_bytes = int(count * coded[name])
         total += num_bytes
         outside += num_bytes * (name in at_ends)
     return total, outside

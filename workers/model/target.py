@@ -105,7 +105,11 @@ def load_weights(
             tensor = torch.zeros_like(tensor)
         _place(model, name, tensor)
     for name, owner in tied_names(model).items():
-        _place(model, name, _get(model, owner))
+        if (own := checkpoint.coded.get(name)) is None:
+            _place(model, name, _get(model, owner))
+            continue
+        tensor = _read(own, plan.shards.get(owner)).to(device=device, dtype=empty[name].dtype)
+        _place(model, name, tensor)
 
 
 def whole_embedding(
@@ -276,6 +280,7 @@ class _Rank:
     received: Mapping[str, Tensor] | None = None
     stage: Stage | None = None  # None: it has all layers
     max_model_len: int | None = None  # None: the checkpoint's
+    keeps_quantised: bool = True  # where the operations do
 
     @property
     def layers(self) -> range:
@@ -300,6 +305,7 @@ def load_model(
     stage: Stage | None = None,
     received: Mapping[str, Tensor] | None = None,
     max_model_len: int | None = None,
+    keeps_quantised: bool = True,
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
@@ -309,6 +315,7 @@ def load_model(
     it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
     `received` are weights in the place of those of the folder. LongRoPE's frequencies depend on
     `max_model_len`, tokens of the longest sequence; None: the checkpoint's.
+    Without `keeps_quantised`, weights are dequantised whatever the operations keep.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -320,7 +327,8 @@ def load_model(
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
     rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
-    rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len)
+    rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len,
+                   keeps_quantised=keeps_quantised)  # fmt: skip
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
@@ -425,7 +433,7 @@ def _wanted_family(rank: _Rank, forward: Wish, known: ForwardChoice | None) -> F
 def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> PagedModel | str:
     """The family's model, or why it is not to be used. Weights are read once."""
     info, device, collective = rank.info, rank.device, rank.collective
-    model, plan = _load_modules(rank, keeps_quantised=ops.keeps_quantised)
+    model, plan = _load_modules(rank, ops)
     cut = None if rank.stage is None else StageCut(model, rank.layers)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     # The layers' are packed by the family.
@@ -465,8 +473,12 @@ def _load_family(rank: _Rank, spec: FamilySpec, ops: Ops, *, is_known: bool) -> 
     )  # fmt: skip
 
 
-def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, ShardPlan]:
-    """Transformers' modules with this rank's weights, not yet packed or connected."""
+def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
+    """Transformers' modules with this rank's weights, not yet packed or connected.
+
+    Args:
+        ops: what weights may stay quantised for; None: nothing.
+    """
     collective = rank.collective
     model = build_meta(rank.config, rank.info.dtype, trust_remote_code=rank.trust_remote_code)
     for adapter in rank.adapters or ():
@@ -483,7 +495,10 @@ def _load_modules(rank: _Rank, *, keeps_quantised: bool = False) -> tuple[Any, S
         checkpoint = Received(rank.path, rank.received)
     else:
         checkpoint = Checkpoint(
-            rank.path, allow_pickle=rank.allow_pickle, keeps_quantised=keeps_quantised
+            rank.path,
+            allow_pickle=rank.allow_pickle,
+            keeps_quantised=ops is not None and rank.keeps_quantised and ops.keeps_quantised,
+            keeps_gguf=ops is not None and rank.keeps_quantised and ops.keeps_gguf,
         )
     cut = None if rank.stage is None else StageCut(model, rank.layers)
     is_held = {} if cut is None else {"is_held": cut.holds}

@@ -23,6 +23,18 @@ from ..attention import KVCache
 from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_kernel
 from .kernels import FLOAT, INT, VOID, Kernel, Kind, Matrix, compiled, elementwise
 from .kernels.attend import attend_step
+from .kernels.codes import (
+    CENTRE,
+    CENTRED,
+    EIGHT,
+    FOUR,
+    PLAIN,
+    SHIFTED,
+    CodedShape,
+    coded_rows,
+    panels_of_codes,
+    unpacked_bytes,
+)
 from .kernels.elementwise import Activation, RowNorm, add_norm_rows, gate_rows, norm_rows
 from .kernels.panels import (
     QUAD,
@@ -59,8 +71,10 @@ from .protocol import (
     Rotation,
     Router,
 )
+from .quantised import QuantisedTensor
 from .table import (
     ATTENTION,
+    CODES,
     KERNEL,
     LARGE_WEIGHT,
     ONEDNN,
@@ -123,6 +137,7 @@ class CpuOps(TorchOps):
         self._own = Buffers()
         self._layers: dict[AttentionSpec, DescribedLayer] = {}
         self._prompt_rows = rows_for(dtype, ATTENTION, TORCH)  # of a chunk; None: at no length
+        self.keeps_gguf = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return self.adopt(plan_step(step, cache.block_size, cache.device))
@@ -154,6 +169,10 @@ class CpuOps(TorchOps):
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype != self.dtype:  # a router's in float32
             return super().pack(weight, bias)
+        if isinstance(weight, QuantisedTensor):
+            if has_codes(weight):
+                return CodedProjection(weight, bias)
+            weight = weight.wide()
         what = SMALL_WEIGHT if weight.numel() <= SMALL[self.dtype] else LARGE_WEIGHT
         return pack_weight(weight, bias, what) or super().pack(weight, bias)
 
@@ -395,6 +414,68 @@ class PanelProjection:
         )  # fmt: skip
         return out
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What a thread needs in a program."""
+        return SCRATCH_BYTES
+
+
+class CodedProjection(PanelProjection):
+    """A product whose weight stays in codes (`kernels/codes.py`); `has_codes` tells which.
+
+    Its bits are those of a `PanelProjection` by the weight that the codes stand for.
+    """
+
+    def __init__(self, weight: QuantisedTensor, bias: Tensor | None) -> None:
+        codes = weight.codes
+        bits = 4 if codes.is_packed else 8
+        self.columns, self.length = weight.shape
+        self.is_padded, self._bias = False, bias
+        self.kernel = coded_kernel(bits, codes.offset, codes.minima is not None)
+        self._product = compiled.address_of(product_kernel(torch.bfloat16))
+        values = codes.unpacked()
+        self._panels, self.shape = panels_of_codes(values, codes.scales, codes.minima, bits)
+        self.start = self._panels.data_ptr()
+        self.shift = 0 if bias is None else bias.data_ptr()
+        self._own = Buffers()
+
+    @property
+    def num_bytes(self) -> int:
+        """That the weight takes."""
+        return self._panels.numel()
+
+    @property
+    def scratch_bytes(self) -> int:
+        return unpacked_bytes(self.length)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        num_rows, length = states.shape
+        assert length == self.length, (length, self.length)
+        assert states.stride(1) == 1, states.stride()
+        out = torch.empty(num_rows, self.columns, dtype=states.dtype)
+        self.kernel(
+            states.data_ptr(), states.stride(0) * 2, self.start, *self.shape, self.shift,
+            out.data_ptr(), self.columns * 2, num_rows, self.columns, self._product,
+            self._own.scratch_of(self.scratch_bytes),
+        )  # fmt: skip
+        return out
+
+
+def keeps_codes(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies by codes faster than by the weights they stand for."""
+    return dtype == torch.bfloat16 and ways(dtype, CODES)[0].name == KERNEL
+
+
+def has_codes(weight: QuantisedTensor) -> bool:
+    """Whether the kernel takes a weight as it is: whole vectors of codes to a group."""
+    codes = weight.codes
+    is_whole = codes.num_columns % codes.group == 0 and codes.scales.dtype == torch.float16
+    if not is_whole or codes.zeros is not None or weight.dim() != 2:
+        return False
+    if codes.is_packed:
+        return codes.group % 2 == 0 and codes.offset in (0, CENTRE)
+    return codes.group % 2 == 0 and codes.values.dtype == torch.int8 and not codes.offset
+
 
 class PanelHeads:
     """A product per head; rows of a weight are whole units."""
@@ -516,6 +597,28 @@ def product_kernel(dtype: torch.dtype) -> Kernel:
         product_rows(kind, read, num_rows, weight, bias, written, num_columns, length, scratch)
 
     return product
+
+
+@cache
+def coded_kernel(bits: int, offset: int, has_minima: bool) -> Kernel:
+    """Compiled when the first weight in such codes is laid out."""
+    width = EIGHT if bits == 8 else CENTRED if offset else FOUR
+    minima = SHIFTED if has_minima else PLAIN
+
+    @compiled(VOID, *[INT] * 13)
+    def coded_product(
+        rows, to_row, weight, to_codes, num_groups, units, bias, out, to_out, num_rows, num_columns,
+        product, scratch,
+    ):  # fmt: skip
+        """out = rows @ weight.T + bias, of bfloat16; a bias of 0 is none."""
+        read, written = Matrix(rows, to_row), Matrix(out, to_out)
+        shape = CodedShape(to_codes, num_groups, units)
+        coded_rows(
+            width, minima, read, num_rows, weight, shape, bias, written, num_columns, product,
+            scratch,
+        )  # fmt: skip
+
+    return coded_product
 
 
 @cache

@@ -31,13 +31,16 @@ from ..attention import KVCache
 from .cpu import (
     GATE_KERNELS,
     KERNEL_DTYPES,
+    CodedProjection,
     CpuOps,
     PanelProjection,
     has_attention_kernel,
+    has_codes,
 )
 from .plan import PagedStep
 from .prompts import KernelRows
 from .protocol import AttentionSpec, Gate, Projection, Rotation
+from .quantised import QuantisedTensor
 
 
 class InvariantOps(CpuOps):
@@ -62,6 +65,10 @@ class InvariantOps(CpuOps):
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype not in KERNEL_DTYPES:
             raise refused(f"a weight of type {weight.dtype} has no invariant product")
+        if isinstance(weight, QuantisedTensor):
+            if has_codes(weight):
+                return CodedProjection(weight, bias)
+            weight = weight.wide()
         return PanelProjection(weight, bias)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:

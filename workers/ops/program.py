@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..attention import KVCache
 from .cpu import (
     GATE_KERNELS,
+    CodedProjection,
     CpuOps,
     PanelProjection,
     ProjectionByRows,
@@ -39,6 +40,7 @@ from .kernels.program import (
     ADD_NORM,
     ATTEND,
     BEST,
+    CODED,
     COPY,
     GATE,
     INSIDE,
@@ -136,6 +138,7 @@ class Program:
                 if not isinstance(each, PanelProjection) or each.is_padded:
                     return None
                 panels.append(each)
+            scratch = max(scratch, *(each.scratch_bytes for each in panels))
             joined, output, gate_up, down = panels
             parts = layer._replace(joined=joined, output=output, gate_up=gate_up, down=down)
             found.append(parts)
@@ -144,7 +147,13 @@ class Program:
         last = unembed if isinstance(unembed, PanelProjection) and not unembed.is_padded else None
         _compiled_for(ops.dtype)  # at load, not in a step
         size = _panels(found[0].output).columns
-        return Program(ops, found, scale, norm, last, size, most_rows, _rounded(scratch))
+        made = Program(ops, found, scale, norm, last, size, most_rows, _rounded(scratch))
+        return made if last is None else made.reserving(last)
+
+    def reserving(self, *products: PanelProjection) -> Program:
+        """The same, whose threads have the memory that further products need."""
+        needed = max(self.scratch_bytes, *(each.scratch_bytes for each in products))
+        return replace(self, scratch_bytes=_rounded(needed))
 
     def takes(self, plan: PagedStep) -> bool:
         """Whether it computes such a step."""
@@ -320,6 +329,15 @@ class Phases:
         """The product's columns from `first` on, which begins a group."""
         by = _panels(by)
         assert first % GROUP == 0, first
+        if isinstance(by, CodedProjection):
+            start, count = by.start + first // GROUP * by.shape.to_codes, by.columns - first
+            shift = by.shift + first * self._width if by.shift else 0
+            self._add(
+                CODED, rows, source, by.length * self._width, start, shift, out, count,
+                by.shape.to_codes, count * self._width, by.shape.num_groups, by.shape.units,
+                compiled.address_of(by.kernel),
+            )  # fmt: skip
+            return
         start = by.start + first // GROUP * by.units * STRIDE
         shift = by.shift + first * self._width if by.shift else 0
         count = by.columns - first

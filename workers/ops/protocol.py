@@ -148,7 +148,9 @@ class Ops(Protocol):
     is_invariant: bool
     """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
     keeps_quantised: bool
-    """Whether `pack` and `pack_experts` take a `QuantisedTensor` as it is."""
+    """Whether `pack` and `pack_experts` take the `QuantisedTensor` of a checkpoint as it is."""
+    keeps_gguf: bool
+    """Whether `pack` takes that of a GGUF file as it is."""
     takes_parts: bool
     """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
     max_latent_heads: int

@@ -1,13 +1,14 @@
 """Weights that stay quantised in memory: a tensor that reads as the wide one it stands for.
 
-A weight is its codes, minus zeros or a fixed offset, times the scale of its group: a run of
-neighbouring columns of one row. Rows can be cut, selected and joined without widening anything,
-which is what sharding and the family decoder do to weights before they pack them; every other torch
-operation sees the wide tensor, made for that call.
+A weight is its codes, minus zeros or a fixed offset, times the scale of its group, minus the
+group's minimum: a group is a run of neighbouring columns of one row. Rows can be cut, selected and
+joined without widening anything, which is what sharding and the family decoder do to weights before
+they pack them; every other torch operation sees the wide tensor, made for that call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 NIBBLE = 4
+_BLOCK = 1 << 15  # weights that are widened at once: what torch does on one thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +31,7 @@ class Codes:
     group: int  # columns that share a scale
     num_columns: int
     offset: int = 0  # of all codes
+    minima: Tensor | None = None  # [..., rows, num_groups], taken off what is scaled
 
     @property
     def is_packed(self) -> bool:
@@ -37,29 +40,50 @@ class Codes:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return (self.values, self.scales, *(() if self.zeros is None else (self.zeros,)))
+        given = (self.values, self.scales, self.zeros, self.minima)
+        return tuple(part for part in given if part is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
         """Every part changed alike."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return replace(self, values=change(self.values), scales=change(self.scales), zeros=zeros)
+        return self.with_parts([change(part) for part in self.parts])
+
+    def with_parts(self, parts: Sequence[Tensor]) -> Codes:
+        """Others in the place of `parts`."""
+        values, scales, *rest = parts
+        zeros = rest.pop(0) if self.zeros is not None else None
+        minima = rest.pop(0) if self.minima is not None else None
+        return replace(self, values=values, scales=scales, zeros=zeros, minima=minima)
 
     def packed(self) -> Codes:
         """With two codes of four bits in a byte."""
         low, high = self.values[..., 0::2], self.values[..., 1::2]
         return replace(self, values=low | (high << NIBBLE))
 
+    def unpacked(self) -> Tensor:  # [..., rows, columns]
+        """A code in each element."""
+        if not self.is_packed:
+            return self.values
+        pairs = self.values.contiguous().to(torch.int16)
+        return ((pairs | (pairs << NIBBLE)) & 0x0F0F).view(torch.uint8)
+
+    def signed(self, group: int, *, has_minima: bool) -> Codes:
+        """The same weights in signed bytes without an offset, in groups of `group` columns."""
+        values = self.unpacked().to(torch.int8) - self.offset
+        times = self.group // group
+        scales = self.scales.repeat_interleave(times, dim=-1)
+        minima = torch.zeros_like(scales) if has_minima else None
+        if self.minima is not None:
+            minima = self.minima.repeat_interleave(times, dim=-1)
+        return Codes(values, scales, None, group, self.num_columns, 0, minima)
+
     def wide(self) -> Tensor:  # [..., rows, columns] float32
-        values = self.values
-        if self.is_packed:
-            pair = torch.stack([values & 15, values >> NIBBLE], dim=-1)
-            values = pair.flatten(-2)
-        wide = values.float()
+        wide = self.unpacked().float()
         if self.zeros is not None:
             wide = wide - self._per_column(self.zeros.float())
         elif self.offset:
             wide = wide - self.offset
-        return wide * self._per_column(self.scales.float())
+        wide = wide * self._per_column(self.scales.float())
+        return wide if self.minima is None else wide - self._per_column(self.minima.float())
 
     def _per_column(self, groups: Tensor) -> Tensor:  # [..., rows, num_groups] -> [..., columns]
         return groups.repeat_interleave(self.group, dim=-1)[..., : self.num_columns]
@@ -70,6 +94,7 @@ class Codes:
             (self.group, self.num_columns, self.offset, self.is_packed)
             == (other.group, other.num_columns, other.offset, other.is_packed)
             and [part.dtype for part in self.parts] == [part.dtype for part in other.parts]
+            and (self.zeros is None) == (other.zeros is None)
             and self.scales.shape[-1] == other.scales.shape[-1]
         )
 
@@ -94,7 +119,14 @@ class QuantisedTensor(Tensor):
 
     def wide(self) -> Tensor:
         """In plain values, rounded to its type."""
-        return self.codes.wide().to(self.dtype)
+        codes = self.codes
+        if self.dim() != 2 or self.device.type != "cpu":
+            return codes.wide().to(self.dtype)
+        out, rows = torch.empty(self.shape, dtype=self.dtype), max(1, _BLOCK // self.shape[1])
+        for first in range(0, self.shape[0], rows):  # which stay in the caches
+            block = slice(first, first + rows)
+            out[block] = codes.map(lambda part, block=block: part[block]).wide()  # type: ignore[misc]
+        return out
 
     @property
     def num_bytes(self) -> int:
@@ -175,14 +207,34 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> QuantisedTensor | None:
 def _joined(
     tensors: Sequence[Any], join: Callable[[list[Tensor]], Tensor]
 ) -> QuantisedTensor | None:
+    if all(isinstance(each, QuantisedTensor) for each in tensors):
+        tensors = _alike(tensors)
     first = tensors[0]
     for each in tensors:
         if not isinstance(each, QuantisedTensor) or not first.codes.joins(each.codes):
             return None
     parts = [join(list(each)) for each in zip(*[each.codes.parts for each in tensors], strict=True)]
-    zeros = parts[2] if len(parts) > 2 else None
-    codes = replace(first.codes, values=parts[0], scales=parts[1], zeros=zeros)
-    return QuantisedTensor(codes, first.dtype)
+    return QuantisedTensor(first.codes.with_parts(parts), first.dtype)
+
+
+def _alike(tensors: Sequence[QuantisedTensor]) -> Sequence[QuantisedTensor]:
+    """In codes of one kind, where rows of signed bytes and minima can be made of all of them."""
+    kinds = [each.codes for each in tensors]
+    if all(kinds[0].joins(each) for each in kinds):
+        return tensors
+    is_signed = all(
+        each.zeros is None and each.scales.dtype == torch.float16
+        and (each.values.dtype == torch.int8 or each.is_packed)
+        for each in kinds
+    )  # fmt: skip
+    group = math.gcd(*(each.group for each in kinds))
+    if not is_signed or any(each.num_columns % group for each in kinds):
+        return tensors
+    has_minima = any(each.minima is not None for each in kinds)
+    return [
+        QuantisedTensor(codes.signed(group, has_minima=has_minima), each.dtype)
+        for codes, each in zip(kinds, tensors, strict=True)
+    ]
 
 
 def _mapped(tensor: QuantisedTensor, change: Callable[[Tensor], Tensor]) -> QuantisedTensor:

@@ -37,6 +37,7 @@ class ReferenceOps:
     reads_device_only = False
     is_invariant = False
     keeps_quantised = False
+    keeps_gguf = False
     takes_parts = False
     max_latent_heads = 1 << 30
 

@@ -23,6 +23,7 @@ from ...errors import ConfigError
 
 KERNEL, ONEDNN, TORCH = "kernel", "onednn", "torch"
 SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION = "small weight", "large weight", "attention"
+CODES = "codes"  # of a quantised weight; torch's product is by the weight they stand for
 
 VARIABLE = "OUTRIDER_CPU_TABLE"
 """Environment variable: the entries of this capability serve, whatever the processor has."""
@@ -44,18 +45,25 @@ Classes = dict[str, tuple[Way, ...]]
 """Ascending in rows."""
 
 _OWN, _ALL_ONEDNN = (Way(1, KERNEL),), (Way(1, ONEDNN),)
-_PLAIN: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _ALL_ONEDNN, ATTENTION: _OWN}
-_NO_BF16: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _OWN, ATTENTION: _OWN}
+_WIDENED = (Way(1, TORCH),)
+_PLAIN: Classes = {
+    SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _ALL_ONEDNN, ATTENTION: _OWN, CODES: _WIDENED,
+}  # fmt: skip
+_PAIRS: Classes = _PLAIN | {CODES: _OWN}
+_NO_BF16: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _OWN, ATTENTION: _OWN, CODES: _WIDENED}
 _TILES: Classes = {
     SMALL_WEIGHT: (Way(1, KERNEL), Way(16, ONEDNN)),
     LARGE_WEIGHT: _ALL_ONEDNN,
     ATTENTION: (Way(1, KERNEL), Way(64, TORCH)),
+    CODES: _WIDENED,
 }
-_NO_ONEDNN: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: (Way(1, TORCH),), ATTENTION: _OWN}
+_NO_ONEDNN: Classes = {
+    SMALL_WEIGHT: _OWN, LARGE_WEIGHT: (Way(1, TORCH),), ATTENTION: _OWN, CODES: _WIDENED,
+}  # fmt: skip
 
 TABLE: dict[str, dict[torch.dtype, Classes]] = {
     "amx": {BF16: _TILES, F32: _PLAIN},
-    "avx512_bf16": {BF16: _PLAIN, F32: _PLAIN},
+    "avx512_bf16": {BF16: _PAIRS, F32: _PLAIN},
     "avx512": {BF16: _PLAIN, F32: _PLAIN},
     "avx_ne_convert": {BF16: _PLAIN, F32: _PLAIN},
     "avx2": {BF16: _NO_BF16, F32: _PLAIN},
@@ -106,7 +114,7 @@ def rows_for(dtype: torch.dtype, what: str, name: str) -> int | None:
 def describe(dtype: torch.dtype) -> str:
     """The entries in use, as a line for people."""
     parts = []
-    for what in (SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION):
+    for what in (SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION, CODES):
         found = ways(dtype, what)
         names = [found[0].name, *(f"{way.name} from {way.fewest_rows} rows" for way in found[1:])]
         parts.append(f"{what}: {', '.join(names)}")

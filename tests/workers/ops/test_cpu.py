@@ -233,7 +233,8 @@ def test_on_a_cpu_without_wide_vectors_and_where_nothing_can_be_kept(tmp_path):
     env = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CACHE_DIR": str(tmp_path / "file")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "-k", "demo or sinks or products or gates", __file__],
+         "-k", "demo or sinks or products or gates or (stand_for and (Q4_K or Q8_0))", __file__,
+         str(Path(__file__).with_name("test_codes.py"))],
         env=env, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]

@@ -36,7 +36,8 @@ def test_every_processor_has_every_entry():
     for name, kinds in table.TABLE.items():
         assert set(kinds) == set(DTYPES), name
         for classes in kinds.values():
-            assert set(classes) == {table.SMALL_WEIGHT, table.LARGE_WEIGHT, table.ATTENTION}
+            wanted = {table.SMALL_WEIGHT, table.LARGE_WEIGHT, table.ATTENTION, table.CODES}
+            assert set(classes) == wanted
             for ways in classes.values():
                 rows = [way.fewest_rows for way in ways]
                 assert rows[0] == 1

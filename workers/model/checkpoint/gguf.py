@@ -265,3 +265,56 @@ def read_rows(tensor: Tensor, rows: slice | np.ndarray) -> np.ndarray:
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, shape)
     values: np.ndarray = dequantize(np.array(raw[rows]), GGMLQuantizationType[tensor.kind])
     return values
+
+
+CODED = MappingProxyType(
+    {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q4_K": (4, 32), "Q8_0": (8, 32), "Q6_K": (8, 16)}
+    | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), (8, 32))
+)
+"""Types whose codes can be read, with the bits that keep one and the columns of a group."""
+WITH_MINIMA: Final = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+"""Those whose groups have minima."""
+_NUM_SCALES = 12  # bytes with the scales and minima of a block of Q4_K and Q5_K
+
+
+def read_codes(
+    tensor: Tensor, rows: slice | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Codes, scales and minima of some rows: code * scale - minimum is what `read_rows` returns.
+
+    Returns:
+        [rows, width] uint8 below 16, less 8 in `Q4_0`, or int8 where eight bits keep one; float32
+        [rows, groups], and the same or None.
+    """
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import Q4_K, dequantize
+
+    kind, (bits, _) = GGMLQuantizationType[tensor.kind], CODED[tensor.kind]
+    shape = (tensor.num_rows, tensor.num_bytes // tensor.num_rows)
+    raw = np.array(np.memmap(tensor.file, np.uint8, "r", tensor.offset, shape)[rows])
+    blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
+
+    def half(begin: int) -> np.ndarray:  # [blocks, 1]
+        return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype("f4")
+
+    one, minima = np.frombuffer(np.float16(1).tobytes(), np.uint8), None
+    plain = blocks.copy()  # with scales of 1, and minima of 0
+    if tensor.kind == "Q6_K":
+        begin = blocks.shape[1] - 2 - 16
+        scales = half(begin + 16) * blocks[:, begin : begin + 16].view(np.int8).astype("f4")
+        plain[:, begin : begin + 16], plain[:, begin + 16 :] = 1, one
+    elif tensor.kind in ("Q4_K", "Q5_K"):
+        found, least = Q4_K.get_scale_min(blocks[:, 4 : 4 + _NUM_SCALES].copy())
+        scales, minima = half(0) * found.astype("f4"), half(2) * least.astype("f4")
+        plain[:, :2], plain[:, 2:4] = one, 0
+        plain[:, 4 : 4 + _NUM_SCALES] = [*[1] * 4, *[0] * 4, *[1] * 4]
+    else:
+        scales = half(0)
+        plain[:, :2] = one
+        if tensor.kind in ("Q4_1", "Q5_1"):
+            minima, plain[:, 2:4] = -half(2), 0
+    values = dequantize(plain.reshape(raw.shape), kind).astype(np.int8)
+    if bits == 4:
+        values = (values + 8 * (tensor.kind == "Q4_0")).astype(np.uint8)
+    wide = (len(raw), -1)
+    return values, scales.reshape(wide), None if minima is None else minima.reshape(wide)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -26,11 +27,13 @@ import numpy as np
 from tqdm import tqdm
 
 from ....errors import CheckpointError
-from .gguf import PLAIN, Tensor, read_files, read_rows
+from .gguf import CODED, PLAIN, WITH_MINIMA, Tensor, read_codes, read_files, read_rows
 from .gguf_tokenizer import generation_config, write_tokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from .quantised import CodedSource
 
 log = logging.getLogger(__name__)
 
@@ -624,6 +627,50 @@ def read_model(files: list[Path]) -> GgufModel:
     source = _Source(meta, tensors, name if isinstance(name, str) else "")
     found, config = _make_config(source)
     return GgufModel(files, meta, config, _parts(source, found, config))
+
+
+FEWEST_CODED: Final = 1 << 25
+"""Weights of a model from which on its codes are kept: dequantised ones take 64 MiB. What stays in
+the caches is multiplied faster as it is than it is unpacked."""
+
+
+def coded_sources(files: list[Path]) -> dict[str, CodedSource]:
+    """The weights of an unpacked folder whose codes its files have, by the folder's names.
+
+    Those of products, experts aside; the embedding's are those of an output layer that shares its
+    tensor. Empty where there are no files, or few weights.
+    """
+    from .quantised import CodedSource
+
+    if not files:
+        return {}
+    found, model = {}, read_model(files)
+    for part in model.parts:
+        tensor, name = part.tensor, part.name
+        if name == _ENDS["token_embd.weight"]:
+            if not model.config["tie_word_embeddings"]:
+                continue
+            name = _ENDS["output.weight"]
+        is_plain = not (part.shift or part.step or part.partner or part.begin or part.end)
+        if not is_plain or tensor.kind not in CODED or len(part.shape or tensor.shape) != 2:
+            continue
+        if name.endswith(".weight") and tensor.num_rows > 1:
+            (bits, group), has_minima = CODED[tensor.kind], tensor.kind in WITH_MINIMA
+            offset, read = 8 * (tensor.kind == "Q4_0"), partial(_codes_of, part)
+            rows, width = tensor.shape
+            found[name] = CodedSource((rows, width), bits, group, offset, has_minima, read)
+    return found if sum(math.prod(each.shape) for each in found.values()) >= FEWEST_CODED else {}
+
+
+def _codes_of(part: _Part, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`read_codes` of rows in the order of the folder's."""
+    import torch
+
+    values, scales, minima = read_codes(
+        part.tensor, rows if part.order is None else part.order[rows]
+    )
+    shifts = None if minima is None else torch.from_numpy(minima)
+    return torch.from_numpy(values), torch.from_numpy(scales), shifts
 
 
 def write_checkpoint(folder: Path, model: GgufModel, *, needs_tokenizer: bool) -> None:

@@ -120,6 +120,18 @@ def unpacked_from(folder: Path) -> str | None:
     return None if found is None else found[1]
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The GGUF files of which `folder` holds the model; none where they are gone or changed."""
+    from .gguf import shards_of
+
+    source = unpacked_from(folder)
+    with suppress(OSError, CheckpointError):
+        files = [] if source is None else shards_of(Path(source))
+        if files and _place(files).name == folder.name:
+            return files
+    return []
+
+
 def _is_gguf(path: Path) -> bool:
     """Whether there is such a file, by its ending or its first letters."""
     if not path.is_file():
@@ -187,8 +199,8 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
             shutil.rmtree(rest, ignore_errors=True)
         gib, free = model.num_bytes / 2**30, shutil.disk_usage(folder.parent).free
         log.warning(
-            "%s (%s) is unpacked to %s; its weights take %.2f GiB there, and %.2f GiB of memory as "
-            "%s",
+            "%s (%s) is unpacked to %s; its weights take %.2f GiB there, and of memory %.2f GiB as "
+            "%s, or less where they stay quantised",
             *(files[0], model.kinds, folder, gib, gib, model.dtype),
         )
         if free < model.num_bytes:

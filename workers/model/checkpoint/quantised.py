@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,6 +217,44 @@ class _PackedSource(QuantisedSource):
         if zeros is not None:
             _, zeros = _cut(zeros, self._group, *span)
         return Codes(values, scales, zeros, group, num_columns, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSource:
+    """A weight in a GGUF file's codes, with scales and minima in float16; reads as they are."""
+
+    shape: tuple[int, int]
+    bits: int  # that keep a code: 4 or 8
+    group: int
+    offset: int  # of four bits
+    has_minima: bool
+    codes_of: Callable[[slice], tuple[Tensor, Tensor, Tensor | None]]  # `gguf.read_codes`, of rows
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With scales and minima."""
+        return self.bits / 8 + (4 if self.has_minima else 2) / self.group
+
+    def beside(self, others: Sequence[CodedSource]) -> CodedSource:
+        """In codes that all can have, as when a product joins their rows (`Codes.signed`)."""
+        kinds = {(each.bits, each.group, each.offset, each.has_minima) for each in others}
+        if len(kinds) == 1:
+            return self
+        group = math.gcd(*(each.group for each in others))
+        has_minima = any(each.has_minima for each in others)
+        return replace(self, bits=8, group=group, offset=0, has_minima=has_minima)
+
+    def read(self, box: Box) -> QuantisedTensor:
+        (top, bottom), (left, right) = box
+        values, scales, minima = self.codes_of(slice(top, bottom))
+        group, scales = _cut(scales, self.group, left, right)
+        if minima is not None:
+            minima = _cut(minima, self.group, left, right)[1].half()
+        values = values[:, left:right]
+        codes = Codes(values, scales.half(), None, group, right - left, self.offset, minima)
+        if values.dtype == torch.uint8 and codes.num_columns % 2 == 0:
+            codes = codes.packed()
+        return QuantisedTensor(codes.map(Tensor.contiguous), torch.float32)
 
 
 def _cut(groups: Tensor, size: int, left: int, right: int) -> tuple[int, Tensor]:

@@ -18,16 +18,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ....errors import CheckpointError
+from .gguf_checkpoint import coded_sources
 from .hub import (
     INDEX_NAME,
     PICKLED,
     PICKLED_INDEX,
+    files_of,
     has_safetensors,
     read_mapping,
     require_checkpoint,
     unreadable,
 )
-from .quantised import make_source
+from .quantised import CodedSource, make_source
 from .quantised_formats import find_format
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -170,10 +172,16 @@ class Checkpoint:
     Args:
         allow_pickle: whether pickled files are read where there are no safetensors.
         keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
+        keeps_gguf: likewise those of an unpacked GGUF file, which is there still.
     """
 
     def __init__(
-        self, path: Path, *, allow_pickle: bool = False, keeps_quantised: bool = False
+        self,
+        path: Path,
+        *,
+        allow_pickle: bool = False,
+        keeps_quantised: bool = False,
+        keeps_gguf: bool = False,
     ) -> None:
         self.path = require_checkpoint(path, allow_pickle=allow_pickle)
         self._is_pickled = not has_safetensors(path)
@@ -181,6 +189,10 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
         self._keeps_quantised = keeps_quantised
+        # By name; a tied output layer's too, which is no tensor of its own otherwise.
+        self.coded: dict[str, CodedSource] = (
+            coded_sources(files_of(self.path)) if keeps_gguf else {}
+        )
         self._index = self._read_index()
         own = self.format.weights(self._index) if self.format else None
         self._stored = {name: name for name in self._index} if own is None else own
@@ -191,6 +203,8 @@ class Checkpoint:
 
     def source(self, name: str) -> TensorSource:
         kind = self.format
+        if name in self.coded:
+            return self.coded[name]
         if kind is None or kind.stored_name(name, self._index) is None:
             weight = self._piece(name)
             self._require_plain(name)
@@ -269,7 +283,7 @@ class Received(Checkpoint):
     """Weights that are in memory, in the place of those of a folder whose other files hold."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.path, self._tensors, self.format = path, tensors, None
+        self.path, self._tensors, self.format, self.coded = path, tensors, None, {}
         self.num_elements_read = 0
 
     @property

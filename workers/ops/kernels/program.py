@@ -40,7 +40,7 @@ from .vector import (
     unit_done,
 )
 
-COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE, BEST = range(8)
+COPY, NORM, ADD_NORM, PRODUCT, PREPARE, ATTEND, GATE, BEST, CODED = range(9)
 NUM_OPERANDS = 16  # of a phase, its kind included
 NUM_VARIABLES = 1024  # a page that no address lies in
 INSIDE = LINE  # from the number of the step that runs to how many helpers are inside
@@ -48,11 +48,13 @@ _UNITS_PER_THREAD = 3
 _FEWEST_OF_MANY = 16  # rows for each thread, from which on they are shared out, not columns
 _FEWEST_ROWS = 4  # of a unit
 _MOST_ROWS = 96  # of a product's unit: what they read stays near
+_MOST_OF_CODES = 256  # likewise; for every unit a weight is unpacked again
 _PATIENCE = 2000  # pauses before a thread that waits lets others run
 
 _NORM_CALL = call_of(*[INT] * 7, FLOAT)
 _ADD_NORM_CALL = call_of(INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, FLOAT, INT, INT, INT)
 _PRODUCT_CALL = call_of(*[INT] * 10)
+_CODED_CALL = call_of(*[INT] * 13)
 _PREPARE_CALL = call_of(*[INT] * 9)
 _ATTEND_CALL = call_of(*[INT] * 12)
 _GATE_CALL = call_of(*[INT] * 5, FLOAT, FLOAT)
@@ -108,14 +110,15 @@ def _product_units(phase, num_rows, num_threads):
         return groups, num_rows
     if num_rows < _FEWEST_OF_MANY * num_threads:
         return _shares(groups, 2 if num_rows == 1 else 1, num_threads), num_rows
-    blocks = _divided(_divided(num_rows, num_threads), _MOST_ROWS) * num_threads
+    most = _MOST_OF_CODES if item64(phase, 0) == CODED else _MOST_ROWS
+    blocks = _divided(_divided(num_rows, num_threads), most) * num_threads
     return groups, _divided(num_rows, blocks)
 
 
 @inlined
 def _num_units(kind, phase, variables, num_threads):
     operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
-    if operation == PRODUCT:
+    if operation in (PRODUCT, CODED):
         columns, rows = _product_units(phase, num_rows, num_threads)
         groups = _divided(item64(phase, 7), GROUP)
         return _divided(groups, columns) * _divided(num_rows, rows)
@@ -126,11 +129,35 @@ def _num_units(kind, phase, variables, num_threads):
 
 
 @inlined
-def _multiply(kind, phase, variables, functions, unit, team):
+def _part_of_product(phase, variables, unit, team):
+    """First row, number of rows, first column, number of columns of a unit of a product."""
     num_rows = _operand(phase, 1, variables)
     columns, rows = _product_units(phase, num_rows, team.num_threads)
     per_row = _divided(_divided(item64(phase, 7), GROUP), columns)
     first, column = unit // per_row * rows, unit % per_row * columns * GROUP
+    return (
+        first, min(rows, num_rows - first), column,
+        min(columns * GROUP, item64(phase, 7) - column),
+    )  # fmt: skip
+
+
+@inlined
+def _multiply_codes(phase, variables, functions, unit, team):
+    """By a weight in codes, whose kernel's address the phase has."""
+    first, num_rows, column, num_columns = _part_of_product(phase, variables, unit, team)
+    read, out, bias = _operand(phase, 2, variables), _operand(phase, 6, variables), item64(phase, 5)
+    to_row, to_codes, to_out = item64(phase, 3), item64(phase, 8), item64(phase, 9)
+    _CODED_CALL(
+        item64(phase, 12), read + first * to_row, to_row,
+        item64(phase, 4) + column // GROUP * to_codes, to_codes, item64(phase, 10),
+        item64(phase, 11), bias + column * 2 if bias else 0, out + first * to_out + column * 2,
+        to_out, num_rows, num_columns, functions.product, team.scratch,
+    )  # fmt: skip
+
+
+@inlined
+def _multiply(kind, phase, variables, functions, unit, team):
+    first, num_rows, column, num_columns = _part_of_product(phase, variables, unit, team)
     read, out = _operand(phase, 2, variables), _operand(phase, 6, variables)
     length, to_row, to_out = item64(phase, 8), item64(phase, 3), item64(phase, 9)
     bias = item64(phase, 5)
@@ -138,8 +165,8 @@ def _multiply(kind, phase, variables, functions, unit, team):
         functions.product, read + first * to_row, to_row,
         item64(phase, 4) + column // GROUP * length * STRIDE,
         bias + column * kind.width if bias else 0,
-        out + first * to_out + column * kind.width, to_out, min(rows, num_rows - first),
-        min(columns * GROUP, item64(phase, 7) - column), length, team.scratch,
+        out + first * to_out + column * kind.width, to_out, num_rows, num_columns, length,
+        team.scratch,
     )  # fmt: skip
 
 
@@ -210,6 +237,9 @@ def _compute(kind, phase, variables, functions, unit, team):
     operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
     if operation == PRODUCT:
         _multiply(kind, phase, variables, functions, unit, team)
+        return
+    if operation == CODED:
+        _multiply_codes(phase, variables, functions, unit, team)
         return
     share = _shares(num_rows, _FEWEST_ROWS, team.num_threads)
     first = unit * share

@@ -15,7 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import outrider
 from outrider.errors import CheckpointError
 from outrider.tests.helpers.gguf_files import one_layer, write_gguf
-from outrider.workers.model.checkpoint.gguf import READABLE
+from outrider.workers.model.checkpoint.gguf import (
+    CODED,
+    READABLE,
+    WITH_MINIMA,
+    read_codes,
+    read_files,
+)
 from outrider.workers.model.checkpoint.gguf_checkpoint import ARCHITECTURES
 from outrider.workers.model.checkpoint.hub import local_folder
 from outrider.workers.model.fit import check_weights
@@ -228,6 +234,33 @@ def test_every_type_that_is_read_is_dequantised(kind, tmp_path):
     assert found.shape == (6, 512)
     wanted = gguf.quants.dequantize(raw, number)
     assert torch.equal(found.float(), torch.from_numpy(wanted).to(found.dtype).float())
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_codes_of_every_type_are_those_that_the_library_dequantises(kind, tmp_path):
+    rng, number = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    raw = rng.integers(0, 256, (6, 512 // block, block_bytes), np.uint8)
+    halves = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind, (0, 2))
+    for at in halves:  # scales, and minima
+        numbers = rng.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    raw = raw.reshape(6, -1)
+    file = one_layer(tmp_path / "x.gguf", kind, raw)
+    tensor = read_files([file])[1]["blk.0.ffn_gate.weight"]
+    wanted = gguf.quants.dequantize(raw, number)
+    (bits, group), rows = CODED[kind], np.array([4, 0, 5])
+    codes, scales, minima = read_codes(tensor, rows)
+    assert (minima is not None) == (kind in WITH_MINIMA)
+    assert scales.shape == (3, 512 // group)
+    if bits == 4:
+        assert codes.max() < 16
+        codes = codes.astype(np.float32) - 8 * (kind == "Q4_0")
+    found = codes * scales.repeat(group, 1)
+    found = found if minima is None else found - minima.repeat(group, 1)
+    np.testing.assert_allclose(found, wanted[rows], rtol=0, atol=1e-6)
+    if minima is None:
+        assert np.array_equal(found, wanted[rows])
 
 
 def test_more_tokens_than_rows_are_refused(tmp_path):
