@@ -16,6 +16,7 @@ from outrider.scheduler import tree
 from outrider.scheduler.types import (
     Draft,
     IntArray,
+    NextDrafts,
     SamplingRows,
     StepInput,
     Verdict,
@@ -128,7 +129,9 @@ def head_drafts(part, build_step):
             step = replace(step, max_nodes=ints(list(most)), sampling=sampling)
             hidden = model.forward_capturing(step, cache, head.capture)[1]
             drafts = head.draft(step, verdict, hidden).next_drafts
-            assert drafts is not None
+            if drafts is None:  # nothing was granted
+                assert not any(most)
+                drafts = NextDrafts.empty(2)
             assert not drafts.error, drafts.error
             found.append([part.tolist() for part in (drafts.tokens, drafts.parents, drafts.start)])
         return head, found
