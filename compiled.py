@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 logging.getLogger("numba").setLevel(logging.INFO)
 
 _SETTINGS: Any = numba.config
+_SETTING = threading.RLock()  # where functions are kept is a setting of the process
 
 
 class _PartLibrary(JITCodeLibrary):
@@ -105,16 +107,17 @@ class Compiler:
         def compile_it(function: Function) -> Function:
             if self.folder is None:
                 return self._compile(function, signature)
-            usual, _SETTINGS.CACHE_DIR = _SETTINGS.CACHE_DIR, str(self.folder)
-            try:
-                with ExitStack() as alone:
-                    _lock(self._lock_of(function.__name__), alone)
-                    return self._compile(function, signature, cache=True)
-            except Exception as error:  # noqa: BLE001 - anything may be on a disk; its own fault is raised again
-                log.warning("%s: compiled kernels cannot be kept there: %r", self.folder, error)
-                return self._compile(function, signature)
-            finally:
-                _SETTINGS.CACHE_DIR = usual
+            with _SETTING:
+                usual, _SETTINGS.CACHE_DIR = _SETTINGS.CACHE_DIR, str(self.folder)
+                try:
+                    with ExitStack() as alone:
+                        _lock(self._lock_of(function.__name__), alone)
+                        return self._compile(function, signature, cache=True)
+                except Exception as error:  # noqa: BLE001 - of a disk, or its own, which is raised again
+                    log.warning("%s: compiled kernels cannot be kept there: %r", self.folder, error)
+                    return self._compile(function, signature)
+                finally:
+                    _SETTINGS.CACHE_DIR = usual
 
         return compile_it
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
 import pytest
 
+from outrider import compiled
 from outrider.compiled import cache_folder, inlined
 from outrider.drafters.lookup import kernels as loops
 from outrider.drafters.lookup.kernels import hashing
@@ -142,3 +145,24 @@ def test_no_loop_leaves_its_arrays(tmp_path):
         env=env, cwd=TESTS.parents[2], capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_threads_that_compile_at_once_keep_the_setting(tmp_path, monkeypatch):
+    """Ranks of one process: where functions are kept is one setting for all of them."""
+    both, seen, before = threading.Barrier(2, timeout=0.2), set(), compiled._SETTINGS.CACHE_DIR
+    makers = [compiled.Compiler(Path(compiled.__file__)) for _ in range(2)]
+    for index, maker in enumerate(makers):
+        maker.folder = tmp_path / str(index)
+        maker.folder.mkdir()
+
+    def slowly(self, function, signature, **options):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()
+        seen.add((str(self.folder), compiled._SETTINGS.CACHE_DIR))
+        return function
+
+    monkeypatch.setattr(compiled.Compiler, "_compile", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda maker: maker(tuple)(len), makers))
+    assert seen == {(str(maker.folder), str(maker.folder)) for maker in makers}
+    assert before == compiled._SETTINGS.CACHE_DIR
