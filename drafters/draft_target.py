@@ -89,6 +89,7 @@ class DraftTarget(OwnWorkers, Drafter):
 
     name = "draft_target"
     needs = Needs(probabilities=True)
+    takes_min_prob = True
     mask_token: int | None = None  # as of `DraftStep`
 
     def __init__(self, config: DraftTargetConfig, model: DraftModel) -> None:
@@ -516,6 +517,8 @@ class Members(Drafter):
         name: of the kind of drafter.
         make: the drafter of a member's model.
     """
+
+    takes_min_prob = True
 
     def __init__(
         self,

@@ -463,6 +463,11 @@ class WithPredictions:
     def ranks_draft(self) -> bool:
         return not self._open and self._drafting.ranks_draft
 
+    @property
+    def parts(self) -> Sequence[Drafting]:
+        """As `Drafting.parts`; predictions are of no drafter."""
+        return self._drafting.parts
+
     def open(self, requests: Sequence[Request]) -> None:
         predicted = [request for request in requests if request.prediction.size]
         if predicted:

@@ -164,6 +164,7 @@ class Drafter:
 
     name: str
     needs = Needs()
+    takes_min_prob = False  # whether a request's `min_prob` ends its drafts
     members: Sequence[Any] = ()  # the `Drafting` of each drafter that it is made of, if it is
     cache_counts: CacheCounts | None = None  # of its speculation cache, if it has one
 

@@ -179,8 +179,10 @@ class Engine(Changing):
             done: called, mostly in the loop's thread, with why the requests are refused, or None.
 
         Raises:
-            InvalidRequestError: a grammar does not compile.
+            InvalidRequestError: a grammar does not compile, or no drafter can do as is asked.
         """
+        for request in requests:
+            self._check_min_prob(request)
         constraints = self._structured.compiled(requests)
 
         def add() -> None:
@@ -190,6 +192,20 @@ class Engine(Changing):
         self._inbox.put(add)
         if self._failure is not None:  # the loop has ended, or is about to
             self._refuse_waiting()
+
+    def _check_min_prob(self, request: Request) -> None:
+        """Refuses a wish that no drafter of this request could fulfil; one that began goes on."""
+        wish = request.speculation
+        if wish.min_prob is None or len(request.emitted):
+            return
+        drafters = [each for each in self._drafting.parts if not each.is_idle]
+        asked = [each for each in drafters if wish.drafters is None or each.name in wish.drafters]
+        if not any(each.drafter.takes_min_prob for each in asked):
+            names = ", ".join(each.name for each in asked) or "none"
+            raise InvalidRequestError.at(
+                "speculation.min_prob",
+                f"only draft models and Suffix take it; asked here: {names}",
+            )
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it still runs; its sink gets a last delta."""

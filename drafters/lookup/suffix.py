@@ -222,6 +222,8 @@ class SuffixMemory(Memory):
 class Suffix(LookupDrafter[SuffixMemory]):
     """Drafts what most often followed the newest tokens, as far as it is likely."""
 
+    takes_min_prob = True
+
     def __init__(self, config: SuffixConfig) -> None:
         # A token costs a look at each of the suffixes before it, `max_tree_depth` at most.
         max_indexed = max(64, _MAX_LOOKS // config.max_tree_depth)

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from outrider.engine.weights import DrafterChange
 from outrider.errors import (
     CheckpointError,
     ConfigError,
@@ -222,6 +223,37 @@ def test_a_request_may_opt_out_or_narrow(tiny):
         assert 0 < usage["one"].num_draft_tokens == usage["one"].num_drafts
         assert usage["sure"].num_draft_tokens == 0
         assert tokens["off"] == tokens["one"] == tokens["sure"]
+
+
+def test_a_least_probability_needs_a_drafter_that_takes_it(tiny):
+    members = [{"decoding_type": "NGram"}, {"decoding_type": "Suffix"}]
+    sampling = SamplingParams(temperature=0, max_tokens=1)
+    wishes = [
+        SpeculationOptions(min_prob=0.5, drafters=("ngram",)),
+        SpeculationOptions(min_prob=0.5, drafters=("ngram", "suffix")),
+        SpeculationOptions(min_prob=0.5),
+    ]
+    with engine_of(tiny.target, {"decoding_type": "Compose", "members": members}) as engine:
+        box = Box()
+
+        def ask(name, wish, emitted=()):
+            made = Request(
+                name, ints([3, 4]), sampling, 1, speculation=wish, emitted=ints(emitted)
+            )
+            engine.submit(made, box)
+
+        with pytest.raises(InvalidRequestError, match="only draft models.*: ngram") as caught:
+            ask("a", wishes[0])
+        assert caught.value.field == "speculation.min_prob"
+        for name, wish in zip("bc", wishes[1:], strict=True):
+            ask(name, wish)
+            assert box.deltas.get(timeout=30).request_id == name
+        engine.change_drafters(DrafterChange(whole={"decoding_type": "None"}))
+        with pytest.raises(InvalidRequestError, match="asked here: none"):
+            ask("d", wishes[2])
+        sampling = SamplingParams(temperature=0, max_tokens=2)
+        ask("e", wishes[2], [5])  # it began where a drafter took it
+        assert box.deltas.get(timeout=30).finish_reason == "length"
 
 
 def test_a_drafter_that_finds_nothing_is_named(tiny):
