@@ -242,7 +242,10 @@ class DrafterGroup:
             name: None if each.formed is None or each.place is None else (each.formed, each.place)
             for name, each in self._members.items()
         }
-        _Note(self._mark, self._count, members).write(self._name)
+        try:
+            _Note(self._mark, self._count, members).write(self._name)
+        except RayError as error:  # the next change notes everything again
+            log.warning("drafter group %s could not be noted: %s", self._name, error)
 
     def _keep(self, member: _Member) -> None:
         """Starts a member, and again whenever one of its ranks has died, with pauses."""

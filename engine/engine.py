@@ -236,7 +236,7 @@ class Engine(Changing):
             "weights": self.weights(),
             "online_adaptation": None if self.adaptation is None else self.adaptation.stats(),
             "trace": {
-                "recording": self._loop.timer.on_step is not None,
+                "recording": self._records_trace,
                 "num_steps": sum(log.num_steps for log in self._traced),
                 "num_requests": sum(log.num_requests for log in self._traced),
             },
@@ -282,6 +282,12 @@ class Engine(Changing):
         if not device.startswith("cpu"):
             machine["gpu"] = device
         return {"machine": machine, "runs": [log.run() for log in self._traced if log.num_steps]}
+
+    @property
+    def _records_trace(self) -> bool:
+        """Whether the next step will be in the trace."""
+        log = self._traced[-1] if self._traced else None
+        return log is not None and log is self._loop.timer.on_step and not log.is_full
 
     def _begin_run(self) -> None:
         """Records on for the drafter that serves, where a trace is recorded."""

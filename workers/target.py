@@ -477,14 +477,12 @@ class TargetService:
     ) -> PostedVerdict:
         """Gives the device a step; the host's seats follow it when its verdict is taken."""
         assert self.device_step is not None
-        if self._head is not None:
-            self._head.catch_up()  # rows of steps that took the host path
         before, service = self._posted, self.device_step
         if before is not None and self._feeds:
             before.settle()  # what it leaves for them is read before this step overwrites it
         with torch.inference_mode():
             if self._head is not None:
-                self._head.catch_up()  # with steps that took the host path
+                self._head.catch_up()  # rows of steps that took the host path
             self._cache.apply_moves(plan.kv_moves)  # alike
             posted = service.post(plan, shape)
         if before is not None:

@@ -459,7 +459,8 @@ class EdgeLink:
             self.requests.discard(request_id)
             self._send(failures=[(request_id, *described(error))])
             self._release([request_id])
-        elif self.lost:  # while it was on its way: nobody would end it
+        elif self.lost or request_id not in self.requests:
+            # Hung up on, or given back, while it was on its way: nobody would end it.
             self._door.engine.abort(request_id)
             self._release([request_id])
 

@@ -237,9 +237,7 @@ def test_a_least_probability_needs_a_drafter_that_takes_it(tiny):
         box = Box()
 
         def ask(name, wish, emitted=()):
-            made = Request(
-                name, ints([3, 4]), sampling, 1, speculation=wish, emitted=ints(emitted)
-            )
+            made = Request(name, ints([3, 4]), sampling, 1, speculation=wish, emitted=ints(emitted))
             engine.submit(made, box)
 
         with pytest.raises(InvalidRequestError, match="only draft models.*: ngram") as caught:

@@ -149,12 +149,13 @@ class FakeEngine:
             self.submit(request, sink)
 
     def post(self, requests: list[Request], sink: Any, done: Callable[[Any], None]) -> None:
-        try:
-            self.submit_all(requests, sink)
-        except OutriderError as error:
-            done(error)
-        else:
-            done(None)
+        with self._lock:  # no step before `done`
+            try:
+                self.submit_all(requests, sink)
+            except OutriderError as error:
+                done(error)
+            else:
+                done(None)
 
     def abort(self, request_id: str) -> None:
         with self._lock:

@@ -408,9 +408,11 @@ def test_a_trainer_sends_weights_to_several_engines(tiny: Any) -> None:
         asyncio.run(main())
 
 
+@pytest.mark.parametrize("has_them", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_engine_that_dies_as_weights_come_costs_the_others_none(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, has_them: bool
 ) -> None:
+    """Once it has received them, or before: then the trainer waits for it as long as it may."""
     monkeypatch.setattr(engines, "_RETRY_S", 60.0)
 
     async def main() -> None:
@@ -426,12 +428,14 @@ def test_an_engine_that_dies_as_weights_come_costs_the_others_none(
                 for door in here.doors.values():
                     door.verbs["update_weights"] = WeightsFollower(door.engine, board).answer
                 await until(lambda: len(here.engines.links) == 2)
-                trainer = Trainer(client, 3, timeout_s=1.0)
+                trainer = Trainer(client, 3, timeout_s=60.0 if has_them else 10.0)
                 assert await trainer.join() == 2
                 take = here.doors["b"].verbs["take_weights"]
 
                 def dies(*sent: Any) -> Any:
                     if SentWeights(*sent).until == "stage":
+                        if has_them:
+                            take(*sent)
                         for link in [*here.doors["b"]._links]:
                             link.close()
                         return None
@@ -480,6 +484,35 @@ def test_engines_join_a_trainer_in_the_order_of_their_names(
             assert {each.sent[-1] for each in engines.values()} == {
                 ("taken", client.board.read().sent)
             }
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_given_back_on_its_way_runs_nowhere_else(
+    make_engine: Callable[..., Any],
+) -> None:
+    """As where its grammar is being compiled while its engine loses its weights."""
+
+    async def main() -> None:
+        async with cluster(make_engine) as here:
+            engine, held = here.add("a"), []
+            engine.gate.clear()
+            post, engine.post = engine.post, lambda *given: held.append(given)
+            await until(lambda: len(here.engines.links) == 1)
+            asked = asyncio.create_task(all_of(ServeClient(here.engines, None), request()))
+            await until(lambda: len(held) == 1)
+            engine.lacks_weights = True
+            for changed in engine.on_lack:
+                changed()
+            await until(lambda: not here.engines.links[0].is_able)
+            post(*held[0])
+            assert len(engine.submitted) == 1
+            assert not engine.stats()["running"]
+            engine.post, engine.lacks_weights = post, False
+            for changed in engine.on_lack:
+                changed()
+            engine.gate.set()
+            assert len(tokens(await asked)) == 12
 
     asyncio.run(main())
 
