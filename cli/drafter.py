@@ -65,7 +65,7 @@ def drafter(
     ] = None,
 ) -> None:
     """Draft models that the engines of a Ray cluster share, by the group's name."""
-    if checkpoint:
+    if checkpoint is not None:
         engine = engine.model_copy(update={"model": checkpoint})
     has_model = engine.model is not None or engine.config is not None
     _check(name, members, stop=stop, has_model=has_model)

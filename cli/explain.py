@@ -47,7 +47,7 @@ def explain(
     config = engine.resolve()
     text = read_stdin() if prompt == "-" else prompt
     with ExitStack() as stack:
-        llm = loaded(config, stack, adapter)
+        llm = loaded(config, stack, adapter, prompts=[text], max_tokens=params.max_tokens)
         # Plain decoding comes second: a drafter must not find its text where it looks things up.
         output, step_s = _timed(llm, text, params, adapter, enabled=True)
         plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None

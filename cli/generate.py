@@ -38,7 +38,7 @@ def generate(
     config = engine.resolve()
     texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
     with ExitStack() as stack:
-        llm = loaded(config, stack, adapter)
+        llm = loaded(config, stack, adapter, prompts=texts, max_tokens=params.max_tokens)
         start = time.perf_counter()
         if stream and len(texts) == 1:
             outputs = [_stream(llm, texts[0], params, adapter)]

@@ -32,7 +32,7 @@ from pydantic_core import PydanticUndefined
 
 from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
 from ..config.compat.table import LLAMA_CPP, To
-from ..config.compat.translate import merge, translate_engine
+from ..config.compat.translate import check_same_drafters, merge, translate_engine
 from ..config.hub import needs_folder
 from ..config.strict import read_mapping
 from ..errors import ConfigError, InvalidRequestError
@@ -292,7 +292,7 @@ class EngineOptions(
         data.pop("serve", None)  # `serve_section` reads it
         options = self.given()
         keys = {key: options.pop(key) for key in [*options] if key in _SECTION_OPTIONS}
-        keys |= read_keys(options.pop("spec_key", []))
+        keys = _united(keys, read_keys(options.pop("spec_key", [])), "--spec-key")
         data |= translate_engine(read_keys(options.pop("engine_key", []), ""))
         whole, spec_type = options.pop("speculative_config", None), options.pop("spec_type", None)
         options.pop("config", None)
@@ -300,6 +300,8 @@ class EngineOptions(
         if isinstance(section, str):  # also as in vLLM's own YAML
             section = read_section(section)
         if (spec_type is not None or keys) and isinstance(section, dict | None):
+            if whole is not None and section:
+                check_same_drafters(section, spec_type, keys)
             section = merge(section or {}, spec_type, keys)
         return EngineConfig.load({**data, **options, "speculative_config": section, **forced})
 
@@ -310,6 +312,18 @@ class EngineOptions(
         data = read_mapping(self.config, "config")
         alone = SECTION_KEYS & data.keys()  # vLLM's JSON, without an engine around it
         return {"speculative_config": data} if alone else data
+
+
+def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:
+    """Both; raises `ConfigError` where an option and a key say different things."""
+    for key in options.keys() & keys.keys():
+        if options[key] != keys[key]:
+            raise ConfigError.at(
+                key,
+                f"{spelling(key)[0]} {options[key]} contradicts {where} {key}={keys[key]}; "
+                "give one of them",
+            )
+    return options | keys
 
 
 # Options that are keys of the speculative section.
@@ -341,7 +355,7 @@ def serve_section(engine: EngineOptions, given: dict[str, Any]) -> ServeConfig:
     section = engine._file().get("serve") or {}
     if isinstance(section, dict):
         section = {**section, **given}
-    return read_args({"model": "", "serve": section})[1]
+    return read_args({"model": "-", "serve": section})[1]
 
 
 class SamplingOptions(_SamplingFields):

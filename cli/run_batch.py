@@ -55,6 +55,8 @@ def run_batch(
     config = engine.resolve(**({} if checkpoint is None else {"model": checkpoint}))
     num_lines = sum(1 for _ in requests_of(input_file, check_ids=True))
     check_writable(output_file, "output_file")
+    if output_file.exists() and output_file.samefile(input_file):
+        raise ConfigError.at("output_file", f"{output_file} is the input file")
     done = continued(output_file)
     with ExitStack() as stack:
         llm = loaded(config, stack)

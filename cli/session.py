@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cluster.local_ray import find_ray, start_ray
-from ..engine.preflight import check_files, preflight, require_checkpoints
+from ..engine.preflight import check_files, check_request, preflight, require_checkpoints
 from ..errors import ConfigError
 from .console import err
 
@@ -24,9 +24,16 @@ Adapter = Annotated[
 ]
 
 
-def loaded(config: EngineConfig, stack: ExitStack, adapter: str | None = None) -> LLM:
+def loaded(
+    config: EngineConfig,
+    stack: ExitStack,
+    adapter: str | None = None,
+    *,
+    prompts: Sequence[str] = (),
+    max_tokens: int | None = None,
+) -> LLM:
     """The model of `config`, until `stack` ends (raises as `prepare`)."""
-    prepare(config, stack, adapter=adapter)
+    prepare(config, stack, adapter=adapter, prompts=prompts, max_tokens=max_tokens)
     from ..cluster.backend import LLM
 
     with err().status("Loading the model..."):
@@ -40,6 +47,8 @@ def prepare(
     address: str | None = None,
     num_engines: int = 1,
     adapter: str | None = None,
+    prompts: Sequence[str] = (),
+    max_tokens: int | None = None,
     on_ray: Callable[[], None] | None = None,
 ) -> None:
     """Checks the checkpoints, and starts or joins Ray if it is needed; then calls `on_ray`.
@@ -51,8 +60,10 @@ def prepare(
 
     Args:
         adapter: the one that the command asks for; None: none.
+        prompts, max_tokens: of requests that the command will make, as far as it knows them.
 
     Raises:
+        InvalidRequestError: a prompt is empty, or the context is too short for `max_tokens`.
         ConfigError, CheckpointError: as `preflight`; there is no Ray at `address`, or no such
             adapter in the configuration.
     """
@@ -70,6 +81,7 @@ def prepare(
             on_ray()
 
     require_checkpoints(config)
+    check_request(config, prompts, max_tokens or 0)
     found = find_ray(address) if config.executor == "ray" else None
     check_files(config, is_local=found is None)
     if config.executor == "ray" and found is None:

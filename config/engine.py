@@ -237,6 +237,13 @@ class EngineConfig(Strict):
     online_adaptation: OnlineAdaptationConfig | None = None
     """Trains the head on what the target emits while it serves; default: off."""
 
+    @field_validator("model")
+    @classmethod
+    def _named(cls, model: str) -> str:
+        if not model.strip():
+            raise ValueError("the name is empty; give a folder, a GGUF file or a Hugging Face id")
+        return model
+
     @model_validator(mode="after")
     def _one_format_of_harmony(self) -> EngineConfig:
         for key, other in (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import DraftModelConfig, EngineConfig, HeadConfig
 from ..drafters import vocabulary
-from ..errors import CheckpointError, ConfigError, OutriderError
+from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
 from .chat.template import check_stored_template, read_template
 from .checkpoints import (
     HEAD_AS_DRAFT,
@@ -30,6 +30,7 @@ from .checkpoints import (
     head_as_target,
     head_section,
     head_sections,
+    load_tokenizer,
     named_heads,
     of_another_kind,
     resolved,
@@ -73,6 +74,25 @@ def require_checkpoints(config: EngineConfig) -> None:
     opened_adapters(config)
     for head in head_sections(config):
         check_whole(head.folder_beside(config.model), "speculative_config.speculative_model")
+
+
+def check_request(config: EngineConfig, prompts: Sequence[str], max_tokens: int) -> None:
+    """What small files show of requests that a command is to run, before anything is loaded.
+
+    Raises:
+        InvalidRequestError: a prompt has no token, or max_tokens leave no room for one.
+    """
+    from ..workers.model.info import stated_context
+
+    config = resolved(config)
+    limit = config.max_model_len or stated_context(Path(config.model))
+    if limit is not None and max_tokens >= limit:
+        raise InvalidRequestError.at(
+            "max_tokens",
+            f"{max_tokens} with a prompt exceed this model's context of {limit} tokens",
+        )
+    if "" in prompts and not load_tokenizer(config).encode(""):  # of some it has a first token
+        raise InvalidRequestError.at("prompt", "it is empty; at least one token")
 
 
 def opened_adapters(config: EngineConfig) -> list[Adapter]:

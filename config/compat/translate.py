@@ -421,10 +421,9 @@ def _listed(names: Any, at: str) -> dict[str, Conversion | None]:
         if kind not in SECTIONS:
             raise unknown_name(at, "drafter", name, [*_names(VLLM), *_names(LLAMA_CPP)])
         found[kind] = defaults
-    if "None" in found:
-        return {"None": None}
-    if "Compose" in found and len(found) > 1:
-        raise ConfigError.at(at, "Compose goes with no other drafter")
+    for alone, called in (("None", "none"), ("Compose", "Compose")):
+        if alone in found and len(found) > 1:
+            raise ConfigError.at(at, f"{called} goes with no other drafter, got {names!r}")
     places = {kind: place for place, kind in enumerate(ORDER)}
     kinds = sorted(found, key=lambda kind: (_takes_model(kind), places.get(kind, len(ORDER))))
     return {kind: found[kind] for kind in kinds}
@@ -518,6 +517,31 @@ def _behind(first: Keys, section: Keys) -> Keys:
             if key in ("verification", "lossy", "max_concurrency")}  # fmt: skip
     length = {"max_draft_len": section["max_draft_len"]} if "max_draft_len" in section else {}
     return {"decoding_type": "Compose", **rule, "members": [{**first, **length}, section]}
+
+
+def check_same_drafters(section: Mapping[str, Any], spec_type: str | None, keys: Keys) -> None:
+    """Compares a command's section with its other options that name drafters.
+
+    Raises:
+        ConfigError: they name different ones, or one is malformed; names both.
+    """
+    selectors = [key for key in _SELECTORS if keys.get(key) is not None]
+    named = {} if spec_type is None else {"spec_type": list(_listed(spec_type, "spec_type"))}
+    named |= {key: list(dict(_drafters({key: keys[key]}, _AT))) for key in selectors}
+    if not named:
+        return
+    parts = _parts(translate_section(section)) or []
+    mine = {part["decoding_type"] for part in parts}
+    own = next((key for key in _SELECTORS if section.get(key) is not None), "model")
+    for key, kinds in named.items():
+        same = kinds == [section.get(own)] or mine in (set(kinds), set(with_model(kinds)))
+        if parts and not same:
+            value = spec_type if key == "spec_type" else keys[key]
+            raise ConfigError.at(
+                key,
+                f"{value!r} is not the drafter of speculative_config ({own}: {section.get(own)!r}); "
+                "give one of them",
+            )
 
 
 # Keys that select the drafter where none is named.

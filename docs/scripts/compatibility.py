@@ -29,7 +29,7 @@ is in the server's log, once for each.
 A `model` without `method` is read as vLLM does: `ngram` and `[ngram]` are look-ups, the
 checkpoint's `config.json` or its folder's name tells EAGLE, EAGLE-3, P-EAGLE, Medusa and MTP heads
 and PARD, and anything else is a draft model. Lists of names (`ngram-mod,draft-simple`) are a
-`Compose` in llama.cpp's order; `none` in a list means none.
+`Compose` in llama.cpp's order; `none` goes with no other.
 
 Keys that are not listed and are spelled as ours: [configuration.md](configuration.md) and the
 pages of the [drafters](drafters/README.md).

@@ -19,6 +19,7 @@ from ..helpers.ports import wait_for
             ("--name", "a", "--max-engines", "2"),
             "error: max_engines: it is chosen as a group starts",
         ),
+        (("", "--name", "a"), "error: model: the name is empty"),
         (("--name", "a", "--detach"), "error: detach: it is chosen as a group starts"),
         (("--name", "a", "--dtype", "float32"), "error: dtype: it is chosen as a group starts"),
         (("--name", "a", "--address", "local"), "error: address: drafter groups live in a Ray"),

@@ -107,6 +107,36 @@ def test_what_is_refused_is_named(args, field):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "other"),
+    [
+        ({"speculative_config": '{"method": "suffix"}', "spec_type": "ngram"},
+         "spec_type", "method: 'suffix'"),
+        ({"speculative_config": '{"decoding_type": "NGram"}', "spec_type": "ngram-mod,ngram-cache"},
+         "spec_type", "decoding_type: 'NGram'"),
+        ({"speculative_config": '{"method": "suffix"}', "spec_key": ["method=ngram"]},
+         "method", "method: 'suffix'"),
+        ({"spec_type": "ngram", "max_draft_len": 3, "spec_key": ["max_draft_len=4"]},
+         "max_draft_len", "--max-draft-len 3 contradicts --spec-key max_draft_len=4"),
+        ({"spec_type": "ngram,none"}, "spec_type", "none goes with no other drafter"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_one_another_are_named(options, field, other):
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(model="m", **options).resolve()
+    assert caught.value.field == field
+    assert other in caught.value.message
+
+
+def test_options_that_say_the_same_twice():
+    section = '{"method": "ngram-mod", "n_match": 9}'
+    twice = {"max_draft_len": 64, "spec_key": ["max_draft_len=64"]}
+    for kind in ("ngram-mod", "NGramMod"):
+        given = EngineOptions(model="m", speculative_config=section, spec_type=kind, **twice)
+        config = given.resolve().speculative_config
+        assert (config.n_match, config.draft_len) == (9, 64)
+
+
 def test_pairs():
     assert read_keys(["a=3", "b.c=[1, 2]", "d=true"]) == {"a": 3, "b": {"c": [1, 2]}, "d": True}
     for wrong in (["a"], ["a=1", "a=2"], ["a=[", "b=1"], ["a=1", "a.b=2"]):

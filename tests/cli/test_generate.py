@@ -73,10 +73,24 @@ def test_mistakes_are_named(outrider_cli, args, field):
     assert result.stderr.startswith(f"error: {field}")
 
 
-def test_too_many_tokens(outrider_cli, model):
-    result = outrider_cli("generate", "x", "-m", model, *LOCAL, "-n", 100_000)
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("x", "-n", 100_000), "max_tokens: 100000 with a prompt exceed"),
+        (("x", "-n", 64, "--max-model-len", 64), "max_tokens: 64 with a prompt exceed"),
+        (("a", ""), "prompt: it is empty"),
+        (("x", "-m", ""), "model: the name is empty"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_requests_that_cannot_be_are_found_before_loading(
+    outrider_cli, model, monkeypatch, command, args, message
+):
+    monkeypatch.setattr("outrider.cli.session.check_files", None)
+    args = args[1:] if command == "explain" and "" in args[:2] else args
+    result = outrider_cli(command, "-m", model, *args, *LOCAL)
     assert result.exit_code == 1
-    assert "error: max_tokens" in result.stderr
+    assert result.stderr.startswith(f"error: {message}")
 
 
 def test_chat_with_piped_input(outrider_cli, model):

@@ -116,6 +116,9 @@ def test_an_input_that_is_none_is_refused_before_the_model_loads(
 
 def test_a_file_that_is_no_output_is_left_alone(outrider_cli, tmp_path):
     path, output = write(tmp_path / "in.jsonl", [line("a")]), tmp_path / "out.jsonl"
+    result = outrider_cli("run-batch", "-i", path, "-o", path, "/nowhere")
+    assert "error: output_file: " in result.stderr
+    assert "is the input file" in result.stderr
     for text in ("something else\n", "something else"):
         output.write_text(text)
         result = outrider_cli("run-batch", "-i", path, "-o", output, "/nowhere")

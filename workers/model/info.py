@@ -282,14 +282,10 @@ def check_numbers(
         ConfigError: the ranks cannot share the heads, or the stages the layers, or the context is
             shorter.
     """
-    try:
-        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        text = data.get("text_config") or data
-        names = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-        num_heads, num_kv_heads, limit = map(text.get, names)
-        num_layers, indexed = text.get("num_hidden_layers"), text.get("index_topk")
-    except (OSError, ValueError, AttributeError):
-        return  # reported by whoever reads it in full
+    text = _stated(path)
+    names = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    num_heads, num_kv_heads, limit = map(text.get, names)
+    num_layers, indexed = text.get("num_hidden_layers"), text.get("index_topk")
     if isinstance(num_heads, int) and num_heads > 0:
         num_kv_heads = num_kv_heads if isinstance(num_kv_heads, int) and num_kv_heads > 0 else None
         Heads(num_heads, num_kv_heads or num_heads, 0, tensor_parallel_size).check()
@@ -303,6 +299,22 @@ def check_numbers(
         )
     if isinstance(limit, int) and max_model_len is not None:
         check_length(max_model_len, limit)
+
+
+def stated_context(path: Path) -> int | None:
+    """The longest context by config.json itself, in tokens; None where it states none."""
+    text = _stated(path)
+    limits = (text.get("max_position_embeddings"), text.get("index_topk"))
+    return min((each for each in limits if isinstance(each, int) and each > 0), default=None)
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """config.json of the text part; empty where whoever reads it in full reports why."""
+    try:
+        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return dict(data.get("text_config") or data)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
 def check_length(max_model_len: int, limit: int) -> None:

@@ -133,6 +133,7 @@ BAD = [
     ({"spec_type": "ngram-mod,"}, "spec_type", "unknown drafter ''"),
     ({"spec_type": "ngram-mod,telepathy"}, "spec_type", "'telepathy'"),
     ({"spec_type": "ngram-mod,Compose"}, "spec_type", "Compose goes with no other"),
+    ({"spec_type": "ngram-mod,none"}, "spec_type", "none goes with no other"),
     ({"method": ["ngram-mod", "ngram-simple"]}, "method", "commas"),
     ({"method": SIMPLE, "spec_type": MOD}, "spec_type", "method says it"),
     ({"method": SIMPLE, "spec_ngram_mod_n_match": 9}, "spec_ngram_mod_n_match", "NGramMod"),

@@ -189,7 +189,6 @@ SAME = {
         {**EAGLE, "decoding_type": "PEagle", "max_draft_len": 5},
     ),
     # llama.cpp
-    "one total of none": ({"spec_type": "ngram-mod,none"}, {"decoding_type": "None"}),
     "its switch": ({"spec_default": True}, {"decoding_type": "NGramMod"}),
     "a draft model's shortest": (
         {"method": "draft-simple", "draft_model": "d", "draft_max": 16, "draft_min": 5,
