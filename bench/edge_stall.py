@@ -28,8 +28,9 @@ def serve(listener: socket.socket) -> None:
     import uvicorn
 
     from ..cluster.serve.metrics import EdgeMetrics
+    from ..cluster.serve.openai.calls import Edge
     from ..cluster.serve.openai.engine_client import LocalClient
-    from ..cluster.serve.openai.routes import Edge, build_http
+    from ..cluster.serve.openai.routes import build_http
     from ..config import EngineConfig
     from ..engine.engine import Engine
     from ..engine.frontend import Frontend

@@ -147,9 +147,8 @@ async def _answer_all(
     from tqdm.auto import tqdm
 
     from ..cluster.serve.metrics import EdgeMetrics
-    from ..cluster.serve.openai.calls import Calls
+    from ..cluster.serve.openai.calls import Calls, Edge
     from ..cluster.serve.openai.engine_client import LocalClient
-    from ..cluster.serve.openai.routes import Edge
 
     metrics = EdgeMetrics(llm.config.model_name)
     calls = Calls(

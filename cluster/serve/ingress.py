@@ -25,9 +25,9 @@ from .front_door import FrontDoor
 from .handle import HandleMethods, RefusedError
 from .metrics import EdgeMetrics
 from .models import HeldCheck, ServedModel, WeightsBoard
-from .openai.calls import Calls
+from .openai.calls import Calls, Edge
 from .openai.resuming import ResumePolicy
-from .openai.routes import Edge, build_http
+from .openai.routes import build_http
 from .serve_client import ServeClient
 from .telemetry import Tracing, configure_logging
 

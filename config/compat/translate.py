@@ -537,10 +537,10 @@ def check_same_drafters(section: Mapping[str, Any], spec_type: str | None, keys:
         same = kinds == [section.get(own)] or mine in (set(kinds), set(with_model(kinds)))
         if parts and not same:
             value = spec_type if key == "spec_type" else keys[key]
+            said = f"{own}: {section.get(own)!r}"
             raise ConfigError.at(
                 key,
-                f"{value!r} is not the drafter of speculative_config ({own}: {section.get(own)!r}); "
-                "give one of them",
+                f"{value!r} is not the drafter of speculative_config ({said}); give one of them",
             )
 
 

@@ -6,16 +6,13 @@ import asyncio
 import json
 import os
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -30,7 +27,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .... import __version__
-from ....engine.frontend import Frontend
 from ....engine.weights import (
     DrafterChange,
     PauseMode,
@@ -40,110 +36,27 @@ from ....engine.weights import (
     sent_weights,
 )
 from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
-from ....scheduler.sampling import shortened
 from ....workers.spec import TrainerLink
 from .. import page
-from ..access.access import Access, AccessGate, current
-from ..metrics import CONTENT_TYPE, EdgeMetrics, exposition
-from ..telemetry import Tracing
-from . import chat, completions, errors, messages, responses
-from .engine_client import EngineClient, EngineVerb
-from .generation import Generation
-from .messages import CountBody, MessagesBody
+from ..access.access import AccessGate
+from ..metrics import CONTENT_TYPE, exposition
+from . import errors
+from .calls import ENDPOINTS, TOKEN_ENDPOINTS, Edge, Endpoint, Models, prepared
+from .engine_client import EngineVerb
 from .openapi import QUERIES, document, html_page
-from .parse import named, nested_too_deeply, parse, query_of, require_no_body
-from .pooling import (
-    EmbeddingBody,
-    Embeddings,
-    PooledBody,
-    Rerank,
-    RerankBody,
-    ScoreBody,
-    Scores,
-)
+from .parse import named, parse, query_of, require_no_body
 from .protocol import (
     AdaptationBody,
-    ChatBody,
-    CompletionBody,
     DestroyGroupBody,
-    DetokenizeBody,
     DraftersBody,
-    GenerationBody,
     InitGroupBody,
     LoadAdapterBody,
     SentWeightsBody,
-    TokenizeBody,
     TraceBody,
     UnloadAdapterBody,
     UpdateWeightsBody,
-    may_compile,
 )
-from .responses import ResponsesBody
-from .resuming import ResumePolicy, open_stream
-from .streaming import EventStream, Offload, read_body, until_disconnect
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """What serves each model and each adapter behind one endpoint, by name."""
-
-    by_name: Mapping[str, Edge]  # of models
-
-    @classmethod
-    def of(cls, *edges: Edge) -> Models:
-        """The models of these edges, with their adapters."""
-        return cls({edge.model_name: edge for edge in edges})
-
-    @property
-    def adapters(self) -> Mapping[str, Edge]:
-        """Of all models, as they are now."""
-        edges = self.by_name.values()
-        return {
-            name: replace(edge, adapter=name) for edge in edges for name in edge.frontend.adapters
-        }
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.by_name)
-
-    @property
-    def first(self) -> Edge:
-        return next(iter(self.by_name.values()))
-
-    def find(self, name: str | None) -> Edge:
-        """The model of that name; without a name, the only one.
-
-        Raises:
-            InvalidRequestError: there are several models, and no name.
-            ModelNotFoundError: there is no such model.
-        """
-        if name is None:
-            if len(self.by_name) > 1:
-                raise InvalidRequestError.at(
-                    "model", f"this server has several models; choose one of {self._listed()}"
-                )
-            return self.first
-        found = self.by_name.get(name) or self.adapters.get(name)
-        if found is not None:
-            return found
-        base, colon, adapter = name.rpartition(":")  # as Ray Serve LLM names an adapter
-        name = shortened(name)
-        if colon and base in self.by_name:
-            known = self.by_name[base].frontend.adapters
-            if adapter in known:
-                return self.adapters[adapter]
-            has = ", ".join(map(repr, known)) or "none"
-            raise ModelNotFoundError(
-                f"The model {name!r} does not exist: {base!r} has no adapter "
-                f"{shortened(adapter)!r}; it has {has}",
-                field="model",
-            )
-        raise ModelNotFoundError(
-            f"The model {name!r} does not exist; this server has {self._listed()}", field="model"
-        )
-
-    def _listed(self) -> str:
-        return ", ".join(map(repr, [*self.by_name, *self.adapters]))
+from .streaming import EventStream, read_body, until_disconnect
 
 
 def state_routes(models: Models) -> list[Route]:
@@ -542,47 +455,6 @@ def page_routes() -> list[Route]:
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """One model, and the settings of the endpoint that serves it."""
-
-    client: EngineClient
-    frontend: Frontend
-    metrics: EdgeMetrics
-    max_body_bytes: int = 16 * 2**20
-    request_timeout_s: float | None = None
-    body_timeout_s: float | None = 60.0  # for the whole body to arrive
-    max_completions: int | None = None  # of one request; what the queue holds
-    tracing: Tracing | None = None
-    offload: Offload = field(default_factory=Offload)
-    access: Access = field(default_factory=Access)
-    resuming: ResumePolicy = field(default_factory=ResumePolicy)
-    adapter: str = ""  # name of a LoRA adapter that it serves; empty: the model alone
-
-    @property
-    def model_name(self) -> str:
-        return self.adapter or self.frontend.model_name
-
-    def largest_body(self) -> int:
-        """Bytes that the body of the current request may have."""
-        key = current().identity.key
-        mine = None if key is None else key.max_body_bytes
-        return self.max_body_bytes if mine is None else min(mine, self.max_body_bytes)
-
-    def generation(self, headers: Headers) -> Generation:
-        """A fresh one, for one HTTP request."""
-        tracing, model = self.tracing, self.model_name
-        return Generation(
-            self.client,
-            self.frontend,
-            self.metrics,
-            self.request_timeout_s,
-            self.max_completions,
-            self.adapter,
-            None if tracing is None else partial(tracing.begin, headers, model=model),
-        )
-
-
 def build_http(*edges: Edge) -> Starlette:
     """The application for an edge per model; the endpoint's settings are those of the first."""
     models = Models.of(*edges)
@@ -601,78 +473,6 @@ def build_http(*edges: Edge) -> Starlette:
         middleware=[Middleware(AccessGate, access=models.first.access)],
         exception_handlers=errors.HANDLERS,
     )
-
-
-class Endpoint(NamedTuple):
-    """A route that generates text."""
-
-    kind: str  # what its answers' ids begin with
-    body: type[GenerationBody | ResponsesBody | MessagesBody | PooledBody]
-    work: ModuleType | type[Any]  # with `add`, `answer` and, if it streams, `events`
-    named: bool = False  # events have names, and the last of them ends the stream
-
-    def opened(self, models: Models, headers: Headers, raw: bytes) -> OpenAnswer:
-        """The answer to a body, checked; nothing runs yet.
-
-        Raises:
-            InvalidRequestError, ModelNotFoundError: names the field.
-        """
-        own_id = self.kind + uuid.uuid4().hex  # a client's may be in use
-        body = parse(self.body, raw)
-        edge = models.find(body.model)
-        options = None if isinstance(body, MessagesBody) else body.stream_options
-        if options is not None and not body.stream:
-            raise InvalidRequestError.at("stream_options", "only allowed with stream = true")
-        generation = edge.generation(headers)
-        if isinstance(body, PooledBody):
-            generation.limit_time(body.timeout)
-        if isinstance(body, GenerationBody):
-            generation.limit_time(body.timeout)
-            last_id = headers.get("last-event-id")
-            kind, identity = self.kind.rstrip("-"), current().identity
-            generation.stream = open_stream(kind, body, last_id, identity, edge.resuming)
-        self.work.add(generation, body, own_id)
-        answer_id = self.kind + body.request_id if body.request_id else own_id
-        return OpenAnswer(self, body, generation, answer_id)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAnswer:
-    """An answer that is ready to be generated."""
-
-    endpoint: Endpoint
-    body: Any
-    generation: Generation
-    id: str
-
-    def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Its chunks, as they come."""
-        stream = self.generation.stream
-        answer_id = self.id if stream is None else stream.id
-        events: AsyncGenerator[dict[str, Any], None] = self.endpoint.work.events(
-            self.generation, self.body, answer_id
-        )
-        return events
-
-    async def whole(self) -> dict[str, Any]:
-        """The answer, once `generation.finish` has returned."""
-        found: dict[str, Any] = await self.endpoint.work.answer(self.generation, self.body, self.id)
-        return found
-
-
-ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
-    {
-        "/v1/completions": Endpoint("cmpl-", CompletionBody, completions),
-        "/v1/chat/completions": Endpoint("chatcmpl-", ChatBody, chat),
-        "/v1/responses": Endpoint("resp_", ResponsesBody, responses, named=True),
-        "/v1/messages": Endpoint("msg_", MessagesBody, messages, named=True),
-        "/v1/embeddings": Endpoint("embd-", EmbeddingBody, Embeddings),
-        **dict.fromkeys(
-            ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint("rerank-", RerankBody, Rerank)
-        ),
-        **dict.fromkeys(("/v1/score", "/score"), Endpoint("score-", ScoreBody, Scores)),
-    }
-)
 
 
 class _GenerationRoute:
@@ -705,54 +505,12 @@ class _GenerationRoute:
 
 def _token_routes(models: Models) -> list[Route]:
     def route(path: str, answer: Callable[[Models, bytes], dict[str, Any]]) -> Route:
-        async def prepared(request: Request) -> Response:
+        async def tokens(request: Request) -> Response:
             return JSONResponse(await _prepared(models, request, partial(answer, models)))
 
-        return Route(path, prepared, methods=["POST"])
+        return Route(path, tokens, methods=["POST"])
 
     return [route(path, answer) for path, answer in TOKEN_ENDPOINTS.items()]
-
-
-def _detokenized(models: Models, raw: bytes) -> dict[str, Any]:
-    body = parse(DetokenizeBody, raw)
-    frontend = models.find(body.model).frontend
-    prompt = frontend.token_prompt(body.tokens, "tokens")
-    return {"prompt": frontend.vocabulary.text(prompt.token_ids)}
-
-
-def _counted(models: Models, raw: bytes) -> dict[str, Any]:
-    body = parse(CountBody, raw)
-    return {"input_tokens": messages.counted(models.find(body.model).frontend, body)}
-
-
-def _tokenized(models: Models, raw: bytes) -> dict[str, Any]:
-    body = parse(TokenizeBody, raw)
-    edge = models.find(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError.at("prompt", "either prompt or messages")
-    if body.messages is not None:
-        prompt = chat.rendered(edge.frontend, body, body.messages)
-    else:
-        prompt = edge.frontend.text_prompt(
-            body.prompt or "", add_special_tokens=body.add_special_tokens is not False
-        )
-    answer: dict[str, Any] = {
-        "count": len(prompt.token_ids),
-        "max_model_len": edge.frontend.max_model_len,
-        "tokens": list(prompt.token_ids),
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = edge.frontend.tokenizer.convert_ids_to_tokens(answer["tokens"])
-    return answer
-
-
-TOKEN_ENDPOINTS: Mapping[str, Callable[[Models, bytes], dict[str, Any]]] = MappingProxyType(
-    {
-        "/tokenize": _tokenized,
-        "/detokenize": _detokenized,
-        "/v1/messages/count_tokens": _counted,
-    }
-)
 
 
 async def _prepared(models: Models, request: Request, prepare: Callable[[bytes], Result]) -> Result:
@@ -764,19 +522,3 @@ async def _prepared(models: Models, request: Request, prepare: Callable[[bytes],
     edge = models.first
     raw = await read_body(request, edge.largest_body(), edge.body_timeout_s)
     return await prepared(models, raw, prepare)
-
-
-async def prepared(models: Models, raw: bytes, prepare: Callable[[bytes], Result]) -> Result:
-    """What `prepare` makes of a body; it runs in a thread where that may take long.
-
-    Raises:
-        OverloadedError, and whatever `prepare` raises.
-    """
-
-    def work() -> Result:
-        try:
-            return prepare(raw)
-        except RecursionError:
-            raise nested_too_deeply() from None
-
-    return await models.first.offload.run(len(raw), work, may_be_slow=may_compile(raw))

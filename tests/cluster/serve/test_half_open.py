@@ -20,8 +20,9 @@ from outrider.cluster.serve.args import ServeConfig
 from outrider.cluster.serve.edge import RUN, EngineDoor
 from outrider.cluster.serve.front_door import guarded
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend

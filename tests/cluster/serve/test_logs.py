@@ -12,8 +12,9 @@ import pytest
 
 from outrider.cluster.serve.access.access import Access
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.telemetry import ROOT, JsonFormatter, configure_logging
 from outrider.config import EngineConfig
 from outrider.config.access import AccessConfig

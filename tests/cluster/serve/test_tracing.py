@@ -16,8 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outrider.cluster.serve.args import read_args
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.cluster.serve.telemetry import Tracing
 from outrider.engine.frontend import Frontend
 from outrider.errors import ConfigError

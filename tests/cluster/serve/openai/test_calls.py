@@ -19,10 +19,10 @@ from outrider.cluster.serve.handle import (
     RefusedPromptError,
 )
 from outrider.cluster.serve.metrics import EdgeMetrics
-from outrider.cluster.serve.openai.calls import Calls
+from outrider.cluster.serve.openai.calls import Calls, Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.errors import BodyTooLargeError
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.config.access import AccessConfig, hash_of
 from outrider.engine.frontend import Frontend
 from outrider.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError

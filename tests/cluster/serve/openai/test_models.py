@@ -10,8 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig, LoraModule
 from outrider.engine.frontend import Frontend
 from outrider.errors import EngineDeadError

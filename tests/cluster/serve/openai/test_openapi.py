@@ -14,9 +14,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
 from outrider.cluster.serve.openai.openapi import COMMANDS, GETS, POSTS
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 
 from ....helpers.frontend import FakeEngine

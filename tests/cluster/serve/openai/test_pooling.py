@@ -16,8 +16,9 @@ from fastapi.testclient import TestClient
 from outrider import LLM
 from outrider.cluster.serve.edge import FromEngine
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.scheduler.types import Delta
 from outrider.tests.helpers import pooling as models
 

@@ -13,8 +13,9 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, Field
 
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 from outrider.tests.helpers.engines import engine_of
 from outrider.tests.helpers.models import write_models

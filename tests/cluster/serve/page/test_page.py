@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
 from outrider.cluster.serve.metrics import EdgeMetrics
+from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.routes import Edge, build_http
+from outrider.cluster.serve.openai.routes import build_http
 from outrider.config import EngineConfig
 from outrider.engine.frontend import Frontend
 
