@@ -215,8 +215,9 @@ class DrafterGroup:
             if is_ours and placement_id not in ids:
                 with contextlib.suppress(ValueError):  # it is gone
                     remove_placement_group(get_placement_group(row["name"]))
-        for name, found in note.members.items():
-            self._add(name, found)
+        with self._changed:  # no member that is found dead notes the others' absence
+            for name, found in note.members.items():
+                self._add(name, found)
 
     @property
     def _placements(self) -> str:

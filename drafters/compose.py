@@ -137,9 +137,13 @@ class Compose(Drafter):
 
     def open(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.speculation.drafters is not None:
-                self._chosen[request.id] = frozenset(request.speculation.drafters)
-            elif self._choice is not None and request.speculation.enabled:
+            wish = request.speculation
+            if wish.min_prob is not None:  # nobody drafts who would not keep to it
+                able = {each.name for each in self.members if each.drafter.takes_min_prob}
+                self._chosen[request.id] = frozenset(able.intersection(wish.drafters or able))
+            elif wish.drafters is not None:
+                self._chosen[request.id] = frozenset(wish.drafters)
+            elif self._choice is not None and wish.enabled:
                 member = self.members[self._choice.open(request.id)]
                 member.stats.num_chosen += 1
                 self._chosen[request.id] = frozenset([member.name])

@@ -176,7 +176,15 @@ def test_a_request_chooses_its_drafters(mode):
     drafts = compose.propose(batch, batch.max_nodes)
     both = [5, 6] if mode == "precedence" else [5, 6, 7]
     assert [draft.tokens.tolist() for draft in drafts] == [[7], both, both, [5, 6]]
-    compose.close(["0", "3"])
+    one.takes_min_prob = True  # the other would ignore it
+    wishes = [SpeculationOptions(drafters=each, min_prob=0.5) for each in chosen.values()]
+    for name, wish in zip("4567", wishes, strict=True):
+        compose.open([Request(name, ints([1]), SamplingParams(), 0, speculation=wish)])
+    batch.request_ids = tuple("4567")
+    drafts = compose.propose(batch, batch.max_nodes)
+    assert [draft.tokens.tolist() for draft in drafts] == [[], [5, 6], [5, 6], [5, 6]]
+    batch.request_ids = tuple("0123")
+    compose.close(["0", "3", *"4567"])
     drafts = compose.propose(batch, batch.max_nodes)
     assert [draft.tokens.tolist() for draft in drafts] == [both] * 4, (
         "a choice ends with its request"
