@@ -415,13 +415,9 @@ class Seating:
 
     Ranks keep what they were sent under the seat (`workers/seats.py`), so a plan carries
     differences only. Seats are numbered from 0, lowest free one first, so that ranks keep few rows.
-
-    Args:
-        ranks_append: whether ranks append to their seats what they emit.
     """
 
-    def __init__(self, *, ranks_append: bool = False) -> None:
-        self.ranks_append = ranks_append
+    def __init__(self) -> None:
         self._free: list[int] = []  # heap
         self._num_seats = 0  # ever taken
         self._closings: list[int] = []
@@ -434,8 +430,13 @@ class Seating:
         thinking: NDArray[np.bool_] | None = None,  # [num_seqs]
         *,
         own_drafts: bool = False,
+        appends: bool = False,
     ) -> StepPlan:
-        """The message for `rows`; what it carries counts as known to the ranks."""
+        """The message for `rows`; what it carries counts as known to the ranks.
+
+        Args:
+            appends: whether ranks append to their seats what they emit.
+        """
         openings: list[Opening] = []
         tokens: list[IntArray] = []
         blocks: list[tuple[int, int, int]] = []
@@ -474,7 +475,7 @@ class Seating:
             closings=ints(closings),
             thinking=thinking,
             own_drafts=own_drafts,
-            appends=self.ranks_append,
+            appends=appends,
         )
 
     def leave(self, sequence: PagedTokens) -> None:
