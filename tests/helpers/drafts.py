@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.drafters import head_drafters
+from outrider.scheduler.types import NextDrafts
 from outrider.tests.helpers.engines import complete, engine_of
 
 
@@ -17,7 +18,7 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, chance
     observe = head_drafters.Colocated.observe
 
     def spy(self, batch, verdict):
-        drafts = verdict.next_drafts
+        drafts = verdict.next_drafts or NextDrafts.empty(batch.num_seqs)
         for row, request_id in enumerate(batch.request_ids):
             texts[request_id] += verdict.tokens(row).tolist()
             span = slice(drafts.start[row], drafts.start[row + 1])

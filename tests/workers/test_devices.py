@@ -172,5 +172,5 @@ def test_a_cluster_with_too_few_gpus(monkeypatch, caplog, device, size, warned):
     monkeypatch.setattr(rank_actors.placement, "bundle_of", place)
     spec = SimpleNamespace(device=device, size=size, target=None, head_target=None)
     with pytest.raises(Placed):
-        rank_actors.place(spec, ResourcesConfig())
+        rank_actors.place(spec, ResourcesConfig(), (1.0, 0.0))
     assert ("the cluster has 2 GPUs, and 4 ranks need one each" in caplog.text) == warned

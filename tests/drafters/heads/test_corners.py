@@ -18,7 +18,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.drafters import head_drafters
 from outrider.scheduler.sampling import SamplingParams
-from outrider.scheduler.types import Delta, Request, SpeculationOptions, ints
+from outrider.scheduler.types import Delta, NextDrafts, Request, SpeculationOptions, ints
 from outrider.tests.helpers.head_files import (
     Tensors,
     eagle_tensors,
@@ -152,7 +152,7 @@ def watch(monkeypatch, requests: list[Request]) -> tuple[list[Seen], list]:
 
     def spy(self, batch, verdict):
         steps.append((batch, verdict))
-        drafts = verdict.next_drafts
+        drafts = verdict.next_drafts or NextDrafts.empty(batch.num_seqs)
         for row, name in enumerate(batch.request_ids):
             texts[name] += verdict.tokens(row).tolist()
             span = slice(drafts.start[row], drafts.start[row + 1])
