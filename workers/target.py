@@ -298,7 +298,8 @@ class TargetService:
         parts = self._parts(plan)
         if parts is not None:
             return self._post_beside(plan, *parts, rank, start)
-        plan = self._with_own_drafts(plan)
+        if plan.own_drafts:
+            plan = self._with_own_drafts(plan)
         step = self._seats.lay_out(plan)
         if self._passes_on:
             self._model.forward_capturing(step, self._cache, self._capture)

@@ -24,6 +24,10 @@ from ..helpers.hybrid import VOCAB, write_hybrid
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "models"
 NAMES = ("", "a", "b")
 NUM_TOKENS = 20
+SIZES = pytest.mark.parametrize(
+    ("size", "stages"),
+    [(1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1), (1, 2)])],
+)
 
 
 @dataclass
@@ -199,7 +203,7 @@ def test_python_chooses_by_request_or_name(demo):
                 llm.generate([prompt, prompt], sampling, lora_request=wrong, **kept)
 
 
-@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2)])
+@SIZES
 def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size, stages):
     """As vLLM's scripts do; the ranks that replace others have them too, and so do new weights."""
     options = {"executor": "local", "dtype": "float32", **sizes(size, stages)}
@@ -236,7 +240,7 @@ def test_adapters_are_added_while_it_runs(demo, tiny, tmp_path, size, stages):
         assert found() == wanted
 
 
-@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2)])
+@SIZES
 def test_adapters_come_and_go(demo, tmp_path, size, stages):
     """A name that comes back has no stored prefix of the one before; those that run end first."""
     options = {"executor": "local", "dtype": "float32", **sizes(size, stages)}

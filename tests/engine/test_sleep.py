@@ -45,7 +45,7 @@ def submit(engine: Engine, box: Box, name: str = "late") -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["none", "colocated", "separate"])
 def test_memory_is_given_back_and_taken_again(tiny, kind, size, level):
     section = None

@@ -25,7 +25,7 @@ def plain(tiny):
         return [complete(engine, PROMPTS, at_once=1, **each)[0] for each in ({}, SAMPLED)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["DraftTarget", "PARD"])
 def test_the_plain_tokens_with_prepared_drafts(tiny, plain, kind, size):
     masks = {"mask_token_id": 9} if kind == "PARD" else {}

@@ -79,7 +79,7 @@ def tiny_with_tokenizer(tiny, tokenizer_path):
     return tiny
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["none", "ngram", "colocated", "separate"])
 def test_outputs_are_those_of_a_new_engine(tiny_with_tokenizer, kind, size):
     tiny = tiny_with_tokenizer

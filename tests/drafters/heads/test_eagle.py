@@ -180,7 +180,7 @@ def test_preempted_and_cached_sequences_keep_their_rows(six, heads, case, tree, 
     [
         *((case, shape, 1) for case in ("one", "three-d2t") for shape in SHAPES),
         pytest.param("one", "chain", 2, marks=pytest.mark.slow),
-        ("three-d2t", "dynamic", 2),
+        pytest.param("three-d2t", "dynamic", 2, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_without_a_drafter(six, heads, case, shape, tensor_parallel_size):

@@ -44,7 +44,7 @@ def test_a_file_is_unpacked_once(file, cache, caplog):
     folder = local_folder(str(file))
     assert len(caplog.records) == 1
     size = (Path(folder) / "model.safetensors").stat().st_size / 2**30
-    assert f"{size:.2f} GiB of memory as float16" in caplog.text
+    assert f"of memory {size:.2f} GiB as float16" in caplog.text
     assert local_folder(str(file)) == folder
     assert local_folder(folder) == folder
     assert len(caplog.records) == 1
