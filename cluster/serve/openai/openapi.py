@@ -159,6 +159,7 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/sleep": {"level": {"enum": [1, 2], "default": 1}, "mode": _MODE},
     "/wake_up": {"tags": _TAGS},
     "/admin/drafters/{name}": {"model": {"type": "string"}},
+    "/admin/trace": {"model": {"type": "string"}},  # by GET
 }
 
 
@@ -265,7 +266,7 @@ def _operation(
         "summary": summary,
         "operationId": name if body else f"{method}_{name}",
     }
-    query = QUERIES.get(path, {})
+    query = QUERIES.get(path, {}) if body is None else {}
     parameters: list[dict[str, Any]] = [
         {"name": each, "in": "query", "schema": schema} for each, schema in query.items()
     ]
@@ -276,8 +277,10 @@ def _operation(
         in_path = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         parameters.insert(0, in_path)
         codes = (*((400,) if method == "delete" else ()), 404, *_ERRORS_WITHOUT_BODY)
+    elif path in QUERIES:
+        codes = (*((400, 404) if method == "get" else (400, 408, 413, 415)), *_ERRORS_WITHOUT_BODY)
     else:
-        codes = (*((400, 408, 413, 415) if path in QUERIES else ()), *_ERRORS_WITHOUT_BODY)
+        codes = _ERRORS_WITHOUT_BODY
     if parameters:
         found["parameters"] = parameters
     if body in _STREAMED:

@@ -345,7 +345,8 @@ def _trace_routes(models: Models) -> list[Route]:
         return JSONResponse({"num_engines": count})
 
     async def trace(request: Request) -> Response:
-        edge = models.find(request.query_params.get("model"))
+        query = query_of(request.query_params, QUERIES["/admin/trace"])
+        edge = models.find(query.get("model"))
         found = await edge.client.traces()
         runs = [{**run, "name": name} for name, each in found.items() for run in each["runs"]]
         if not runs:

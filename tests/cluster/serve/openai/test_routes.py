@@ -494,6 +494,7 @@ def test_a_trace(server: Server) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), body
     assert asked(action="stop", model="other").status_code == 404
     assert server.http.get("/admin/trace?model=other").status_code == 404
+    assert server.http.get("/admin/trace?nope=1").json()["error"]["param"] == "nope"
 
 
 def test_online_adaptation(server: Server) -> None:
