@@ -360,10 +360,7 @@ def _needs(members: Sequence[Member], config: ComposeConfig) -> Needs:
             "valid in a merged tree; use verification 'coupled', or mode 'precedence'",
         )
     trees = merge or any(member.drafter.needs.shape == "tree" for member in members)
-    waits = any(member.drafter.needs.every_outcome for member in members)
-    return Needs(
-        shape="tree" if trees else "chain", probabilities=bool(sampled), every_outcome=waits
-    )
+    return Needs(shape="tree" if trees else "chain", probabilities=bool(sampled))
 
 
 def _unique(names: list[str]) -> list[str]:

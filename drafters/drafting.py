@@ -326,11 +326,6 @@ class Drafting:
         return list(drafts)
 
     @property
-    def can_rest(self) -> bool:
-        """Whether steps without nodes may begin before the last one is observed."""
-        return not self.drafter.needs.every_outcome
-
-    @property
     def ranks_draft(self) -> bool:
         """Whether steps may be planned with the drafts that the target's ranks keep."""
         return self._colocated is not None and not (self._gate and self._gate.reason)
@@ -463,10 +458,6 @@ class WithPredictions:
     @property
     def is_idle(self) -> bool:
         return not self._open and self._drafting.is_idle
-
-    @property
-    def can_rest(self) -> bool:
-        return not self._open and self._drafting.can_rest
 
     @property
     def ranks_draft(self) -> bool:

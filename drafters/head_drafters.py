@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..errors import WorkerDiedError
 from ..scheduler import tree
@@ -91,7 +90,6 @@ class SeparateHead(OwnWorkers, Colocated):
         self, name: str, model: HeadModel, timeout_s: float, *, is_chain: bool = False
     ) -> None:
         super().__init__(name, is_chain=is_chain)
-        self.needs = replace(self.needs, every_outcome=True)  # its features come as steps end
         self._model = model
         self._timeout_s = timeout_s
         self._open: set[str] = set()

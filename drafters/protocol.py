@@ -146,7 +146,6 @@ class Needs:
 
     shape: Literal["chain", "tree"] = "chain"  # the largest draft shape that it proposes
     probabilities: bool = False  # whether drafts can carry the distributions they were drawn from
-    every_outcome: bool = False  # whether no step may begin before it has observed the last one
 
 
 @dataclass(frozen=True, slots=True)

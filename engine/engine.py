@@ -45,7 +45,7 @@ from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
 from .structured.drafting import ConstrainedDrafting
-from .swap import IDLE_S, Changing, Parts, Swap, appending, facts_of
+from .swap import IDLE_S, Changing, Parts, Swap, facts_of
 
 log = logging.getLogger(__name__)
 _BROKEN_AFTER = 3  # failed steps in a row after which a lone rank is replaced
@@ -138,7 +138,9 @@ class Engine(Changing):
                 target.num_blocks,
                 max_model_len,
                 tree_drafts=drafting.proposes_trees,
-                ranks_append=appending(config, drafting, overlaps=overlaps),
+                ranks_append=overlaps
+                and config.pipeline_parallel_size == 1  # other stages do not see what is emitted
+                and (drafting.is_idle or drafting.ranks_draft),
                 keeps_states=target.keeps_states,
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
             )

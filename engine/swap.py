@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..config import EngineConfig, HeadConfig, NoSpeculation, SpeculationBase, UserConfig
 from ..drafters.drafting import Drafting, WithPredictions
@@ -204,12 +204,12 @@ class Swap:
         self.parts.drafting.close([each.id for each in requests])
         drafting.replace(parts.drafting)
         parts.drafting.open(requests)
+        may_append = parts.drafting.is_idle or parts.drafting.ranks_draft
+        may_append &= self.config.pipeline_parallel_size == 1
         scheduler.change_drafters(
             self.config.speculative_config,
             tree_drafts=parts.drafting.proposes_trees,
-            ranks_append=appending(
-                self.config, parts.drafting, overlaps=isinstance(loop, OverlapLoop)
-            ),
+            ranks_append=isinstance(loop, OverlapLoop) and may_append,
         )
         return parts
 
@@ -300,15 +300,6 @@ class Swap:
                 self._kept[id(section)] = self._ready[id(section)] = self.parts.drafters[id(known)]
                 if id(known) in apart:
                     self._groups[id(section)] = apart[id(known)]
-
-
-def appending(
-    config: EngineConfig, drafting: Drafting, *, overlaps: bool
-) -> bool | Literal["resting"]:
-    """In which steps ranks append what they emit: all, none, or those that draft nothing."""
-    if not overlaps or config.pipeline_parallel_size > 1:  # other stages do not see what is emitted
-        return False
-    return drafting.is_idle or drafting.ranks_draft or "resting"
 
 
 def facts_of(drafting: Drafting, host: EngineHost) -> dict[str, Any]:

@@ -47,11 +47,6 @@ class Drafting(Protocol):
         ...
 
     @property
-    def can_rest(self) -> bool:
-        """Whether `propose` gives nothing to a batch without nodes, whatever was emitted."""
-        ...
-
-    @property
     def ranks_draft(self) -> bool:
         """Whether the ranks keep every draft, so that a step need not wait for `propose`."""
         ...
@@ -164,9 +159,9 @@ class OverlapLoop(Loop):
 
     The same five verbs, cut at another place: a step is posted at the end of a call and its verdict
     is collected at the beginning of a later one, so that delivering tokens and taking in requests
-    cost no time of the ranks. Where nothing is drafted (no drafter, or none that pays) or ranks
-    draft, the next step is posted before the verdict on the last one is back: ranks append to their
-    seats what they emit, keep there what they draft, and take lengths, tokens and nodes from there.
+    cost no time of the ranks. Where nothing is drafted, or the ranks draft, the next step is posted
+    before the verdict on the last one is back: ranks append to their seats what they emit, keep
+    there what they draft, and take lengths, tokens and nodes from there.
 
     Of a target with pipeline stages, as many steps are in flight as there are stages, each of other
     requests (`Scheduler.schedule_beside`).
@@ -251,9 +246,6 @@ class OverlapLoop(Loop):
         """Steps that may be in flight while another is planned."""
         if self.scheduler.num_groups > 1:
             return self.scheduler.num_groups - 1
-        if self.scheduler.ranks_append == "resting":
-            appended = not self._posted or self._posted[-1][0].plan.appends
-            return int(appended and self.drafting.can_rest)
         overlaps = self.drafting.is_idle or self.drafting.ranks_draft
         return int(overlaps and self.scheduler.ranks_append)
 

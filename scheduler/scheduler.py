@@ -14,7 +14,7 @@ import time
 from collections import abc, deque
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -168,8 +168,7 @@ class Scheduler:
         max_model_len: the longest sequence, prompt and output together.
         tree_drafts: whether the drafter proposes more than chains.
         ranks_append: whether ranks append to their seats what they emit, so that steps can be
-            planned before the outcome of the last one is back: all of them, or `resting`, those
-            in which nothing is drafted.
+            planned before the outcome of the last one is back.
         keeps_states: whether layers of the target keep states; then ranks have room for
             `max_num_seqs` checkpoints of them, beside those of running sequences.
         num_groups: steps of different requests that may be in flight at a time: as many as the
@@ -184,7 +183,7 @@ class Scheduler:
         max_model_len: int,
         *,
         tree_drafts: bool = False,
-        ranks_append: bool | Literal["resting"] = False,
+        ranks_append: bool = False,
         keeps_states: bool = False,
         num_groups: int = 1,
         clock: Clock = time.monotonic,
@@ -211,10 +210,10 @@ class Scheduler:
         self._thinking_tokens = config.speculative_config.thinking_tokens
         self._unused = SpeculationUsage(synthetic=config.speculative_config.is_synthetic)
         self._reach = max(section.reach for section in config.speculative_config.sections)
+        self.ranks_append = ranks_append
         self._keeps_states = keeps_states
-        self.ranks_append = self._appending(ranks_append)
         self.admits_new = True  # requests that have not run yet
-        self._seating = Seating()
+        self._seating = Seating(ranks_append=ranks_append)
         self._poison = PoisonGuard()
         self._flying: frozenset[str] = frozenset()  # requests of steps in flight, while planning
         self._is_short = False  # of blocks, while steps were in flight
@@ -337,15 +336,13 @@ class Scheduler:
         """The next token of every request of the step in flight, whose outcome is not back.
 
         Returns None where that is not all that the next step could do: a request is waiting for a
-        seat that it may take, a prompt is unfinished, blocks are scarce, a drafter may have nodes.
-        With `drafts`, the ranks will have drafts of their own, and the step verifies those.
+        seat that it may take, a prompt is unfinished, blocks are scarce. With `drafts`, the ranks
+        will have drafts of their own, and the step verifies those.
         """
         if self._poison.marks or len(self.running) > self.step_limit.num_tokens:
             return None
         head = self._waiting.head()
         if head and self._may_be_seated(head):
-            return None
-        if self.ranks_append == "resting" and (drafts or not self._rests()):
             return None
         nodes = self._nodes_ahead(self.in_flight[-1], drafts)
         for each in nodes:
@@ -385,7 +382,7 @@ class Scheduler:
             deltas.append(delta)
             if delta.times is not None and not sequence.request.emitted.size:
                 self.timer.first(delta.times)
-            if batch.plan.appends:
+            if self.ranks_append:
                 sequence.num_sent_tokens = sequence.tokens.size
             sequence.cache_blocks(self.pool)
             sequence.trim(self.pool, flying.get(request_id, 0))
@@ -418,12 +415,7 @@ class Scheduler:
         loads, saves = NO_MOVES, NO_SAVES
         if self.pool.checkpoints is not None:
             loads, saves = self._plan_states(rows, self.pool.checkpoints)
-        appends = self.ranks_append is True or (
-            self.ranks_append == "resting" and not any(row.max_nodes for row in rows)
-        )
-        plan = self._seating.plan(
-            self._step, rows, self._moves, thinking, own_drafts=own, appends=appends
-        )
+        plan = self._seating.plan(self._step, rows, self._moves, thinking, own_drafts=own)
         if len(loads) or len(saves):
             plan = replace(plan, state_loads=loads, state_saves=saves)
         batch = Batch(
@@ -465,11 +457,7 @@ class Scheduler:
         return sum(each.request.adapter == adapter for each in self._sequences.values())
 
     def change_drafters(
-        self,
-        config: SpeculationBase,
-        *,
-        tree_drafts: bool,
-        ranks_append: bool | Literal["resting"],
+        self, config: SpeculationBase, *, tree_drafts: bool, ranks_append: bool
     ) -> None:
         """Other drafters from now on, under the same verification; no step is under way.
 
@@ -479,7 +467,6 @@ class Scheduler:
         budget.enabled = self.budget.enabled
         self.budget = budget
         grows = max(each.reach for each in config.sections) > self._reach
-        ranks_append = self._appending(ranks_append)
         appends_else = ranks_append != self.ranks_append
         if self._keeps_states and (grows or appends_else):  # by seat, and found by hashes
             self.requeue_all()
@@ -489,12 +476,8 @@ class Scheduler:
             for sequence in self._sequences.values():
                 sequence.extend_reach()
         if appends_else:
-            self.ranks_append = ranks_append
+            self.ranks_append = self._seating.ranks_append = ranks_append
             self._seating.reset(self.running)  # what they keep of a seat differs
-
-    def _appending(self, ranks_append: bool | Literal["resting"]) -> bool | Literal["resting"]:
-        """States of layers are those before a step's nodes unless ranks append in every step."""
-        return False if self._keeps_states and ranks_append == "resting" else ranks_append
 
     def requeue_all(self) -> None:
         """After the KV cache was lost: every request is to be computed again from its tokens."""
@@ -652,12 +635,6 @@ class Scheduler:
             self._preempt(worse.pop(), plan)
         return True
 
-    def _rests(self) -> bool:
-        """Once before a step: whether it has no nodes, whoever is in it."""
-        if self._num_constrained or self._num_predicted:
-            return False
-        return not self.budget.max_draft_len or self.budget.rests()
-
     def _plan_nodes(
         self, plan: KnownPlan
     ) -> tuple[dict[Sequence, int], dict[Sequence, int] | None]:
@@ -666,7 +643,9 @@ class Scheduler:
         Returns:
             The nodes, and how many of them drafters may use; None: all.
         """
-        if self._rests():
+        if not (self._num_constrained or self._num_predicted) and (
+            not self.budget.max_draft_len or self.budget.rests()
+        ):
             return {}, None
         at_root = [each for each, chunk in plan.chunks.items() if chunk == each.num_uncomputed]
         wishes = self.budget.wishes(at_root, len(self.running))

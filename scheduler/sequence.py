@@ -415,9 +415,13 @@ class Seating:
 
     Ranks keep what they were sent under the seat (`workers/seats.py`), so a plan carries
     differences only. Seats are numbered from 0, lowest free one first, so that ranks keep few rows.
+
+    Args:
+        ranks_append: whether ranks append to their seats what they emit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ranks_append: bool = False) -> None:
+        self.ranks_append = ranks_append
         self._free: list[int] = []  # heap
         self._num_seats = 0  # ever taken
         self._closings: list[int] = []
@@ -430,13 +434,8 @@ class Seating:
         thinking: NDArray[np.bool_] | None = None,  # [num_seqs]
         *,
         own_drafts: bool = False,
-        appends: bool = False,
     ) -> StepPlan:
-        """The message for `rows`; what it carries counts as known to the ranks.
-
-        Args:
-            appends: whether ranks append to their seats what they emit.
-        """
+        """The message for `rows`; what it carries counts as known to the ranks."""
         openings: list[Opening] = []
         tokens: list[IntArray] = []
         blocks: list[tuple[int, int, int]] = []
@@ -475,7 +474,7 @@ class Seating:
             closings=ints(closings),
             thinking=thinking,
             own_drafts=own_drafts,
-            appends=appends,
+            appends=self.ranks_append,
         )
 
     def leave(self, sequence: PagedTokens) -> None:

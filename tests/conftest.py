@@ -86,7 +86,7 @@ def make_loop() -> Callable[..., Loop]:
             tree_drafts=drafting.proposes_trees,
             ranks_append=kind is not Loop
             and num_groups == 1
-            and (drafting.is_idle or drafting.ranks_draft or "resting"),
+            and (drafting.is_idle or drafting.ranks_draft),
             num_groups=num_groups,
         )
         target = TokenCacheTarget(num_blocks, config.block_size)

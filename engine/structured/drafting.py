@@ -267,10 +267,6 @@ class ConstrainedDrafting:
         return used
 
     @property
-    def can_rest(self) -> bool:
-        return not self._states and self._drafting.can_rest
-
-    @property
     def ranks_draft(self) -> bool:
         return not self._states and self._drafting.ranks_draft
 

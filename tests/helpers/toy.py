@@ -171,7 +171,6 @@ class OracleDrafting:
 
     proposes_trees = True
     is_idle = ranks_draft = False
-    can_rest = True
 
     def __init__(self, seed: int, accuracy: float = 0.7) -> None:
         self.random = random.Random(seed)

@@ -23,16 +23,10 @@ def idle() -> Drafting:
 
 
 def drafting_of(where: str, seed: int):
-    """None, on the host (which may rest), or in the ranks."""
+    """None, on the host, or in the ranks."""
     if where == "ranks":
         return Drafting(Colocated("head"), VOCAB, ranks_draft=True)
-    return idle() if where == "none" else OracleDrafting(seed)
-
-
-def rest(loop, seed: int) -> None:
-    """Has the drafters get no node in most steps."""
-    rng = random.Random(seed)
-    loop.scheduler.budget.rests = lambda: rng.random() < 0.7
+    return OracleDrafting(seed) if where == "host" else idle()
 
 
 class Unready:
@@ -56,7 +50,7 @@ class Unready:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("drafts", "num_groups"),
-    [("none", 1), ("host", 1), ("rests", 1), ("ranks", 1), ("none", 2), ("host", 2), ("host", 3)],
+    [("none", 1), ("host", 1), ("ranks", 1), ("none", 2), ("host", 2), ("host", 3)],
 )
 def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_groups):
     """Few blocks and seats, so that requests are preempted; random arrivals, ends and aborts."""
@@ -69,8 +63,6 @@ def test_random_lives_token_for_token(make_loop, request_of, seed, drafts, num_g
         max_num_batched_tokens=rng.choice([16, 64]),
         num_groups=num_groups,
     )
-    if drafts == "rests":
-        rest(loop, seed)
     watched = Unready(loop)
     outputs: dict[str, tuple[int, ...]] = {}
     requests, ended, aborted, scored = {}, {}, set(), set()
@@ -213,20 +205,6 @@ def test_who_arrives_during_a_step_is_in_the_next(make_loop, request_of, drafts)
     assert plans == [("first",)] * num_before + [("first", "late")]
 
 
-def test_steps_of_a_drafter_that_rests_are_posted_ahead(make_loop, request_of, drive):
-    loop = make_loop(drafting=OracleDrafting(0), kind=OverlapLoop)
-    loop.scheduler.budget.rests = lambda: True
-    watched = Unready(loop)
-    for index in range(4):
-        loop.add(request_of(str(index), (index, 2, 3), 40))
-    assert drive(loop) == {str(i): continuation((i, 2, 3), 40) for i in range(4)}
-    assert (watched.num_posted, watched.num_ahead) == (40, 39)
-    loop.drafting.can_rest = False
-    loop.add(request_of("last", (1, 2, 3), 40))
-    drive(loop)
-    assert (watched.num_posted, watched.num_ahead) == (80, 39)
-
-
 def test_a_plain_plan_ahead_sends_no_tokens(make_loop, request_of):
     loop = make_loop(drafting=idle(), kind=OverlapLoop)
     plans = []
@@ -239,7 +217,7 @@ def test_a_plain_plan_ahead_sends_no_tokens(make_loop, request_of):
     assert [len(plan.openings) for plan in plans] == [1] + [0] * 29
 
 
-@pytest.mark.parametrize("drafts", ["none", "host", "rests", "ranks"])
+@pytest.mark.parametrize("drafts", ["none", "host", "ranks"])
 @pytest.mark.parametrize("died", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_failures(make_loop, request_of, drafts, died, seed):
@@ -247,8 +225,6 @@ def test_failures(make_loop, request_of, drafts, died, seed):
     rng = random.Random(seed)
     drafting = drafting_of(drafts, seed)
     loop = make_loop(num_blocks=60, drafting=drafting, kind=OverlapLoop)
-    if drafts == "rests":
-        rest(loop, seed)
     post, collect = loop.target.post, loop.target.collect
     calls, failures = 0, 0
     fatal = set(rng.sample(range(3, 16), 4))
