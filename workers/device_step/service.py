@@ -254,7 +254,8 @@ def _merged_drafts(
     order, whole = np.argsort(owners, kind="stable"), np.concatenate(rows)
     by_row = np.argsort(whole)
     chances = None
-    if all(part.chances is not None or not len(part.tokens) for part in found):
+    drafted = [part for part in found if len(part.tokens)]
+    if drafted and all(part.chances is not None for part in drafted):
         none = np.zeros(0, dtype=np.float32)
         each = [none if part.chances is None else part.chances for part in found]
         chances = np.concatenate(each)[order]
