@@ -161,6 +161,7 @@ class RankActors:
         self._spec, self._resources, self._mark = spec, resources, mark
         self._keeper = keeper
         self._formed = Formed(spec)
+        self._forming = threading.Lock()  # two would want the same places
         self._lock = threading.Lock()  # of what is about spares
         self._spares: list[Any] = []  # by bundle, None where it has none; [] while they take over
         self._warm: list[RankLocation] = []
@@ -173,6 +174,9 @@ class RankActors:
     def form(self, node: str, reuse: bool, spec: WorkerSpec) -> Formed:
         """New ranks, with models loaded and caches empty; earlier ones are ended.
 
+        An engine may ask while what the one before it asked for is under way: it comes after that,
+        and may continue with it.
+
         Args:
             node: of the engine, whose node rank 0 shares if any rank is there.
             reuse: ranks that an engine left behind do too, with the weights that it gave them.
@@ -181,24 +185,25 @@ class RankActors:
         Raises:
             ResourcesError, ConfigError, CheckpointError, WorkerError.
         """
-        if reuse and self._formed.ranks and self._renew():
-            return replace(self._formed)
-        if not reuse:
-            self.respecify(spec)
-        self.drop()
-        self._formed.generation += 1
-        try:
-            with _own_errors():
-                if not self._replace(node):
+        with self._forming:
+            if reuse and self._formed.ranks and self._renew():
+                return replace(self._formed)
+            if not reuse:
+                self.respecify(spec)
+            self.drop()
+            self._formed.generation += 1
+            try:
+                with _own_errors():
+                    if not self._replace(node):
+                        self.shutdown()
+                        self._start(node)
+            except BaseException as error:
+                # Of a group that served, places and processes remain for the next try.
+                if reuse or not isinstance(error, ResourcesError):
                     self.shutdown()
-                    self._start(node)
-        except BaseException as error:
-            # Of a group that served, places and processes remain for the next try.
-            if reuse or not isinstance(error, ResourcesError):
-                self.shutdown()
-            raise
-        self._start_spares()
-        return replace(self._formed)
+                raise
+            self._start_spares()
+            return replace(self._formed)
 
     def adopt(self, formed: Formed) -> None:
         """Takes over what a keeper that died has formed; the ranks go on meanwhile."""

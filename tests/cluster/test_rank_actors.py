@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster import rank_actors
+from outrider.config import ResourcesConfig
 from outrider.errors import CheckpointError, ResourcesError, WorkerDiedError
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
@@ -18,6 +20,7 @@ from outrider.tests.helpers.head_files import (
     write_eagle,
     write_medusa,
 )
+from outrider.workers.spec import WorkerSpec
 from outrider.workers.transport.socket_channel import routes
 
 from ..helpers.engines import complete, engine_of, plain_outputs, random_prompts
@@ -346,3 +349,32 @@ def test_a_rank_that_cannot_load_says_why(cluster, tiny, tmp_path):
     ):
         pass
     assert isinstance(caught.value, CheckpointError), caught.value
+
+
+def test_an_engine_comes_after_what_the_one_before_it_asked_for(monkeypatch):
+    """Two at once would wait for one another's place."""
+    group = rank_actors.RankActors(WorkerSpec(1, "cpu", None, 1.0), ResourcesConfig())
+    begun, may_end, found = threading.Event(), threading.Event(), []
+
+    def start(node):
+        begun.set()
+        assert may_end.wait(60)
+        group._formed.ranks = ["rank"]
+
+    monkeypatch.setattr(group, "_start", start)
+    monkeypatch.setattr(group, "_renew", lambda: True)
+    monkeypatch.setattr(group, "_start_spares", lambda: None)
+    threads = [
+        threading.Thread(target=lambda r=reuse: found.append(group.form("", r, group._spec)))
+        for reuse in (False, True)
+    ]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert found == []
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert [each.ranks for each in found] == [["rank"], ["rank"]]
+    assert group._formed.generation == 1
