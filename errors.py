@@ -208,6 +208,10 @@ class WorkerDiedError(WorkerError):
     """A worker's process is gone; its group is started afresh and the requests are replayed."""
 
 
+class WorkersReplacedError(WorkerDiedError):
+    """The workers were ended or restarted on purpose, and others take their place."""
+
+
 class EngineDeadError(OutriderError):
     """No engine can run a step: it is being replaced, or could not recover; the message says."""
 

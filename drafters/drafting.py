@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ..config import SpeculationBase
+from ..errors import WorkersReplacedError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .head_drafters import Colocated
@@ -377,6 +378,10 @@ class Drafting:
         try:
             return call(*arguments)
         except Exception as error:
+            if isinstance(error.__cause__ or error, WorkersReplacedError):  # it was asked for
+                log.info("drafter %s: %s", self.name, error.__cause__ or error)
+                left = error.drafts if isinstance(error, DraftFault) else None
+                return _FAILED if left is None else left
             self.stats.faults += 1
             self._last_fault = f"{verb}: {error.__cause__ or error}"[:_MAX_FAULT_CHARS]
             kind = (verb, type(error.__cause__ or error))

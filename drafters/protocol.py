@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
 from ..scheduler import tree
 from ..scheduler.types import (
     Batch,
@@ -208,8 +209,11 @@ class OwnWorkers:
     _timeout_s: float  # how long a step waits for drafts
     _late = False  # a deadline was missed: no step waits until an answer is in time
     _down = ""  # why the workers are lost
+    _misfit = ""  # why those that came back are not used
 
     def health(self) -> Health:
+        if self._misfit:
+            return Health("down", self._misfit)
         if self._down:
             return Health("down", f"restarted in the background: {self._down}")
         if self._late:
@@ -232,8 +236,15 @@ class OwnWorkers:
 
     def _recovered(self) -> bool:
         """Whether the model is up again; its cache is then empty."""
-        if self._model.revive():
-            self._down = ""
+        try:
+            is_up = self._model.revive()
+        except ConfigError as misfit:
+            if self._misfit != misfit.message:
+                log.warning("drafter %s: %s", self.name, misfit.message)  # type: ignore[attr-defined]
+            self._misfit = misfit.message
+            return False
+        if is_up:
+            self._down = self._misfit = ""
             log.info("drafter %s is available again", self.name)  # type: ignore[attr-defined]
         return not self._down
 
@@ -281,7 +292,11 @@ class DraftModel(Protocol):
         """
 
     def revive(self) -> bool:
-        """Whether the model is up; if not, starts its restart. A new one has an empty cache."""
+        """Whether the model is up; if not, starts its restart. A new one has an empty cache.
+
+        Raises:
+            ConfigError: what came back is smaller than what the drafter was made for.
+        """
 
     def shutdown(self) -> None:
         """Shuts its workers down, if it owns them."""

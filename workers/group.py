@@ -17,7 +17,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
-from ..errors import CheckpointError, ConfigError, OutriderError, WorkerDiedError, WorkerError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    OutriderError,
+    WorkerDiedError,
+    WorkerError,
+    WorkersReplacedError,
+)
 from ..scheduler.types import Batch, Draft, StepPlan, Verdict
 from .seats import gather
 from .spec import (
@@ -79,6 +86,7 @@ class WorkerGroup(ABC):
         self._channel: Channel | None = None  # none: the ranks are down
         self.reports: list[WorkerReport] = []
         self.is_asleep = False
+        self._is_discarded = False
         self.on_restart: list[Callable[[], None]] = []  # in the same thread, once new ranks are up
         self.on_death: list[Callable[[str], None]] = []  # with the reason, in any thread
 
@@ -114,6 +122,7 @@ class WorkerGroup(ABC):
     def restart(self) -> None:
         """Discards all ranks and starts new ones, with empty caches; they are awake."""
         self._replace_ranks()
+        self._is_discarded = False
         self._keep_blocks()
         self.is_asleep = False
         for callback in self.on_restart:
@@ -265,6 +274,7 @@ class WorkerGroup(ABC):
 
     def discard(self) -> None:
         """Ends the ranks; their places remain for those that replace them."""
+        self._is_discarded = True
         self._drop_ranks()
 
     @abstractmethod
@@ -276,6 +286,8 @@ class WorkerGroup(ABC):
         """The channel; ranks that died are let go of."""
         channel = self._channel
         if channel is None:
+            if self._is_discarded:
+                raise WorkersReplacedError("the workers are being replaced")
             raise WorkerDiedError("the workers are down")
         try:
             yield channel
@@ -418,7 +430,9 @@ class GroupDraftModel:
     def ask(self, step: DraftStep) -> None:
         assert self._step is None, "one request at a time"
         if self._group.reports is not self._reports:
-            raise WorkerDiedError("the draft model was restarted along with the target's workers")
+            raise WorkersReplacedError(
+                "the draft model was restarted along with the target's workers"
+            )
         if self._owned:
             self._group.send(step)
         self._step, self._asked_at = step, time.monotonic()
@@ -446,10 +460,33 @@ class GroupDraftModel:
         if not self._restart_policy.poll():
             return False
         reports = self._group.reports
-        if agreed_blocks(reports)[1] < self.num_blocks:  # of a member that another one replaced
-            return False
+        if reports is not self._reports:
+            self._check_fit(reports)
         self._step, self._reports = None, reports
         return True
+
+    def _check_fit(self, reports: Sequence[WorkerReport]) -> None:
+        """Raises `ConfigError` where what came back is not what the drafter was made for."""
+        report = reports[0].draft
+        assert report is not None, "the group has a draft model"
+        num_blocks = agreed_blocks(reports)[1]
+        for key, now, before, fits in (
+            ("num_kv_blocks", num_blocks, self.num_blocks, num_blocks >= self.num_blocks),
+            (
+                "block_size",
+                report.block_size,
+                self.block_size,
+                report.block_size == self.block_size,
+            ),
+            (
+                "max_model_len",
+                report.max_model_len,
+                self.max_model_len,
+                report.max_model_len >= self.max_model_len,
+            ),
+        ):
+            if not fits:
+                raise ConfigError.at(key, f"the draft model came back with {now}, not {before}")
 
     def shutdown(self) -> None:
         self._restart_policy.end()

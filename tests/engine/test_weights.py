@@ -79,7 +79,7 @@ def greedy_ids(llm: LLM, prompts: list[list[int]]) -> dict[str, tuple[int, ...]]
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["none", "ngram", "draft", "apart"])
-def test_outputs_are_those_of_a_new_engine(tiny, kind, size):
+def test_outputs_are_those_of_a_new_engine(tiny, kind, size, caplog):
     draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft}
     section = {
         "none": None,
@@ -102,11 +102,13 @@ def test_outputs_are_those_of_a_new_engine(tiny, kind, size):
         stats = engine.stats()
         assert stats["weights"] == {"model": tiny.target, "drafter": drafter, "num_updates": 2}
         assert stats["num_restarts"] == 0
+        assert all(each["faults"] == 0 for each in stats["drafters"].values())
+    assert not [each for each in caplog.records if each.exc_info]  # the restart was asked for
 
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_head_goes_on(guessable, placement, size):
+def test_a_head_goes_on(guessable, placement, size, caplog):
     """It drafts from the new target's states, with the new target's output layer."""
     head = eagle_section(guessable["head"], max_draft_len=3, placement=placement)
     head["decoding_type"] = "Eagle3"
@@ -117,6 +119,7 @@ def test_a_head_goes_on(guessable, placement, size):
             assert complete(engine, PROMPTS)[0] == wanted(guessable[target])
             assert engine.weights()["drafter"] == (drafter or guessable["head"])
         assert engine.stats()["num_restarts"] == 0
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 def changed(folder: Path, source: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from outrider.config import DraftTargetConfig
+from outrider.drafters.draft_target import DraftTarget, Members
+from outrider.drafters.drafting import Drafting
 from outrider.drafters.protocol import Drafted
 from outrider.errors import WorkerDiedError
 from outrider.scheduler.types import ints
@@ -21,8 +25,9 @@ class Group:
     def __init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, **changed: int) -> None:
         draft = ModelReport("Tiny", 9, 64, 4, 4, 8, (), "float32", "family", "", "cpu")
+        draft = replace(draft, **changed)
         self.reports = [SimpleNamespace(target=None, draft=draft)]
 
     def call(self, message):
@@ -45,3 +50,36 @@ def test_a_colocated_model_notices_that_the_target_took_its_cache_along():
         _draft(model)
     assert model.revive()
     _draft(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("num_kv_blocks", "num_blocks"),
+        ("block_size", "block_size"),
+        ("max_model_len", "max_model_len"),
+    ],
+)
+def test_a_member_that_comes_back_smaller_is_not_used_and_the_reason_is_shown(key, part, caplog):
+    group = Group()
+    before = getattr(group.reports[0].draft, part)
+    model = GroupDraftModel(group, 64, owned=True)  # type: ignore[arg-type]
+    section = DraftTargetConfig(drafter_group="small", max_draft_len=2)
+    source = SimpleNamespace(reason="", changes=lambda: [("one", model)], shutdown=lambda: None)
+    members = Members(section, source, "draft_target", lambda each: DraftTarget(section, each))
+    drafter = members._drafters["one"]
+    source.changes = lambda: []
+    drafting = Drafting(members, 9)
+    drafter._lost("a rank died")
+    group.restart(**{part: before - 1})
+    for _ in range(2):
+        assert not drafter.is_up()
+    reason = f"{key}: the draft model came back with {before - 1}, not {before}"
+    (health,) = drafting.all_health().values()
+    assert (health["state"], health["reason"]) == ("down", reason)
+    assert [each.message for each in caplog.records if reason in each.message] == [
+        f"drafter draft_target: {reason}"  # once
+    ]
+    group.restart()
+    assert drafter.is_up()
+    assert drafting.all_health()["draft_target"]["reason"] == ""
