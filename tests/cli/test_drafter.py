@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ..helpers.head_files import medusa_tensors, write_medusa
 from ..helpers.ports import wait_for
 
 
@@ -33,7 +34,7 @@ def test_mistakes(outrider_cli, arguments, message):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_group_is_started_listed_scaled_and_ended(outrider_cli, model):
+def test_a_group_is_started_listed_scaled_and_ended(outrider_cli, model, tmp_path):
     ray = pytest.importorskip("ray")
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
@@ -41,6 +42,17 @@ def test_a_group_is_started_listed_scaled_and_ended(outrider_cli, model):
         result = outrider_cli("drafter", model, "--name", "small", "--detach")
         assert result.exit_code == 0, result.stderr
         wait_for(lambda: "1 of 1 members up" in outrider_cli("drafter").stdout, 120)
+        head = write_medusa(tmp_path / "head", medusa_tensors(str(model), 2), "safetensors")
+        for arguments, message in (
+            ((model, "--name", "small"), "name: there is a drafter group 'small' already"),
+            (("/nowhere", "--name", "new"), "model path '/nowhere' does not exist"),
+            ((head, "--name", "new"), "model: "),
+        ):
+            result = outrider_cli("drafter", *arguments, "--detach")
+            assert result.exit_code == 1
+            assert result.stderr.startswith(f"error: {message}"), result.stderr
+            assert result.stderr.count("\n") == 1, result.stderr
+        assert outrider_cli("drafter").stdout.count("\n") == 1  # none was started
         result = outrider_cli("drafter", "--name", "small", "--members", "0")
         assert "small: " in result.stdout
         assert "0 of 0 members up" in result.stdout
