@@ -92,11 +92,12 @@ class Compiler:
 
     Args:
         sources: the package's folder, or the file.
+        variant: which machine code its functions become, beyond what numba asks the processor.
         options: further arguments of `numba.njit`.
     """
 
-    def __init__(self, sources: Path, **options: Any) -> None:
-        self.folder = cache_folder(sources, _SETTINGS.CACHE_DIR)
+    def __init__(self, sources: Path, variant: str = "", **options: Any) -> None:
+        self.folder = cache_folder(sources, _SETTINGS.CACHE_DIR, variant)
         self._options = options
         self._addresses: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -161,9 +162,9 @@ def _lock(path: Path, stack: ExitStack, *, wait: bool = True) -> bool:
     return True
 
 
-def cache_folder(sources: Path, usual: str) -> Path | None:
+def cache_folder(sources: Path, usual: str, variant: str = "") -> Path | None:
     """The folder for what is compiled of these sources; None if none can be written to."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(variant.encode())
     folder = sources if sources.is_dir() else sources.parent
     for path in sorted(folder.glob("*.py") if sources.is_dir() else (sources,)):
         digest.update(path.name.encode() + path.read_bytes())

@@ -47,9 +47,9 @@ from .head_program import product_of_few
 from .model.family import FamilyModel, FamilyRunner
 from .model.paged import PagedModel
 from .ops.cpu import PanelProjection
+from .ops.kernels import LANES
 from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
-from .ops.kernels.vector import LANES
 from .ops.plan import PagedStep
 from .ops.program import (
     CACHES,

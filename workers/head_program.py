@@ -27,10 +27,9 @@ from .head_layers import StackedLayers, committed, norm_of
 from .model.family import LayerStack
 from .model.target import MIN_ELEMENTS, product_of
 from .ops.cpu import CpuOps, PanelProjection, ProjectionByRows
-from .ops.kernels.panels import GROUP
+from .ops.kernels import GROUP, LANES
 from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
-from .ops.kernels.vector import LANES
 from .ops.program import (
     ATTENDED,
     GATED,

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_kernel
-from .kernels import FLOAT, INT, VOID, Kernel, Kind, Matrix, compiled, elementwise
+from .kernels import FLOAT, INT, UNIT, VOID, Kernel, Kind, Matrix, compiled, elementwise
 from .kernels.attend import attend_step
 from .kernels.codes import (
     CENTRE,
@@ -36,15 +36,7 @@ from .kernels.codes import (
     unpacked_bytes,
 )
 from .kernels.elementwise import Activation, RowNorm, add_norm_rows, gate_rows, norm_rows
-from .kernels.panels import (
-    QUAD,
-    SCRATCH_BYTES,
-    SECTION,
-    UNIT,
-    kind_of,
-    panels_of,
-    product_rows,
-)
+from .kernels.panels import QUAD, SCRATCH_BYTES, SECTION, kind_of, panels_of, product_rows
 from .kernels.prepare import (
     NUM_INTEGERS,
     Angles,
@@ -55,7 +47,7 @@ from .kernels.prepare import (
     read_layer,
     read_step,
 )
-from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes
+from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes, whole_row
 from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
 from .prompts import PromptChunk, TorchOps, passes_of, suits_torch
@@ -351,7 +343,8 @@ def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
     integers = np.array(layer[:NUM_INTEGERS], dtype=np.int64)
     floats = np.array(layer[NUM_INTEGERS:], dtype=np.float64)
     padded = -(-spec.value_dim // 16) * 16 + 64
-    scratch_bytes = MAX_QUERIES * (spec.head_dim * width + (TILE + 2 + padded) * 4)
+    query_bytes = whole_row(spec.head_dim * width)
+    scratch_bytes = MAX_QUERIES * (query_bytes + (TILE + 2 + padded) * 4)
     scratch_bytes += panel_bytes(width, spec.head_dim, spec.value_dim)
     tensors = tuple(each for each in (*kept, sinks) if each is not None)
     addresses = (integers.ctypes.data, floats.ctypes.data)

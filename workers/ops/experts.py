@@ -15,9 +15,9 @@ import torch
 from numba import types
 from torch import Tensor
 
-from .kernels import FLOAT, INT, VOID, Kernel, compiled
+from .kernels import FLOAT, INT, UNIT, VOID, Kernel, compiled
 from .kernels.elementwise import Activation
-from .kernels.panels import FLOATS, UNIT, Pairs, Weights, kind_of, mix_rows, mixing_bytes, panels_of
+from .kernels.panels import FLOATS, Pairs, Weights, kind_of, mix_rows, mixing_bytes, panels_of
 from .protocol import Experts, Gate, Projection, Router, Scoring
 from .reference import sum_in_order
 

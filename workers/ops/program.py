@@ -33,8 +33,8 @@ from .cpu import (
     kernels_of,
     weight_address,
 )
-from .kernels import INT, VOID, Kernel, Kind, compiled
-from .kernels.panels import GROUP, SCRATCH_BYTES, STRIDE, kind_of
+from .kernels import GROUP, INT, LANES, STRIDE, VOID, Kernel, Kind, compiled
+from .kernels.panels import SCRATCH_BYTES, kind_of
 from .kernels.prepare import item64
 from .kernels.program import (
     ADD_NORM,
@@ -53,7 +53,7 @@ from .kernels.program import (
     Team,
     run_phase,
 )
-from .kernels.vector import LANES, LINE, fetch_add, pause, peek
+from .kernels.vector import LINE, fetch_add, pause, peek
 from .plan import PagedStep
 from .protocol import AttentionSpec, Gate, Norm, Projection, Rotation
 

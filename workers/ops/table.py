@@ -14,9 +14,13 @@ weight of 400 x 400 with 16 rows.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
+from functools import cache
 from typing import NamedTuple
 
+import llvmlite.binding
 import torch
 
 from ...errors import ConfigError
@@ -27,6 +31,8 @@ CODES = "codes"  # of a quantised weight; torch's product is by the weight they 
 
 VARIABLE = "OUTRIDER_CPU_TABLE"
 """Environment variable: the entries of this capability serve, whatever the processor has."""
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux, for x86_64
 
 BF16, F32 = torch.bfloat16, torch.float32
 SMALL = {BF16: 1 << 21, F32: 1 << 20}
@@ -62,7 +68,7 @@ _NO_ONEDNN: Classes = {
 }  # fmt: skip
 
 TABLE: dict[str, dict[torch.dtype, Classes]] = {
-    "amx": {BF16: _TILES, F32: _PLAIN},
+    "amx": {BF16: _NO_BF16 | {CODES: _OWN}, F32: _PLAIN},
     "avx512_bf16": {BF16: _PAIRS, F32: _PLAIN},
     "avx512": {BF16: _PLAIN, F32: _PLAIN},
     "avx_ne_convert": {BF16: _PLAIN, F32: _PLAIN},
@@ -70,6 +76,17 @@ TABLE: dict[str, dict[torch.dtype, Classes]] = {
     "other": {BF16: _NO_BF16, F32: _NO_ONEDNN},
 }
 """By capability, dtype and class."""
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Whether the processor has AMX's tiles for bfloat16 and Linux lets this process use them."""
+    features = llvmlite.binding.get_host_cpu_features()
+    has_them = features.get("amx-bf16", False) and features.get("avx512bf16", False)
+    if not has_them or not sys.platform.startswith("linux"):
+        return False
+    found: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return found == 0
 
 
 def capability() -> str:
@@ -92,7 +109,8 @@ def capability() -> str:
     limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or "ALL").upper()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # heeds the limit
         return "avx2"
-    if has.get("amx_bf16") and ("AMX" in limit or limit in ("ALL", "DEFAULT")):
+    is_limited = "AMX" not in limit and limit not in ("ALL", "DEFAULT")
+    if has.get("amx_bf16") and not is_limited and may_use_tiles():
         return "amx"
     if not has.get("avx512_bw") or limit == "AVX2_VNNI_2":
         return "avx_ne_convert"

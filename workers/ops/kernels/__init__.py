@@ -16,6 +16,7 @@ from numba import njit, types
 
 from ....compiled import Compiler
 from ....compiled import inlined as inlined
+from ..table import capability, may_use_tiles
 
 VOID: Any = types.void
 INT: Any = types.int64
@@ -23,8 +24,21 @@ FLOAT: Any = types.float64
 
 Kernel = Callable[..., None]
 
-compiled = Compiler(Path(__file__).parent, nogil=True, fastmath={"contract"})
+HAS_TILES = capability() == "amx" and may_use_tiles()
+"""Whether products of bfloat16 are AMX's (`amx.py`)."""
+
+compiled = Compiler(
+    Path(__file__).parent, "amx" if HAS_TILES else "", nogil=True, fastmath={"contract"}
+)
 shared = njit  # long, and called from several places: compiled once in each kernel
+
+
+# How a matrix is laid out in panels (`panels.py`).
+LANES = 16  # columns of a panel
+GROUP = 4 * LANES  # columns
+UNIT = 4  # bytes
+PANEL = LANES * UNIT  # bytes of a panel's row
+STRIDE = 4 * PANEL  # from one unit of a group to the next
 
 
 class Kind(NamedTuple):

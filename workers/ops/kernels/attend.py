@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core import cgutils, types
 
-from . import Matrix, inlined
-from .panels import GROUP, QUAD, UNIT, emit_indices, emit_products, emit_quad, emit_zip
+from . import GROUP, LANES, UNIT, Matrix, inlined
+from .amx import uses_tiles
+from .panels import QUAD, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
 from .prepare import item
 from .tiles import (
     LOG2_E,
@@ -40,7 +41,6 @@ from .tiles import (
 from .vector import (
     FULL,
     I64,
-    LANES,
     VECTOR,
     WORDS,
     Ahead,
@@ -192,8 +192,12 @@ ADD_THREE, ADD_FOUR = (value_tile(FEW, num_vectors) for num_vectors in (3, 4))
 
 @inlined
 def are_few(kind, num_queries, dim):
-    """Whether queries do without panels; their keys are whole quads of units."""
-    return num_queries <= FEW and dim * kind.width % (QUAD * UNIT) == 0
+    """Whether queries do without panels; their keys are whole quads of units.
+
+    Tiles add up in another order than instructions on pairs, so with them there are none.
+    """
+    is_few = num_queries <= FEW and dim * kind.width % (QUAD * UNIT) == 0
+    return is_few and not uses_tiles(kind.tag, 0)
 
 
 @inlined
@@ -241,6 +245,14 @@ def cap(scores, num_keys, scale, softcap):
 
 
 @inlined
+def _fill_step(kind, place, num_keys):
+    """Zeros behind the last vector of weights where tiles read two."""
+    end = (num_keys + LANES - 1) // LANES
+    if uses_tiles(kind.tag, 0) and end % 2 == 1:
+        store(kind.tag, place + end * LANES * kind.width, splat(np.float32(0)))
+
+
+@inlined
 def soften(kind, work, query, num_keys, scale, dim):
     """Scores to weights: a query's running maximum, its sum, and its result so far.
 
@@ -257,12 +269,14 @@ def soften(kind, work, query, num_keys, scale, dim):
     if peak == MINUS:
         for key in range(0, num_keys, LANES):
             store(kind.tag, place + key * kind.width, splat(np.float32(0)))
+        _fill_step(kind, place, num_keys)
         return
     factor, level, added = splat(scale), splat(-peak), splat(np.float32(0))
     for key in range(0, num_keys, LANES):
         weight = power_of_two(fma(load(FULL, place + key * 4), factor, level))
         store(kind.tag, place + key * kind.width, weight)
         added = add(added, weight)
+    _fill_step(kind, place, num_keys)
     if before == peak:
         store_one(sum_of, load_one(FULL, sum_of) + total(added))
         return
@@ -368,7 +382,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
     dim, value_dim = layer.head_dim, layer.value_dim
     padded = (value_dim + LANES - 1) // LANES * LANES
     sequence, work = _sequence_of(step, seq), work_at(scratch, kind, dim, padded)
-    num_queries, num_lanes = num_rows * group, heads.num_heads * group
+    num_queries, num_lanes, size = num_rows * group, heads.num_heads * group, dim * width
 
     last, first = 0, sequence.key_len
     for row in range(num_rows):
@@ -376,9 +390,9 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
         for lane in range(num_lanes):
             number = heads.first * group + lane
             sink = layer.sinks + number * 4 if layer.sinks else 0
-            source = row_of(joined, flat) + number * work.queries.to_row
+            source = row_of(joined, flat) + number * size
             query = lane // group * num_queries + row * group + lane % group
-            begin_query(work, query, source, sink, padded)
+            begin_query(work, query, source, size, sink, padded)
         index = item(step.row_index, flat)
         last = max(last, sequence.key_len if index >= sequence.tree_start else index + 1)
         first = min(first, first_visible(item(step.positions, flat), layer))
@@ -394,6 +408,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
         for start in range(0, value_dim, LANES):
             value = mul(load(FULL, row_of(work.results, query) + start * 4), factor)
             store_some(kind.tag, target + start * width, value, value_dim - start)
+    end_tiles(kind)
 
 
 @inlined

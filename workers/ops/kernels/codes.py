@@ -21,15 +21,16 @@ from numba.core import cgutils, types
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import INT, inlined
-from .panels import GROUP, PANEL, SCRATCH_BYTES, STRIDE, UNIT, emit_indices, emit_products
+from . import GROUP, INT, LANES, PANEL, STRIDE, UNIT, inlined
+from .amx import uses_tiles
+from .panels import SCRATCH_BYTES, emit_indices, emit_products
 from .vector import (
+    HALF,
     HAS_PAIR_DOT,
     I8,
     I16,
     I32,
     I64,
-    LANES,
     VECTOR,
     WORDS,
     BFloat,
@@ -244,7 +245,7 @@ def coded_rows(
     for column in range(0, num_columns, GROUP):
         group, shift = codes + column // GROUP * shape.to_codes, bias + column * 2 if bias else 0
         x, o, left, done = rows.start, out.start + column * 2, num_columns - column, 0
-        if num_rows > _FEW:
+        if num_rows > _FEW or uses_tiles(HALF, g * units):
             _unpack(width, minima, group, g, units, panels)
             columns = min(left, GROUP)
             _PRODUCT_CALL(

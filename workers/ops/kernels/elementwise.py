@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import inlined
+from . import LANES, inlined
 from .vector import (
     FULL,
-    LANES,
     add,
     div,
     exp,

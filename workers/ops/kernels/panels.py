@@ -26,7 +26,9 @@ from numba.core import cgutils, types
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import Kind, Matrix, inlined, shared
+from . import GROUP, LANES, PANEL, STRIDE, UNIT, Kind, Matrix, inlined, shared
+from .amx import ROWS as TILE_ROWS
+from .amx import release_tiles, set_tiles, tiled_rows, uses_tiles
 from .elementwise import gate_rows
 from .prepare import item64
 from .vector import (
@@ -37,7 +39,6 @@ from .vector import (
     I16,
     I32,
     I64,
-    LANES,
     VECTOR,
     WORDS,
     BFloat,
@@ -66,18 +67,10 @@ from .vector import (
     store_some,
 )
 
-UNIT = 4  # bytes
-PANEL = 64  # bytes of a panel's row
-STRIDE = 4 * PANEL  # from one unit of a group to the next
-GROUP = 4 * LANES  # columns
 QUAD = 4  # units that are transposed at once
 
 __all__ = [
-    "GROUP",
-    "PANEL",
     "QUAD",
-    "STRIDE",
-    "UNIT",
     "emit_indices",
     "emit_products",
     "emit_quad",
@@ -360,11 +353,13 @@ def _three_panels(kind, result, rows, num_rows, group, length, out, columns, bia
 
 @shared
 def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_columns, bias, adds):
-    """All rows with a group of panels."""
+    """All rows with a group of panels; `begin_tiles` was called for them."""
     tag, into, n = kind.tag, result.tag, num_rows
     three = 2 * LANES < num_columns <= 3 * LANES  # heads of 40 or 48 dimensions
     x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
-    if n == 1:
+    if uses_tiles(tag, length):
+        tiled_rows(result, rows, n, group, length, out, num_columns, bias, adds)
+    elif n == 1:
         ONE(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
     elif n == 2:
         TWO(tag, into, x, to_x, n, group, 0, ahead, length, o, to_o, num_columns, bias, adds)
@@ -390,17 +385,31 @@ def group_rows(kind, result, rows, num_rows, group, ahead, length, out, num_colu
 
 
 @inlined
+def begin_tiles(kind, num_rows, length):
+    """Before `group_rows` of so many rows and units, and their columns' next groups."""
+    if uses_tiles(kind.tag, length):
+        set_tiles(max(min(num_rows, TILE_ROWS), 1))
+
+
+@inlined
+def end_tiles(kind):
+    if uses_tiles(kind.tag, 0):
+        release_tiles()
+
+
+@inlined
 def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, scratch):
     """out = rows @ weight.T + bias, over `length` units; groups follow one another in `weight`."""
     tag, to_group = kind.tag, length * STRIDE
     end = weight + (num_columns + GROUP - 1) // GROUP * to_group
-    column = 0
+    column, by_tiles = 0, uses_tiles(tag, length)
+    begin_tiles(kind, num_rows, length)
     while column < num_columns:
         shift = bias + column * kind.width if bias else 0
         group, left = weight + column // GROUP * to_group, num_columns - column
         to = Matrix(out.start + column * kind.width, out.to_row)
         ahead = AHEAD if group + to_group + AHEAD <= end else 0
-        if num_rows == 1 and left >= 2 * GROUP and length <= SECTION:
+        if num_rows == 1 and left >= 2 * GROUP and length <= SECTION and not by_tiles:
             ONE_WIDE(
                 tag, tag, rows.start, 0, 1, group, to_group, ahead, length, to.start, 0, left,
                 shift, 0,
@@ -415,12 +424,14 @@ def product_rows(kind, rows, num_rows, weight, bias, out, num_columns, length, s
                 count = min(SCRATCH_ROWS, num_rows - first)
                 _in_sections(kind, part, count, group, ahead, length, to_part, left, shift, scratch)
         column += GROUP
+    end_tiles(kind)
 
 
 @inlined
 def _in_sections(kind, rows, num_rows, group, ahead, length, out, num_columns, bias, scratch):
     """`group_rows` over one section of the length after another."""
     sums = Matrix(scratch, GROUP * 4)
+    begin_tiles(kind, num_rows, SECTION)
     for begin in range(0, length, SECTION):
         count = min(SECTION, length - begin)
         x = Matrix(rows.start + begin * UNIT, rows.to_row)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import inlined
+from . import LANES, inlined
 from .elementwise import RowNorm, norm_row
-from .vector import FULL, LANES, fma, load_one, load_some, mul, splat, store_some, sub
+from .vector import FULL, fma, load_one, load_some, mul, splat, store_some, sub
 
 INT64, INT32, FLOAT64 = np.int64(0), np.int32(0), np.float64(0)
 

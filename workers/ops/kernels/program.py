@@ -16,13 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import FLOAT, INT, inlined
+from . import FLOAT, GROUP, INT, LANES, STRIDE, inlined
 from .attend import num_passes
-from .panels import GROUP, STRIDE
 from .prepare import item, item64, number, read_layer, read_step
 from .vector import (
     FULL,
-    LANES,
     LINE,
     Claims,
     call_of,

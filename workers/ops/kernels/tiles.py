@@ -11,20 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import Matrix, inlined
-from .panels import FLOATS, GROUP, PANEL, QUAD, STRIDE, UNIT, group_rows, transpose_quad, zip_rows
+from . import GROUP, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
+from .amx import whole_steps
+from .panels import FLOATS, QUAD, begin_tiles, group_rows, transpose_quad, zip_rows
 from .prepare import INT64, item, item64
-from .vector import (
-    FULL,
-    LANES,
-    fetch_lines,
-    load_one,
-    load_some,
-    splat,
-    store,
-    store_one,
-    store_some,
-)
+from .vector import FULL, fetch_lines, load_one, load_some, splat, store, store_one, store_some
 
 # Which keys a row sees (`ops/plan.py`): those before it, its ancestors in a tree, a window.
 
@@ -110,16 +101,21 @@ class Panels(NamedTuple):
 
 
 @inlined
-def panels_at(start, kind, dim):
+def panels_at(start, units):
     begin = (start + PANEL - 1) // PANEL * PANEL
     keys = begin + 2 * TILE * 8  # the slots of the next tile lie between
-    return Panels(begin, keys, keys + TILE * dim * kind.width)
+    return Panels(begin, keys, keys + TILE * units * UNIT)
 
 
 def panel_bytes(width: int, dim: int, value_dim: int) -> int:
     """Memory behind the address of `panels_at`."""
     wide = -(-value_dim // GROUP) * GROUP
-    return PANEL + 2 * TILE * 8 + TILE * dim * width + TILE * wide * width
+    return PANEL + 2 * TILE * 8 + TILE * whole_row(dim * width) + TILE * wide * width
+
+
+def whole_row(num_bytes: int) -> int:
+    """Bytes of a query or key in whole lines, as tiles read them."""
+    return -(-num_bytes // PANEL) * PANEL
 
 
 @inlined
@@ -139,8 +135,9 @@ def tile_from(begin, last, block_size):
 @inlined
 def lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim):
     """Keys and values of a tile in panels; memory that is read next is fetched meanwhile."""
+    units = dim * kind.width // UNIT
     for first in range(0, tile.num_keys, LANES):
-        _lay_keys(panels, keys, ahead, first, dim * kind.width // UNIT)
+        _lay_keys(panels, keys, ahead, first, units, whole_steps(kind, units))
     _lay_values(kind, panels, values, tile.num_keys, value_dim)
 
 
@@ -163,14 +160,16 @@ def find_slots(slots, tile, blocks, block_size):
 
 
 @inlined
-def _lay_keys(panels, keys, ahead, first, units):
-    """16 keys, from `first` of the tile on."""
+def _lay_keys(panels, keys, ahead, first, units, whole):
+    """16 keys, from `first` of the tile on, filled up with zeros to `whole` units."""
     slots, last = panels.slots + first * 8, units - QUAD
-    panel = panels.keys + first // GROUP * units * STRIDE + first % GROUP * UNIT
+    panel = panels.keys + first // GROUP * whole * STRIDE + first % GROUP * UNIT
     for begin in range(0, units, QUAD):
         fetch_lines(ahead, first, begin // QUAD)
         unit = min(begin, last)  # the last units of a row that has no whole number of quads
         transpose_quad(keys.start + unit * UNIT, keys.to_row, slots, panel + unit * STRIDE)
+    for unit in range(units, whole):
+        store(FULL, panel + unit * STRIDE, splat(np.float32(0)))
 
 
 @inlined
@@ -186,12 +185,15 @@ def _lay_values(kind, panels, values, num_values, dim):
             first = source + item64(slot, 0) * values.to_row
             second = source + item64(slot, per_unit - 1) * values.to_row
             zip_rows(kind.tag, first, second, dim - begin, out + unit * STRIDE)
+        for unit in range(units, whole_steps(kind, units)):
+            store(FULL, out + unit * STRIDE, splat(np.float32(0)))
 
 
 @inlined
 def score_panels(kind, panels, queries, num_queries, num_keys, dim, scores):
     """Dots of all queries with the keys of a tile, in whole vectors."""
-    units = dim * kind.width // UNIT
+    units = whole_steps(kind, dim * kind.width // UNIT)
+    begin_tiles(kind, num_queries, units)
     for begin in range(0, num_keys, GROUP):
         keys = panels.keys + begin // GROUP * units * STRIDE
         out = Matrix(scores.start + begin * 4, scores.to_row)
@@ -204,7 +206,8 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
     """Weighted sums of the values of a tile, added to every query's, in whole vectors."""
     per_unit = UNIT // kind.width
     to_group = TILE // per_unit * STRIDE
-    units = (num_values + per_unit - 1) // per_unit
+    units = whole_steps(kind, (num_values + per_unit - 1) // per_unit)
+    begin_tiles(kind, num_queries, units)
     for begin in range(0, dim, GROUP):
         values = panels.values + begin // GROUP * to_group
         out = Matrix(results.start + begin * 4, results.to_row)
@@ -236,12 +239,13 @@ def row_of(matrix, row):
 
 @inlined
 def work_at(scratch, kind, dim, padded):
-    to_query = dim * kind.width
+    units = whole_steps(kind, dim * kind.width // UNIT)
+    to_query = units * UNIT
     scores = scratch + MAX_QUERIES * to_query
     peaks = scores + MAX_QUERIES * TILE * 4
     sums = peaks + MAX_QUERIES * 4
     results = Matrix(sums + MAX_QUERIES * 4, (padded + 4 * LANES) * 4)
-    panels = panels_at(results.start + MAX_QUERIES * results.to_row, kind, dim)
+    panels = panels_at(results.start + MAX_QUERIES * results.to_row, units)
     return Work(Matrix(scratch, to_query), Matrix(scores, TILE * 4), peaks, sums, results, panels)
 
 
@@ -260,12 +264,12 @@ def work_of(work, query, slots):
 
 
 @inlined
-def begin_query(work, query, source, sink, padded):
-    """A query next to the others, and what is known of its softmax before the first key."""
-    target, size = row_of(work.queries, query), work.queries.to_row
+def begin_query(work, query, source, size, sink, padded):
+    """A query of `size` bytes, and what is known of its softmax before the first key."""
+    target, whole = row_of(work.queries, query), work.queries.to_row
     for byte in range(0, size, 4 * LANES):  # an even number of halves, moved as floats
-        left = (size - byte) // 4
-        store_some(FULL, target + byte, load_some(FULL, source + byte, left), left)
+        values = load_some(FULL, source + byte, (size - byte) // 4)
+        store_some(FULL, target + byte, values, (whole - byte) // 4)
     store_one(work.peaks + query * 4, load_one(FULL, sink) * LOG2_E if sink else MINUS)
     store_one(work.sums + query * 4, np.float32(1) if sink else np.float32(0))
     for begin in range(0, padded, LANES):

@@ -18,9 +18,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
-from . import Matrix, inlined
+from . import LANES, Matrix, inlined
 
-LANES = 16
 HALF = np.uint16(0)
 FULL = np.float32(0)
 

@@ -1,0 +1,252 @@
+"""Rows times a group of panels by AMX's tiles, for bfloat16.
+
+A tile holds 16 rows of 64 bytes: of the left side 16 rows of 16 units, of the right side 16 units
+of a panel, of results 16 rows of a panel in float32. Panels are laid out as tiles are read
+(`panels.py`), so one copy of a weight serves. Every result is one chain of additions over steps of
+16 units, whatever is computed beside it: its bits do not depend on the number of rows. They are not
+those of `panel_tile`, whose chain goes unit by unit.
+
+Up to 16 rows multiply four panels at a time; more of them two panels by 32 rows, so that a value
+that is read is used twice. (Intel 64 and IA-32 Architectures Optimization Reference Manual, AMX.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from . import HAS_TILES, LANES, PANEL, STRIDE, inlined
+from .vector import (
+    F32,
+    I1,
+    I8,
+    I16,
+    I64,
+    VECTOR,
+    constant,
+    emit_call,
+    emit_load,
+    emit_mask,
+    emit_masked_load,
+    emit_masked_store,
+    emit_round,
+    emit_widen,
+    instruction,
+    is_half,
+)
+
+ROWS = 16  # of a tile
+STEP = 16  # units
+_LINE = 64  # bytes of a tile's row
+_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles; results are 0 to 3
+
+
+def _emit_tile(builder: Any, name: str, *arguments: Any) -> None:
+    emit_call(builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+def _emit_load(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    place = builder.inttoptr(address, I8.as_pointer())
+    _emit_tile(builder, "tileloadd64", I8(tile), place, stride)
+
+
+def _emit_store(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    place = builder.inttoptr(address, I8.as_pointer())
+    _emit_tile(builder, "tilestored64", I8(tile), place, stride)
+
+
+@instruction
+def uses_tiles(_: Any, kind: Any, length: Any) -> Any:
+    """Whether values of a tag are multiplied by tiles, `length` units of them."""
+    able = HAS_TILES and is_half(kind)
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not able:
+            return I1(0)
+        rest = builder.and_(arguments[1], I64(STEP - 1))
+        return builder.icmp_signed("==", rest, I64(0))
+
+    return types.boolean(kind, types.int64), emit
+
+
+@inlined
+def whole_steps(kind, length):
+    """So many units, or as many as fill whole tiles."""
+    whole = (length + STEP - 1) // STEP * STEP
+    return whole if uses_tiles(kind.tag, whole) else length
+
+
+@instruction
+def set_tiles(_: Any, num_rows: Any) -> Any:
+    """Tiles of the left side and of results have so many rows, 1 to 16."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.VectorType(I8, 64)
+        widths = [1, *[0] * 15, *[_LINE, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
+        rows = builder.trunc(arguments[0], I8)
+        settings = ir.Constant(kind, widths)
+        for tile in range(_RIGHT[0]):
+            settings = builder.insert_element(settings, rows, ir.IntType(32)(48 + tile))
+        place = cgutils.alloca_once(builder, kind)
+        place.align = 64
+        builder.store(settings, place).align = 64
+        _emit_tile(builder, "ldtilecfg", builder.bitcast(place, I8.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@instruction
+def release_tiles(_: Any) -> Any:
+    """Switching threads then saves no tiles."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit_tile(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+def amx_tile(num_lefts: int) -> Any:
+    """16 rows by four panels, or twice 16 rows by two.
+
+    `tile(result, row, other, row_stride, group, steps, out, other_out, out_stride, count,
+    num_columns, bias, adds)`: addresses and strides in bytes; `other` is the second 16 rows, which
+    may be some of the first ones; `count` rows are written, as in `panel_tile`.
+    """
+    num_panels = 4 // num_lefts
+
+    @instruction
+    def tile(
+        _: Any, result: Any, row: Any, other: Any, row_stride: Any, group: Any, steps: Any,
+        out: Any, other_out: Any, out_stride: Any, count: Any, num_columns: Any, bias: Any,
+        adds: Any,
+    ) -> Any:  # fmt: skip
+        rounds = is_half(result)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _, row, other, to_row, group, steps, out, other_out, to_out, count, *more = arguments
+            columns, bias, adds = more
+            rows, outs = (row, other)[:num_lefts], (out, other_out)[:num_lefts]
+            tiles = [(left, at, left * num_panels + at) for at in range(num_panels)
+                     for left in range(num_lefts)]  # fmt: skip
+
+            def used(at: int) -> Any:
+                return builder.icmp_signed(">", columns, I64(at * LANES))
+
+            for left, at, number in tiles:
+                _emit_tile(builder, "tilezero", I8(number))
+                if rounds:
+                    continue
+                with builder.if_then(
+                    builder.and_(builder.icmp_signed("!=", adds, I64(0)), used(at))
+                ):
+                    place = builder.add(outs[left], I64(at * _LINE))
+                    _emit_load(builder, number, place, to_out)
+            with cgutils.for_range(builder, steps) as loop:
+                step = builder.mul(loop.index, I64(_LINE))
+                for left, each in zip(_LEFT, rows, strict=False):
+                    _emit_load(builder, left, builder.add(each, step), to_row)
+                first = builder.add(group, builder.mul(loop.index, I64(STEP * STRIDE)))
+                for at in range(num_panels):
+                    right = _RIGHT[at % 2]
+                    place = builder.add(first, I64(at * PANEL))
+
+                    def multiply(at: int = at, right: int = right, place: Any = place) -> None:
+                        _emit_load(builder, right, place, I64(STRIDE))
+                        for left in range(num_lefts):
+                            number = left * num_panels + at
+                            names = (I8(number), I8(_LEFT[left]), I8(right))
+                            _emit_tile(builder, "tdpbf16ps", *names)
+
+                    if at == 0:
+                        multiply()
+                    else:
+                        with builder.if_then(used(at), likely=True):
+                            multiply()
+            if rounds:
+                _emit_rounded(builder, tiles, outs, to_out, count, columns, bias)
+                return context.get_dummy_value()
+            for left, at, number in tiles:
+                with builder.if_then(used(at)):
+                    place = builder.add(outs[left], I64(at * _LINE))
+                    _emit_store(builder, number, place, to_out)
+            return context.get_dummy_value()
+
+        return types.void(result, *[types.int64] * 12), emit
+
+    return tile
+
+
+def _emit_rounded(
+    builder: Any, tiles: Any, outs: Any, to_out: Any, count: Any, columns: Any, bias: Any
+) -> None:
+    """Results with biases, rounded, by way of memory on the stack."""
+    num_panels = len(tiles) // len(outs)
+    to_sums = num_panels * _LINE
+    sums = cgutils.alloca_once(builder, ir.ArrayType(F32, len(outs) * ROWS * num_panels * LANES))
+    sums.align = 64
+    start = builder.ptrtoint(sums, I64)
+    for left, at, number in tiles:
+        place = builder.add(start, I64(left * ROWS * to_sums + at * _LINE))
+        _emit_store(builder, number, place, I64(to_sums))
+    stored, shifts, masks = ir.VectorType(I16, LANES), [], []
+    for at in range(num_panels):
+        masks.append(emit_mask(builder, builder.sub(columns, I64(at * LANES)), LANES))
+        shift = cgutils.alloca_once(builder, VECTOR)
+        builder.store(constant(VECTOR, 0.0), shift)
+        with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
+            place = builder.add(bias, I64(at * LANES * 2))
+            values = emit_masked_load(builder, place, stored, 2, masks[at])
+            builder.store(emit_widen(builder, values), shift)
+        shifts.append(builder.load(shift))
+    for left, out in enumerate(outs):
+        source = builder.add(start, I64(left * ROWS * to_sums))
+        with cgutils.for_range(builder, count) as loop:
+            line = builder.add(source, builder.mul(loop.index, I64(to_sums)))
+            target = builder.add(out, builder.mul(loop.index, to_out))
+            for at in range(num_panels):
+                value = emit_load(builder, builder.add(line, I64(at * _LINE)), VECTOR, 64)
+                value = emit_round(builder, builder.fadd(value, shifts[at]))
+                place = builder.add(target, I64(at * LANES * 2))
+                emit_masked_store(builder, value, place, 2, masks[at])
+
+
+FOURPANELS, TWOPANELS = amx_tile(1), amx_tile(2)
+
+
+@inlined
+def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, adds):
+    """All rows with a group of panels, over whole steps of units.
+
+    `set_tiles` was called for as many rows, or 16.
+    """
+    tag, steps, n, to_x, to_o = result.tag, length // STEP, num_rows, rows.to_row, out.to_row
+    x, o = rows.start, out.start
+    if n <= ROWS:
+        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds)
+        return
+    done = 0
+    while n - done > ROWS:
+        # The last rows of an odd number are some of the first ones too, and the same.
+        first, second = done, min(done + ROWS, n - ROWS)
+        for half in range(2):
+            column = half * 2 * LANES
+            if column < num_columns:
+                to = o + column * result.width
+                TWOPANELS(
+                    tag, x + first * to_x, x + second * to_x, to_x, group + half * 2 * PANEL,
+                    steps, to + first * to_o, to + second * to_o, to_o, ROWS, num_columns - column,
+                    bias + column * result.width if bias else 0, adds,
+                )  # fmt: skip
+        done += 2 * ROWS
+    if done < n and adds:  # to what is written once
+        set_tiles(n - done)
+        x, o = x + done * to_x, o + done * to_o
+        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, n - done, num_columns, bias, adds)
+        set_tiles(ROWS)
+    elif done < n:
+        x, o = x + (n - ROWS) * to_x, o + (n - ROWS) * to_o
+        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, ROWS, num_columns, bias, adds)
