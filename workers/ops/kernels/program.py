@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import FLOAT, GROUP, INT, LANES, STRIDE, inlined
+from .amx import uses_tiles
 from .attend import num_passes
 from .prepare import item, item64, number, read_layer, read_step
 from .vector import (
@@ -100,13 +101,14 @@ def _shares(size, fewest, num_threads):
 
 
 @inlined
-def _product_units(phase, num_rows, num_threads):
+def _product_units(kind, phase, num_rows, num_threads):
     """Groups of columns and rows of a unit."""
     groups = _divided(item64(phase, 7), GROUP)
     num_rows = max(num_rows, 1)
     if num_threads == 1:
         return groups, num_rows
-    if num_rows < _FEWEST_OF_MANY * num_threads:
+    fewest = _FEWEST_OF_MANY * (4 if uses_tiles(kind.tag, item64(phase, 8)) else 1)
+    if num_rows < fewest * num_threads:
         return _shares(groups, 2 if num_rows == 1 else 1, num_threads), num_rows
     most = _MOST_OF_CODES if item64(phase, 0) == CODED else _MOST_ROWS
     blocks = _divided(_divided(num_rows, num_threads), most) * num_threads
@@ -117,7 +119,7 @@ def _product_units(phase, num_rows, num_threads):
 def _num_units(kind, phase, variables, num_threads):
     operation, num_rows = item64(phase, 0), _operand(phase, 1, variables)
     if operation in (PRODUCT, CODED):
-        columns, rows = _product_units(phase, num_rows, num_threads)
+        columns, rows = _product_units(kind, phase, num_rows, num_threads)
         groups = _divided(item64(phase, 7), GROUP)
         return _divided(groups, columns) * _divided(num_rows, rows)
     if operation == ATTEND:
@@ -127,10 +129,10 @@ def _num_units(kind, phase, variables, num_threads):
 
 
 @inlined
-def _part_of_product(phase, variables, unit, team):
+def _part_of_product(kind, phase, variables, unit, team):
     """First row, number of rows, first column, number of columns of a unit of a product."""
     num_rows = _operand(phase, 1, variables)
-    columns, rows = _product_units(phase, num_rows, team.num_threads)
+    columns, rows = _product_units(kind, phase, num_rows, team.num_threads)
     per_row = _divided(_divided(item64(phase, 7), GROUP), columns)
     first, column = unit // per_row * rows, unit % per_row * columns * GROUP
     return (
@@ -140,9 +142,9 @@ def _part_of_product(phase, variables, unit, team):
 
 
 @inlined
-def _multiply_codes(phase, variables, functions, unit, team):
+def _multiply_codes(kind, phase, variables, functions, unit, team):
     """By a weight in codes, whose kernel's address the phase has."""
-    first, num_rows, column, num_columns = _part_of_product(phase, variables, unit, team)
+    first, num_rows, column, num_columns = _part_of_product(kind, phase, variables, unit, team)
     read, out, bias = _operand(phase, 2, variables), _operand(phase, 6, variables), item64(phase, 5)
     to_row, to_codes, to_out = item64(phase, 3), item64(phase, 8), item64(phase, 9)
     _CODED_CALL(
@@ -155,7 +157,7 @@ def _multiply_codes(phase, variables, functions, unit, team):
 
 @inlined
 def _multiply(kind, phase, variables, functions, unit, team):
-    first, num_rows, column, num_columns = _part_of_product(phase, variables, unit, team)
+    first, num_rows, column, num_columns = _part_of_product(kind, phase, variables, unit, team)
     read, out = _operand(phase, 2, variables), _operand(phase, 6, variables)
     length, to_row, to_out = item64(phase, 8), item64(phase, 3), item64(phase, 9)
     bias = item64(phase, 5)
@@ -237,7 +239,7 @@ def _compute(kind, phase, variables, functions, unit, team):
         _multiply(kind, phase, variables, functions, unit, team)
         return
     if operation == CODED:
-        _multiply_codes(phase, variables, functions, unit, team)
+        _multiply_codes(kind, phase, variables, functions, unit, team)
         return
     share = _shares(num_rows, _FEWEST_ROWS, team.num_threads)
     first = unit * share
