@@ -43,7 +43,7 @@ from ..scheduler.types import (
 )
 from .attention import KVCache
 from .collective import Collective
-from .head_program import product_of_few
+from .head_program import panels_of_linear
 from .model.family import FamilyModel, FamilyRunner
 from .model.paged import PagedModel
 from .ops.cpu import PanelProjection
@@ -163,7 +163,7 @@ class DraftService:
             return False
         # Those with longer chains come first, so that a level's lanes are the first of the last's.
         rows = rows[np.argsort(-lanes.budgets[rows], kind="stable")]
-        plan = program.plan(first, len(rows), chains.depth, self._cache)
+        plan = program.plan(first, chains.depth, self._cache)
         if plan is None:
             return False
         if len(first.kv_moves):
@@ -399,10 +399,9 @@ class ChainProgram:
         program: Program,
         table: Tensor,  # [vocab, hidden_size], embeddings
         output: PanelProjection,
-        most_lanes: int,
     ) -> None:
         self._model, self._program, self._table = model, program.reserving(output), table
-        self._output, self._most_lanes = output, min(most_lanes, program.most_rows)
+        self._output = output
         self._ids = CACHES + 2 * len(program.layers)
         self._width = 3 + 2 * len(model.ropes)  # variables of a level
         self._variables = np.zeros(NUM_VARIABLES, dtype=np.int64)
@@ -430,16 +429,14 @@ class ChainProgram:
         is_whole = table.shape[1] * table.itemsize % 4 == 0  # copied as lines of float32
         if not fits or not is_whole or table.shape[1] != program.hidden_size:
             return None
-        product = product_of_few(output, program.ops)
-        if product is None or product[0].columns < LANES:
+        product = panels_of_linear(output, program.ops)
+        if product is None or product.columns < LANES:
             return None
-        return ChainProgram(family, program, table, *product)
+        return ChainProgram(family, program, table, product)
 
-    def plan(
-        self, first: StepInput, num_lanes: int, depth: int, cache: KVCache
-    ) -> PagedStep | None:
+    def plan(self, first: StepInput, depth: int, cache: KVCache) -> PagedStep | None:
         """The plan of the known tokens; None where it does not compute them and such levels."""
-        if num_lanes > self._most_lanes or self._level(depth) > NUM_VARIABLES:
+        if self._level(depth) > NUM_VARIABLES:
             return None
         plan = self._program.ops.plan(first, cache)
         return plan if self._program.takes(plan) else None

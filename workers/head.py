@@ -175,7 +175,7 @@ class HeadRunner:
     def _draft(self, done: Verified) -> NextDrafts:
         """Computes a step's rows, and drafts behind the last committed ones."""
         step, program = done.step, self._program
-        if program is None or not program.takes(len(step.token_ids), self.head.room):
+        if program is None or not program.takes(self.head.room):
             return draft(self.head, done, self)
         assert self._cache is not None, "no cache is attached"
         ends = frontier(step, done.verdict) if _drafts(step) else None

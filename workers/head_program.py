@@ -26,7 +26,7 @@ from .attention import KVCache
 from .head_layers import StackedLayers, committed, norm_of
 from .model.family import LayerStack
 from .model.target import MIN_ELEMENTS, product_of
-from .ops.cpu import CpuOps, PanelProjection, ProjectionByRows
+from .ops.cpu import CpuOps, PanelProjection
 from .ops.kernels import GROUP, LANES
 from .ops.kernels.prepare import NUM_STEP_FIELDS
 from .ops.kernels.program import NUM_VARIABLES
@@ -70,7 +70,6 @@ class _Ends(NamedTuple):
     is_residual_normed: bool
     table: Tensor  # [vocab, embedding_size]
     output: PanelProjection
-    most_rows: int  # that all products take
 
 
 class _Numbers(NamedTuple):
@@ -142,9 +141,9 @@ class HeadProgram:
             return None
         return HeadProgram(head, module, stack, ends)
 
-    def takes(self, num_rows: int, depth: int) -> bool:
-        """Whether it computes so many rows, and drafts of so many levels; 0: none."""
-        return num_rows <= self._ends.most_rows and depth <= _MOST_LEVELS
+    def takes(self, depth: int) -> bool:
+        """Whether it computes drafts of so many levels; 0: none."""
+        return depth <= _MOST_LEVELS
 
     def run(
         self,
@@ -460,9 +459,9 @@ class _NoKernelError(Exception):
     """A part of a head has another form than phases take."""
 
 
-def product_of_few(linear: Any, ops: CpuOps) -> tuple[PanelProjection, int] | None:
-    """The product by a linear's weight that phases take, and of how many rows at most."""
-    found, most_rows = product_of(linear), 1 << 62
+def panels_of_linear(linear: Any, ops: CpuOps) -> PanelProjection | None:
+    """The product by a linear's weight, if phases take it."""
+    found = product_of(linear)
     if found is None:
         weight, bias = linear.weight, getattr(linear, "bias", None)
         is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
@@ -470,25 +469,21 @@ def product_of_few(linear: Any, ops: CpuOps) -> tuple[PanelProjection, int] | No
         if not is_small or weight.dtype != ops.dtype:
             return None
         found = ops.pack(weight.detach(), None if bias is None else bias.detach())
-    if isinstance(found, ProjectionByRows):
-        most_rows, found = found.fewest_rows - 1, found.few
     if not isinstance(found, PanelProjection) or found.is_padded:
         return None
-    return found, most_rows
+    return found
 
 
 def _ends_of(
     module: FeatureModule, program: Program, embedding: Any, output: nn.Module
 ) -> _Ends | None:
     """What is around the layer; None: a part of it has no kernel."""
-    parts, most_rows = module.entrance(), [program.most_rows]
-    dtype = program.ops.dtype
+    parts, dtype = module.entrance(), program.ops.dtype
 
     def product(linear: Any) -> PanelProjection:
-        if (found := product_of_few(linear, program.ops)) is None:
+        if (found := panels_of_linear(linear, program.ops)) is None:
             raise _NoKernelError
-        most_rows.append(found[1])
-        return found[0]
+        return found
 
     def norm(part: nn.Module) -> Norm:
         if (found := norm_of(part)) is None:
@@ -513,7 +508,6 @@ def _ends_of(
             parts.is_residual_normed,
             table,
             product(output),
-            0,
         )
     except _NoKernelError:
         return None
@@ -522,4 +516,4 @@ def _ends_of(
     is_whole = all(size * dtype.itemsize % 4 == 0 for size in sizes)
     if not is_whole or ends.output.columns < LANES:
         return None
-    return ends._replace(most_rows=min(most_rows))
+    return ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -21,7 +22,19 @@ from torch.nn.functional import pad
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_kernel
-from .kernels import FLOAT, INT, UNIT, VOID, Kernel, Kind, Matrix, compiled, elementwise
+from .kernels import (
+    FLOAT,
+    GROUP,
+    INT,
+    STRIDE,
+    UNIT,
+    VOID,
+    Kernel,
+    Kind,
+    Matrix,
+    compiled,
+    elementwise,
+)
 from .kernels.attend import attend_step
 from .kernels.codes import (
     CENTRE,
@@ -50,7 +63,7 @@ from .kernels.prepare import (
 from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes, whole_row
 from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
-from .prompts import PromptChunk, TorchOps, passes_of, suits_torch
+from .prompts import TorchOps
 from .protocol import (
     AttentionSpec,
     Experts,
@@ -65,17 +78,14 @@ from .protocol import (
 )
 from .quantised import QuantisedTensor
 from .table import (
-    ATTENTION,
     CODES,
     KERNEL,
     LARGE_WEIGHT,
     ONEDNN,
     SMALL,
     SMALL_WEIGHT,
-    TORCH,
     filled_rows,
-    rows_for,
-    ways,
+    way,
 )
 
 ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
@@ -128,7 +138,6 @@ class CpuOps(TorchOps):
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
         self._layers: dict[AttentionSpec, DescribedLayer] = {}
-        self._prompt_rows = rows_for(dtype, ATTENTION, TORCH)  # of a chunk; None: at no length
         self.keeps_gguf = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -147,10 +156,7 @@ class CpuOps(TorchOps):
             plan.block_size,
             *[*map(Tensor.data_ptr, arrays), self.alignment_of(plan.block_size)],
         )
-        adopted = replace(plan, integers=np.array(read, dtype=np.int64), passes=())
-        if self._prompt_rows is None or plan.max_query_len < self._prompt_rows:
-            return adopted
-        return replace(adopted, passes=passes_of(plan, self._prompt_rows, self.adopt))
+        return replace(plan, integers=np.array(read, dtype=np.int64), passes=())
 
     def alignment_of(self, block_size: int) -> int:
         """At multiples of how many keys the first tile of a row's attention begins."""
@@ -255,24 +261,10 @@ class CpuOps(TorchOps):
         if plan.turn is not None:
             plan.turn.stored()
         scratch = self._own.scratch_of(found.scratch_bytes)
-        may_divide = plan.passes and not spec.shared_values
-        if not (may_divide and (self.is_invariant or suits_torch(spec))):
-            kernels.attend(
-                start, keys, values, out.data_ptr(), scratch, step, integers, floats, *ALONE
-            )
-            return out
-        query = joined[:, : spec.key_begin].unflatten(1, (spec.num_heads, spec.head_dim))
-        heads = out.unflatten(1, (spec.num_heads, spec.value_dim))
-        for each in plan.passes:
-            if isinstance(each, PromptChunk):
-                each.attend(query, cache.keys[layer], cache.values[layer], spec, heads)
-                continue
-            rows, results = joined[each.begin :], out[each.begin :]
-            step = each.plan.integers.ctypes.data
-            kernels.attend(
-                rows.data_ptr(), keys, values, results.data_ptr(), scratch, step, integers, floats,
-                *ALONE,
-            )  # fmt: skip
+        if plan.spread is not None:
+            assert plan.spread.integers is not None, "`adopt` made it"
+            step = plan.spread.integers.ctypes.data
+        kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats, *ALONE)
         return out
 
     def described(self, spec: AttentionSpec) -> DescribedLayer:
@@ -390,6 +382,7 @@ class PanelProjection:
         self._bias = bias
         self.start = self._panels.data_ptr()
         self.shift = 0 if bias is None else bias.data_ptr()
+        self._is_shared = weight.numel() > SMALL[weight.dtype]
         self._own = Buffers()
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -399,18 +392,41 @@ class PanelProjection:
         if self.is_padded:  # a unit is read whole
             states = pad(states, (0, 1))
         out = torch.empty(num_rows, self.columns, dtype=states.dtype)
+        num_threads = torch.get_num_threads() if self._is_shared else 1
+        if num_threads == 1:
+            self._multiply(states, out, 0, self.columns)
+            return out
+        per_thread = -(-self.columns // (num_threads * GROUP)) * GROUP
+        first, *others = range(0, self.columns, per_thread)
+        pool = _column_threads(num_threads)
+        shares = [pool.submit(self._multiply, states, out, each, per_thread) for each in others]
+        self._multiply(states, out, first, per_thread)
+        for share in shares:
+            share.result()
+        return out
+
+    def _multiply(self, states: Tensor, out: Tensor, first: int, count: int) -> None:
+        """Columns from `first` on, which begins a group."""
+        offset, width = first * self._width, self._width
         scratch = self._own.scratch_of(SCRATCH_BYTES) if self.units > SECTION else 0
         self._kernel(
-            states.data_ptr(), states.stride(0) * self._width, self.start, self.shift,
-            out.data_ptr(), self.columns * self._width, num_rows, self.columns, self.units,
+            states.data_ptr(), states.stride(0) * width,
+            self.start + first // GROUP * self.units * STRIDE,
+            self.shift + offset if self.shift else 0, out.data_ptr() + offset,
+            self.columns * width, len(states), min(count, self.columns - first), self.units,
             scratch,
         )  # fmt: skip
-        return out
 
     @property
     def scratch_bytes(self) -> int:
         """What a thread needs in a program."""
         return SCRATCH_BYTES
+
+
+@cache
+def _column_threads(num_threads: int) -> ThreadPoolExecutor:
+    """That share a large product's columns with whoever asks for it."""
+    return ThreadPoolExecutor(num_threads - 1, "columns")
 
 
 class CodedProjection(PanelProjection):
@@ -456,7 +472,7 @@ class CodedProjection(PanelProjection):
 
 def keeps_codes(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies by codes faster than by the weights they stand for."""
-    return dtype == torch.bfloat16 and ways(dtype, CODES)[0].name == KERNEL
+    return dtype == torch.bfloat16 and way(dtype, CODES) == KERNEL
 
 
 def has_codes(weight: QuantisedTensor) -> bool:
@@ -500,32 +516,16 @@ class PanelHeads:
 
 def pack_weight(weight: Tensor, bias: Tensor | None, what: str) -> Projection | None:
     """The product by a weight of a class of the table; None: torch's plain one serves."""
-    made: dict[str, Callable[[], Projection]] = {
-        KERNEL: lambda: PanelProjection(weight, bias),
-        ONEDNN: lambda: PackedProjection(weight, bias),
-    }
-    found = ways(weight.dtype, what)
-    if found[0].name == TORCH:
-        return None
-    few = made[found[0].name]()
-    return ProjectionByRows(few, made[found[1].name](), found[1].fewest_rows) if found[1:] else few
+    made: dict[str, Callable[[Tensor, Tensor | None], Projection]] = {
+        KERNEL: PanelProjection, ONEDNN: PackedProjection,
+    }  # fmt: skip
+    name = way(weight.dtype, what)
+    return made[name](weight, bias) if name in made else None
 
 
 def pack_large(weight: Tensor, bias: Tensor | None) -> Projection | None:
     """`pack_weight` for whoever multiplies on all threads, whatever the weight's size."""
     return pack_weight(weight, bias, LARGE_WEIGHT)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProjectionByRows:
-    """A product with two layouts of its weight: one for few rows, one for many."""
-
-    few: Projection
-    many: Projection
-    fewest_rows: int  # of `many`
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return (self.few if states.shape[0] < self.fewest_rows else self.many)(states)
 
 
 class PackedProjection:

@@ -3,9 +3,8 @@
 With these a sequence has the same bits alone or in a batch, whatever the draft length, the cuts of
 its prompt and the cached part of it (`deterministic: true`). What differs from `CpuOps`:
 
-- Every product is the kernel's, at any number of rows and any size: oneDNN picks its
-  implementation, and with it the order of additions, by the number of rows.
-- All attention is the kernel's, whatever `table.py` says.
+- Every product is the kernel's, at any size: oneDNN picks its implementation, and with it the
+  order of additions, by the number of rows.
 - Attention adds keys up in tiles whose bounds are multiples of a fixed number, not of the first
   visible key of the rows that happen to be computed together.
 - What torch computes in vectors with a scalar rest (angles, activations) is computed one
@@ -38,7 +37,6 @@ from .cpu import (
     has_codes,
 )
 from .plan import PagedStep
-from .prompts import KernelRows
 from .protocol import AttentionSpec, Gate, Projection, Rotation
 from .quantised import QuantisedTensor
 
@@ -52,7 +50,6 @@ class InvariantOps(CpuOps):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self._prompt_rows = None  # whatever a chunk's length, the kernel attends
         self._angles: dict[int, _AngleTable] = {}
 
     def adopt(self, plan: PagedStep) -> PagedStep:
@@ -60,7 +57,7 @@ class InvariantOps(CpuOps):
         paths = None if plan.host is None else spread(plan)  # a head's levels have no host
         if paths is None:
             return adopted
-        return replace(adopted, passes=(KernelRows(0, super().adopt(paths)),))
+        return replace(adopted, spread=super().adopt(paths))
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.dtype not in KERNEL_DTYPES:

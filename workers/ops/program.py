@@ -28,7 +28,6 @@ from .cpu import (
     CodedProjection,
     CpuOps,
     PanelProjection,
-    ProjectionByRows,
     address,
     kernels_of,
     weight_address,
@@ -104,7 +103,6 @@ class Program:
     norm: Norm | None
     unembed: PanelProjection | None  # None: the output layer has no kernel
     hidden_size: int
-    most_rows: int  # above, another product serves
     scratch_bytes: int  # of a thread
     _made: dict[tuple[Tail, bool], Ints] = field(default_factory=dict)
     _own: _Memory = field(default_factory=lambda: _Memory())
@@ -121,7 +119,6 @@ class Program:
         if not isinstance(ops, CpuOps) or not 0 < len(layers) <= _MOST_LAYERS:
             return None
         found: list[LayerParts] = []
-        most_rows = 1 << 62
         scratch = SCRATCH_BYTES
         for layer in layers:
             if layer is None or layer.gate.kind not in GATE_KERNELS:
@@ -132,9 +129,6 @@ class Program:
             scratch = max(scratch, described.scratch_bytes)
             panels = []
             for each in (layer.joined, layer.output, layer.gate_up, layer.down):
-                if isinstance(each, ProjectionByRows):
-                    most_rows = min(most_rows, each.fewest_rows - 1)
-                    each = each.few
                 if not isinstance(each, PanelProjection) or each.is_padded:
                     return None
                 panels.append(each)
@@ -142,12 +136,10 @@ class Program:
             joined, output, gate_up, down = panels
             parts = layer._replace(joined=joined, output=output, gate_up=gate_up, down=down)
             found.append(parts)
-        if isinstance(unembed, ProjectionByRows):
-            most_rows, unembed = min(most_rows, unembed.fewest_rows - 1), unembed.few
         last = unembed if isinstance(unembed, PanelProjection) and not unembed.is_padded else None
         _compiled_for(ops.dtype)  # at load, not in a step
         size = _panels(found[0].output).columns
-        made = Program(ops, found, scale, norm, last, size, most_rows, _rounded(scratch))
+        made = Program(ops, found, scale, norm, last, size, _rounded(scratch))
         return made if last is None else made.reserving(last)
 
     def reserving(self, *products: PanelProjection) -> Program:
@@ -157,8 +149,7 @@ class Program:
 
     def takes(self, plan: PagedStep) -> bool:
         """Whether it computes such a step."""
-        is_whole = plan.turn is None and not plan.passes
-        return is_whole and plan.adapters is None and plan.num_tokens <= self.most_rows
+        return plan.turn is None and plan.spread is None and plan.adapters is None
 
     def run(
         self,

@@ -1,14 +1,11 @@
-"""Torch's fused attention, which computes sequence by sequence: where there are no kernels, and for
-long chunks beside the kernel's of all other rows.
+"""Torch's fused attention, sequence by sequence, where there are no kernels.
 
-Where a processor has tiles for products (AMX), torch's attention reaches them and the kernel does
-not. A step is cut into passes: every sequence with a long chunk is one of its own, its keys and
-values gathered once a layer; the rows between are left to the kernel.
+A step is cut into passes, one for each sequence, whose keys and values are gathered once a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -29,14 +26,6 @@ def suits_torch(spec: AttentionSpec) -> bool:
 
 
 MAX_FOLDED = 64  # rows; the repeated mask of more costs more than it saves
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRows:
-    """Neighbouring rows for the kernel."""
-
-    begin: int  # the first row of the step
-    plan: PagedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +86,16 @@ class PromptChunk:
         return self._masks[reach]
 
 
-def passes_of(
-    plan: PagedStep, fewest_rows: int, adopt: Callable[[PagedStep], PagedStep]
-) -> tuple[PromptChunk | KernelRows, ...]:
-    """A step cut around the sequences of at least so many rows."""
-    return tuple(_passes(plan, fewest_rows, adopt))
-
-
-def _passes(
-    plan: PagedStep, fewest_rows: int, adopt: Callable[[PagedStep], PagedStep]
-) -> Iterator[PromptChunk | KernelRows]:
-    starts, done = plan.query_start.tolist(), 0
-    for seq, (begin, end) in enumerate(pairwise(starts)):
-        if end - begin < fewest_rows:
+def passes_of(plan: PagedStep) -> Iterator[PromptChunk]:
+    """A step cut into its sequences."""
+    for seq, (begin, end) in enumerate(pairwise(plan.query_start.tolist())):
+        if begin == end:
             continue
-        if done < begin:
-            yield KernelRows(done, adopt(part_of(plan, done, begin)))
         num_keys = int(plan.context_lens[seq]) + end - begin
         index = torch.arange(num_keys, device=plan.slots.device)
         blocks = plan.block_tables[seq].long()[index // plan.block_size]
         slots = blocks * plan.block_size + index % plan.block_size
         yield PromptChunk(begin, part_of(plan, begin, end), slots)
-        done = end
-    if done < plan.num_tokens:
-        yield KernelRows(done, adopt(part_of(plan, done, plan.num_tokens)))
 
 
 class TorchOps(ReferenceOps):
@@ -131,7 +106,7 @@ class TorchOps(ReferenceOps):
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         plan = super().plan(step, cache)
-        return replace(plan, passes=passes_of(plan, 1, self.adopt))
+        return replace(plan, passes=tuple(passes_of(plan)))
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         # Torch's one call wants states and weight of one dtype; float32 is also the precision.
@@ -148,8 +123,8 @@ class TorchOps(ReferenceOps):
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """Sequence by sequence, so that none is padded."""
         out = query.new_empty(plan.num_tokens, spec.num_heads, spec.value_dim)
-        for each in plan.passes or passes_of(plan, 1, self.adopt):
-            if isinstance(each, PromptChunk) and suits_torch(spec):
+        for each in plan.passes or passes_of(plan):
+            if suits_torch(spec):
                 each.attend(query, keys, values, spec, out)
                 continue
             rows = slice(each.begin, each.begin + each.plan.num_tokens)

@@ -1,15 +1,13 @@
 """Which kernel computes what on a CPU: a table kept as data, read at load.
 
 Nothing is measured at a start, so that two starts of one model give the same bits. An entry is
-chosen by what the processor's instructions are, by the dtype, by the class of the weight and by how
-many rows there are. `python -m outrider.bench.micro.table` measures a machine's entries.
+chosen by what the processor's instructions are, by the dtype and by the class of the weight, and
+serves at any number of rows. `python -m outrider.bench.micro.table` measures a machine's entries.
 
-Measured (`bench/RESULTS.md`): AVX-512 with bfloat16 dots, AVX-512 and AVX2. There the own kernel is
+Measured (`bench/RESULTS.md`): AMX, AVX-512 with bfloat16 dots, AVX-512 and AVX2. The own kernel is
 as fast as oneDNN's product at any number of rows and up to three times as fast at one, and its
-attention is 1.4 to 2.9 times as fast as torch's; beyond `SMALL`, oneDNN shares one row among
-threads. Reasoned, not measured: what is said of AMX. Its tiles multiply four to eight times as fast
-as the kernel's dots, which is a call of 20 us ahead from about 3 million multiplications on: a
-weight of 400 x 400 with 16 rows.
+attention is 1.2 to 2.9 times as fast as torch's. Without AMX, beyond `SMALL`, oneDNN shares one row
+among threads.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import ctypes
 import os
 import sys
 from functools import cache
-from typing import NamedTuple
 
 import llvmlite.binding
 import torch
@@ -40,40 +37,20 @@ SMALL = {BF16: 1 << 21, F32: 1 << 20}
 thread."""
 
 
-class Way(NamedTuple):
-    """What computes from so many rows on: of a product, or of one sequence's attention."""
+Classes = dict[str, str]
+"""What computes each class."""
 
-    fewest_rows: int
-    name: str
-
-
-Classes = dict[str, tuple[Way, ...]]
-"""Ascending in rows."""
-
-_OWN, _ALL_ONEDNN = (Way(1, KERNEL),), (Way(1, ONEDNN),)
-_WIDENED = (Way(1, TORCH),)
-_PLAIN: Classes = {
-    SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _ALL_ONEDNN, ATTENTION: _OWN, CODES: _WIDENED,
-}  # fmt: skip
-_PAIRS: Classes = _PLAIN | {CODES: _OWN}
-_NO_BF16: Classes = {SMALL_WEIGHT: _OWN, LARGE_WEIGHT: _OWN, ATTENTION: _OWN, CODES: _WIDENED}
-_TILES: Classes = {
-    SMALL_WEIGHT: (Way(1, KERNEL), Way(16, ONEDNN)),
-    LARGE_WEIGHT: _ALL_ONEDNN,
-    ATTENTION: (Way(1, KERNEL), Way(64, TORCH)),
-    CODES: _WIDENED,
-}
-_NO_ONEDNN: Classes = {
-    SMALL_WEIGHT: _OWN, LARGE_WEIGHT: (Way(1, TORCH),), ATTENTION: _OWN, CODES: _WIDENED,
-}  # fmt: skip
+_OWN: Classes = {SMALL_WEIGHT: KERNEL, LARGE_WEIGHT: KERNEL, ATTENTION: KERNEL, CODES: KERNEL}
+_WIDENED: Classes = _OWN | {CODES: TORCH}
+_SHARED: Classes = _WIDENED | {LARGE_WEIGHT: ONEDNN}
 
 TABLE: dict[str, dict[torch.dtype, Classes]] = {
-    "amx": {BF16: _NO_BF16 | {CODES: _OWN}, F32: _PLAIN},
-    "avx512_bf16": {BF16: _PAIRS, F32: _PLAIN},
-    "avx512": {BF16: _PLAIN, F32: _PLAIN},
-    "avx_ne_convert": {BF16: _PLAIN, F32: _PLAIN},
-    "avx2": {BF16: _NO_BF16, F32: _PLAIN},
-    "other": {BF16: _NO_BF16, F32: _NO_ONEDNN},
+    "amx": {BF16: _OWN, F32: _SHARED},
+    "avx512_bf16": {BF16: _SHARED | {CODES: KERNEL}, F32: _SHARED},
+    "avx512": {BF16: _SHARED, F32: _SHARED},
+    "avx_ne_convert": {BF16: _SHARED, F32: _SHARED},
+    "avx2": {BF16: _WIDENED, F32: _SHARED},
+    "other": {BF16: _WIDENED, F32: _WIDENED | {LARGE_WEIGHT: TORCH}},
 }
 """By capability, dtype and class."""
 
@@ -118,25 +95,15 @@ def capability() -> str:
     return "avx512_bf16" if pairs else "avx512"
 
 
-def ways(dtype: torch.dtype, what: str) -> tuple[Way, ...]:
-    """This processor's entries of a class, ascending in rows."""
+def way(dtype: torch.dtype, what: str) -> str:
+    """What computes a class on this processor."""
     return TABLE[capability()][dtype][what]
-
-
-def rows_for(dtype: torch.dtype, what: str, name: str) -> int | None:
-    """From how many rows on `name` computes a class; None: at none."""
-    found = [way.fewest_rows for way in ways(dtype, what) if way.name == name]
-    return found[0] if found else None
 
 
 def describe(dtype: torch.dtype) -> str:
     """The entries in use, as a line for people."""
-    parts = []
-    for what in (SMALL_WEIGHT, LARGE_WEIGHT, ATTENTION, CODES):
-        found = ways(dtype, what)
-        names = [found[0].name, *(f"{way.name} from {way.fewest_rows} rows" for way in found[1:])]
-        parts.append(f"{what}: {', '.join(names)}")
-    return f"{capability()}; " + "; ".join(parts)
+    parts = (f"{what}: {way(dtype, what)}" for what in TABLE[capability()][dtype])
+    return f"{capability()}; {'; '.join(parts)}"
 
 
 def filled_rows(num_rows: int) -> int:

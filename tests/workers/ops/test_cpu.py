@@ -21,7 +21,7 @@ from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from outrider.workers.ops.prompts import TorchOps
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 from outrider.workers.ops.reference import ReferenceOps
-from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, TABLE, capability, ways
+from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, capability, way
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()
@@ -154,6 +154,7 @@ def test_products(dtype, bias):
     ops = CpuOps(dtype)
     sizes = [(1, 96, 64), (5, 7, 40), (8, 133, 100), (17, 12, 31), (1, 200, 9000), (50, 70, 9001)]
     sizes += [(7, 100, 64), (10, 32, 40), (11, 33, 31), (12, 65, 64), (19, 64, 9000)]
+    sizes += [(16, 48, 320), (17, 80, 96), (33, 70, 96), (47, 130, 64), (64, 16, 32), (70, 96, 4160)]
     for rows, columns, length in sizes:
         weight = torch.randn(columns, length).to(dtype)
         shift = torch.randn(columns).to(dtype) if bias else None
@@ -177,22 +178,41 @@ def test_a_router_in_float32_beside_bfloat16():
 def test_a_large_product_is_packed(dtype):
     weight = torch.randn(SMALL[dtype] // 512 + 1, 512).to(dtype)
     project = CpuOps(dtype).pack(weight, None)
-    by_onednn = ways(dtype, LARGE_WEIGHT)[0].name == ONEDNN
+    by_onednn = way(dtype, LARGE_WEIGHT) == ONEDNN
     assert isinstance(project, PackedProjection if by_onednn else PanelProjection)
     states = torch.randn(3, 512).to(dtype)
     assert_close(project(states), REFERENCE.pack(weight, None)(states), 20.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_share_a_large_product_s_columns(dtype):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(SMALL[dtype] // 512 + 70, 512).to(dtype), torch.randn(4166).to(dtype)
+    project = PanelProjection(weight, bias[: len(weight)])
+    before = torch.get_num_threads()
+    for rows in (1, 5, 40):
+        states = torch.randn(rows, 512).to(dtype)
+        found = []
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                found.append(project(states))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(each, found[0]) for each in found)
+    assert_close(found[0], REFERENCE.pack(weight, bias[: len(weight)])(states), 23.0)
+
+
 def test_onednn_packs_what_it_can_lay_out():
     """The table leaves to oneDNN on this processor what the operation itself accepts."""
     for dtype in DTYPES:
-        by_onednn = TABLE[capability()][dtype][LARGE_WEIGHT][0].name == ONEDNN
+        by_onednn = way(dtype, LARGE_WEIGHT) == ONEDNN
         try:
             torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype), None)
         except RuntimeError:
             assert not by_onednn
         else:
-            assert by_onednn
+            assert by_onednn or (capability() == "amx" and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,9 +11,8 @@ from outrider.errors import ConfigError
 from outrider.tests.helpers.steps import assert_close
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import table
-from outrider.workers.ops.cpu import CpuOps, PackedProjection, ProjectionByRows
-from outrider.workers.ops.invariant import InvariantOps
-from outrider.workers.ops.prompts import PromptChunk
+from outrider.workers.ops.cpu import CpuOps, PackedProjection
+from outrider.workers.ops.prompts import TorchOps
 from outrider.workers.ops.protocol import AttentionSpec
 from outrider.workers.ops.reference import ReferenceOps
 
@@ -38,10 +37,7 @@ def test_every_processor_has_every_entry():
         for classes in kinds.values():
             wanted = {table.SMALL_WEIGHT, table.LARGE_WEIGHT, table.ATTENTION, table.CODES}
             assert set(classes) == wanted
-            for ways in classes.values():
-                rows = [way.fewest_rows for way in ways]
-                assert rows[0] == 1
-                assert rows == sorted(set(rows))
+            assert set(classes.values()) <= {table.KERNEL, table.ONEDNN, table.TORCH}
 
 
 def processor(monkeypatch, limit: str, supports_bf16: bool, **flags: bool) -> str:
@@ -51,6 +47,7 @@ def processor(monkeypatch, limit: str, supports_bf16: bool, **flags: bool) -> st
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supports_bf16)
+    monkeypatch.setattr(table, "may_use_tiles", lambda: True)
     return table.capability()
 
 
@@ -65,13 +62,17 @@ def test_the_limit_of_onednn_counts(monkeypatch):
     assert processor(monkeypatch, "", True, avx512_bw=True) == "avx512"
     assert processor(monkeypatch, "", True) == "avx_ne_convert"
     assert processor(monkeypatch, "", False) == "avx2"
+    monkeypatch.setattr(table, "may_use_tiles", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: every)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert table.capability() == "avx512_bf16", "where the system refuses tiles"
 
 
 def test_the_variable_forces_entries(monkeypatch):
     monkeypatch.setenv(table.VARIABLE, "amx")
-    assert table.rows_for(torch.bfloat16, table.ATTENTION, table.TORCH) == 64
-    assert table.rows_for(torch.float32, table.ATTENTION, table.TORCH) is None
-    assert table.describe(torch.bfloat16).startswith("amx; small weight: kernel, onednn from 16")
+    assert table.way(torch.bfloat16, table.LARGE_WEIGHT) == table.KERNEL
+    assert table.way(torch.float32, table.LARGE_WEIGHT) == table.ONEDNN
+    assert table.describe(torch.bfloat16).startswith("amx; small weight: kernel; large weight: k")
     monkeypatch.setenv(table.VARIABLE, "amxx")
     with pytest.raises(ConfigError, match="OUTRIDER_CPU_TABLE=amxx: allowed: amx, avx512_bf16"):
         CpuOps(torch.bfloat16)
@@ -88,7 +89,12 @@ def test_few_numbers_of_rows_reach_onednn():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(480, 320), (320, 864), (1536, 1024)], ids=str)
 def test_rows_of_a_packed_product_do_not_depend_on_their_number(dtype, size):
-    """Bit for bit, however they are filled up; one row of float32 has other sums."""
+    """Bit for bit, however they are filled up; one row of float32 has other sums.
+
+    By AMX's tiles oneDNN's sums depend on the number of rows, and the kernel multiplies.
+    """
+    if table.way(dtype, table.LARGE_WEIGHT) != table.ONEDNN:
+        pytest.skip("oneDNN does not multiply this type on this processor")
     torch.manual_seed(0)
     project = PackedProjection(torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype))
     states = torch.randn(1024, size[1]).to(dtype)
@@ -100,18 +106,6 @@ def test_rows_of_a_packed_product_do_not_depend_on_their_number(dtype, size):
     columns = torch.randn(19, size[1] + 8).to(dtype)[:, 8:]
     assert torch.equal(project(columns), project(columns.contiguous()))
     torch.testing.assert_close(project(states[:1]), expected[:1], atol=1e-3, rtol=1e-2)
-
-
-def test_a_small_weight_has_a_layout_for_few_rows_and_one_for_many(monkeypatch):
-    monkeypatch.setenv(table.VARIABLE, "amx")
-    torch.manual_seed(0)
-    weight, bias = torch.randn(320, 864).bfloat16(), torch.randn(320).bfloat16()
-    project = CpuOps(torch.bfloat16).pack(weight, bias)
-    assert isinstance(project, ProjectionByRows)
-    for rows in (1, 15, 16, 100):
-        states = torch.randn(rows, 864).bfloat16()
-        assert_close(project(states), ReferenceOps().pack(weight, bias)(states), 30.0)
-        assert torch.equal(project(states), (project.few, project.many)[rows >= 16](states))
 
 
 STEPS = {
@@ -128,15 +122,13 @@ STEPS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kind", STEPS)
-def test_attention_of_long_chunks_is_torch_s(name, dtype, kind, monkeypatch):
-    monkeypatch.setenv(table.VARIABLE, "amx")
+def test_torch_s_attention(name, dtype, kind):
     spec, rng = LAYERS[name], np.random.default_rng(1)
     lengths, trees = STEPS[kind]
     trees = [random_tree(rng, len(tree)) if tree[:3] == [-1, -1, -1] else tree for tree in trees]
     step, num_blocks = step_of(rng, lengths, trees, 16)
     shape = KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
-    own, oracle = CpuOps(dtype), ReferenceOps()
-    own._prompt_rows = 64  # in float32 too, whose errors say more
+    own, oracle = TorchOps(), ReferenceOps()
     joined = torch.randn(len(step.token_ids), spec.joined_width).to(dtype)
     caches = [KVCache([shape], num_blocks, 16, dtype, CPU) for _ in range(2)]
     for one, other in zip(*(cache._storages for cache in caches)):
@@ -151,18 +143,5 @@ def test_attention_of_long_chunks_is_torch_s(name, dtype, kind, monkeypatch):
             out = ops.rope_store_attend(joined.clone(), turned, None, plan, cache, 0, spec)
         results.append(out.clone())
         if ops is own:
-            long = sum(length >= 64 for _, length in lengths)
-            assert sum(isinstance(each, PromptChunk) for each in plan.passes) >= long
+            assert len(plan.passes) == len(lengths)
     assert_close(*results)
-
-
-def test_no_chunk_is_torch_s_without_its_entry_or_with_invariant_operations(monkeypatch):
-    step, num_blocks = step_of(np.random.default_rng(0), [(0, 150)], [[]], 16)
-    cache = KVCache([KVShape(2, 40, 40)], num_blocks, 16, torch.bfloat16, CPU)
-    monkeypatch.setenv(table.VARIABLE, "avx512_bf16")
-    assert CpuOps(torch.bfloat16).plan(step, cache).passes == ()
-    monkeypatch.setenv(table.VARIABLE, "amx")
-    assert CpuOps(torch.bfloat16).plan(step, cache).passes
-    assert InvariantOps(torch.bfloat16).plan(step, cache).passes == ()
-    short, _ = step_of(np.random.default_rng(0), [(0, 63), (900, 1)], [[], []], 16)
-    assert CpuOps(torch.bfloat16).plan(short, cache).passes == ()

@@ -214,7 +214,7 @@ def _emit_rounded(
                 emit_masked_store(builder, value, place, 2, masks[at])
 
 
-FOURPANELS, TWOPANELS = amx_tile(1), amx_tile(2)
+FOUR_PANELS, TWO_PANELS = amx_tile(1), amx_tile(2)
 
 
 @inlined
@@ -226,7 +226,7 @@ def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, ad
     tag, steps, n, to_x, to_o = result.tag, length // STEP, num_rows, rows.to_row, out.to_row
     x, o = rows.start, out.start
     if n <= ROWS:
-        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds)
+        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, n, num_columns, bias, adds)
         return
     done = 0
     while n - done > ROWS:
@@ -236,7 +236,7 @@ def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, ad
             column = half * 2 * LANES
             if column < num_columns:
                 to = o + column * result.width
-                TWOPANELS(
+                TWO_PANELS(
                     tag, x + first * to_x, x + second * to_x, to_x, group + half * 2 * PANEL,
                     steps, to + first * to_o, to + second * to_o, to_o, ROWS, num_columns - column,
                     bias + column * result.width if bias else 0, adds,
@@ -245,8 +245,8 @@ def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, ad
     if done < n and adds:  # to what is written once
         set_tiles(n - done)
         x, o = x + done * to_x, o + done * to_o
-        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, n - done, num_columns, bias, adds)
+        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, n - done, num_columns, bias, adds)
         set_tiles(ROWS)
     elif done < n:
         x, o = x + (n - ROWS) * to_x, o + (n - ROWS) * to_o
-        FOURPANELS(tag, x, x, to_x, group, steps, o, o, to_o, ROWS, num_columns, bias, adds)
+        FOUR_PANELS(tag, x, x, to_x, group, steps, o, o, to_o, ROWS, num_columns, bias, adds)

@@ -309,18 +309,24 @@ larger = _of_two(lambda b, left, right: b.select(b.fcmp_ordered(">", left, right
 smaller = _of_two(lambda b, left, right: b.select(b.fcmp_ordered("<", left, right), left, right))
 
 
-def _emit_power(builder: Any, power: Any, rest: Any, series: Sequence[float], none: Any) -> Any:
-    """2 to `power`, whole numbers, times the series of `rest`, or 0 where `none` holds."""
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
+_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+# Added to a float below 2 to the 22, it leaves the nearest whole number in the last bits.
+_ROUNDS = float(3 << 22)
+
+
+def _emit_power(builder: Any, rounded: Any, rest: Any, series: Sequence[float]) -> Any:
+    """2 to a whole number, to which `_ROUNDS` was added, times the series of `rest`."""
     value = constant(VECTOR, series[0])
     for factor in series[1:]:
         value = emit_fma(builder, value, rest, constant(VECTOR, factor))
-    exponent = builder.shl(builder.fptosi(power, WORDS), constant(WORDS, 23))
-    bits = builder.add(builder.bitcast(value, WORDS), exponent)
-    return builder.select(none, constant(VECTOR, 0.0), builder.bitcast(bits, VECTOR))
+    exponent = builder.shl(builder.bitcast(rounded, WORDS), constant(WORDS, 23))
+    return builder.bitcast(builder.add(builder.bitcast(value, WORDS), exponent), VECTOR)
 
 
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
-_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+def _emit_at_least(builder: Any, value: Any, least: float) -> Any:
+    low = constant(VECTOR, least)
+    return builder.select(builder.fcmp_ordered("<", value, low), low, value)
 
 
 @instruction
@@ -328,16 +334,16 @@ def exp(_: Any, value: Any) -> Any:
     """e to the value, within three units in the last place; 0 below -87."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        low, high = constant(VECTOR, -87.0), constant(VECTOR, 88.0)
-        value = arguments[0]
-        vanishes = builder.fcmp_ordered("<", value, low)
-        value = builder.select(vanishes, low, value)
+        high, rounds = constant(VECTOR, 88.0), constant(VECTOR, _ROUNDS)
+        vanishes = builder.fcmp_ordered("<", arguments[0], constant(VECTOR, -87.0))
+        value = _emit_at_least(builder, arguments[0], -87.0)
         value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
-        power = builder.fmul(value, constant(VECTOR, _LOG2_E))
-        power = emit_call(builder, "llvm.rint.v16f32", VECTOR, power)
+        rounded = emit_fma(builder, value, constant(VECTOR, _LOG2_E), rounds)
+        power = builder.fsub(rounded, rounds)
         rest = emit_fma(builder, power, constant(VECTOR, -_LN2_HIGH), value)
         rest = emit_fma(builder, power, constant(VECTOR, -_LN2_LOW), rest)
-        return _emit_power(builder, power, rest, _EXP, vanishes)
+        power = _emit_power(builder, rounded, rest, _EXP)
+        return builder.select(vanishes, constant(VECTOR, 0.0), power)
 
     return vector(vector), emit
 
@@ -348,15 +354,17 @@ _POWER = (0.0013264727, 0.0096715126, 0.0555073374, 0.2402224209, 0.6931469776, 
 
 @instruction
 def power_of_two(_: Any, value: Any) -> Any:
-    """2 to the value of at most 127, within two units in the last place; 0 below -126."""
+    """2 to the value of at most 127, within two units in the last place.
+
+    Below -126 it is less than 2 to the -125, and 0 from -127 down, whose exponent has no bits.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        low = constant(VECTOR, -126.0)
-        vanishes = builder.fcmp_ordered("<", arguments[0], low)
-        value = builder.select(vanishes, low, arguments[0])
-        power = emit_call(builder, "llvm.rint.v16f32", VECTOR, value)
-        rest = builder.fsub(value, power)
-        return _emit_power(builder, power, rest, _POWER, vanishes)
+        rounds = constant(VECTOR, _ROUNDS)
+        value = _emit_at_least(builder, arguments[0], -127.0)
+        rounded = builder.fadd(value, rounds)
+        rest = builder.fsub(value, builder.fsub(rounded, rounds))
+        return _emit_power(builder, rounded, rest, _POWER)
 
     return vector(vector), emit
 
