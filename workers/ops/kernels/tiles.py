@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import GROUP, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
+from . import GROUP, HAS_TILES, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
 from .amx import whole_steps
 from .panels import FLOATS, QUAD, begin_tiles, group_rows, transpose_quad, zip_rows
 from .prepare import INT64, item, item64
@@ -217,7 +217,7 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
 
 # Scratch memory of a pass of attention: its queries, and what is known of their results so far.
 
-MAX_QUERIES = 64  # rows times heads of a pass
+MAX_QUERIES = 256 if HAS_TILES else 64  # rows times heads of a pass
 LOG2_E = np.float32(1.4426950408889634)
 
 
