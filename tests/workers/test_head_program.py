@@ -70,7 +70,7 @@ def by_operations(monkeypatch):
 
     def run(work):
         with monkeypatch.context() as patch:
-            patch.setattr(HeadProgram, "takes", lambda self, num_rows, depth: False)
+            patch.setattr(HeadProgram, "takes", lambda self, depth: False)
             return work()
 
     return run
@@ -92,7 +92,7 @@ def test_drafts_and_rows_are_those_of_the_operations(
     options = {"temperature": temperature, "grants": GRANTS[grants]}
     head, found = head_drafts(folder, config, **options)
     assert head._program is not None
-    assert head._program.takes(20, 4)
+    assert head._program.takes(4)
     other, wanted = by_operations(lambda: head_drafts(folder, config, **options))
     assert found == wanted
     assert found[-1][2][-1] > 0

@@ -156,7 +156,7 @@ class CpuOps(TorchOps):
             plan.block_size,
             *[*map(Tensor.data_ptr, arrays), self.alignment_of(plan.block_size)],
         )
-        return replace(plan, integers=np.array(read, dtype=np.int64), passes=())
+        return replace(plan, integers=np.array(read, dtype=np.int64), passes=(), spread=None)
 
     def alignment_of(self, block_size: int) -> int:
         """At multiples of how many keys the first tile of a row's attention begins."""
