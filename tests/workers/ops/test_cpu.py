@@ -162,6 +162,7 @@ def test_products(dtype, bias):
         wide = torch.randn(rows, length + 3).to(dtype)
         states = wide[:, :length]
         assert_close(project(states), REFERENCE.pack(weight, shift)(states), length**0.5)
+        assert project(torch.empty(0, length, dtype=dtype)).shape == (0, columns)
         alone = torch.cat([project(states[row : row + 1]) for row in range(rows)])
         assert torch.equal(alone, project(states)), "rows are computed one like another"
 

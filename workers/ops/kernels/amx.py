@@ -219,10 +219,12 @@ FOUR_PANELS, TWO_PANELS = amx_tile(1), amx_tile(2)
 
 @inlined
 def tiled_rows(result, rows, num_rows, group, length, out, num_columns, bias, adds):
-    """All rows with a group of panels, over whole steps of units.
+    """All rows, of which there may be none, with a group of panels, over whole steps of units.
 
     `set_tiles` was called for as many rows, or 16.
     """
+    if num_rows == 0:
+        return
     tag, steps, n, to_x, to_o = result.tag, length // STEP, num_rows, rows.to_row, out.to_row
     x, o = rows.start, out.start
     if n <= ROWS:
