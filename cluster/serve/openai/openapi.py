@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from html import escape
 from typing import Any, get_args
 
@@ -169,12 +171,7 @@ def document(
     """The OpenAPI document of a server of these models and adapters of theirs; `vocab_size` is the
     smallest."""
     bodies = [body for body, _, _ in POSTS.values()]
-    shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
-    shown += [answer for table in (COMMANDS, DELETES) for answer, _ in table.values()]
-    shapes = [*bodies, *shown, answers.Error]
-    inputs: Any = [(each, "validation", TypeAdapter(each)) for each in shapes if each not in _PLAIN]
-    _, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
-    schemas = definitions["$defs"]
+    schemas = deepcopy(_shapes())
     for body in bodies:
         schema = schemas[body.__name__]
         _complete(schema, models, adapters, vocab_size, body in _STREAMED)
@@ -198,6 +195,25 @@ def document(
         "paths": paths,
         "components": {"schemas": schemas},
     }
+
+
+@cache
+def _shapes() -> dict[str, Any]:
+    """The JSON schemas of all bodies and answers, by name; they depend on no server's models."""
+    bodies = [body for body, _, _ in POSTS.values()]
+    shown = [answer for _, answer, _ in POSTS.values()] + [answer for answer, _ in GETS.values()]
+    shown += [answer for table in (COMMANDS, DELETES) for answer, _ in table.values()]
+    shapes = dict.fromkeys(each for each in [*bodies, *shown, answers.Error] if each not in _PLAIN)
+    inputs: Any = [(each, "validation", TypeAdapter(each)) for each in shapes]
+    _, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
+    schemas: dict[str, Any] = definitions["$defs"]
+    return schemas
+
+
+@cache
+def _sampling_ranges() -> dict[str, Any]:
+    found: dict[str, Any] = SamplingParams.model_json_schema(mode="validation")["properties"]
+    return found
 
 
 def _complete(
@@ -228,8 +244,7 @@ def _complete(
         properties["tokens"] = {"type": "array", "items": token_id}
     if not generates:
         return
-    ranges = SamplingParams.model_json_schema(mode="validation")["properties"]
-    for name, found in ranges.items():
+    for name, found in _sampling_ranges().items():
         simple = found.get("type") in ("number", "integer") or "anyOf" in found
         own = properties.get(name, {}).get("anyOf")
         if not simple or own is None:

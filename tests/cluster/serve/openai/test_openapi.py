@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
-from outrider.cluster.serve.openai.openapi import COMMANDS, GETS, POSTS
+from outrider.cluster.serve.openai.openapi import COMMANDS, GETS, POSTS, document
 from outrider.cluster.serve.openai.routes import build_http
 from outrider.engine.frontend import Frontend
 
@@ -69,6 +69,16 @@ def test_the_page_shows_every_route_and_needs_nothing_from_elsewhere(app: Starle
     assert {link[1:] for link in links if link.startswith("#")} <= anchors
     for field in described["components"]["schemas"]["CompletionBody"]["properties"]:
         assert field in titles, field
+
+
+def test_documents_of_several_servers_have_nothing_of_each_other() -> None:
+    one, other = document(["one"], 10), document(["two", "three"], 20, ["adapter"])
+    assert document(["one"], 10) == one
+    models = [each["components"]["schemas"]["ChatBody"] for each in (one, other)]
+    assert models[0]["properties"]["model"]["anyOf"][0] == {"const": "one"}
+    assert models[1]["properties"]["model"] == {"enum": ["two", "three", "adapter"]}
+    assert "model" not in models[0]["required"]
+    assert "model" in models[1]["required"]
 
 
 # A body may match the schema and still be refused: prompts with `max_tokens` beyond the context,
