@@ -15,13 +15,7 @@ import outrider
 from outrider.config import EngineConfig
 from outrider.config.compat.translate import translate_engine
 from outrider.errors import ConfigError
-
-ROOT = Path(outrider.__file__).resolve().parent
-PAGES = [
-    *(ROOT / name for name in ("README.md", "bench/README.md", "examples/README.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
-BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from outrider.tests.helpers.pages import BLOCK, PAGES, ROOT
 
 
 def blocks(*languages: str) -> list[tuple[Path, str]]:

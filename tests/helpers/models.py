@@ -12,25 +12,20 @@ import torch
 from .frontend import EOS, VOCAB_SIZE
 
 
-def write_models(tokenizer_path: Path, folder: Path) -> dict[str, str]:
-    """A target, and a draft model that often agrees with it; their folders by name."""
+def write_models(tokenizer_path: Path, folder: Path, **keys: Any) -> dict[str, str]:
+    """A target, and a draft model that often agrees with it; their folders by name.
+
+    Args:
+        keys: of their configuration, in place of those here.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            initializer_range=0.2,
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": EOS}
+    config = {**sizes, **layers, **ends, "initializer_range": 0.2, **keys}
+    model = LlamaForCausalLM(LlamaConfig(**config))
     paths = {}
     for name in ("target", "draft"):
         model.save_pretrained(folder / name)

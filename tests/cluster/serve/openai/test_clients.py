@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,18 +20,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import uvicorn
 
+from outrider.client import ResumingTransport
 from outrider.cluster.serve.metrics import EdgeMetrics
 from outrider.cluster.serve.openai.calls import Edge
 from outrider.cluster.serve.openai.engine_client import LocalClient
+from outrider.cluster.serve.openai.resuming import ResumePolicy
 from outrider.cluster.serve.openai.routes import build_http
+from outrider.cluster.serve.resume_tokens import TokenStore
 from outrider.engine.frontend import Frontend
+from outrider.tests.helpers.adapters import write_adapter
 from outrider.tests.helpers.engines import engine_of
+from outrider.tests.helpers.head_files import eagle_tensors, write_eagle
 from outrider.tests.helpers.models import write_models
+from outrider.tests.helpers.pages import BLOCK, PAGES, ROOT
 
-ROOT = Path(__file__).resolve().parents[4]
 FOLDER = Path(os.environ.get("OUTRIDER_CLIENTS", ROOT / ".clients"))
 SCRIPTS = ROOT / "tests/helpers/clients"
 PACKAGES = {  # by client: the package whose version counts
@@ -42,6 +50,7 @@ PACKAGES = {  # by client: the package whose version counts
     "guidellm": "guidellm",
 }
 OFFICIAL = ("openai", "anthropic")  # in the environment of the tests itself
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -55,10 +64,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tokenizer_path: Path, tmp_path_factory: Any) -> Iterator[Served]:
-    models = write_models(tokenizer_path, tmp_path_factory.mktemp("clients"))
-    section = {"decoding_type": "NGram", "max_draft_len": 4}
-    with engine_of(models["target"], section, served_model_name="tiny") as engine:
-        edge = Edge(LocalClient(engine), Frontend(engine._config, engine.info), EdgeMetrics("tiny"))
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 1024}  # the tokens are short
+    models = write_models(tokenizer_path, tmp_path_factory.mktemp("clients"), **sizes)
+    keys = {"served_model_name": "tiny", "enable_lora": True}
+    with engine_of(models["target"], NGRAM, **keys) as engine:
+        frontend = Frontend(engine._config, engine.info)
+        client, policy = LocalClient(engine, TokenStore(30.0)), ResumePolicy(enabled=True)
+        edge = Edge(client, frontend, EdgeMetrics("tiny"), resuming=policy)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(build_http(edge), log_level="critical"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -226,3 +238,108 @@ def test_vllms_benchmark(served: Served, tmp_path: Path, backend: str, path: str
     assert result["total_input_tokens"] >= 6 * 20
     assert result["spec_decode_num_drafts"] > 0, "it reads how drafts fare at /metrics"
     assert result["spec_decode_draft_tokens"] >= result["spec_decode_num_drafts"]
+
+
+# -- what the pages show of the official clients
+
+
+CODE = "def add(a, b):\n    return a + b\n"
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["cat"]}}, "required": ["name"]}
+NOT_RUN = {
+    "lm_eval --model": "the task's questions are a download; `test_lm_eval` runs the client",
+    "curl localhost:8000/init_weights": "a trainer takes part: tests/cluster/test_weights.py",
+    "curl localhost:8000/admin/adaptation": "a round of training: tests/engine/test_adaptation.py",
+}
+"""Blocks that are shown and not run, by how they begin, and why."""
+
+
+def shown_blocks() -> list[tuple[str, str, str]]:
+    """Page, language and text of the blocks of clients that the tests of pages leave out."""
+    server = re.compile(r"localhost:8000|127\.0\.0\.1:8000|\bclient\.\w+\.")
+    return [
+        (page.relative_to(ROOT).as_posix(), language, text)
+        for page in PAGES
+        for language, info, text in BLOCK.findall(page.read_text())
+        if server.search(text)
+        and ("notest" in info or (language in ("sh", "bash") and "curl " in text))
+    ]
+
+
+RUN = [each for each in shown_blocks() if not each[2].startswith(tuple(NOT_RUN))]
+
+
+@dataclass
+class Shown:
+    """What stands for the server, the model and the folders that pages name."""
+
+    url: str  # without /v1
+    folder: Path
+    files: dict[str, str]
+
+    def of(self, text: str) -> str:
+        """The block, for this server."""
+        for name, own in self.files.items():
+            text = text.replace(name, own)
+        text = re.sub(r"(http://)?(localhost|127\.0\.0\.1):8000", self.url, text)
+        return text.replace('"target"', '"tiny"')
+
+    def run_python(self, text: str) -> None:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        assumed = {"client": client, "schema": SCHEMA, "code": CODE, "openai": openai}
+        assumed |= {"httpx": httpx, "ResumingTransport": ResumingTransport}
+        exec(compile(self.of(text), "page", "exec"), assumed)
+        if (stream := assumed.get("stream")) is not None:
+            for _ in stream if isinstance(stream, openai.Stream) else ():
+                pass
+
+    def draft_by(self, section: dict[str, Any]) -> None:
+        """Replaces all drafters of the server."""
+        body = {"speculative_config": section}
+        answer = httpx.post(f"{self.url}/admin/drafters", json=body, timeout=60)
+        assert answer.is_success, answer.text
+
+    def run_shell(self, text: str) -> None:
+        """Line by line, as a user's shell; a trace that has begun gets a request."""
+        for line in self.of(text).replace("\\\n", " ").splitlines():
+            word, _, rest = line.partition(" ")
+            command = {
+                "curl": f"curl -sS --fail-with-body {rest}",
+                "outrider": f"{sys.executable} -m outrider {rest}",
+            }[word]
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, (line, done.stdout, done.stderr)
+            if '"action": "start"' in line:
+                self.run_python("client.completions.create(model='tiny', prompt='the cat')")
+
+
+@pytest.fixture
+def shown(served: Served, tmp_path: Path) -> Shown:
+    head = write_eagle(tmp_path / "head", *eagle_tensors(served.model, 3))
+    adapter = write_adapter(tmp_path / "adapter", served.model)
+    url = served.url.removesuffix("/v1")
+    files = {"/checkpoints/step-200": served.model, "/heads/v2": head, "/loras/sql": adapter}
+    return Shown(url, tmp_path, files)
+
+
+@pytest.mark.parametrize(("page", "language", "text"), RUN)
+def test_what_a_page_shows_runs(shown: Shown, page: str, language: str, text: str) -> None:
+    """A block of Python, or a shell's, against this server; the page may assume a client."""
+    run_block = shown.run_python if language == "python" else shown.run_shell
+    if '"replaces": "eagle3"' not in text:
+        run_block(text)
+        return
+    shown.draft_by({"decoding_type": "Eagle3", "speculative_model": shown.files["/heads/v2"]})
+    run_block(text)
+    shown.draft_by(NGRAM)
+
+
+def test_blocks_that_are_not_run_are_on_pages() -> None:
+    texts = [text for _, _, text in shown_blocks()]
+    assert all(any(text.startswith(begin) for text in texts) for begin in NOT_RUN)
+    assert len(RUN) == len(texts) - len(NOT_RUN)
