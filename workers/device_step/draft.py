@@ -9,6 +9,7 @@ committed rows are where its block table says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import torch
@@ -154,11 +155,14 @@ class DeviceHead:
         service, ids = self._service, self._head.target_ids
         ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
         num_drafts, device = len(base), base.device
+        by_seat = cache(lambda: seat_settings(self._seats, layout.seats))  # for all levels
 
         def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings]:
             """Positions and settings of `width` levels' rows."""
+            if width == 1:
+                return base + (level + 2), by_seat()
             positions = base[:, None] + torch.arange(level + 2, level + 2 + width, device=device)
-            seats = layout.seats if width == 1 else layout.seats.repeat_interleave(width)
+            seats = layout.seats.repeat_interleave(width)
             return positions.flatten(), seat_settings(self._seats, seats)
 
         def from_parts(read: Tensor, level: int) -> Tensor:

@@ -60,14 +60,12 @@ def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
     context = seats.lengths.index_select(0, who) - 1
     before = context.index_select(0, seqs)
     token_ids = seats.tokens.view(-1).index_select(0, row_seats * sizes.width + before)
-    index, positions, depths = before + lanes, before, torch.zeros_like(lanes)
-    is_node = torch.zeros_like(lanes, dtype=torch.bool)
+    index, positions = before + lanes, before
     jumps: tuple[Tensor, ...] = ()
     tables = seats.tables.index_select(0, who)
     spare_slot = sizes.num_blocks * sizes.block_size
     columns = seqs * sizes.num_columns + index // sizes.block_size
     slots = tables.view(-1).index_select(0, columns) * sizes.block_size + index % sizes.block_size
-    words = torch.zeros((shape.num_rows, 1), dtype=torch.int64, device=device)
     if shape.num_nodes:
         is_node, tokens, parents = seats.step_nodes(shape, row_seats, seqs, lanes)
         is_root = lanes == 0
@@ -80,6 +78,9 @@ def lay_out(seats: DeviceSeats, shape: StepShape) -> DeviceLayout:
             words = words | words.index_select(0, above)
         positions = before + depths
         slots = torch.where(is_node | is_root, slots, spare_slot)
+    else:
+        is_node, depths = torch.zeros_like(lanes, dtype=torch.bool), torch.zeros_like(lanes)
+        words = torch.zeros((shape.num_rows, 1), dtype=torch.int64, device=device)
     plan = PagedStep(
         token_ids=token_ids,
         positions=positions,
@@ -123,7 +124,7 @@ def bits(
     if num_nodes <= WORD_BITS:
         return bit[:, None]
     words = torch.arange(-(-num_nodes // WORD_BITS), device=nodes.device)
-    return torch.where((nodes // WORD_BITS)[:, None] == words, bit[:, None], 0)
+    return bit[:, None] * ((nodes // WORD_BITS)[:, None] == words)
 
 
 def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_rows] int64
@@ -185,8 +186,7 @@ def update(
     written = accepted & layout.is_real & (seats.appends > 0)
     places = layout.row_seats * seats.sizes.width + layout.plan.positions + 1
     spare = seats.sizes.num_seats * seats.sizes.width
-    values = torch.where(written, drawn, 0)
-    seats.tokens.view(-1).index_copy_(0, torch.where(written, places, spare), values)
+    seats.tokens.view(-1).index_copy_(0, torch.where(written, places, spare), drawn * written)
     numbers = written.to(torch.int32)
     seats.lengths.index_add_(0, layout.row_seats, numbers)
     if counts_tokens and seats.edits is not None:
@@ -201,7 +201,7 @@ def last_rows(
     """The deepest accepted row of every sequence, and the number of its accepted rows."""
     rows = torch.arange(len(accepted), device=accepted.device)
     roots = layout.plan.query_start[:-1].long().clamp(max=len(accepted) - 1)
-    last = roots.scatter_reduce(0, layout.seqs, torch.where(accepted, rows, 0), "amax")
+    last = roots.scatter_reduce(0, layout.seqs, rows * accepted, "amax")
     return last, layout.depths.index_select(0, last) + 1
 
 
@@ -238,7 +238,7 @@ class Share:
 
 
 Part = tuple[Tensor, Tensor]
-"""Each row's best score of one rank, float32, and its token, int32; each [num_rows]."""
+"""Each row's best score of one rank, float32, and its token; each [num_rows]."""
 
 
 def draw_part(
@@ -254,15 +254,15 @@ def draw_part(
         return scores, columns + tokens
     if not len(tokens):
         return scores, columns
-    return scores, tokens[columns.long()].to(torch.int32)
+    return scores, tokens.index_select(0, columns)
 
 
-def best_of_ranks(part: Part, collective: Collective) -> Tensor:  # [num_rows] int32
+def best_of_ranks(part: Part, collective: Collective) -> Tensor:  # [num_rows]
     """The best of all ranks' tokens; the same on every rank."""
     scores, tokens = part
     if collective.size == 1:
         return tokens
-    own = torch.stack([scores.view(torch.int32), tokens], dim=1)[:, None]
+    own = torch.stack([scores.view(torch.int32), tokens.to(torch.int32)], dim=1)[:, None]
     every = collective.all_gather(own, dim=1)  # [num_rows, size, 2]
     best = every[:, :, 0].contiguous().view(torch.float32).argmax(1, keepdim=True)
     return every[:, :, 1].gather(1, best)[:, 0]
