@@ -24,7 +24,7 @@ from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, IntArray, Request, Verdict, ints
 from .head_drafters import Colocated
 from .lookup.prediction import predictions
-from .protocol import Drafter, DrafterStats, DraftFault, NoDrafter
+from .protocol import Drafter, DrafterStats, DraftFault, MissedDeadlineError, NoDrafter
 
 log = logging.getLogger(__name__)
 
@@ -383,13 +383,17 @@ class Drafting:
                 left = error.drafts if isinstance(error, DraftFault) else None
                 return _FAILED if left is None else left
             self.stats.faults += 1
-            self._last_fault = f"{verb}: {error.__cause__ or error}"[:_MAX_FAULT_CHARS]
-            kind = (verb, type(error.__cause__ or error))
+            cause = error.__cause__ or error
+            self._last_fault = f"{verb}: {cause}"[:_MAX_FAULT_CHARS]
+            kind = (verb, type(cause))
             is_new = kind not in self._logged and len(self._logged) < _MAX_LOGGED
             if is_new:
                 self._logged.add(kind)
-            level, text = logging.ERROR if is_new else logging.DEBUG, "its drafts are lost"
-            log.log(level, "drafter %s failed in %s; %s", self.name, verb, text, exc_info=True)
+            if isinstance(cause, MissedDeadlineError):  # expected of workers that may be stopped
+                log.log(logging.WARNING if is_new else logging.DEBUG, "drafter %s: %s", self.name, cause)
+            else:
+                level, text = logging.ERROR if is_new else logging.DEBUG, "its drafts are lost"
+                log.log(level, "drafter %s failed in %s; %s", self.name, verb, text, exc_info=True)
             left = error.drafts if isinstance(error, DraftFault) else None
             return _FAILED if left is None else left
 

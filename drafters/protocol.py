@@ -202,6 +202,10 @@ class Drafter:
         return Health()
 
 
+class MissedDeadlineError(TimeoutError):
+    """A drafter's workers have not answered in time, as any that are stopped do not."""
+
+
 class OwnWorkers:
     """What drafters share whose model has workers of its own, which may be slow or lost."""
 
@@ -219,20 +223,21 @@ class OwnWorkers:
         if self._late:
             return Health(
                 "late",
-                f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without "
-                "drafts until one is in time",
+                f"{self._lateness()}; steps run without drafts until one is in time",
             )
         return Health()
 
     def shutdown(self) -> None:
         self._model.shutdown()
 
-    def _missed(self) -> TimeoutError:
+    def _missed(self) -> MissedDeadlineError:
         """The error of a missed deadline, which is raised once."""
         self._late = True
-        return TimeoutError(
-            f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
-        )
+        return MissedDeadlineError(f"{self._lateness()}; steps run without drafts")
+
+    def _lateness(self) -> str:
+        """Within which time there was no draft."""
+        return f"no draft within {self._timeout_s:g} s (draft_timeout_s)"
 
     def _recovered(self) -> bool:
         """Whether the model is up again; its cache is then empty."""

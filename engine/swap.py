@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -341,6 +342,7 @@ class Changing(ABC):
         self._num_updates = 0
         self._sent: str | None = None  # what became of weights that a trainer has sent
         self._sent_id = ""  # of those, where they were staged
+        self._staged = ("", 0.0)  # id of weights that ranks keep until they are served, since when
         self._sleep_level = 0
         self.on_lack: list[Callable[[], None]] = []  # called where `lacks_weights` changes
 
@@ -504,7 +506,9 @@ class Changing(ABC):
         def take() -> None:
             with self._recovering():
                 self._host.target_group.take_weights(sent, self._config.step_timeout_s)
-            if sent.until == "take":
+            if sent.until == "stage":
+                self._staged = (sent.id, time.monotonic())
+            elif sent.until == "take":
                 self._have_taken(sent.id)
 
         self._change(mode, take)
@@ -525,6 +529,7 @@ class Changing(ABC):
         def take() -> None:
             with self._recovering():
                 self._host.target_group.take_sent(sent_id)
+            self._staged = ("", 0.0)
             if sent_id:
                 self._have_taken(sent_id)
 
@@ -533,6 +538,22 @@ class Changing(ABC):
         except ConfigError:
             return False
         return True
+
+    def staged(self, for_s: float) -> str:
+        """Id of weights that have been staged for at least so long; "": there are none."""
+        staged_id, since_s = self._staged
+        return staged_id if staged_id and time.monotonic() - since_s >= for_s else ""
+
+    def drop_staged(self, staged_id: str) -> None:
+        """Frees these, unless they are served or others came meanwhile (raises as above)."""
+
+        def drop() -> None:
+            if self._staged[0] == staged_id:
+                self._staged = ("", 0.0)
+                with self._recovering():
+                    self._host.target_group.take_sent("")
+
+        self._change("keep", drop)
 
     def _have_taken(self, sent_id: str) -> None:
         self._loop.scheduler.requeue_all()

@@ -16,6 +16,7 @@ from ...engine.weights import PauseMode
 from .args import DeploymentConfig, autoscaling
 
 ENGINE = "Engine"
+UPDATE_TIMEOUT_S = 1800.0  # for an ingress's call to all engines: requests may have to end first
 SETTLE_S = 5.0  # that Serve waits beyond the time that running requests have
 _ROUTER = "outrider.cluster.serve.engines:EngineRouter"
 

@@ -29,12 +29,13 @@ from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
 from .edge import EngineDoor, failure_of
 from .metrics import RayMetrics
-from .models import HeldCheck, ServedModel, WeightsBoard, WeightsNote
+from .models import UPDATE_TIMEOUT_S, HeldCheck, ServedModel, WeightsBoard, WeightsNote
 from .resume_tokens import TokenStore
 from .telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.1
+_STAGED_S = UPDATE_TIMEOUT_S + 60.0  # later, no ingress that lives still waits to write its note
 _REPORT_S = 5.0  # to Ray, whose exporter takes what is new every 10 s
 _MAX_FOLDER_LEN = 75  # of 107 bytes that a Unix socket's path may have
 
@@ -233,6 +234,20 @@ class WeightsFollower:
         note = self._board.read()
         if note is not None and note.id != self._served and not self._lock.locked():
             start_thread("weights", self._catch_up)
+        elif self._engine.staged(_STAGED_S) and not self._lock.locked():
+            start_thread("weights", self._drop_staged)
+
+    def _drop_staged(self) -> None:
+        """Frees weights whose ingress died before it wrote the note that names them."""
+        with self._lock:
+            staged_id, note = self._engine.staged(_STAGED_S), self._board.read()
+            if not staged_id or (note is not None and note.sent == staged_id):
+                return
+            log.warning("weights from a trainer are dropped: the update did not go ahead")
+            try:
+                self._engine.drop_staged(staged_id)
+            except OutriderError as error:
+                log.error("the weights are not dropped: %s", error.message)
 
     def _catch_up(self) -> None:
         try:

@@ -25,7 +25,7 @@ from ...scheduler.types import Delta, Request, SpeculationUsage, ints
 from ...workers.spec import SentWeights, TrainerLink
 from .edge import EdgeLostError, error_of
 from .engines import Engines
-from .models import WeightsBoard, WeightsNote
+from .models import UPDATE_TIMEOUT_S, WeightsBoard, WeightsNote
 from .resume_tokens import ResumeTokens, longer
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ _MAX_LOSSES = 4
 _BACKOFF_S = 0.5  # after the second loss, doubled with every further one
 _STATS_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 1.0
-_UPDATE_TIMEOUT_S = 1800.0  # requests may have to end first
 _LOST = (EdgeLostError, EngineDeadError)
 
 
@@ -194,7 +193,7 @@ class ServeClient:
             OutriderError: the first that an engine raised; names that engine.
         """
         try:
-            answers = await self._engines.ask(verb, timeout_s=_UPDATE_TIMEOUT_S, each=each)
+            answers = await self._engines.ask(verb, timeout_s=UPDATE_TIMEOUT_S, each=each)
         except TimeoutError:
             answers = {}
         for name in sorted(answers):
@@ -272,7 +271,7 @@ class ServeClient:
         """What every engine answers, by name; raises `EngineDeadError` where one did not."""
         wanted = {link.name for link in self._engines.links}
         try:
-            answers = await self._engines.ask(verb, *arguments, timeout_s=_UPDATE_TIMEOUT_S)
+            answers = await self._engines.ask(verb, *arguments, timeout_s=UPDATE_TIMEOUT_S)
         except TimeoutError:
             answers = {}
         missing = wanted.intersection(link.name for link in self._engines.links) - answers.keys()

@@ -122,6 +122,7 @@ class FakeEngine:
         self.on_lack: list[Callable[[], None]] = []
         self.lacks_weights = False
         self.links: list[TrainerLink] = []  # to a trainer
+        self.staged_s = 0.0  # since the last were staged
         self.sent: list[tuple[str, str]] = []  # by a trainer: what became of which
         self.sleeps: list[tuple[Any, ...]] = []
         self.served_adapters: dict[str, str] = {}
@@ -263,6 +264,13 @@ class FakeEngine:
         has_it = ("stage", sent_id) in self.sent
         self.sent.append(("taken" if has_it else "dropped", sent_id))
         return has_it
+
+    def staged(self, for_s: float) -> str:
+        verb, sent_id = self.sent[-1] if self.sent else ("", "")
+        return sent_id if verb == "stage" and self.staged_s >= for_s else ""
+
+    def drop_staged(self, staged_id: str) -> None:
+        self.sent.append(("dropped", staged_id))
 
     def lose_weights(self) -> None:
         self.lacks_weights = True

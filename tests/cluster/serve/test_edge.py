@@ -632,6 +632,24 @@ def test_an_engine_follows_what_it_has_missed(make_engine: Callable[..., Any]) -
     wait_for(failed)  # Serve replaces it, since it has other weights than the rest
 
 
+def test_weights_of_an_ingress_that_died_are_freed(make_engine: Callable[..., Any]) -> None:
+    """Not before all ingresses that live have written their note, nor if the note names them."""
+    engine, board = make_engine(), Board()
+    follower = WeightsFollower(engine, board)
+    engine.sent.append(("stage", "one"))
+    engine.staged_s = serve_client.UPDATE_TIMEOUT_S
+    follower.look()
+    assert engine.sent == [("stage", "one")]
+    engine.staged_s += 120.0
+    follower.look()
+    wait_for(lambda: engine.sent[1:] == [("dropped", "one")])
+    engine.sent.append(("stage", "two"))
+    board.write(WeightsNote(sent="two"))
+    follower._drop_staged()
+    follower.look()
+    wait_for(lambda: engine.sent[2:] == [("stage", "two"), ("taken", "two")])
+
+
 def test_abort_and_hanging_up_end_a_request(make_engine: Callable[..., Any]) -> None:
     async def main() -> None:
         async with cluster(make_engine) as here:
