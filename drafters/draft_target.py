@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,9 +63,6 @@ from .speculation_cache import SpeculationCache, chain_of, common_prefix
 log = logging.getLogger(__name__)
 _ALL = 1 << 20  # more nodes than a sequence has: each is computed in a forward of its own
 _FEW_TOKENS = 64  # not computed yet, for which a step may wait
-_MIN_WAIT_S = 0.15  # for a member, however fast it was
-_WAIT_RATIO = 4  # of a wait for a member to the median of what its drafts have taken
-_NUM_WAITS = 8  # drafts of which that is the median
 _PREFIX_TOKENS = 64  # that decide the member, with `drafter_routing: prefix`
 
 
@@ -116,9 +111,6 @@ class DraftTarget(OwnWorkers, Drafter):
         self._asked: list[int] | None = None  # rows of the batch whose chains are awaited
         self.load = 0.0  # share of the last second that the model drafted for other engines
         self.deadline_s: float | None = None  # of the clock; no wait goes beyond it
-        self.follows_pace = False  # waits are by what drafts have taken, up to `draft_timeout_s`
-        self._taken_s: deque[float] = deque(maxlen=_NUM_WAITS)  # by the last drafts
-        self._waited_s = self._timeout_s  # most that the last wait could take
         self._cache: SpeculationCache | None = None
         if config.speculation_cache is not None:
             # With masks, every drafted token but the first has a row in the same forward.
@@ -363,8 +355,6 @@ class DraftTarget(OwnWorkers, Drafter):
         pending, self._pending = self._pending, None
         assert pending is not None
         start = self.clock()
-        if timeout_s:
-            timeout_s = self._waited_s = self._wait_s(pending)
         if self.deadline_s is not None:
             timeout_s = min(timeout_s, max(0.0, self.deadline_s - start))
         try:
@@ -388,9 +378,6 @@ class DraftTarget(OwnWorkers, Drafter):
         self._count_computed(pending)
         # If a long step delayed the first poll, the model may still have answered in time.
         took_s = self.clock() - pending.asked_at
-        if self._is_usual(pending):  # one that was in time took no longer than was waited for it
-            in_time_s = max(self.clock() - start, drafted.forward_ms / 1e3)
-            self._taken_s.append(took_s if pending.num_polls else in_time_s)
         if took_s < self._timeout_s or (
             pending.num_polls == 1 and drafted.forward_ms < self._timeout_s * 1e3
         ):
@@ -406,26 +393,6 @@ class DraftTarget(OwnWorkers, Drafter):
                 ]
                 self._cache.store(drafted, ids, pending.known, pending.chains)
         return drafted
-
-    @staticmethod
-    def _is_usual(pending: _Pending) -> bool:
-        """Whether it computes no long part of a prompt, which takes a time of its own."""
-        return all(row.num_chunk <= _FEW_TOKENS for row in pending.rows)
-
-    def _wait_s(self, pending: _Pending) -> float:
-        """How long a step waits for this one."""
-        if not self.follows_pace or len(self._taken_s) < _NUM_WAITS or not self._is_usual(pending):
-            return self._timeout_s
-        usual_s = _WAIT_RATIO * statistics.median(self._taken_s)
-        return min(max(usual_s, _MIN_WAIT_S), self._timeout_s)
-
-    def _lateness(self) -> str:
-        if self._waited_s >= self._timeout_s:
-            return super()._lateness()
-        return (
-            f"no draft within {self._waited_s:.3g} s, {_WAIT_RATIO} times what its last drafts "
-            f"took (draft_timeout_s {self._timeout_s:g} at most)"
-        )
 
     def _is_open(self, sequence: PagedTokens) -> bool:
         return self._sequences.get(sequence.request.id) is sequence
@@ -447,7 +414,6 @@ class DraftTarget(OwnWorkers, Drafter):
         self._down = reason or "it died"
         self._late = False
         self._pending = None
-        self._taken_s.clear()  # others take its place
 
     def _rows(
         self,
@@ -698,7 +664,6 @@ class Members(Drafter):
         self._refusal = ""
         if self.cache_counts is not None:
             drafter.share_counts(self.cache_counts)
-        drafter.follows_pace = True
         self._drafters[name] = drafter
 
     def _route(self, route: _Routed, up: list[str]) -> None:

@@ -223,7 +223,8 @@ class OwnWorkers:
         if self._late:
             return Health(
                 "late",
-                f"{self._lateness()}; steps run without drafts until one is in time",
+                f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without "
+                "drafts until one is in time",
             )
         return Health()
 
@@ -233,11 +234,9 @@ class OwnWorkers:
     def _missed(self) -> MissedDeadlineError:
         """The error of a missed deadline, which is raised once."""
         self._late = True
-        return MissedDeadlineError(f"{self._lateness()}; steps run without drafts")
-
-    def _lateness(self) -> str:
-        """Within which time there was no draft."""
-        return f"no draft within {self._timeout_s:g} s (draft_timeout_s)"
+        return MissedDeadlineError(
+            f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
+        )
 
     def _recovered(self) -> bool:
         """Whether the model is up again; its cache is then empty."""
