@@ -390,7 +390,9 @@ class Drafting:
             if is_new:
                 self._logged.add(kind)
             if isinstance(cause, MissedDeadlineError):  # expected of workers that may be stopped
-                log.log(logging.WARNING if is_new else logging.DEBUG, "drafter %s: %s", self.name, cause)
+                log.log(
+                    logging.WARNING if is_new else logging.DEBUG, "drafter %s: %s", self.name, cause
+                )
             else:
                 level, text = logging.ERROR if is_new else logging.DEBUG, "its drafts are lost"
                 log.log(level, "drafter %s failed in %s; %s", self.name, verb, text, exc_info=True)

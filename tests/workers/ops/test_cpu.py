@@ -154,7 +154,14 @@ def test_products(dtype, bias):
     ops = CpuOps(dtype)
     sizes = [(1, 96, 64), (5, 7, 40), (8, 133, 100), (17, 12, 31), (1, 200, 9000), (50, 70, 9001)]
     sizes += [(7, 100, 64), (10, 32, 40), (11, 33, 31), (12, 65, 64), (19, 64, 9000)]
-    sizes += [(16, 48, 320), (17, 80, 96), (33, 70, 96), (47, 130, 64), (64, 16, 32), (70, 96, 4160)]
+    sizes += [
+        (16, 48, 320),
+        (17, 80, 96),
+        (33, 70, 96),
+        (47, 130, 64),
+        (64, 16, 32),
+        (70, 96, 4160),
+    ]
     for rows, columns, length in sizes:
         weight = torch.randn(columns, length).to(dtype)
         shift = torch.randn(columns).to(dtype) if bias else None
