@@ -19,10 +19,8 @@ from rich.console import Console
 
 from ...workers.attention import KVCache, KVShape
 from ...workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
-from ...workers.ops.prompts import passes_of
 from ...workers.ops.protocol import AttentionSpec
 from ...workers.ops.table import (
-    ATTENTION,
     KERNEL,
     LARGE_WEIGHT,
     ONEDNN,
@@ -32,6 +30,7 @@ from ...workers.ops.table import (
     capability,
     describe,
 )
+from ...workers.ops.torch_ops import passes_of
 from ..forward import BLOCK_SIZE, DTYPES, prompt_step
 from ..measure import Pair, timed
 
@@ -46,6 +45,7 @@ SHAPES = (
 )
 HEADS = ((8, 2, 40), (9, 3, 64), (16, 8, 64), (32, 8, 128))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+_ATTENTION = "attention"
 LENGTHS = (64, 128, 256, 512, 1500)
 
 
@@ -78,7 +78,7 @@ def attention(dtype: torch.dtype) -> Iterator[tuple[str, int, Pair]]:
             ours = partial(chunk.attend, query, cache.keys[0], cache.values[0], spec, out)
             reference = partial(ops.rope_store_attend, joined, None, None, plan, cache, 0, spec)
             case = f"heads {heads}/{kv_heads} x {dim}"
-            yield ATTENTION, rows, Pair(case, str(rows), ours, reference)
+            yield _ATTENTION, rows, Pair(case, str(rows), ours, reference)
 
 
 @torch.inference_mode()
@@ -88,6 +88,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     torch.set_num_threads(1)
     console = Console(width=140)
     for dtype in options.dtype:
@@ -102,7 +104,7 @@ def main() -> None:
                 console.print(f"| {pair.part} | {rows} | {times} |")
                 found.setdefault(what, []).append(each.ratio)
         for what, ratios in found.items():
-            other = TORCH if what == ATTENTION else ONEDNN
+            other = TORCH if what == _ATTENTION else ONEDNN
             quicker = other if statistics.median(ratios) < 1 else KERNEL
             console.print(f"{capability()}, {dtype}, {what}: {quicker}")
 

@@ -13,8 +13,8 @@ from outrider.scheduler.types import Draft, ints
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import PlannedOps, ReferenceOps
 from outrider.workers.ops.cpu import CpuOps
-from outrider.workers.ops.prompts import TorchOps
 from outrider.workers.ops.protocol import AttentionSpec
+from outrider.workers.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 200

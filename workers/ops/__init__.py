@@ -17,9 +17,9 @@ from ...errors import ConfigError
 from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
 from .plan import PagedStep, plan_step
-from .prompts import TorchOps
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
+from .torch_ops import TorchOps
 
 __all__ = [
     "DeviceOps",

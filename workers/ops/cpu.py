@@ -63,7 +63,6 @@ from .kernels.prepare import (
 from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes, whole_row
 from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
-from .prompts import TorchOps
 from .protocol import (
     AttentionSpec,
     Experts,
@@ -87,6 +86,7 @@ from .table import (
     filled_rows,
     way,
 )
+from .torch_ops import TorchOps
 
 ALONE = (0, 0, 1, 0)  # one thread computes all (`Claims`)
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)

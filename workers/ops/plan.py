@@ -141,7 +141,7 @@ class PagedStep:
     turn: Turn | None = None  # of a part of a step
     adapters: IntArray | None = None  # [num_tokens], on the host; 0: none. None: no row has one
     integers: NDArray[np.int64] | None = None  # what CPU kernels read of the step, addresses mostly
-    passes: tuple[Any, ...] = ()  # of torch's attention (`prompts.py`)
+    passes: tuple[Any, ...] = ()  # of torch's attention (`torch_ops.py`)
     spread: PagedStep | None = None  # for attention, nodes of trees apart (`invariant.py`)
     derived: dict[Any, Any] = field(default_factory=dict)  # what operations made of the arrays
 

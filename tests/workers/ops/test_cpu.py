@@ -18,10 +18,10 @@ from outrider.tests.helpers.steps import assert_close, assert_norms
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.ops import make_ops
 from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
-from outrider.workers.ops.prompts import TorchOps
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
 from outrider.workers.ops.reference import ReferenceOps
 from outrider.workers.ops.table import LARGE_WEIGHT, ONEDNN, SMALL, capability, way
+from outrider.workers.ops.torch_ops import TorchOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()

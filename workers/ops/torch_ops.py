@@ -29,7 +29,7 @@ MAX_FOLDED = 64  # rows; the repeated mask of more costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
+class SequenceRows:
     """One sequence's new rows."""
 
     begin: int  # the first row of the step
@@ -86,7 +86,7 @@ class PromptChunk:
         return self._masks[reach]
 
 
-def passes_of(plan: PagedStep) -> Iterator[PromptChunk]:
+def passes_of(plan: PagedStep) -> Iterator[SequenceRows]:
     """A step cut into its sequences."""
     for seq, (begin, end) in enumerate(pairwise(plan.query_start.tolist())):
         if begin == end:
@@ -95,7 +95,7 @@ def passes_of(plan: PagedStep) -> Iterator[PromptChunk]:
         index = torch.arange(num_keys, device=plan.slots.device)
         blocks = plan.block_tables[seq].long()[index // plan.block_size]
         slots = blocks * plan.block_size + index % plan.block_size
-        yield PromptChunk(begin, part_of(plan, begin, end), slots)
+        yield SequenceRows(begin, part_of(plan, begin, end), slots)
 
 
 class TorchOps(ReferenceOps):
