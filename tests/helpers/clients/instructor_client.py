@@ -4,11 +4,13 @@ import sys
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Pet(BaseModel):
-    """An answer's fields."""
+    """An answer's fields, and no others: a random model would go on inventing some."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=4)
     legs: int = Field(ge=0, le=9)
