@@ -391,6 +391,14 @@ class Tape(TorchDispatchMode):
             self._made[id(each)] = each  # ids are not used again
         return Operation(name, _num_bytes(list(given.values())))
 
+    def settle(self, name: str, given: dict[str, Any]) -> Operation:
+        """Of the seats, each row writes its token, and may count it."""
+        seats = [given[each] for each in ("tokens", "lengths", "counts")]
+        rows = [each for key, each in given.items() if key not in ("tokens", "lengths", "counts")]
+        num_rows, per_row = len(given["drawn"]), 3 if given["COUNTS"] else 1
+        written = seats[0].itemsize * (num_rows * per_row + 2 * len(given["seats"]))
+        return Operation(name, _num_bytes(rows) + written)
+
     def combine(self, name: str, given: dict[str, Any]) -> Operation:
         num_parts = self._num_parts[id(given["spans"])]
         out = _num_bytes(given["out"])
@@ -432,6 +440,7 @@ class Tape(TorchDispatchMode):
 _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "attend_kernel": Tape.attend,
     "schedule_kernel": Tape.schedule,
+    "settle_kernel": Tape.settle,
     "_combine_kernel": Tape.combine,
     "_prepare_kernel": Tape.prepare,
     "_product_kernel": Tape.product,

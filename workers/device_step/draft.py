@@ -20,8 +20,8 @@ from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceOps
-from ..verify.device_settings import DeviceSettings
-from .layout import DeviceLayout, Share, best_of_ranks, draw_part, last_rows, seat_settings
+from ..verify.device_settings import DeviceSettings, Settled
+from .layout import DeviceLayout, Share, best_of_ranks, draw_part, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
@@ -88,20 +88,17 @@ class DeviceHead:
     def draft(
         self,
         layout: DeviceLayout,
-        accepted: Tensor,  # [num_rows] bool
-        drawn: Tensor,  # [num_rows] int32
+        settled: Settled,
         rows: tuple[Tensor, Tensor],  # as `rows` returns them
         shape: StepShape,
     ) -> DeviceDrafts:
         """Drafts for the next step; after the compaction."""
-        last, counts = last_rows(layout, accepted)
-        feature, read = (part.index_select(0, last) for part in rows)
-        known = layout.plan.context_lens + counts
+        feature, read = (part.index_select(0, settled.last) for part in rows)
+        known = settled.known
         base = known.long() - 1
         levels = self._levels(layout, known, base) if self._head.room else None
-        emitted = drawn.index_select(0, last).long()
         draws = self._drawing(layout, base, shape)
-        start = DraftStart(base, emitted, feature, read, levels, *draws)
+        start = DraftStart(base, settled.emitted, feature, read, levels, *draws)
         trees = self._head.expand(start, shape.num_nodes, self._service)
         seats = self._seats
         drafts = self._cut(trees, seats.step_room(shape))

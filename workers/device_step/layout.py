@@ -17,11 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..attention import KVCache
 from ..collective import Collective
 from ..ops import DeviceOps, PagedStep
 from ..ops.plan import WORD_BITS
-from ..verify.device_settings import DeviceSettings
+from ..verify.device_settings import DeviceSettings, DeviceWalk
 from .seats import DeviceSeats
 from .shape import StepShape
 
@@ -143,66 +142,30 @@ def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_ro
     )
 
 
-# -- the coupled rule's walk (the host's: `workers/verify/rules.py`), the compaction of its path
-# and the update of the seats
+# -- after the draw
 
 
-def accept(
-    layout: DeviceLayout,
-    drawn: Tensor,  # [num_rows] int32, the target's own token at every row
-) -> Tensor:  # [num_rows] bool
-    """Accepts a root, and a node that its parent's draw equals, if its ancestors are accepted.
-
-    What is drawn at an accepted row is emitted. Rows of padding sequences mean nothing.
-    """
-    is_root = layout.lanes == 0
-    if not layout.jumps:
-        return is_root
-    guessed = layout.plan.token_ids == drawn.index_select(0, layout.jumps[0])
-    passed = is_root | (layout.is_node & guessed)
-    for above in layout.jumps:
-        passed = passed & passed.index_select(0, above)
-    return passed
-
-
-def compact(layout: DeviceLayout, accepted: Tensor, cache: KVCache) -> None:
-    """Moves the accepted nodes' keys and values to where a chain's would be."""
-    moved = accepted & (layout.depths != layout.lanes)
-    place = torch.where(moved, layout.first + layout.depths, 0)
-    source = torch.where(moved, layout.slots, layout.spare_slot)
-    target = torch.where(moved, layout.slots.index_select(0, place), layout.spare_slot)
-    cache.move(source, target)
-
-
-def update(
-    seats: DeviceSeats,
-    layout: DeviceLayout,
-    accepted: Tensor,  # [num_rows] bool
-    drawn: Tensor,  # [num_rows] int32
-    *,
-    counts_tokens: bool = False,
-) -> None:
-    """Appends the emitted tokens to their seats, if the plan says so, and counts them."""
-    written = accepted & layout.is_real & (seats.appends > 0)
-    places = layout.row_seats * seats.sizes.width + layout.plan.positions + 1
-    spare = seats.sizes.num_seats * seats.sizes.width
-    seats.tokens.view(-1).index_copy_(0, torch.where(written, places, spare), drawn * written)
-    numbers = written.to(torch.int32)
-    seats.lengths.index_add_(0, layout.row_seats, numbers)
-    if counts_tokens and seats.edits is not None:
-        table = seats.edits.counts
-        table.view(-1).index_add_(0, layout.row_seats * table.shape[1] + drawn, numbers)
-
-
-def last_rows(
-    layout: DeviceLayout,
-    accepted: Tensor,  # [num_rows] bool
-) -> tuple[Tensor, Tensor]:  # each [num_seqs]: int64, int32
-    """The deepest accepted row of every sequence, and the number of its accepted rows."""
-    rows = torch.arange(len(accepted), device=accepted.device)
-    roots = layout.plan.query_start[:-1].long().clamp(max=len(accepted) - 1)
-    last = roots.scatter_reduce(0, layout.seqs, rows * accepted, "amax")
-    return last, layout.depths.index_select(0, last) + 1
+def walk_of(
+    seats: DeviceSeats, layout: DeviceLayout, shape: StepShape, *, counts_tokens: bool = False
+) -> DeviceWalk:
+    """What the walk reads, and the seats that it updates."""
+    plan, tables = layout.plan, seats.edits
+    return DeviceWalk(
+        token_ids=plan.token_ids,
+        jumps=layout.jumps,
+        ancestors=plan.ancestors,
+        depths=layout.depths,
+        slots=layout.slots,
+        query_start=plan.query_start,
+        context_lens=plan.context_lens,
+        seats=layout.seats,
+        appends=seats.appends,
+        tokens=seats.tokens,
+        lengths=seats.lengths,
+        counts=tables.counts if counts_tokens and tables is not None else None,
+        spare_slot=layout.spare_slot,
+        query_len=shape.query_len,
+    )
 
 
 # -- draws over a vocabulary that is divided among ranks

@@ -44,13 +44,11 @@ from .draft import DeviceDrafts, DeviceHead
 from .layout import (
     DeviceLayout,
     Share,
-    accept,
     best_of_ranks,
-    compact,
     draw_part,
     lay_out,
     seat_settings,
-    update,
+    walk_of,
 )
 from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
 from .shape import Sampler, StepShape, all_shapes
@@ -97,18 +95,18 @@ class DeviceStep:
             read = [hidden[layer] for layer in fed]
             torch.stack(read, dim=1, out=self._features[: shape.num_rows])
         drawn = self._draw(states, layout, shape)
-        accepted = accept(layout, drawn)
         rows = head.rows(layout, drawn, hidden) if head else None
-        if shape.num_nodes:
-            compact(layout, accepted, self.cache)
         sampled = shape.sampler is not Sampler.PLAIN  # with it, requests that have penalties
-        update(self.seats, layout, accepted, drawn, counts_tokens=sampled)
+        walk = walk_of(self.seats, layout, shape, counts_tokens=sampled)
+        settled = self._ops.settle_on_device(drawn, walk)
+        if shape.num_nodes:
+            self.cache.move(settled.source, settled.target)
         drafts: DeviceDrafts = ()
         if head and rows and shape.num_nodes:
-            drafts = head.draft(layout, accepted, drawn, rows, shape)
+            drafts = head.draft(layout, settled, rows, shape)
         elif head:
             head.drop(layout)
-        parts = [torch.where(accepted, drawn, ~drawn), *(part.view(-1) for part in drafts)]
+        parts = [settled.outcome, *(part.view(-1) for part in drafts)]
         words = sum(len(part) for part in parts)
         torch.cat(parts, out=self.outcome[:words])
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...scheduler.types import StepInput
 from ..attention import KVCache
-from ..verify.device_settings import DeviceEdits, DeviceSettings
+from ..verify.device_settings import DeviceEdits, DeviceSettings, DeviceWalk, Settled
 from .plan import PagedStep
 
 Rotation = tuple[Tensor, Tensor]
@@ -268,6 +268,15 @@ class DeviceOps(Ops, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Values [num_rows, 1 + MAX_TOP] float32, the drawn token's first, and as many int32: the
         drawn token's rank, and the ids of the most likely; of what is asked for."""
+
+    def settle_on_device(
+        self,
+        drawn: Tensor,  # [num_rows] int32, the target's own token at every row
+        walk: DeviceWalk,
+    ) -> Settled:
+        """The coupled rule's walk (the host's: `workers/verify/rules.py`): accepts a root, and a
+        node that its parent's draw equals, if its ancestors are accepted. What is drawn at an
+        accepted row is emitted: appended to its seat and counted."""
 
 
 class PlannedOps:

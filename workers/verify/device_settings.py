@@ -61,3 +61,35 @@ class DeviceEdits:
     masks: Tensor  # [num_rows] int32, which of the tables' masks; -1 is none
     token_ids: Tensor  # [num_rows of the step] int32; node j's is at first + 1 + j
     max_nodes: int  # of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWalk:
+    """Rows of a step between the draw and the update of the seats, whose tables it writes."""
+
+    token_ids: Tensor  # [num_rows] int32
+    jumps: tuple[Tensor, ...]  # [num_rows] int64 each, as of `DeviceLayout`; none: no nodes
+    ancestors: Tensor  # [num_rows, num_words] int64, as of `DeviceEdits`; 0 of what is no node
+    depths: Tensor  # [num_rows] int32, 0 of what is no node
+    slots: Tensor  # [num_rows] int64
+    query_start: Tensor  # [num_seqs + 1] int32, each sequence's first row, its root's
+    context_lens: Tensor  # [num_seqs] int32, tokens before the root
+    seats: Tensor  # [num_seqs] int64, the last for padding
+    appends: Tensor  # [1] int32, whether emitted tokens are appended
+    tokens: Tensor  # [num_seats + 1, width] int32, written
+    lengths: Tensor  # [num_seats + 1] int32, written
+    counts: Tensor | None  # [num_seats + 1, vocab] int32, written; None: tokens are not counted
+    spare_slot: int  # whose keys mean nothing
+    query_len: int  # rows of a sequence, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step leaves, beside the seats."""
+
+    outcome: Tensor  # [num_rows] int32, the draw; `~token` where it is not emitted
+    source: Tensor  # [num_rows] int64, slots of accepted nodes that move; others' are spare
+    target: Tensor  # [num_rows] int64, to where a chain's would be; with nodes alone
+    last: Tensor  # [num_seqs] int64, the deepest accepted row
+    emitted: Tensor  # [num_seqs] int64, what is drawn there
+    known: Tensor  # [num_seqs] int32, tokens of the sequence up to that row

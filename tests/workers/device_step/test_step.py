@@ -111,7 +111,7 @@ def test_dispatches(llama, num_nodes, temperature):
             return counting.as_one(super().pack(weight, bias))
 
     ops = Counted()
-    names = ("draw", "gumbel_argmax", "edit", "logprobs")
+    names = ("draw", "gumbel_argmax", "edit", "logprobs", "settle")
     on_device = [f"{name}_on_device" for name in names]
     for verb in ("norm", "add_norm", "rope_store_attend", "gate", "rotation", *on_device):
         setattr(ops, verb, counting.as_one(getattr(ops, verb)))

@@ -34,6 +34,8 @@ from ...verify.device_settings import (
     PROMPT,
     DeviceEdits,
     DeviceSettings,
+    DeviceWalk,
+    Settled,
 )
 from ..plan import PagedStep
 from ..protocol import (
@@ -55,6 +57,7 @@ from .draw import draw, gumbel_argmax, num_parts, share
 from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
+from .step_rows import settle
 
 
 @triton.jit
@@ -509,6 +512,9 @@ class CudaOps(ReferenceOps):
         tokens: Tensor | None = None,
     ) -> Tensor:
         return draw(logits, positions, settings, tokens, self.num_processors)
+
+    def settle_on_device(self, drawn: Tensor, walk: DeviceWalk) -> Settled:
+        return settle(drawn, walk)
 
 
 @triton.jit

@@ -121,6 +121,14 @@ def resources(made) -> dict[str, int]:
     return {name: int(value) for name, value in found}
 
 
+def spills_nothing(compiler) -> None:
+    """For the device whose assembler reports it."""
+    if compiler.target.arch == 90:
+        for made in compiler.variants.values():
+            used = resources(made)
+            assert used["STACK"] == used["LOCAL"] == 0, (made.metadata.name, used)
+
+
 def loads(made) -> Counter[int]:
     """Instructions that load global memory, by the bytes that each loads for a thread."""
     text, found = made.asm["ptx"], Counter()
@@ -191,10 +199,7 @@ def test_draws(compiler, compiled, monkeypatch):
         "_draw_kernel", "_merge_kernel"
     ]  # fmt: skip
     assert len(compiler.of("_digit_kernel")) == 2
-    if compiler.target.arch == 90:
-        for made in compiler.variants.values():
-            used = resources(made)
-            assert used["STACK"] == used["LOCAL"] == 0, (made.metadata.name, used)
+    spills_nothing(compiler)
 
 
 def test_contests(compiled):
@@ -244,6 +249,30 @@ def test_edits(compiled, num_nodes):
     for dtype in (torch.bfloat16, torch.float32):
         logprobs(torch.zeros(rows, 128_000, dtype=dtype), positions, edits)
     assert len(compiled) == 3
+
+
+def launch_settle(num_seqs, num_nodes, *, counts):
+    from outrider.workers.ops.cuda.step_rows import settle
+    from outrider.workers.verify.device_settings import DeviceWalk
+
+    rows = num_seqs * (1 + num_nodes)
+    ints, longs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    words = torch.zeros(rows, max(1, -(-num_nodes // 64)), dtype=torch.int64)
+    table, jumps = torch.zeros(3, 4096, dtype=torch.int32), (longs,) if num_nodes else ()
+    starts, seats = torch.zeros(num_seqs + 1, dtype=torch.int32), longs[:num_seqs]
+    walk = DeviceWalk(
+        ints, jumps, words, ints, longs, starts, ints[:num_seqs], seats, ints[:1], table,
+        table[:, 0], table if counts else None, 1 << 33, 1 + num_nodes,
+    )  # fmt: skip
+    settle(ints, walk)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 63, 200])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_follows_the_draw(compiler, compiled, num_nodes, counts):
+    launch_settle(2, num_nodes, counts=counts)
+    assert compiled == ["settle_kernel"]
+    spills_nothing(compiler)
 
 
 def test_norms_gates_and_experts(compiled):
