@@ -83,10 +83,14 @@ _RECORDS: tuple[type[Any], ...] = (
 )
 
 
-# What returns the fields of a record, all of which have at least two, in order.
-_FIELDS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
-    record: attrgetter(*(field.name for field in dataclasses.fields(record))) for record in _RECORDS
-}
+def _fields_of(record: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """What returns the fields of a record, in order."""
+    names = [field.name for field in dataclasses.fields(record)]
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda value: (get(value),)
+
+
+_FIELDS = {record: _fields_of(record) for record in _RECORDS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

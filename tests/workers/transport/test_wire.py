@@ -22,6 +22,7 @@ from outrider.scheduler.types import (
     ints,
 )
 from outrider.tests.helpers.engines import same
+from outrider.workers.spec import TakeSent
 from outrider.workers.transport import wire
 
 REQUEST = Request(
@@ -46,7 +47,10 @@ ROWS = SamplingRows(
 DELTA = Delta("r1", (4, 5), 1, "stop", logprobs=(TokenLogprobs(-0.5, ((4, -0.5),)),))
 
 
-@pytest.mark.parametrize("message", [REQUEST, ROWS, [DELTA, (1, "é", None, {"a": b"\x00"})]])
+@pytest.mark.parametrize(
+    "message",
+    [REQUEST, ROWS, [DELTA, (1, "é", None, {"a": b"\x00"})], TakeSent("7f-3"), TakeSent("")],
+)
 def test_messages_survive(message):
     assert same(wire.decode(wire.encode(message)), message)
 
