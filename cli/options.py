@@ -227,7 +227,7 @@ class SourceOptions(Options):
     """The model, and the configuration file."""
 
     model: str | None = None
-    """Checkpoint folder, or a Hugging Face id (org/name)."""
+    """Checkpoint folder, a Hugging Face id (org/name), or an address (s3://bucket/model)."""
     config: Path | None = Field(None, description="YAML or JSON; other options override it.")
 
 
@@ -279,7 +279,7 @@ class EngineOptions(
     """KEY=VALUE of another engine's configuration."""
 
     def resolve(self, **forced: Any) -> EngineConfig:
-        """`settings`, with folders in place of Hugging Face ids (raises alike)."""
+        """`settings`, with folders in place of ids and addresses (raises alike)."""
         return _with_folders(self.settings(**forced))
 
     def settings(self, **forced: Any) -> EngineConfig:
@@ -331,7 +331,7 @@ _SECTION_OPTIONS = {*_LookupFields.model_fields, "draft_model", "drafter", "max_
 
 
 def _with_folders(config: EngineConfig) -> EngineConfig:
-    """`config` with the folders of the Hugging Face ids and GGUF files in it, if there are any."""
+    """`config` with the folders of the ids, addresses and GGUF files in it, if there are any."""
     sources = [config.model, config.tokenizer or ""]
     sources += [
         getattr(each, "speculative_model", None) or ""

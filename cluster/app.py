@@ -144,7 +144,7 @@ class ModelLoading(Strict):
 
     model_id: str = Field(min_length=1, description="Name by which clients choose the model.")
     model_source: str | None = None
-    """Folder or Hugging Face id of the checkpoint; default: model_id."""
+    """Folder, Hugging Face id or address of the checkpoint; default: model_id."""
     tokenizer_source: str | None = None
     """Folder or id of another tokenizer; default: the model's."""
 

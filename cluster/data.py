@@ -43,7 +43,7 @@ _EMPTY: dict[str, Any] = {
 class ProcessorConfig(Strict):
     """An engine, and how many of them work on how large batches."""
 
-    model_source: str = Field(min_length=1, description="Folder or Hugging Face id.")
+    model_source: str = Field(min_length=1, description="Folder, Hugging Face id or address.")
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keys of the engine, in our names or vLLM's."""
     batch_size: int = Field(64, ge=1, description="Rows that an engine gets at a time.")

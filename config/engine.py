@@ -52,7 +52,9 @@ class LoraModule(Strict):
     """One LoRA adapter of the target, served beside it; also as text: `name=path`, or JSON."""
 
     name: str = Field(min_length=1, description="Name by which requests choose it.")
-    path: str = Field(min_length=1, description="Folder in PEFT's layout, or a Hugging Face id.")
+    path: str = Field(
+        min_length=1, description="Folder in PEFT's layout, a Hugging Face id, or an address."
+    )
     base_model_name: str | None = None
     """Name of its model in /v1/models; default: the served name."""
 
@@ -136,7 +138,8 @@ class EngineConfig(Strict):
     """One engine: a target, its drafter, its scheduler."""
 
     model: str = Field(
-        description="Folder of the checkpoint (safetensors), a GGUF file, or a Hugging Face id."
+        description="Folder of the checkpoint (safetensors), a GGUF file, a Hugging Face id, or an "
+        "address such as s3://bucket/model."
     )
     served_model_name: str | None = None
     """Name for clients; default: the last part of the model's path."""
@@ -241,7 +244,9 @@ class EngineConfig(Strict):
     @classmethod
     def _named(cls, model: str) -> str:
         if not model.strip():
-            raise ValueError("the name is empty; give a folder, a GGUF file or a Hugging Face id")
+            raise ValueError(
+                "the name is empty; give a folder, a GGUF file, a Hugging Face id or an address"
+            )
         return model
 
     @model_validator(mode="after")

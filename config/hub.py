@@ -1,5 +1,5 @@
-"""Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here; and
-why files of a checkpoint are not read, or read otherwise."""
+"""Which names are Hugging Face ids: `org/name`, or `org/name@revision`, and no folder here; which
+are addresses in object storage; and why files of a checkpoint are not read, or read otherwise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pydantic import Field
 
 from .strict import Strict
 
+# One slash is left where an address has been a path.
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,2}[^/].*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -34,9 +36,14 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not Path(source).exists()
 
 
+def is_address(source: str) -> bool:
+    """Whether `source` is in object storage, as `s3://bucket/model`; what is here comes first."""
+    return _ADDRESS.fullmatch(source) is not None and not Path(source).exists()
+
+
 def needs_folder(source: str) -> bool:
-    """Whether `source` is an id, or a GGUF file by its name: no folder as yet."""
-    return source.lower().endswith(".gguf") or is_hub_id(source)
+    """Whether `source` is an id, an address, or a GGUF file by its name: no folder as yet."""
+    return source.lower().endswith(".gguf") or is_hub_id(source) or is_address(source)
 
 
 def only_pickled(folder: Path) -> str:

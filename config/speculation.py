@@ -281,7 +281,9 @@ class DraftModelConfig(PlacedConfig):
         *("drafter_group", "drafter_routing"),
     )
 
-    speculative_model: str = Field(description="Folder or Hugging Face id of the draft model.")
+    speculative_model: str = Field(
+        description="Folder, Hugging Face id or address of the draft model."
+    )
     drafter_group: str | None = Field(None, pattern=GROUP_NAME)
     """separate: name of a drafter group of the cluster, in place of a model of the engine's own."""
     drafter_routing: Literal["least_loaded", "round_robin", "prefix"] = "least_loaded"

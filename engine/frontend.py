@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import EngineConfig
-from ..config.hub import is_hub_id
+from ..config.hub import needs_folder
 from ..errors import InvalidRequestError, PromptTooLongError
 from ..scheduler.sampling import SamplingParams, shown_value
 from ..scheduler.types import FloatArray, IntArray, Request, SpeculationOptions, ints
@@ -393,7 +393,7 @@ class Frontend:
             raise InvalidRequestError.at("lora_request", f"a LoRARequest or a name, got {wish!r}")
         self._check_adapter(wish.lora_name)
         given, known = wish.lora_path, self.adapters[wish.lora_name]
-        if given and not is_hub_id(given) and Path(given).resolve() != Path(known).resolve():
+        if given and not needs_folder(given) and Path(given).resolve() != Path(known).resolve():
             raise InvalidRequestError.at(
                 "lora_request",
                 f"{shown_value(wish.lora_name)} is served from {known!r}, not from {given!r}",

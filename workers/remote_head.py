@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -120,7 +119,7 @@ class RemoteHeadWorker:
         host: str,
         timeout_s: float,
     ) -> None:
-        info, *ends = load_ends(Path(spec.path), dtype, device, **spec.trust)
+        info, *ends = load_ends(spec.folder, dtype, device, **spec.trust)
         facts = TargetFacts(
             info.hidden_size,
             info.vocab_size,

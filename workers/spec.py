@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ..config import SECTIONS, HeadConfig
+from .model.checkpoint.hub import local_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class ModelSpec:
     def trust(self) -> dict[str, Any]:
         """What a checkpoint's files may do, as whatever reads one takes it."""
         return {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint on this node, which fetches it if need be; raises `CheckpointError`."""
+        return Path(local_folder(self.path, **self.trust))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,15 @@ class NewDrafters:
         head = _section(self.head) if self.head else None
         fed_heads = tuple(map(_section, self.fed_heads))
         return replace(spec, draft=self.draft, head=head, fed_heads=fed_heads)
+
+
+def on_this_node(head: HeadConfig, *, allow_pickle: bool) -> HeadConfig:
+    """`head` with its checkpoint's folder on this node; raises `CheckpointError`."""
+    if not head.speculative_model:  # a part of the target's
+        return head
+    field = "speculative_config.speculative_model"
+    folder = local_folder(head.speculative_model, field, allow_pickle=allow_pickle)
+    return head.model_copy(update={"speculative_model": folder})
 
 
 def _section(text: str) -> HeadConfig:

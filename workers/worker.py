@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..config import HeadConfig
 from ..drafters.heads.protocol import TargetFacts
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..drafters.registry import captured_layers, check_head
@@ -61,6 +61,7 @@ from .spec import (
     WeightsAnswer,
     WorkerReport,
     WorkerSpec,
+    on_this_node,
 )
 from .target import TargetService
 from .threads import Threads
@@ -346,7 +347,7 @@ class Worker:
             dtype = dtype_of(spec.dtype)
             if sent is not None:  # the one that is served, whatever the trainer's is
                 dtype = self._infos[name].dtype
-            folder = Path(local_folder(spec.path, **spec.trust))
+            folder = spec.folder
             self._models[name] = load_model(
                 folder,
                 dtype=dtype,
@@ -401,7 +402,7 @@ class Worker:
             reason = ""
             try:
                 (opened,) = open_adapters(_placed([(adapter.name, adapter.path)]) or ())
-                folder, size = Path(local_folder(spec.path, **spec.trust)), self._collective.size
+                folder, size = spec.folder, self._collective.size
                 check_adapters(folder, size, [opened], Serving(), **spec.trust)
             except ConfigError as error:
                 reason = error.message
@@ -473,13 +474,17 @@ class Worker:
         """The field at fault and why; empty: what is new would fit. No weight is read."""
         try:
             if spec.draft is not None and spec.draft != self._spec.draft:
-                folder = Path(local_folder(spec.draft.path, **spec.draft.trust))
-                check_weights(folder, spec.size, **spec.draft.trust)
+                check_weights(spec.draft.folder, spec.size, **spec.draft.trust)
             if spec.head is not None:
-                check_head(spec.head, self._facts())
+                self._check_head(spec.head)
         except OutriderError as error:
             return "speculative_config.speculative_model", error.message
         return "", ""
+
+    def _check_head(self, head: HeadConfig) -> None:
+        """Raises `OutriderError` where it is no head of this target; no weight is read."""
+        facts = self._facts()
+        check_head(on_this_node(head, allow_pickle=facts.allow_pickle), facts)
 
     def _facts(self) -> TargetFacts:
         """What a head reads of the target, without its weights."""
@@ -504,11 +509,11 @@ class Worker:
                 path = getattr(weights, name)
                 if path:
                     size = spec.tensor_parallel_size
-                    self._served[name].check(Path(path), size, **model.trust)
+                    folder = replace(model, path=path).folder
+                    self._served[name].check(folder, size, **model.trust)
             field = "drafter"
             if weights.head and spec.head is not None and spec.target is not None:
-                section = spec.head.model_copy(update={"speculative_model": weights.head})
-                check_head(section, self._facts())
+                self._check_head(spec.head.model_copy(update={"speculative_model": weights.head}))
         except OutriderError as error:
             return field, error.message
         return "", ""
@@ -520,7 +525,7 @@ class Worker:
             return
         if self._spec.head_target is not None:
             self._remote_head = RemoteHeadWorker(
-                head,
+                on_this_node(head, allow_pickle=self._spec.head_target.allow_pickle),
                 self._spec.head_target,
                 dtype_of(self._spec.head_target.dtype),
                 self._device,
@@ -531,9 +536,9 @@ class Worker:
             on_every_rank = self._collective.size > 1 and not self._target_obstacle()
             if self._group.rank == 0 or on_every_rank:
                 self._head = HeadService(
-                    head,
+                    on_this_node(head, allow_pickle=target.allow_pickle),
                     self._models["target"],
-                    Path(target.path),
+                    target.folder,
                     target.max_num_seqs,
                     allow_pickle=target.allow_pickle,
                     on_every_rank=on_every_rank,
@@ -585,7 +590,7 @@ class Worker:
         """What makes embeddings or scores, where the checkpoint is made for them."""
         if self._collective.rank != 0:
             return None
-        folder = Path(local_folder(target.path, **target.trust))
+        folder = target.folder
         if self._pooling is None:  # other weights of the same model need not declare it again
             self._pooling = read_pooling(folder, dict(target.hf_overrides))
         if isinstance(self._pooling, str):

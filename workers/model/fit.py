@@ -26,7 +26,7 @@ from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.gguf_checkpoint import coded_sources
-from .checkpoint.hub import files_of, local_folder, require_checkpoint
+from .checkpoint.hub import files_of, require_checkpoint
 from .checkpoint.quantised import CodedSource
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
@@ -173,7 +173,7 @@ def received_problem(message: SentWeights, spec: ModelSpec, num_ranks: int) -> t
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, dtype, shape in shaped
         }
-        path = Path(local_folder(spec.path, **spec.trust))
+        path = spec.folder
         trusted = spec.trust_remote_code
         config, info = read_model(path, num_ranks, None, trust_remote_code=trusted)
         if find_format(path) is not None:

@@ -1,6 +1,8 @@
-"""Names of checkpoints as folders: ids of the Hub through its cache, GGUF files through ours.
+"""Names of checkpoints as folders: ids of the Hub through its cache, addresses and GGUF files
+through ours.
 
-`org/name` or `org/name@revision` is fetched; a GGUF file is unpacked once. A rank on another node
+`org/name` or `org/name@revision` is fetched, and so is `s3://bucket/model` (`storage.py`); a GGUF
+file is unpacked once. A rank on another node
 is given the folder of the engine's node: where that is a snapshot in the Hub's cache, the same
 commit is fetched into the cache of the rank's own node; where it is an unpacked GGUF file, its path
 within the cache is the file's own, and the rank's node unpacks the file that it has there.
@@ -8,19 +10,19 @@ within the cache is the file's own, and the rank's node unpacks the file that it
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ....config.hub import is_hub_id, only_pickled
+from ....config.hub import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError
+from .storage import address_of, cache_folder, fetched, locked
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +53,16 @@ def local_folder(
         CheckpointError: there is no such repository or revision, no right to read it, or no
             network and nothing in the cache; a GGUF file is damaged or not read; names `field`.
     """
+    code = ["*.py"] if trust_remote_code else []
+    patterns = [*_PATTERNS, *code, *(_PICKLES if allow_pickle else [])]
     if not Path(source).exists():
         source = unpacked_from(Path(source)) or source
+    if source.startswith("file:"):
+        source = "/" + source.removeprefix("file:").lstrip("/")
+    if copy := address_of(source):
+        source = str(fetched(copy[0], field, patterns, copy[1]))
+    elif is_address(source):
+        source = str(fetched(source, field, patterns))
     if _is_gguf(Path(source)):
         return _unpacked(Path(source), field, needs_tokenizer=needs_tokenizer)
     if Path(source).exists():
@@ -64,9 +74,7 @@ def local_folder(
         revision = tag or revision
     else:
         return source
-    code = ["*.py"] if trust_remote_code else []
-    pickles = _PICKLES if allow_pickle else []
-    return _fetch(repo, revision, field, [*_PATTERNS, *code, *pickles])
+    return _fetch(repo, revision, field, patterns)
 
 
 def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> str:
@@ -175,8 +183,7 @@ def _place(files: list[Path]) -> Path:
     stats = [each.stat() for each in files]
     facts = [_LAYOUT, *((each.st_size, each.st_mtime_ns) for each in stats)]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return base / "outrider" / "gguf" / files[0].relative_to("/") / key
+    return cache_folder("gguf") / files[0].relative_to("/") / key
 
 
 def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
@@ -189,8 +196,7 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
 
     model = read_model(files)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as lock:
-        _lock(folder.with_name(f"{folder.name}.lock"), lock)
+    with locked(folder.with_name(f"{folder.name}.lock")):
         if (folder / "config.json").is_file():  # by another process
             if needs_tokenizer and not (folder / "tokenizer.json").is_file():
                 write_tokenizer(folder, files[0], model.meta)
@@ -217,15 +223,6 @@ def _unpack(files: list[Path], folder: Path, *, needs_tokenizer: bool) -> None:
             scratch.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    """Takes a file's lock until the stack is closed; nothing where files have no locks."""
-    opened = stack.enter_context(path.open("w"))
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-    except OSError as error:
-        log.info("%s cannot be locked: %s", path, error)
 
 
 # Folders.

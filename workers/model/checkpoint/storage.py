@@ -1,0 +1,269 @@
+"""Checkpoints in object storage: addresses such as `s3://bucket/model`, through fsspec.
+
+What a model needs is fetched once into the user's cache, into a folder whose name follows from the
+sizes and versions of the files, so that other weights under the same address are fetched anew.
+Pieces of several files are under way at a time; a transfer that breaks off goes on where it ended.
+Where the storage does not answer, the copy that was fetched last is served.
+
+A rank on another node is given the folder of the engine's node: its path within the cache is the
+address, and the rank's node fetches the same version.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ....errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_FETCHED = re.compile(r"/outrider/storage/([a-z0-9+]+)/(.+)/([0-9a-f]{16})(?:/([^/]+\.gguf))?/?$")
+_WHOLE: Final = ".whole"  # a file in a copy that has all its files
+_PIECE: Final = 16 << 20  # bytes of one request
+_UNDER_WAY: Final = 8  # pieces
+_ATTEMPTS: Final = 4  # for each piece
+_PAUSE_S: Final = 0.5  # before the second one; twice as long before each further one
+# What tells one version of an object from another, by the names that file systems give it.
+_VERSIONS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "checksum", "generation")
+_TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
+
+
+class _Object(NamedTuple):
+    """A file of a checkpoint in its storage."""
+
+    path: str
+    size: int  # bytes
+    version: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+
+def cache_folder(kind: str) -> Path:
+    """Where copies of checkpoints of one kind are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return base / "outrider" / kind
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a file's lock; nothing where files have no locks."""
+    with path.open("w") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("%s cannot be locked: %s", path, error)
+        yield
+
+
+def address_of(path: str) -> tuple[str, str] | None:
+    """The address and the version of which `path`, a folder or a GGUF file, is to be a copy.
+
+    None where it is no such path, and where the copy is there.
+    """
+    if (found := _FETCHED.search(path)) is None:
+        return None
+    copy = Path(path)
+    if ((copy.parent if found[4] else copy) / _WHOLE).exists():
+        return None
+    scheme, where, version, file = found.groups()
+    return f"{scheme}://{where}" + (f"/{file}" if file else ""), version
+
+
+def fetched(address: str, field: str, patterns: Sequence[str], version: str = "") -> Path:
+    """The copy of a folder's files by `patterns`, or of a GGUF file and its other parts.
+
+    Args:
+        version: what a copy elsewhere has; another one is an error.
+
+    Raises:
+        CheckpointError: no such kind of storage, no right, nothing there, another version, no room,
+            or neither an answer nor a copy; names `field`.
+    """
+    scheme, where = _parts(address)
+    if ".." in where.split("/"):
+        raise CheckpointError.at(field, f"{address!r}: a path without '..'")
+    is_file = where.lower().endswith(".gguf")
+    home = cache_folder("storage") / scheme / (where.rpartition("/")[0] if is_file else where)
+    name = where.rpartition("/")[2] if is_file else ""
+    try:
+        system, root = _file_system(address)
+        objects = _listed(system, root, [_parts_of(name)] if is_file else patterns)
+        if not objects:
+            raise FileNotFoundError
+    except (ImportError, ValueError) as error:  # no such scheme, or its package is not installed
+        raise CheckpointError.at(field, f"{address!r}: {error}") from None
+    except Exception as error:  # noqa: BLE001, each file system has its own
+        copies = sorted(home.glob(f"[0-9a-f]*/{_WHOLE}"), key=lambda each: each.stat().st_mtime)
+        copies = [each for each in copies if version in ("", each.parent.name)]
+        copies = [each for each in copies if (each.parent / name).exists()]
+        if not copies or isinstance(error, (FileNotFoundError, PermissionError)):
+            raise CheckpointError.at(field, f"{address!r} cannot be read: {_why(error)}") from None
+        log.warning("%s cannot be read (%s); a copy of it serves", address, _why(error))
+        return copies[-1].parent / name
+    folder = home / _key(objects)
+    if version not in ("", folder.name):
+        raise CheckpointError.at(
+            field, f"{address!r} has changed since the engine's node read it; start again"
+        )
+    try:
+        _fetch(system, objects, folder, address)
+    except CheckpointError as error:
+        raise CheckpointError.at(field, error.message) from None
+    except OSError as error:
+        why = f"{error.filename or folder}: {error.strerror or error}"
+        raise CheckpointError.at(field, f"{address!r} cannot be kept: {why}") from None
+    return folder / name
+
+
+def _parts(address: str) -> tuple[str, str]:
+    """Scheme and path."""
+    scheme, _, where = address.partition(":")
+    return scheme, where.strip("/")
+
+
+def _parts_of(name: str) -> str:
+    """The pattern of all parts of a GGUF file."""
+    return re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-[0-9][0-9][0-9][0-9][0-9]-of-\1.gguf", name)
+
+
+def _file_system(address: str) -> tuple[Any, str]:
+    """What reads the storage, and the path there."""
+    from fsspec.core import url_to_fs
+
+    scheme, where = _parts(address)
+    system, path = url_to_fs(f"{scheme}://{where}")
+    return system, path
+
+
+def _listed(system: Any, root: str, patterns: Sequence[str]) -> list[_Object]:
+    """The files right below a folder that fit a pattern; for a pattern of parts, beside it."""
+    folder = root.rpartition("/")[0] if root.lower().endswith(".gguf") else root
+    found = []
+    for each in system.ls(folder, detail=True):
+        name = each["name"].rstrip("/").rpartition("/")[2]
+        if each.get("type") == "directory" or not any(fnmatch(name, one) for one in patterns):
+            continue
+        facts = each if each.get("size") is not None else system.info(each["name"])
+        if facts.get("size") is None:
+            raise OSError(f"it does not say how long {name} is")
+        known = [key for key in _VERSIONS if facts.get(key)] or [
+            key for key in _TIMES if facts.get(key)
+        ]
+        found.append(_Object(each["name"], facts["size"], str([facts[key] for key in known])))
+    return sorted(found)
+
+
+def _key(objects: list[_Object]) -> str:
+    facts = [[each.name, each.size, each.version] for each in objects]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such model"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _fetch(system: Any, objects: list[_Object], folder: Path, address: str) -> None:
+    """Makes `folder` whole; a process that begins meanwhile waits, and finds it so.
+
+    Raises:
+        CheckpointError: a piece cannot be read after all attempts, or there is no room.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / _WHOLE).exists():
+        return
+    with locked(folder / ".lock"):
+        if (folder / _WHOLE).exists():
+            return
+        missing = [each for each in objects if not (folder / each.name).exists()]
+        partial = {each: folder / f"{each.name}.partial" for each in missing}
+        had = sum(path.stat().st_size for path in partial.values() if path.exists())
+        needed, free = sum(each.size for each in missing) - had, shutil.disk_usage(folder).free
+        if needed > free:
+            raise CheckpointError(
+                f"{address!r} needs {needed / 2**30:,.2f} GiB, and {free / 2**30:,.2f} GiB are "
+                f"free at {folder}; XDG_CACHE_HOME chooses another folder for caches"
+            )
+        log.warning("%s (%.2f GiB) is fetched to %s", address, needed / 2**30, folder)
+        _fetch_pieces(system, partial, needed, address)
+        (folder / _WHOLE).touch()
+
+
+def _fetch_pieces(system: Any, partial: dict[_Object, Path], num_bytes: int, address: str) -> None:
+    """Appends what is missing to the files' parts, in order, and gives whole files their names."""
+    from tqdm.auto import tqdm
+
+    under_way: deque[tuple[_Object, int, Future[bytes] | None]] = deque()
+    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=address, disable=None)
+    with ThreadPoolExecutor(_UNDER_WAY) as pool, bar:
+
+        def write() -> None:
+            each, end, answer = under_way.popleft()
+            with partial[each].open("ab") as opened:
+                if answer is not None:
+                    bar.update(opened.write(answer.result()))
+            if end == each.size:
+                partial[each].rename(partial[each].with_name(each.name))
+
+        try:
+            for each, path in partial.items():
+                begin = path.stat().st_size if path.exists() else 0
+                if begin > each.size:
+                    path.unlink()
+                    begin = 0
+                if begin == each.size:  # empty, or whole but for its name
+                    under_way.append((each, begin, None))
+                for at in range(begin, each.size, _PIECE):
+                    end = min(at + _PIECE, each.size)
+                    under_way.append((each, end, pool.submit(_piece, system, each.path, at, end)))
+                    if len(under_way) > _UNDER_WAY:
+                        write()
+            while under_way:
+                write()
+        finally:
+            for _, _, answer in under_way:
+                if answer is not None:
+                    answer.cancel()
+
+
+def _piece(system: Any, path: str, begin: int, end: int) -> bytes:
+    """Bytes `begin` to `end` of an object.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    why = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_PAUSE_S * 2 ** (attempt - 1))
+        try:
+            data: bytes = system.cat_file(path, start=begin, end=end)
+        except Exception as error:  # noqa: BLE001, each file system has its own
+            why = _why(error)
+            continue
+        if len(data) == end - begin:
+            return data
+        if len(data) > end - begin:
+            raise CheckpointError(f"{path} comes whole where a part is asked for (no ranges)")
+        why = f"{len(data)} bytes came where {end - begin} were asked for"
+    raise CheckpointError(
+        f"{path} cannot be read from byte {begin} on: {why}; the next start goes on from there"
+    )
