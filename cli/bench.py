@@ -6,11 +6,11 @@ The measuring is in `bench/`; here are the options, the tables and the JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field, PositiveInt
@@ -263,18 +263,20 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
+def _known(field: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """The items of a list, or all that are `known` (raises `ConfigError` for any other)."""
+    wanted = tuple(_names(text)) or tuple(known)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError.at(field, f"{name!r} is none of {', '.join(known)}")
+    return wanted
+
+
 class Baseline(str, Enum):
     """Who else runs."""
 
     hf = "hf"
     hf_lookup = "hf-lookup"
-
-
-class ProofSize(str, Enum):
-    """Of the model that `gpu-proof` makes."""
-
-    b8 = "8b"
-    b1 = "1b"
 
 
 class BenchOptions(RunOptions):
@@ -293,10 +295,8 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
         _refuse_options(context)
         return
     sizes = numbers("batch_sizes", options.batch_sizes, PositiveInt, "numbers like 1,8")
-    if options.json_path is not None:
-        check_writable(options.json_path, "json")
-    if options.trace is not None:
-        check_writable(options.trace, "trace")
+    check_writable(options.json_path, "json")
+    check_writable(options.trace, "trace")
     config = _config(engine, sizes)
     from ..bench.compare import Plan, Workload, compare, equality, machine, summarise
     from ..bench.measure import Load
@@ -332,14 +332,11 @@ def bench(context: typer.Context, engine: EngineOptions, options: BenchOptions) 
         }
 
     show_report(report)
-    if options.json_path is not None:
-        write_json(options.json_path, report, "json")
-        note(f"Wrote {options.json_path}.")
+    write_json(options.json_path, report, "json")
     if options.trace is not None:
         runs = tuple(TraceRun.model_validate(log.run(warms_up=True)) for log in logs)
         trace = Trace(version=1, machine=machine(), model=config.model_name, runs=runs)
         write_json(options.trace, trace.model_dump(mode="json"), "trace", indent=None)
-        note(f"Wrote {options.trace}.")
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -393,40 +390,37 @@ def _contenders(
     return found
 
 
-def gpu_proof(
-    out: Annotated[Path, typer.Option(help="Folder for the report, profiles and logs.")] = Path(
-        "gpu-proof"
-    ),
-    size: Annotated[ProofSize, typer.Option(help="A Llama's, with random weights.")] = ProofSize.b8,
-    minutes: Annotated[float, typer.Option(min=0.01, help="When to stop.")] = 25.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each measurement runs.")] = 20,
-    parts: Annotated[
-        str, typer.Option(help="Of machine, checks, timings, steps, serve, ranks; default: all.")
-    ] = "",
-    model: Annotated[
-        Path | None, typer.Option(help="What servers serve, a folder; default: the demo's.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="The same on a CPU, tiny, kernels interpreted.")
-    ] = False,
-) -> None:
+class GpuProofOptions(Options):
+    """What is checked and measured, and for how long."""
+
+    out: Path = Field(Path("gpu-proof"), description="Folder for the report, profiles and logs.")
+    size: Literal["8b", "1b"] = "8b"
+    """A Llama's, with random weights: 8b or 1b."""
+    minutes: float = Field(25.0, ge=0.01, description="When to stop.")
+    rounds: int = Field(20, ge=1, description="Times that each measurement runs.")
+    parts: str = ""
+    """Of machine, checks, timings, steps, serve, ranks; default: all."""
+    model: Path | None = None
+    """What servers serve, a folder; default: the demo's."""
+    dry_run: bool = Field(False, description="The same on a CPU, tiny, kernels interpreted.")
+
+
+def gpu_proof(options: GpuProofOptions) -> None:
     """Checks and measures the GPU path on one machine; JSON and a page after every case."""
     from ..bench.gpu.proof import PARTS, ProofOptions, failed, prove
 
-    known = tuple(part.name for part in PARTS)
-    wanted = tuple(_names(parts)) or known
-    for name in wanted:
-        if name not in known:
-            raise ConfigError.at("parts", f"{name!r} is none of {', '.join(known)}")
-    if model is not None and not model.is_dir():
-        raise ConfigError.at("model", f"{model} is no folder")
-    if not dry_run:
+    out, known = options.out, tuple(part.name for part in PARTS)
+    wanted = _known("parts", options.parts, known)
+    if options.model is not None and not options.model.is_dir():
+        raise ConfigError.at("model", f"{options.model} is no folder")
+    if not options.dry_run:
         import torch
 
         if not torch.cuda.is_available():
             raise OutriderError("no CUDA device that torch can use; --dry-run tries the code")
     make_folder(out, "out")
-    report = prove(ProofOptions(out, size.value, minutes, rounds, wanted, model, dry_run), note)
+    what = options.minutes, options.rounds, wanted, options.model, options.dry_run
+    report = prove(ProofOptions(out, options.size, *what), note)
     rows = [row for each in report["parts"].values() for row in each]
     num_failed = sum(map(failed, rows))
     note(f"Wrote {out / 'proof.md'} and {out / 'proof.json'}.")
@@ -434,47 +428,41 @@ def gpu_proof(
         raise OutriderError(f"{num_failed} of {len(rows)} cases failed; see {out / 'proof.md'}")
 
 
-def gpu_model(
-    models: Annotated[
-        str, typer.Option("--models", help="Of Llama-3.1-8B, Llama-3.1-70B, DeepSeek-V3.")
-    ] = "",
-    batches: Annotated[str, typer.Option(help="Sequences of a step, a list.")] = "1,8,64",
-    context_len: Annotated[int, typer.Option(min=1, help="Tokens in the cache of each.")] = 2048,
-    floor_us: Annotated[
-        float, typer.Option(min=0.0, help="What a launch takes at least; an assumption.")
-    ] = 2.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
-) -> None:
+class GpuModelOptions(Options):
+    """Which steps."""
+
+    models: str = Field("", description="Of Llama-3.1-8B, Llama-3.1-70B, DeepSeek-V3.")
+    batches: str = Field("1,8,64", description="Sequences of a step, a list.")
+    context_len: int = Field(2048, ge=1, description="Tokens in the cache of each.")
+    floor_us: float = Field(2.0, ge=0.0)
+    """What a launch takes at least; an assumption."""
+    json_path: Path | None = Field(None, description="Write all figures.")
+
+
+def gpu_model(options: GpuModelOptions) -> None:
     """Computes what steps move and calculate, and their least times on H100 and H200; no GPU."""
-    counts = tuple(numbers("batches", batches, PositiveInt, "numbers like 1,8"))
-    if json_path is not None:
-        check_writable(json_path, "json")
+    counts = tuple(numbers("batches", options.batches, PositiveInt, "numbers like 1,8"))
+    check_writable(options.json_path, "json")
     from ..bench.gpu_model import Sheet, cells, targets, unusable
 
     if reason := unusable():
         raise OutriderError(reason)
     known = {each.name: each for each in targets()}
-    wanted = _names(models) or list(known)
-    for name in wanted:
-        if name not in known:
-            raise ConfigError.at("models", f"{name!r} is none of {', '.join(known)}")
     sheet = Sheet(
-        tuple(known[name] for name in wanted),
+        tuple(known[name] for name in _known("models", options.models, known)),
         batches=counts,
-        context_len=context_len,
-        floor_us=floor_us,
+        context_len=options.context_len,
+        floor_us=options.floor_us,
     )
     with err().status("Loading...") as status:
         rows = list(sheet.rows(status.update))
     out().print(grid("Arithmetic, not measured", sheet.columns, [cells(row) for row in rows]))
-    if json_path is not None:
-        write_json(json_path, {"rows": rows}, "json")
-        note(f"Wrote {json_path}.")
+    write_json(options.json_path, {"rows": rows}, "json")
 
 
 app = typer.Typer(cls=Group, invoke_without_command=True)
 app.callback(epilog=EPILOG)(expand(bench))
 app.command("suite", epilog=EPILOG, cls=Command)(expand(suite))
-app.command("gpu-proof", cls=Command)(gpu_proof)
-app.command("gpu-model", cls=Command)(gpu_model)
+app.command("gpu-proof", cls=Command)(expand(gpu_proof))
+app.command("gpu-model", cls=Command)(expand(gpu_model))
 app.command("serve", cls=ServeCommand)(expand(serve))

@@ -203,7 +203,7 @@ def serve(
     results = [read_result(path) for path in report.compare]
     if report.plot is not None:
         check_format(report.plot)
-        check_writable(report.plot, "plot")
+    check_writable(report.plot, "plot")
     if results and server.base_url is None:
         if len(results) < 2:
             raise ConfigError.at("compare", "one result alone: give a second, or --base-url")
@@ -420,7 +420,6 @@ def _save(outcome: Outcome, report: ReportOptions, path: Path) -> None:
         )
     more = details(outcome) if report.save_detailed else {}
     write_json(path, {**scores, **more}, "result_filename")
-    note(f"Wrote {path}.")
 
 
 def _show(outcome: Outcome, report: ReportOptions) -> None:

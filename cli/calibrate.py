@@ -60,8 +60,7 @@ class CalibrationOptions(Options):
 def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
     """Checks how a head is read, tries variants, searches its best static tree."""
     budgets = options.budgets()
-    if options.out is not None:
-        check_writable(options.out, "out")
+    check_writable(options.out, "out")
     config = engine.resolve()
     from ..drafters.registry import method_of
 
@@ -92,8 +91,7 @@ def calibrate(engine: EngineOptions, options: CalibrationOptions) -> None:
     _show_trees(trees)
     if any(not tree.choices for tree, _ in trees):
         note("No guess of this head was right at any point: there is no tree to draft.")
-    if options.out is not None:
-        write_json(options.out, report, "out")
+    write_json(options.out, report, "out")
     gain = found.measured.tokens_per_step - base.measured.tokens_per_step
     if best:
         note(f"The checkpoint is better read otherwise: {gain:+.2f} tokens per step.")

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from pydantic import Field
 
 from ..engine.chat.reader import Content, Event, Reasoning
 from ..errors import ConfigError, OutriderError
 from .console import Origins, aside, err, fail, note, out, stdin_lines, write
-from .options import EngineOptions, SamplingOptions
+from .options import EngineOptions, Options, SamplingOptions
 from .running_server import Piece, RunningServer, drafter_lines
 from .session import loaded
 
@@ -198,42 +198,33 @@ class Conversation:
         return True
 
 
-def chat(
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    url: Annotated[
-        str | None, typer.Option("--url", help="A running server's; default: load the model here.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="The server's key.", envvar="OUTRIDER_API_KEY", show_envvar=True),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="No chat template: continue the text (base models).")
-    ] = False,
-    hide_reasoning: Annotated[
-        bool, typer.Option("--hide-reasoning", help="Do not show what the model thinks.")
-    ] = False,
-    adapter: Annotated[
-        str | None, typer.Option(help="One of --lora-modules; of a server: --model.")
-    ] = None,
-    origins: Annotated[
-        bool | None,
-        typer.Option(
-            "--origins/--no-origins",
-            help="Colour tokens by drafter, and count them; default: at a terminal.",
-        ),
-    ] = None,
-) -> None:
+class ChatOptions(Options):
+    """Who answers, and what is shown."""
+
+    url: str | None = Field(None, description="A running server's; default: load the model here.")
+    api_key: str | None = Field(
+        None,
+        description="The server's key.",
+        json_schema_extra={"envvar": "OUTRIDER_API_KEY", "show_envvar": True},
+    )
+    system: str | None = Field(None, description="System message.")
+    raw: bool = Field(False, description="No chat template: continue the text (base models).")
+    hide_reasoning: bool = Field(False, description="Do not show what the model thinks.")
+    adapter: str | None = None
+    """One of --lora-modules; of a server: --model."""
+    origins: bool | None = None
+    """Colour tokens by drafter, and count them; default: at a terminal."""
+
+
+def chat(engine: EngineOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
     """Talks with a model, several turns, streaming."""
     sampling.params()
     interactive = sys.stdin.isatty()
-    painter = Painter() if (interactive if origins is None else origins) else None
+    painter = Painter() if (interactive if options.origins is None else options.origins) else None
     with ExitStack() as stack:
         shows = painter is not None
-        answer, stats = _partner(engine, sampling, url, api_key, raw, adapter, stack, shows)
-        talk = Conversation(answer, stats, system, not hide_reasoning, painter)
+        answer, stats = _partner(engine, sampling, options, stack, shows)
+        talk = Conversation(answer, stats, options.system, not options.hide_reasoning, painter)
         talk.reset()
         if interactive:
             note(_HELP)
@@ -255,15 +246,13 @@ def chat(
 def _partner(
     engine: EngineOptions,
     sampling: SamplingOptions,
-    url: str | None,
-    api_key: str | None,
-    raw: bool,
-    adapter: str | None,
+    options: ChatOptions,
     stack: ExitStack,
     traces: bool,
 ) -> tuple[Callable[[list[Message]], Iterator[Piece]], Callable[[], Iterable[str]]]:
     """How to get an answer, with its steps if `traces`, and the statistics."""
-    if url is not None:
+    raw, adapter = options.raw, options.adapter
+    if options.url is not None:
         if raw:
             raise ConfigError.at("raw", "only for a model loaded here, not with --url")
         if adapter is not None:
@@ -271,7 +260,7 @@ def _partner(
         for key in engine.given():
             if key not in ("model", "served_model_name"):
                 raise ConfigError.at(key, "only for a model loaded here, not with --url")
-        server = RunningServer(url, api_key=api_key)
+        server = RunningServer(options.url, api_key=options.api_key)
         stack.callback(server.close)
         models = server.models()
         name = engine.served_model_name or engine.model or models[0]

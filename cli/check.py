@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from ..cluster.local_ray import cluster_nodes, find_ray, worker_niceness
 from ..cluster.placement import Node, Plan, make_plan, parse_nodes
 from ..engine.preflight import preflight
 from ..errors import ConfigError
 from .console import err, grid, note, say, table
-from .options import EngineOptions, serve_section
+from .options import EngineOptions, Options, serve_section
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,32 +25,26 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
 
 
+class CheckOptions(Options):
+    """What is checked beside the configuration."""
+
+    load: bool = Field(False, description="Start the workers, decode a token, and stop them.")
+    cluster: bool = False
+    """Plan where the workers go on the running Ray cluster, with their memory."""
+    nodes: str | None = None
+    """Plan for these nodes instead: 2x8xH100-80G (2 nodes, 8 GPUs of 80 GiB each), 1xL4-24G+16cpu,
+    16cpu-64G; separated by commas."""
+
+
 def check(
     engine: EngineOptions,
+    options: CheckOptions,
     file: Annotated[
         Path | None,
         typer.Argument(
             metavar="CONFIG",
             help="YAML or JSON: our keys, TensorRT-LLM's, vLLM's JSON; or a checkpoint: a "
             "folder or a GGUF file.",
-        ),
-    ] = None,
-    load: Annotated[
-        bool, typer.Option("--load", help="Start the workers, decode a token, and stop them.")
-    ] = False,
-    cluster: Annotated[
-        bool,
-        typer.Option(
-            "--cluster",
-            help="Plan where the workers go on the running Ray cluster, with their memory.",
-        ),
-    ] = False,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--nodes",
-            help="Plan for these nodes instead: 2x8xH100-80G (2 nodes, 8 GPUs of 80 GiB each), "
-            "1xL4-24G+16cpu, 16cpu-64G; separated by commas.",
         ),
     ] = None,
 ) -> None:
@@ -59,6 +54,7 @@ def check(
     """
     import yaml
 
+    cluster, nodes = options.cluster, options.nodes
     if file is not None:
         if file.suffix == ".safetensors" or (file.name == "config.json" and _is_part(file)):
             raise ConfigError.at(
@@ -98,7 +94,7 @@ def check(
     if described is not None or cluster:
         count = section.num_replicas if isinstance(section.num_replicas, int) else 1
         _plan(config, described or cluster_nodes(address or ""), count)
-    if load:
+    if options.load:
         _load(config)
     note("The configuration is sound.")
 

@@ -180,12 +180,14 @@ def read_section(text: str) -> dict[str, Any]:
     return section
 
 
-def check_writable(path: Path, field: str) -> None:
-    """Before a long run: whether its results can be written to `path` in the end.
+def check_writable(path: Path | None, field: str) -> None:
+    """Before a long run: whether its results can be written to `path` in the end, if there is one.
 
     Raises:
         ConfigError: they cannot; names `field`.
     """
+    if path is None:
+        return
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -195,16 +197,19 @@ def check_writable(path: Path, field: str) -> None:
         raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
 
 
-def write_json(path: Path, data: Any, field: str, indent: int | None = 2) -> None:
-    """Writes the results of a long run.
+def write_json(path: Path | None, data: Any, field: str, indent: int | None = 2) -> None:
+    """Writes the results of a long run to `path`, if there is one, and notes where they are.
 
     Raises:
         ConfigError: they cannot be written; names `field`.
     """
+    if path is None:
+        return
     try:
         path.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError.at(field, f"cannot write {path}: {error.strerror}") from None
+    note(f"Wrote {path}.")
 
 
 def make_folder(path: Path, field: str) -> None:

@@ -8,78 +8,76 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
 from ..config.speculation import GROUP_NAME
 from ..errors import ConfigError
 from .console import note, say
-from .options import EngineOptions
+from .options import EngineOptions, Options
 
 if TYPE_CHECKING:
     from ..cluster.drafters import GroupFacts
 
-_PANEL = "Drafter group"
 _POLL_S = 2.0
+
+
+class GroupOptions(Options):
+    """Which group, and what becomes of it."""
+
+    panel = "Drafter group"
+    name: str | None = Field(None, description="The group's name; default: lists all.")
+    members: int | None = Field(None, ge=0)
+    """Draft models, each over --tensor-parallel-size ranks; of a group that runs: as many from now
+    on. Default 1."""
+    max_engines: int | None = Field(None, ge=1)
+    """Engines that may share a member, each with an equal part of its KV cache. Default 4."""
+    detach: bool = Field(False, description="Return, and leave it running.")
+    stop: bool = Field(False, description="End the group.")
+    address: str | None = None
+    """Ray cluster to join: host:port, or auto. Default: RAY_ADDRESS, else auto."""
+
+    def check(self, *, has_model: bool) -> None:
+        """Raises `ConfigError` where options contradict one another."""
+        name = self.name
+        if name is not None and not re.match(GROUP_NAME, name):
+            raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
+        if name is None and (has_model or self.members is not None or self.stop):
+            raise ConfigError.at("name", "give the group a --name")
+        if has_model and self.stop:
+            raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
+        if self.stop and self.members is not None:
+            raise ConfigError.at("members", "--stop ends all of them; leave it out")
 
 
 def drafter(
     engine: EngineOptions,
+    options: GroupOptions,
     checkpoint: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Draft model: a folder or a GGUF file."),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="The group's name; default: lists all.", rich_help_panel=_PANEL),
-    ] = None,
-    members: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft models, each over --tensor-parallel-size ranks; of a group that runs: as "
-            "many from now on. Default 1.",
-            min=0,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    max_engines: Annotated[
-        int | None,
-        typer.Option(
-            help="Engines that may share a member, each with an equal part of its KV cache. "
-            "Default 4.",
-            min=1,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    detach: Annotated[
-        bool,
-        typer.Option("--detach", help="Return, and leave it running.", rich_help_panel=_PANEL),
-    ] = False,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="End the group.", rich_help_panel=_PANEL)
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Ray cluster to join: host:port, or auto. Default: RAY_ADDRESS, else auto.",
-            rich_help_panel=_PANEL,
-        ),
     ] = None,
 ) -> None:
     """Draft models that the engines of a Ray cluster share, by the group's name."""
     if checkpoint is not None:
         engine = engine.model_copy(update={"model": checkpoint})
     has_model = engine.model is not None or engine.config is not None
-    _check(name, members, stop=stop, has_model=has_model)
+    options.check(has_model=has_model)
     if not has_model:
-        given = {**engine.given(), "max_engines": max_engines, "detach": detach or None}
+        given = {
+            **engine.given(),
+            "max_engines": options.max_engines,
+            "detach": options.detach or None,
+        }
         for key, value in given.items():
             if value is not None:
                 raise ConfigError.at(key, "it is chosen as a group starts; give its model too")
     config = engine.resolve() if has_model else None
     if config is not None and config.executor != "ray":
         raise ConfigError.at("executor", f"{config.executor!r}: drafter groups run on Ray")
-    _join(address)
+    _join(options.address)
     from ..cluster import drafters
 
+    name, members = options.name, options.members
     if name is None:
         for each in drafters.group_names():
             say(_line(drafters.facts_of(drafters.find_group(each, "name"))))
@@ -89,31 +87,19 @@ def drafter(
             name,
             config,
             num_members=1 if members is None else members,
-            max_engines=4 if max_engines is None else max_engines,
+            max_engines=options.max_engines or 4,
         )
-        if not detach:
+        if not options.detach:
             _watch(group)
         return
     group = drafters.find_group(name, "name")
-    if stop:
+    if options.stop:
         drafters.end_group(group)
         note(f"Drafter group {name} has ended.")
         return
     if members is not None:
         drafters.scale_group(group, members)
     say(_line(drafters.facts_of(group)))
-
-
-def _check(name: str | None, members: int | None, *, stop: bool, has_model: bool) -> None:
-    """Raises `ConfigError` where options contradict one another."""
-    if name is not None and not re.match(GROUP_NAME, name):
-        raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
-    if name is None and (has_model or members is not None or stop):
-        raise ConfigError.at("name", "give the group a --name")
-    if has_model and stop:
-        raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
-    if stop and members is not None:
-        raise ConfigError.at("members", "--stop ends all of them; leave it out")
 
 
 def _join(address: str | None) -> None:

@@ -148,7 +148,7 @@ def spelling(name: str, kind: Any = str) -> tuple[str, ...]:
 def _help(field: FieldInfo, default: Any) -> str:
     """The description, with the default unless that depends on others and is described there."""
     text = field.description or ""
-    if default is None or default in (PydanticUndefined, (), []):
+    if default is None or default in (PydanticUndefined, (), [], ""):
         return text
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
     shown = f"{shown:g}" if isinstance(shown, float) else shown

@@ -114,8 +114,7 @@ def simulate(engine: EngineOptions, options: SimulateOptions) -> None:
     commands; no checkpoint is read.
     """
     options = options.with_file()
-    if options.json_path is not None:
-        check_writable(options.json_path, "json")
+    check_writable(options.json_path, "json")
     from ..bench.modelled import Trace
     from ..bench.simulation import simulate as run
 
@@ -134,16 +133,13 @@ def simulate(engine: EngineOptions, options: SimulateOptions) -> None:
             status.update(f"Simulating {label}...")
             found.append((label, scenario, run(scenario)))
     _show(found)
-    if options.json_path is not None:
-        settings = options.model_dump(mode="json", exclude={"json_path"})
-        results = [
-            {"variant": label, "engine": scenario.config.model_dump(mode="json"),
-             "target": asdict(scenario.target), "draft": asdict(scenario.draft),
-             **outcome.as_dict()}
-            for label, scenario, outcome in found
-        ]  # fmt: skip
-        write_json(options.json_path, {"settings": settings, "results": results}, "json")
-        note(f"Wrote {options.json_path}.")
+    settings = options.model_dump(mode="json", exclude={"json_path"})
+    results = [
+        {"variant": label, "engine": scenario.config.model_dump(mode="json"),
+         "target": asdict(scenario.target), "draft": asdict(scenario.draft), **outcome.as_dict()}
+        for label, scenario, outcome in found
+    ]  # fmt: skip
+    write_json(options.json_path, {"settings": settings, "results": results}, "json")
 
 
 # -- variants
