@@ -238,7 +238,7 @@ def load_head(target: Target, loaded: Loaded, ops: Any, num_nodes: int, batch: i
             drafts |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": 8}
         config = Eagle3Config(speculative_model=folder, **drafts)
         info = loaded.info
-        facts = TargetFacts(info.hidden_size, info.vocab_size, info.num_layers, info.dtype, META)
+        facts = TargetFacts.of(info, META)
         shards = HeadShards(loaded.collective)
         with rehearsed(loaded.collective):
             return HeadRunner(

@@ -46,6 +46,7 @@ from ..scheduler.types import (
     Verdict,
     ints,
 )
+from .lookup.base import num_agreeing
 from .protocol import (
     CacheCounts,
     Drafted,
@@ -58,7 +59,7 @@ from .protocol import (
     Needs,
     OwnWorkers,
 )
-from .speculation_cache import SpeculationCache, chain_of, common_prefix
+from .speculation_cache import SpeculationCache, chain_of
 
 log = logging.getLogger(__name__)
 _ALL = 1 << 20  # more nodes than a sequence has: each is computed in a forward of its own
@@ -407,7 +408,7 @@ class DraftTarget(OwnWorkers, Drafter):
             sequence.num_computed += row.num_chunk
             if pending.chains is not None and sequence.num_computed == known:
                 emitted = sequence.tokens.part(known, sequence.num_tokens).tolist()
-                sequence.num_computed += common_prefix(emitted, pending.chains[index].tolist())
+                sequence.num_computed += num_agreeing(emitted, pending.chains[index].tolist())
             sequence.cache_blocks(self._pool)
 
     def _lost(self, reason: str) -> None:

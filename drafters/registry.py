@@ -128,13 +128,10 @@ def eagle_variants(
     target_theta: float | None,
 ) -> list[Variant]:
     """Variants of EAGLE heads; fewer for EAGLE-1, where `capture` is only the last state."""
-    thetas = sorted({*_THETAS, *([target_theta] if target_theta else [])})
-    found = [Variant("rope_theta", tuple(thetas)), Variant("rope_layout", ("half", "interleaved"))]
+    found = _rope_variants(target_theta)
     if tuple(capture) == (num_layers,):
         return found
-    outputs = [layer - 1 for layer in capture]  # the key names outputs
-    shifted = [tuple(layer + by for layer in outputs) for by in (-1, 0, 1)]
-    inside = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers - 1)
+    inside = _shifted(capture, num_layers - 1)
     captured = [Variant("eagle3_layers_to_capture", inside)] if inside else []
     return [
         *captured,
@@ -148,17 +145,23 @@ def block_variants(
     capture: Sequence[int], num_layers: int, target_theta: float | None
 ) -> list[Variant]:
     """Variants of block drafters."""
-    thetas = sorted({*_THETAS, *([target_theta] if target_theta else [])})
-    outputs = [layer - 1 for layer in capture]  # the key names outputs
-    shifted = [tuple(layer + by for layer in outputs) for by in (-1, 0, 1)]
-    inside = tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers)
     return [
-        Variant("target_layer_ids", inside),
+        Variant("target_layer_ids", _shifted(capture, num_layers)),
         Variant("causal", (False, True)),
         Variant("output_layer", ("own", "target")),
-        Variant("rope_theta", tuple(thetas)),
-        Variant("rope_layout", ("half", "interleaved")),
+        *_rope_variants(target_theta),
     ]
+
+
+def _rope_variants(target_theta: float | None) -> list[Variant]:
+    thetas = sorted({*_THETAS, *([target_theta] if target_theta else [])})
+    return [Variant("rope_theta", tuple(thetas)), Variant("rope_layout", ("half", "interleaved"))]
+
+
+def _shifted(capture: Sequence[int], num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Layers whose outputs the keys name, and their neighbours, as far as all are layers."""
+    shifted = (tuple(layer + by for layer in capture) for by in (-2, -1, 0))
+    return tuple(ids for ids in shifted if min(ids) >= 0 and max(ids) < num_layers)
 
 
 def mtp_variants(

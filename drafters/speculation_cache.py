@@ -20,6 +20,7 @@ import numpy as np
 from ..config import SpeculationCacheConfig
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, DraftProbs, FloatArray, IntArray, ints
+from .lookup.base import num_agreeing
 from .protocol import CacheCounts, Drafted, Preparation
 
 _MAX_RANKS = 16  # candidates for the bonus token at one place
@@ -285,7 +286,7 @@ class SpeculationCache:
             counts.num_absent += 1
             return None
         emitted = tokens[entry.base :].tolist()
-        num_accepted = common_prefix(emitted, entry.chain)
+        num_accepted = num_agreeing(emitted, entry.chain)
         if len(emitted) != num_accepted + 1:  # the target's step failed, or there were several
             counts.num_stale += 1
             return None
@@ -331,16 +332,6 @@ class SpeculationCache:
         """A step got all of its drafts from the cache, after waiting for it."""
         if num_drafted and self.pace.draft_ms is not None:
             self.counts.saved_ms += max(0.0, self.pace.draft_ms - waited_ms)
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of leading tokens that both have."""
-    count = 0
-    for mine, theirs in zip(one, other):
-        if mine != theirs:
-            break
-        count += 1
-    return count
 
 
 def chain_of(drafted: Drafted, index: int, source: str) -> Draft:

@@ -469,23 +469,12 @@ class GroupDraftModel:
         """Raises `ConfigError` where what came back is not what the drafter was made for."""
         report = reports[0].draft
         assert report is not None, "the group has a draft model"
-        num_blocks = agreed_blocks(reports)[1]
-        for key, now, before, fits in (
-            ("num_kv_blocks", num_blocks, self.num_blocks, num_blocks >= self.num_blocks),
-            (
-                "block_size",
-                report.block_size,
-                self.block_size,
-                report.block_size == self.block_size,
-            ),
-            (
-                "max_model_len",
-                report.max_model_len,
-                self.max_model_len,
-                report.max_model_len >= self.max_model_len,
-            ),
+        for key, now, before in (
+            ("num_kv_blocks", agreed_blocks(reports)[1], self.num_blocks),
+            ("block_size", report.block_size, self.block_size),
+            ("max_model_len", report.max_model_len, self.max_model_len),
         ):
-            if not fits:
+            if now < before or (key == "block_size" and now != before):
                 raise ConfigError.at(key, f"the draft model came back with {now}, not {before}")
 
     def shutdown(self) -> None:

@@ -317,14 +317,7 @@ class HeadService(HeadRunner):
         min_saved_bytes: int = MIN_SAVED_BYTES,  # for which weights are divided
     ) -> None:
         info = model.info
-        target = TargetFacts(
-            info.hidden_size,
-            info.vocab_size,
-            info.num_layers,
-            info.dtype,
-            model.device,
-            allow_pickle,
-        )
+        target = TargetFacts.of(info, model.device, allow_pickle)
         planned = model.runner.planned
         self.on_every_rank = on_every_rank
         collective = model.collective if on_every_rank else Collective.single()

@@ -120,17 +120,9 @@ class RemoteHeadWorker:
         timeout_s: float,
     ) -> None:
         info, *ends = load_ends(spec.folder, dtype, device, **spec.trust)
-        facts = TargetFacts(
-            info.hidden_size,
-            info.vocab_size,
-            info.num_layers,
-            info.dtype,
-            device,
-            spec.allow_pickle,
-        )
         self._runner = HeadRunner(
             config,
-            facts,
+            TargetFacts.of(info, device, spec.allow_pickle),
             (ends[0], ends[1]),
             PlannedOps(make_ops(device, info.dtype)),
             max_num_seqs=spec.max_num_seqs,

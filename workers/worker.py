@@ -490,14 +490,7 @@ class Worker:
         """What a head reads of the target, without its weights."""
         spec, info = self._spec.target, self._infos["target"]
         assert spec is not None, "there is a target"
-        return TargetFacts(
-            info.hidden_size,
-            info.vocab_size,
-            info.num_layers,
-            info.dtype,
-            torch.device("meta"),
-            spec.allow_pickle,
-        )
+        return TargetFacts.of(info, torch.device("meta"), spec.allow_pickle)
 
     def _weights_problem(self, weights: NewWeights) -> tuple[str, str]:
         """The field at fault and why; empty: these weights can be loaded here."""

@@ -226,17 +226,8 @@ class BlockReader(LlamaReader):
             )
         if asked == "own" or (asked is None and own):
             return self.vocabulary(hidden)
-        vocab = self.target.vocab_size
-        if not own and self.config.number("draft_vocab_size", vocab) != vocab:
-            raise self.tensors.fault(
-                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
-                f"{self.config.values['draft_vocab_size']} and the target's vocabulary {vocab}"
-            )
-        if hidden != self.target.hidden_size:
-            raise self.tensors.fault(
-                f"lacks tensor 'lm_head.weight' of width {hidden}, needed since the target's "
-                f"output layer reads {self.target.hidden_size}"
-            )
+        if not own:
+            self.check_target_output(hidden)
         for name in ("lm_head.weight", "d2t", "t2d"):
             if name in self.tensors:
                 self.tensors.reader(name)

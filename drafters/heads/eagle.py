@@ -61,12 +61,6 @@ class Eagle1Module(LlamaModule):
         norms = self.embedding_layernorm, self.hidden_states_layernorm
         return Entrance((), None, None, *norms, self.fc)
 
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, None]:
-        if self.para_norm:
-            embedded = self.embedding_layernorm(embedded)
-            feature = self.hidden_states_layernorm(feature)
-        return self.fc(_concat(embedded, feature)), None
-
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
@@ -128,17 +122,6 @@ class Eagle3Module(LlamaModule):
         if options.mask_shape:
             self.mask_hidden = nn.Parameter(torch.zeros(options.mask_shape))
 
-    def fuse(self, features: Tensor) -> Tensor:
-        if self.options.fc_norm:
-            parts = features.chunk(self.options.num_features, dim=-1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            features = _concat(*normed)
-        if self.options.norm_before_fc:
-            features = self.input_norm(features)
-        if not self.options.num_features:
-            return features
-        return self.fc(features)
-
     def entrance(self) -> Entrance:
         options = self.options
         fuse = self.fc if options.num_features else None
@@ -152,14 +135,3 @@ class Eagle3Module(LlamaModule):
     def mask_feature(self) -> Tensor:  # [1, hidden_size]
         """The feature of P-EAGLE's masks, which stand for tokens without states of the target."""
         return self.fuse(self.mask_hidden.reshape(1, -1))
-
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.options.eh_proj:
-            return self.eh_proj(_concat(self.enorm(embedded), feature)), None
-        normed = self.hidden_norm(feature)
-        read = _concat(self.input_layernorm(embedded), normed)
-        return (normed if self.options.norm_before_residual else feature), read
-
-
-def _concat(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim=-1)

@@ -190,16 +190,8 @@ class LlamaReader:
         if "lm_head.weight" in tensors:
             size = next(iter(tensors.shape("lm_head.weight")), 0)
             tensors.expect("lm_head.weight", size, hidden)
-        elif hidden != self.target.hidden_size:
-            raise self.tensors.fault(
-                f"lacks tensor 'lm_head.weight' of width {hidden}, "
-                f"needed since the target's output layer reads {self.target.hidden_size}"
-            )
-        elif "draft_vocab_size" in self.config and self.config.number("draft_vocab_size") != vocab:
-            raise self.tensors.fault(
-                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
-                f"{self.config.number('draft_vocab_size')} and the target's vocabulary {vocab}"
-            )
+        else:
+            self.check_target_output(hidden)
         if "d2t" in tensors:
             if size is None:
                 raise self.tensors.fault("has 'd2t' but lacks tensor 'lm_head.weight'")
@@ -218,6 +210,20 @@ class LlamaReader:
         if not any(n in tensors for n in ("lm_head.weight", "embed_tokens.weight", "t2d")):
             self.config.check_vocabulary(vocab)
         return size, None if ids is None else ids.to(self.target.device)
+
+    def check_target_output(self, hidden: int) -> None:
+        """Raises `CheckpointError` if the target's output layer cannot serve the head."""
+        width, vocab = self.target.hidden_size, self.target.vocab_size
+        if hidden != width:
+            raise self.tensors.fault(
+                f"lacks tensor 'lm_head.weight' of width {hidden}, "
+                f"needed since the target's output layer reads {width}"
+            )
+        if (size := self.config.number("draft_vocab_size", vocab)) != vocab:
+            raise self.tensors.fault(
+                "lacks tensor 'lm_head.weight', needed since its draft_vocab_size is "
+                f"{size} and the target's vocabulary {vocab}"
+            )
 
     def _check_ids(self, ids: Tensor, vocab: int) -> None:  # [draft_vocab]
         """Checks that they are ids of the target, strictly ascending."""

@@ -15,7 +15,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class MTPModule(FeatureModule):
         self.norm = self.block.new_norm()
         self.layer, self.norm_output = layer, not pre_norm
         self.embed_tokens = self.lm_head = None
-        self.place: _ModuleNames | None = None  # in its checkpoint
+        self.place: ModuleNames | None = None  # in its checkpoint
 
     def published(self) -> dict[str, Tensor]:
         """The weights by the names of its checkpoint."""
@@ -70,9 +70,6 @@ class MTPModule(FeatureModule):
 
     def entrance(self) -> Entrance:
         return Entrance(embedding_norm=self.enorm, feature_norm=self.hnorm, join=self.eh_proj)
-
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, None]:
-        return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1)), None
 
     def decode(
         self, states: Tensor, read: Tensor | None, positions: Tensor, attend: Attend
@@ -127,12 +124,12 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class _ModuleNames:
+class ModuleNames:
     """Checkpoint names of one module."""
 
     stem: str  # prefix of the tensors outside the layer
     layer: str  # prefix of the layer's tensors
-    names: dict[str, str]  # by attribute of `MTPModule`
+    names: Mapping[str, str]  # by attribute of `MTPModule`
 
 
 def read_mtp(config: MTPConfig, target: TargetFacts) -> nn.ModuleList:
@@ -176,7 +173,7 @@ def dequantised(
 
 def _find(
     config: MTPConfig, num_layers: int, target: TargetFacts
-) -> tuple[Tensors, list[_ModuleNames]]:
+) -> tuple[Tensors, list[ModuleNames]]:
     """Finds the folder's modules, in order.
 
     Two layouts, often in the target's own folder: DeepSeek's (and GLM-4.5's), `model.layers.{n}.`
@@ -188,12 +185,12 @@ def _find(
         if tensors.matches(r"mtp\..*"):
             found = tensors.matches(r"mtp\.layers\.(\d+)\..*")
             layers = sorted({0, *(int(match[1]) for match in found)})
-            return tensors, [_ModuleNames("mtp.", f"mtp.layers.{layer}.", QWEN) for layer in layers]
+            return tensors, [ModuleNames("mtp.", f"mtp.layers.{layer}.", QWEN) for layer in layers]
         own = r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\..*"
         layers = sorted({int(match[1]) for match in tensors.matches(own)})
         if layers:
             stems = [f"model.layers.{layer}." for layer in layers]
-            return tensors, [_ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
+            return tensors, [ModuleNames(stem, stem, DEEPSEEK) for stem in stems]
     _refuse_foreign(config, target)
     raise tensors.fault(
         f"holds no MTP module: neither "
@@ -232,7 +229,7 @@ def _from(first: int) -> Callable[[str], str | None]:
     return rename
 
 
-def _fill(module: MTPModule, place: _ModuleNames, tensors: Tensors, target: TargetFacts) -> None:
+def _fill(module: MTPModule, place: ModuleNames, tensors: Tensors, target: TargetFacts) -> None:
     """Loads one module's weights onto the target's device."""
     hidden = target.hidden_size
     shapes = {"eh_proj": (hidden, 2 * hidden)}
@@ -261,7 +258,7 @@ def _fill(module: MTPModule, place: _ModuleNames, tensors: Tensors, target: Targ
     materialise_constants(module.block.whole, target.device)
 
 
-def _is_outside(name: str, place: _ModuleNames) -> bool:
+def _is_outside(name: str, place: ModuleNames) -> bool:
     """Whether a tensor is outside the layer, in a layout where both share one prefix."""
     return name.removeprefix(place.stem) in {*place.names.values(), *_COPIES}
 

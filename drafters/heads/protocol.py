@@ -40,6 +40,12 @@ class TargetFacts:
     device: torch.device
     allow_pickle: bool = False  # read pickled weights where there are no safetensors
 
+    @classmethod
+    def of(cls, info: Any, device: torch.device, allow_pickle: bool = False) -> TargetFacts:
+        """Those of a `ModelInfo`, for a head on `device`."""
+        sizes = info.hidden_size, info.vocab_size, info.num_layers
+        return cls(*sizes, info.dtype, device, allow_pickle)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
@@ -125,7 +131,7 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """What `FeatureModule.fuse` and `enter` are made of; None: there is no such part."""
+    """What `FeatureModule.fuse` and `enter` compute; None: there is no such part."""
 
     state_norms: tuple[nn.Module, ...] = ()  # of each captured state
     fused_norm: nn.Module | None = None  # of all of them, side by side
@@ -153,19 +159,34 @@ class FeatureModule(nn.Module, ABC):
 
     def fuse(self, features: Tensor) -> Tensor:  # [num_rows, all features] -> [.., hidden_size]
         """The target's states as one feature."""
-        return features
+        parts = self.entrance()
+        if parts.state_norms:
+            states = features.chunk(len(parts.state_norms), dim=-1)
+            normed = [norm(each) for norm, each in zip(parts.state_norms, states, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        if parts.fused_norm is not None:
+            features = parts.fused_norm(features)
+        return features if parts.fuse is None else parts.fuse(features)
 
     @abstractmethod
     def entrance(self) -> Entrance:
-        """What `fuse` and `enter` consist of."""
+        """What stands before the layers."""
 
-    @abstractmethod
     def enter(
         self,
         embedded: Tensor,  # [num_rows, embedding_size]
         feature: Tensor,  # [num_rows, hidden_size]
     ) -> tuple[Tensor, Tensor | None]:  # [num_rows, hidden_size]; [num_rows, input_size]
         """The residual stream, and what the first attention reads if not a norm of it."""
+        parts, normed = self.entrance(), feature
+        if parts.feature_norm is not None:
+            normed = parts.feature_norm(feature)
+        if parts.embedding_norm is not None:
+            embedded = parts.embedding_norm(embedded)
+        both = torch.cat([embedded, normed], dim=-1)
+        if parts.join is not None:
+            return parts.join(both), None
+        return (normed if parts.is_residual_normed else feature), both
 
     @abstractmethod
     def decode(

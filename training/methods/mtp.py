@@ -10,17 +10,14 @@ Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ...config import MTPConfig, parse
 from ...drafters.heads.block import Reader, materialise_constants, read_block_config
 from ...drafters.heads.load import FIELD, Tensors
-from ...drafters.heads.mtp import DEEPSEEK, QWEN, MTPModule, read_mtp
+from ...drafters.heads.mtp import DEEPSEEK, QWEN, ModuleNames, MTPModule, read_mtp
 from ...errors import CheckpointError
 from ..options import MTPOptions
 from ..protocol import FrozenTarget
@@ -56,39 +53,25 @@ class MTPMethod(UnrolledMethod):
         """By the names that a target of this kind has for its own, and with the target's keys."""
         config = {**target_config(self._target), "num_nextn_predict_layers": 1}
         config.pop("quantization_config", None)
-        layout = _layout(config["model_type"], self._target.facts.num_layers)
-        tensors: dict[str, Tensor] = {
-            layout.stem + public: self.module.get_parameter(f"{name}.weight")
-            for name, public in layout.names.items()
-        }
-        layer = self.module.block.published()
-        tensors |= {layout.layer + name: tensor for name, tensor in layer.items()}
+        facts = self._target.facts
+        self.module.place, embedding, output = _names(config["model_type"], facts.num_layers)
+        tensors = self.module.published()
         if self._options.copies:
-            every = torch.arange(self._target.facts.vocab_size, device=self._target.facts.device)
-            tensors[layout.embedding] = self._target.embed(every)
-            tensors[layout.output] = output_rows(self._target)
+            every = torch.arange(facts.vocab_size, device=facts.device)
+            tensors[embedding] = self._target.embed(every)
+            tensors[output] = output_rows(self._target)
         write_tensors(folder, tensors, config, self._target)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where a checkpoint has a module's tensors."""
-
-    names: Mapping[str, str]  # of what surrounds the layer, below the stem
-    stem: str
-    layer: str  # before the layer's own names
-    embedding: str
-    output: str
-
-
-def _layout(model_type: str, num_layers: int) -> _Layout:
-    """Qwen3-Next's for its own kind, DeepSeek's for every other."""
+def _names(model_type: str, num_layers: int) -> tuple[ModuleNames, str, str]:
+    """Of a module, and of copies of the target's embedding and output layer: Qwen3-Next's for its
+    own kind, DeepSeek's for every other."""
     if model_type in _QWEN_KINDS:
-        return _Layout(QWEN, "mtp.", "mtp.layers.0.", "model.embed_tokens.weight", "lm_head.weight")
+        own = ModuleNames("mtp.", "mtp.layers.0.", QWEN)
+        return own, "model.embed_tokens.weight", "lm_head.weight"
     stem = f"model.layers.{num_layers}."
-    return _Layout(
-        DEEPSEEK, stem, stem, f"{stem}embed_tokens.weight", f"{stem}shared_head.head.weight"
-    )
+    own = ModuleNames(stem, stem, DEEPSEEK)
+    return own, f"{stem}embed_tokens.weight", f"{stem}shared_head.head.weight"
 
 
 def _opened(options: MTPOptions, target: FrozenTarget) -> MTPModule:
