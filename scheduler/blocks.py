@@ -4,7 +4,8 @@ Blocks are accounted for once, here; every rank holds its own heads' slice of th
 one table serves all shards. A block whose tokens are all computed gets a hash chained over
 everything before it and salted with the tenant and the adapter (and over the token after it, if the
 content of the block depends on that token: `PagedTokens`). A block without holders stays findable
-until it is allocated again, least recently used first.
+until it is allocated again, least recently used first. Of blocks with equal contents, one without
+holders is emptied in favour of the others, so that the blocks of a text leave in its order.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-                if self._hashes[block] is None:
+                if not self._claim(block):
+                    self._hashes[block] = None
                     self._free.move_to_end(block, last=False)
 
     def acquire_cached(self, hashes: Iterable[bytes]) -> list[int]:
@@ -175,10 +177,10 @@ class BlockPool:
         return found
 
     def cache_block(self, block: int, value: bytes) -> None:
-        """Makes a full, computed block findable; the first block with a hash keeps it."""
-        if self._caching and value not in self._by_hash and self._hashes[block] is None:
+        """Makes a full, computed block findable; a copy of one with holders, when it is freed."""
+        if self._caching and self._hashes[block] is None:
             self._hashes[block] = value
-            self._by_hash[value] = block
+            self._claim(block)
 
     def clear_cache(self) -> None:
         """Forgets every cached content (the KV itself was lost)."""
@@ -198,8 +200,23 @@ class BlockPool:
         assert free == set(self._free), (len(free), len(self._free))
         for value, block in self._by_hash.items():
             assert self._hashes[block] == value, (block, "hash table and block differ")
+        hashed = {block for block in free if self._hashes[block] is not None}
+        assert hashed <= set(self._by_hash.values()), "a free block is not found by its hash"
         if self.checkpoints is not None:
             self.checkpoints.check()
+
+    def _claim(self, block: int) -> bool:
+        """Makes its hash lead to this block, unless it leads to another one with holders."""
+        value = self._hashes[block]
+        if value is None:
+            return False
+        other = self._by_hash.get(value, block)
+        if other != block and self._holders[other] == 0:  # used longer ago
+            self._hashes[other] = None
+            self._free.move_to_end(other, last=False)
+            other = block
+        self._by_hash[value] = other
+        return other == block
 
     def _forget(self, block: int) -> None:
         value = self._hashes[block]

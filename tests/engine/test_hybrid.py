@@ -229,10 +229,14 @@ def test_fuzz_of_cached_prefixes(hybrid, trees, monkeypatch, seed):
     section = trees(list(KINDS)[seed % len(KINDS)], seed) if seed % 4 else None
     with engine_of(folder, section, **options) as engine:
         at_once = int(rng.integers(1, 9))
-        found, last = complete(engine, prompts, at_once=at_once, max_tokens=10)
+        found, _ = complete(engine, prompts, at_once=at_once, max_tokens=10)
         assert found == expected
         engine._loop.scheduler.check()
-        assert sum(each.num_cached_tokens for each in last.values()) > 0
+        longest = max(prompts, key=len)
+        found, last = complete(engine, [longest] * 2, at_once=1, max_tokens=10)
+        assert found == dict.fromkeys(found, expected[str(prompts.index(longest))])
+        assert last["1"].num_cached_tokens > 0
+        engine._loop.scheduler.check()
 
 
 def test_by_chunks(hybrid, trees, monkeypatch):
