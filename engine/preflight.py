@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import DraftModelConfig, EngineConfig, HeadConfig
+from ..config import DraftModelConfig, EngineConfig, HeadConfig, NoSpeculation
 from ..drafters import vocabulary
 from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
 from .chat.template import check_stored_template, read_template
@@ -151,6 +151,9 @@ def check_files(
             with _noting(errors), _named(field):
                 read_mapping(folder / name)
     with _noting(errors):
+        if "model" not in mistaken:
+            _check_overrides(config)
+    with _noting(errors):
         if is_local and not in_full:  # which builds them as well
             _import_drafters(config)
     with _noting(errors):
@@ -217,8 +220,6 @@ def preflight(
         config = config.model_copy(update={STAGES_FIELD: 1})
     with _noting(errors):
         _check_limits(config, target)
-    with _noting(errors):
-        _check_overrides(config)
     with _noting(errors):
         _check_frontend(config, target, renders=in_full)
     for field, section in draft_sections(config):
@@ -492,12 +493,22 @@ def check_quantization(config: EngineConfig) -> None:
 
 
 def _check_overrides(config: EngineConfig) -> None:
-    """Refuses overrides that would say nothing: the checkpoint gives text alone with them, too."""
+    """Refuses overrides that leave a checkpoint text alone, and drafters where it gives none."""
     from ..workers.model.checkpoint.pooling import read_pooling
 
-    overrides = config.hf_overrides.given()
-    if overrides and isinstance(reason := read_pooling(Path(config.model), overrides), str):
-        raise ConfigError.at("hf_overrides", f"{', '.join(overrides)}: {reason}")
+    overrides, section = config.hf_overrides.given(), config.speculative_config
+    if not overrides and isinstance(section, NoSpeculation):
+        return
+    pooling = read_pooling(Path(config.model), overrides)
+    if isinstance(pooling, str):
+        if overrides:
+            raise ConfigError.at("hf_overrides", f"{', '.join(overrides)}: {pooling}")
+    elif not pooling.generates and not isinstance(section, NoSpeculation):
+        raise ConfigError.at(
+            "speculative_config",
+            f"{section.decoding_type!r} has no text to draft: {config.model!r} has no output layer "
+            "to generate text with; leave the section out",
+        )
 
 
 def _check_limits(config: EngineConfig, target: ModelOutline) -> None:
@@ -735,11 +746,12 @@ def check_new_drafters(config: EngineConfig, vocab_size: int) -> None:
     """What small files show of drafters that join a target which is served; imports no torch.
 
     Raises:
-        ConfigError, CheckpointError: a folder is missing or cut short, a vocabulary is another's,
-            a table or a user's drafter cannot be used; by field.
+        ConfigError, CheckpointError: the target generates no text, a folder is missing or cut
+            short, a vocabulary is another's, a table or a user's drafter cannot be used; by field.
     """
     from ..workers.model.checkpoint.hub import check_whole
 
+    _check_overrides(config)
     for field, section in draft_sections(config):
         if not Path(section.speculative_model).is_dir():
             raise CheckpointError.at(field, f"{section.speculative_model!r} is not a folder")

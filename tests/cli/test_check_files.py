@@ -14,7 +14,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from outrider.config import EngineConfig
+from outrider.engine.preflight import check_new_drafters
+from outrider.errors import ConfigError
 from outrider.tests.helpers.gguf_files import write_gguf
+from outrider.tests.helpers.pooling import embedding_model, reranker
 
 LOCAL = ("--executor", "local")
 
@@ -247,3 +251,19 @@ def test_a_gguf_file(outrider_cli, model, tmp_path, monkeypatch):
         "speculative_config.speculative_model: ",
         "may be truncated",
     )
+
+
+def test_drafters_of_a_model_without_text(outrider_cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.cli.session.start_ray", lambda *_, **__: False)
+    path = embedding_model(tmp_path / "embedding")
+    for command in ("check", "serve"):
+        result = outrider_cli(command, path, "--spec-type", "ngram")
+        refused(result, "speculative_config: 'NGram' has no text to draft", str(path))
+    section = {"decoding_type": "NGram"}
+    config = EngineConfig.load({"model": str(path), "speculative_config": section})
+    with pytest.raises(ConfigError, match="no text to draft"):  # as one that joins an engine
+        check_new_drafters(config, 0)
+    plain = outrider_cli("check", "-m", path)
+    assert plain.exit_code == 0, plain.stderr
+    drafts = outrider_cli("check", "-m", reranker(tmp_path / "both"), "--spec-type", "ngram")
+    assert drafts.exit_code == 0, drafts.stderr
