@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from ..scheduler.types import (
 from ..workers.attention import KVCache
 from ..workers.collective import Collective
 from ..workers.head import HeadService
+from ..workers.model.checkpoint.hub import Trust
 from ..workers.model.paged import PagedModel
 from ..workers.model.target import load_model
 from ..workers.seats import lay_out
@@ -165,16 +166,14 @@ class Calibrator:
         *,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        trust_remote_code: bool = False,
-        allow_pickle: bool = False,
+        **trust: Unpack[Trust],
     ) -> None:
         self.path = path
         self._loading: dict[str, Any] = {
             "dtype": dtype,
             "device": device,
             "collective": Collective.single(),
-            "trust_remote_code": trust_remote_code,
-            "allow_pickle": allow_pickle,
+            **trust,
         }
         self.model = load_model(path, **self._loading)
         if self.model.keeps_states:  # points of a text share its blocks, not its states

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from ..config.hub import reason
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import CheckpointError
-from ..workers.model.checkpoint.hub import require_checkpoint
+from ..workers.model.checkpoint.hub import Trust, require_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,11 @@ class FrozenTarget:
         path: Path,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        *,
-        trust_remote_code: bool = False,
-        allow_pickle: bool = False,
+        **trust: Unpack[Trust],
     ) -> None:
-        self.path = path
+        self.path, allow_pickle = path, trust.get("allow_pickle", False)
         try:
-            require_checkpoint(path, allow_pickle=allow_pickle)
+            require_checkpoint(path, **trust)
         except CheckpointError as error:
             raise CheckpointError.at("target", f"{error.message}") from None
         try:
@@ -68,7 +66,7 @@ class FrozenTarget:
                 path,
                 dtype=dtype or "auto",
                 local_files_only=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=trust.get("trust_remote_code", False),
                 use_safetensors=None if allow_pickle else True,
             )
         except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:

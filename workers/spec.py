@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import SECTIONS, HeadConfig
-from .model.checkpoint.hub import local_folder
+from .model.checkpoint.hub import Trust, local_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ModelSpec:
         return self.num_blocks or self.kept_blocks
 
     @property
-    def trust(self) -> dict[str, Any]:
+    def trust(self) -> Trust:
         """What a checkpoint's files may do, as whatever reads one takes it."""
         return {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from ..attention import KVCache, KVShape
 from ..ops import Ops, PagedStep, PlannedOps
 from ..ops.protocol import AttentionSpec
 from ..states import StateShape
+from .checkpoint.hub import Trust
 from .checkpoint.pooling import LAYER, classifies
 from .checkpoint.weights import Joined, Stacked, TensorSource, Whole, whole_box
 from .info import ModelInfo
@@ -139,7 +140,7 @@ ADAPTED: dict[str, Callable[[Any], None]] = {"llama4_text": adapt, "gemma3n_text
 """Model types that would not run or be wrong, and what makes them right."""
 
 
-def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+def build_meta(config: Any, dtype: torch.dtype, **trust: Unpack[Trust]) -> Any:
     """The model without weights, ready for ours, set to call `paged_attention`.
 
     One thread at a time: transformers sets torch's default dtype for the whole process meanwhile.
@@ -150,7 +151,7 @@ def build_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fal
                 deepcopy(config),
                 dtype=dtype,
                 attn_implementation=ATTENTION,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=trust.get("trust_remote_code", False),
             )
     except Exception as error:  # models raise anything on values that make none
         if isinstance(error, KeyError) and error.args == (ATTENTION,):  # it has classes by name

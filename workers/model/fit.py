@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
 from .checkpoint.adapters import FIELD, Adapter
 from .checkpoint.gguf_checkpoint import coded_sources
-from .checkpoint.hub import files_of, require_checkpoint
+from .checkpoint.hub import Trust, files_of, require_checkpoint
 from .checkpoint.quantised import CodedSource
 from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
@@ -65,9 +65,7 @@ def check_weights(
     size: int = 1,
     serving: Serving = Serving(),
     num_stages: int = 1,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
+    **trust: Unpack[Trust],
 ) -> tuple[ModelInfo, int | None]:
     """What a rank would load, and the bytes of its KV cache per token (None: not known).
 
@@ -81,7 +79,6 @@ def check_weights(
         ConfigError: `size` ranks cannot share the model, or the family's decoder, which stages
             need, does not compute it.
     """
-    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     model, info = _fitting_model(path, size, serving.dtype, **trust)
     stages = stage_layers(info.num_layers, num_stages)
     if num_stages > 1:
@@ -92,18 +89,12 @@ def check_weights(
 
 
 def _fitting_model(
-    path: Path,
-    size: int,
-    dtype: torch.dtype | None,
-    *,
-    trust_remote_code: bool,
-    allow_pickle: bool,
+    path: Path, size: int, dtype: torch.dtype | None, **trust: Unpack[Trust]
 ) -> tuple[Any, ModelInfo]:
     """The model of meta tensors that all tensors of the checkpoint fit; raises alike."""
-    trust = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, size, dtype, **trust)
-    model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
-    checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
+    model = build_meta(config, info.dtype, **trust)
+    checkpoint = Checkpoint(path, **trust)
     fitting_sources(model, {name: checkpoint.outline(name) for name in checkpoint.names}, path)
     return model, info
 
@@ -128,22 +119,22 @@ class ServedModel:
     format: str  # of quantised weights
 
     @classmethod
-    def of(cls, path: Path, *, trust_remote_code: bool = False) -> ServedModel:
+    def of(cls, path: Path, **trust: Unpack[Trust]) -> ServedModel:
         """Reads it (raises `CheckpointError`)."""
-        settings = read_config(path, trust_remote_code=trust_remote_code).to_dict()
+        settings = read_config(path, **trust).to_dict()
         found = find_format(path)
         kept = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
         return cls(kept, "none" if found is None else found.description)
 
-    def check(self, path: Path, size: int, **trust: bool) -> ModelInfo:
+    def check(self, path: Path, size: int, **trust: Unpack[Trust]) -> ModelInfo:
         """What a rank of the weights in `path` would be; no weight is read.
 
         Raises:
             CheckpointError, ConfigError: as `check_weights`; or it is another model, or in another
                 format: names the key of config.json.
         """
-        require_checkpoint(path, allow_pickle=trust["allow_pickle"])
-        other = ServedModel.of(path, trust_remote_code=trust["trust_remote_code"])
+        require_checkpoint(path, **trust)
+        other = ServedModel.of(path, **trust)
         for key in sorted(self.settings.keys() | other.settings.keys()):
             ours, theirs = (each.settings.get(key) for each in (self, other))
             if ours != theirs:
@@ -337,7 +328,7 @@ def check_adapters(
     adapters: Sequence[Adapter],
     serving: Serving,
     num_stages: int = 1,
-    **trust: bool,
+    **trust: Unpack[Trust],
 ) -> int:
     """Bytes of the adapters of a target on a rank; of the stage that has most.
 
@@ -352,7 +343,7 @@ def check_adapters(
     reason = read_spec(config)
     if isinstance(reason, str):
         raise ConfigError.at(FIELD, needs_family(path, reason))
-    model = build_meta(config, info.dtype, trust_remote_code=trust.get("trust_remote_code", False))
+    model = build_meta(config, info.dtype, **trust)
     for adapter in adapters:
         adapter.fit(model)
     stages = stage_layers(info.num_layers, num_stages)

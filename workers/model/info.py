@@ -10,11 +10,11 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ...config.hub import reason
 from ...errors import CheckpointError, ConfigError
-from .checkpoint.hub import read_mapping, require_checkpoint
+from .checkpoint.hub import Trust, read_mapping, require_checkpoint
 from .checkpoint.pooling import lacks_output_layer
 from .checkpoint.quantised_formats import find_format
 
@@ -77,7 +77,7 @@ def _as_other(data: dict[str, Any], path: Path) -> Any:
     return config
 
 
-def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
+def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
     """The text model's configuration; a typed error when transformers cannot make one of it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -88,7 +88,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
             config = _as_other(data, path)
         else:
             config = AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=trust_remote_code
+                path,
+                local_files_only=True,
+                trust_remote_code=trust.get("trust_remote_code", False),
             )
     except (
         ValueError,
@@ -213,21 +215,15 @@ class ModelOutline:
     eos_token_ids: tuple[int, ...]
 
 
-def outline(
-    path: Path,
-    tensor_parallel_size: int = 1,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> ModelOutline:
+def outline(path: Path, tensor_parallel_size: int = 1, **trust: Unpack[Trust]) -> ModelOutline:
     """A model's outline.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served.
         ConfigError: names the count that `tensor_parallel_size` does not divide.
     """
-    require_checkpoint(path, allow_pickle=allow_pickle)
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    require_checkpoint(path, **trust)
+    config = read_config(path, **trust)
     return outline_of(config, path, tensor_parallel_size)
 
 
@@ -339,17 +335,15 @@ def read_model(
     path: Path,
     tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
+    **trust: Unpack[Trust],
 ) -> tuple[Any, ModelInfo]:
     """The configuration, and what `load_model` would give a rank; raises as `outline`."""
     from .checkpoint.weights import Checkpoint  # imports torch, which `outline` does without
 
-    require_checkpoint(path, allow_pickle=allow_pickle)
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    require_checkpoint(path, **trust)
+    config = read_config(path, **trust)
     found = outline_of(config, path, tensor_parallel_size)
-    dtype = dtype or config.dtype or Checkpoint(path, allow_pickle=allow_pickle).dtype()
+    dtype = dtype or config.dtype or Checkpoint(path, **trust).dtype()
     return config, ModelInfo(**asdict(found), dtype=dtype)
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .bridge import (
     tp_hints,
 )
 from .checkpoint.adapters import FIELD, Adapter, open_adapters
+from .checkpoint.hub import Trust
 from .checkpoint.weights import Checkpoint, Received, TensorSource
 from .family import (
     Adapters,
@@ -113,19 +114,19 @@ def load_weights(
 
 
 def whole_embedding(
-    model: Any, path: Path, dtype: torch.dtype, device: torch.device, *, allow_pickle: bool = False
+    model: Any, path: Path, dtype: torch.dtype, device: torch.device, **trust: Unpack[Trust]
 ) -> nn.Module:
     """A twin of the model's embedding, with its tensor and no part in a collective."""
-    return _twins(model, [model.get_input_embeddings()], path, dtype, device, allow_pickle)[0]
+    return _twins(model, [model.get_input_embeddings()], path, dtype, device, **trust)[0]
 
 
 def whole_ends(
-    model: Any, path: Path, dtype: torch.dtype, device: torch.device, *, allow_pickle: bool = False
+    model: Any, path: Path, dtype: torch.dtype, device: torch.device, **trust: Unpack[Trust]
 ) -> tuple[nn.Module, nn.Module]:
     """Twins of the model's embedding and output layer, with all of their tensors and no part in a
     collective."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embedding, output = _twins(model, ends, path, dtype, device, allow_pickle)
+    embedding, output = _twins(model, ends, path, dtype, device, **trust)
     names = {id(module): name for name, module in model.named_modules()}
     if f"{names[id(ends[1])]}.weight" in tied_names(model):
         output._parameters["weight"] = embedding._parameters["weight"]
@@ -138,9 +139,9 @@ def _twins(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    allow_pickle: bool,
+    **trust: Unpack[Trust],
 ) -> list[nn.Module]:
-    checkpoint = Checkpoint(path, allow_pickle=allow_pickle)
+    checkpoint = Checkpoint(path, **trust)
     stored = {entry: checkpoint.source(entry) for entry in checkpoint.names}
     sources, tied = map_checkpoint(model, stored)[0], tied_names(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -274,8 +275,7 @@ class _Rank:
     info: ModelInfo
     device: torch.device
     collective: Collective
-    trust_remote_code: bool
-    allow_pickle: bool
+    trust: Trust
     adapters: Sequence[Adapter] | None = None
     received: Mapping[str, Tensor] | None = None
     stage: Stage | None = None  # None: it has all layers
@@ -297,8 +297,6 @@ def load_model(
     collective: Collective,
     forward: Wish = "auto",
     ops: Ops | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
     deterministic: bool = False,
     known: ForwardChoice | None = None,
     adapters: Sequence[tuple[str, str]] | None = None,
@@ -306,6 +304,7 @@ def load_model(
     received: Mapping[str, Tensor] | None = None,
     max_model_len: int | None = None,
     keeps_quantised: bool = True,
+    **trust: Unpack[Trust],
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
 
@@ -323,10 +322,9 @@ def load_model(
         ConfigError: `forward` is "family", or `deterministic`, adapters or stages are asked for,
             and the family cannot serve this model; or there are more stages than layers.
     """
-    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     config, info = read_model(path, collective.size, dtype, **trust)
     opened = None if adapters is None else open_adapters(adapters)
-    rank = _Rank(path, config, info, device, collective, **trust, adapters=opened)
+    rank = _Rank(path, config, info, device, collective, trust, adapters=opened)
     rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len,
                    keeps_quantised=keeps_quantised)  # fmt: skip
     assert len(rank.layers), "every stage has a layer"
@@ -480,7 +478,7 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
         ops: what weights may stay quantised for; None: nothing.
     """
     collective = rank.collective
-    model = build_meta(rank.config, rank.info.dtype, trust_remote_code=rank.trust_remote_code)
+    model = build_meta(rank.config, rank.info.dtype, **rank.trust)
     for adapter in rank.adapters or ():
         adapter.fit(model)
     heads = model_heads(rank.config, collective.rank, collective.size)
@@ -496,9 +494,9 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
     else:
         checkpoint = Checkpoint(
             rank.path,
-            allow_pickle=rank.allow_pickle,
             keeps_quantised=ops is not None and rank.keeps_quantised and ops.keeps_quantised,
             keeps_gguf=ops is not None and rank.keeps_quantised and ops.keeps_gguf,
+            **rank.trust,
         )
     cut = None if rank.stage is None else StageCut(model, rank.layers)
     is_held = {} if cut is None else {"is_held": cut.holds}
@@ -513,12 +511,7 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
 
 
 def load_ends(
-    path: Path,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
+    path: Path, dtype: torch.dtype | None, device: torch.device, **trust: Unpack[Trust]
 ) -> tuple[ModelInfo, nn.Module, nn.Module]:
     """What the whole model is, its embedding, and its output layer: all that a head reads of a
     target which others compute.
@@ -526,11 +519,9 @@ def load_ends(
     Raises:
         CheckpointError: the folder is no checkpoint.
     """
-    config, info = read_model(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
-    )
-    model = build_meta(config, info.dtype, trust_remote_code=trust_remote_code)
+    config, info = read_model(path, dtype=dtype, **trust)
+    model = build_meta(config, info.dtype, **trust)
     materialise_constants(model, device)  # some embeddings have a scale that no file holds
-    embedding, output = whole_ends(model, path, info.dtype, device, allow_pickle=allow_pickle)
+    embedding, output = whole_ends(model, path, info.dtype, device, **trust)
     pack_linears(nn.ModuleList([embedding, output]), device)
     return info, embedding, output

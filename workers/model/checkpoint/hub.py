@@ -18,7 +18,7 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 from ....config.hub import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError
@@ -232,7 +232,14 @@ PICKLED: Final = "pytorch_model.bin"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 
 
-def require_checkpoint(path: Path, *, allow_pickle: bool = False) -> Path:
+class Trust(TypedDict, total=False):
+    """What a checkpoint's files may do; nothing of it by default."""
+
+    trust_remote_code: bool  # Python code in them is run
+    allow_pickle: bool  # pickled weights are read where there are no safetensors
+
+
+def require_checkpoint(path: Path, **trust: Unpack[Trust]) -> Path:
     """Returns `path`, if it is a folder with a configuration and weights that may be read.
 
     Hub names are not resolved here: download first, then serve the folder.
@@ -243,7 +250,7 @@ def require_checkpoint(path: Path, *, allow_pickle: bool = False) -> Path:
         raise CheckpointError(f"model path {str(path)!r} is a file; a checkpoint is a folder")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(path)!r} has no config.json")
-    if has_safetensors(path) or (allow_pickle and _has_pickles(path)):
+    if has_safetensors(path) or (trust.get("allow_pickle") and _has_pickles(path)):
         return path
     if _has_pickles(path):
         raise CheckpointError(only_pickled(path))

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from .hub import (
     INDEX_NAME,
     PICKLED,
     PICKLED_INDEX,
+    Trust,
     files_of,
     has_safetensors,
     read_mapping,
@@ -170,7 +171,6 @@ class Checkpoint:
     Quantised weights read as float32; what belongs to them is no tensor of its own.
 
     Args:
-        allow_pickle: whether pickled files are read where there are no safetensors.
         keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
         keeps_gguf: likewise those of an unpacked GGUF file, which is there still.
     """
@@ -179,11 +179,11 @@ class Checkpoint:
         self,
         path: Path,
         *,
-        allow_pickle: bool = False,
         keeps_quantised: bool = False,
         keeps_gguf: bool = False,
+        **trust: Unpack[Trust],
     ) -> None:
-        self.path = require_checkpoint(path, allow_pickle=allow_pickle)
+        self.path = require_checkpoint(path, **trust)
         self._is_pickled = not has_safetensors(path)
         self.num_elements_read = 0
         self._files: dict[str, Any] = {}
