@@ -281,7 +281,7 @@ class Drafting:
         """
         self._drafted = [tree.EMPTY] * batch.num_seqs
         budgets = batch.plan.max_nodes if budgets is None else budgets
-        if not budgets.any() or (self._gate is not None and self._gate.reason):
+        if not any(budgets.tolist()) or (self._gate is not None and self._gate.reason):
             return self._drafted
         kept: dict[int, IntArray] = {}
         remember(self._steps, batch.step, (self._drafted, kept))

@@ -469,7 +469,10 @@ class Engine(Changing):
         for delta in deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is not None:
-                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                found = by_sink.get(id(sink))
+                if found is None:
+                    by_sink[id(sink)] = found = sink, []
+                found[1].append(delta)
                 if delta.finish_reason:
                     del self._sinks[delta.request_id]
         for sink, batch in by_sink.values():

@@ -18,7 +18,14 @@ from functools import cache, partial
 from typing import Any
 
 from ..scheduler.sampling import SamplingParams
-from ..scheduler.types import Delta, FloatArray, SpeculationUsage, StepTrace, TokenLogprobs
+from ..scheduler.types import (
+    Delta,
+    FloatArray,
+    SpeculationUsage,
+    StepTrace,
+    TokenLogprobs,
+    record,
+)
 from .chat.reader import overlap
 
 _CONTEXT = 24  # last tokens of a prompt: where all are skipped, a completion begins the text
@@ -133,17 +140,18 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._begins = self._skipped.issuperset(context)  # nothing comes before
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""  # the beginning of a character
         self.num_chars = 0  # given out in all
 
     def push(self, token_ids: Iterable[int], *, final: bool = False) -> str:
         """The text that these tokens complete; `final`: also what was held back."""
-        data = b""
+        data = self._held
         for token_id in token_ids:
             if token_id not in self._skipped:
                 data += self._vocabulary.token_bytes(token_id, self._begins)
                 self._begins = False
-        text = self._decoder.decode(data, final)
+        text, num_read = codecs.utf_8_decode(data, "replace", final)
+        self._held = data[num_read:]
         self.num_chars += len(text)
         return text
 
@@ -325,7 +333,7 @@ def add_usage(usages: list[SpeculationUsage]) -> SpeculationUsage:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """What one delta added to a completion."""
 

@@ -518,7 +518,7 @@ class Scheduler:
         given back when `last` is committed. Empty if that is not the whole next step: a request is
         not in `last` or has prompt left, or blocks are short.
         """
-        in_step = set(last.request_ids) if last.samples.all() else set()
+        in_step = set(last.request_ids) if all(last.samples.tolist()) else set()
         if not all(each.request.id in in_step for each in self.running):
             return {}
         nodes = {each: 0 for each in self.running if each.num_tokens + 1 < each.limit}

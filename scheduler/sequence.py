@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from .blocks import BlockPool, StateCheckpoints, chain_hash, root_hash
 from .timer import Clock
 from .types import (
+    NO_BLOCKS,
     NO_INTS,
     NO_MOVES,
     Batch,
@@ -467,11 +468,11 @@ class Seating:
             context_lens=columns[1],
             chunk_lens=columns[2],
             max_nodes=columns[3],
-            tokens=np.concatenate(tokens) if tokens else ints([]),
-            blocks=ints(blocks).reshape(-1, 3),
+            tokens=np.concatenate(tokens) if tokens else NO_INTS,
+            blocks=ints(blocks) if blocks else NO_BLOCKS,
             kv_moves=ints(moves) if moves else NO_MOVES,
             openings=tuple(openings),
-            closings=ints(closings),
+            closings=ints(closings) if closings else NO_INTS,
             thinking=thinking,
             own_drafts=own_drafts,
             appends=self.ranks_append,

@@ -26,7 +26,7 @@ def ints(values: object) -> IntArray:
 
 NO_INTS = ints([])
 NO_MOVES = NO_INTS.reshape(0, 2)
-NO_SAVES = NO_INTS.reshape(0, 3)
+NO_SAVES = NO_BLOCKS = NO_INTS.reshape(0, 3)
 
 
 def starts_of(counts: object) -> IntArray:  # [num_seqs] -> [num_seqs + 1]
@@ -52,7 +52,7 @@ def slots_of(
     return blocks * block_size + index % block_size
 
 
-# `record`: dataclasses of which a step constructs one per sequence.
+# `record`: dataclasses that every step constructs, some of them once per sequence.
 
 Record = TypeVar("Record")
 
@@ -345,7 +345,7 @@ class ThreadChoice:
     all_ms: float  # with all of the rank's
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Verdict:
     """What was accepted. Sequence i emits `emitted[emitted_start[i]:emitted_start[i+1]]`.
 
@@ -551,7 +551,7 @@ class Opening:
     settings: SeatSettings
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepPlan:
     """The message of a step to every rank: what changed, by seat.
 
@@ -585,7 +585,7 @@ class StepPlan:
         return int(self.chunk_lens.sum()) + num_nodes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Batch:
     """One step as the engine plans it; the drafts are joined on later.
 

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -106,18 +106,15 @@ class WorkerGroup(ABC):
 
     def call(self, message: Any) -> Any:
         """Rank 0's answer (raises as `Channel.call` does)."""
-        with self._running() as channel:
-            return channel.call(message, self._spec.timeout_s)
+        return self._through(Channel.call, message, self._spec.timeout_s)
 
     def send(self, message: Any) -> None:
         """First half of a call (raises as `Channel.send` does)."""
-        with self._running() as channel:
-            channel.send(message, self._spec.timeout_s)
+        self._through(Channel.send, message, self._spec.timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
         """Second half of a call (raises as `Channel.receive` does)."""
-        with self._running() as channel:
-            return channel.receive(timeout_s)
+        return self._through(Channel.receive, timeout_s)
 
     def restart(self) -> None:
         """Discards all ranks and starts new ones, with empty caches; they are awake."""
@@ -262,8 +259,7 @@ class WorkerGroup(ABC):
         Args:
             timeout_s: what may pass before they begin.
         """
-        with self._running() as channel:
-            answer = channel.call(message, timeout_s + _UPDATE_TIMEOUT_S)
+        answer = self._through(Channel.call, message, timeout_s + _UPDATE_TIMEOUT_S)
         if isinstance(answer, WeightsAnswer) and answer.problem:
             raise refusal.at(answer.field, answer.problem.removeprefix(f"{answer.field}: "))
         return answer
@@ -281,16 +277,15 @@ class WorkerGroup(ABC):
     def shutdown(self) -> None:
         """Ends all ranks."""
 
-    @contextmanager
-    def _running(self) -> Iterator[Channel]:
-        """The channel; ranks that died are let go of."""
+    def _through(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """What `verb` of the channel returns; ranks that died are let go of."""
         channel = self._channel
         if channel is None:
             if self._is_discarded:
                 raise WorkersReplacedError("the workers are being replaced")
             raise WorkerDiedError("the workers are down")
         try:
-            yield channel
+            return verb(channel, *arguments)
         except WorkerDiedError:
             self._drop_ranks()
             raise
@@ -392,7 +387,8 @@ class GroupTarget:
 
 
 def _plan(batch: Batch, drafts: Sequence[Draft]) -> StepPlan:
-    return replace(batch.plan, drafts=gather(drafts, batch.samples))
+    joined = gather(drafts, batch.samples)
+    return batch.plan if joined is None else replace(batch.plan, drafts=joined)
 
 
 class GroupDraftModel:

@@ -47,6 +47,9 @@ def gather(
     samples: NDArray[np.bool_],  # [num_seqs]
 ) -> JoinedDrafts | None:
     """The drafts of a step's sequences, end to end; None if there is nothing in them."""
+    given = [draft for draft in drafts if draft is not tree.EMPTY]
+    if not given:  # in most steps without a drafter
+        return None
     counts, windows, has_masks, has_probs = [], [], False, False
     for draft in drafts:
         counts.append(len(draft.tokens))

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +26,7 @@ import msgpack
 from ... import errors
 from ...engine.weights import DrafterChange
 from ...errors import EngineDeadError, InternalError, OutriderError, WorkerDiedError, WorkerError
-from ...scheduler.types import Delta, Request, SpeculationUsage
+from ...scheduler.types import Delta, Request, SpeculationUsage, record
 from ...workers.spec import SentWeights, TrainerLink
 from ...workers.transport import framing
 from ...workers.transport.wire import decode, encode
@@ -62,7 +62,7 @@ class EdgeLostError(WorkerError):
     """The connection between an engine and an ingress broke; the request can be sent again."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FromEngine:
     """One frame of an engine."""
 
@@ -317,8 +317,9 @@ class EdgeLink:
     def deliver(self, deltas: list[Delta]) -> None:
         """The engine's loop has emitted these."""
         self._door.store.record(deltas)  # before any of them can reach a client
-        ended = [each.request_id for each in deltas if each.finish_reason is not None]
-        failed = [each for each in deltas if each.finish_reason == "error"]
+        last = [each for each in deltas if each.finish_reason is not None]
+        ended = [each.request_id for each in last]
+        failed = [each for each in last if each.finish_reason == "error"]
         failures = [(each.request_id, *self._why(each)) for each in failed]
         self.requests.difference_update(ended)
         sent = [each for each in deltas if each.finish_reason != "error"] if failed else deltas

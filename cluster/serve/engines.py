@@ -45,6 +45,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._items: deque[Delta | OutriderError] = deque()
         self._reader: asyncio.Future[None] | None = None
 
@@ -56,7 +57,7 @@ class Inbox:
     async def get(self) -> Delta:
         """The next delta; raises what was put in place of one."""
         while not self._items:
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             await self._reader
         item = self._items.popleft()
         if isinstance(item, OutriderError):

@@ -24,7 +24,7 @@ from ...errors import EngineDeadError, OutriderError
 from ...scheduler.types import Delta, Request, SpeculationUsage, ints
 from ...workers.spec import SentWeights, TrainerLink
 from .edge import EdgeLostError, error_of
-from .engines import Engines
+from .engines import Engines, Inbox
 from .models import UPDATE_TIMEOUT_S, WeightsBoard, WeightsNote
 from .resume_tokens import ResumeTokens, longer
 
@@ -83,8 +83,10 @@ class ServeClient:
             call = _Call(self._engines, wire)
             self._calls[request.id] = call
             try:
+                inbox = await call.inbox()
                 while True:
-                    delta = await call.next()
+                    delta = await inbox.get()
+                    call.is_finished = delta.finish_reason is not None
                     if lost_s is not None:
                         self._replayed(time.monotonic() - lost_s)
                         lost_s = None
@@ -340,25 +342,29 @@ class _Call:
     def __init__(self, engines: Engines, request: Request) -> None:
         self._id = request.id
         self._sent = engines.run(request)
-        self._is_aborted = self._is_finished = False
+        self._is_aborted = False
+        self.is_finished = False  # the last delta has come
 
-    async def next(self) -> Delta:
-        """The next delta.
+    async def inbox(self) -> Inbox:
+        """Where its deltas come, once an engine has room.
 
-        Raises:
+        The inbox gives, in place of a delta:
             InvalidRequestError, OverloadedError, WorkerError: the engine refused the request, or
                 its step failed.
-            EdgeLostError, EngineDeadError: it may be sent again.
+            EdgeLostError: it may be sent again.
+
+        Raises:
+            OverloadedError: too many requests wait for room.
+            EngineDeadError: no engine is up.
         """
         try:
-            _, inbox = await self._sent
+            return (await self._sent)[1]
         except asyncio.CancelledError:
             if not self._is_aborted:
                 raise
-            return Delta(self._id, (), finish_reason="abort")
-        delta = await inbox.get()
-        self._is_finished = delta.finish_reason is not None
-        return delta
+            inbox = Inbox()
+            inbox.put(Delta(self._id, (), finish_reason="abort"))
+            return inbox
 
     def abort(self) -> None:
         """The engine ends the request; its last delta still comes."""
@@ -373,4 +379,4 @@ class _Call:
         if not self._sent.done():
             self._sent.cancel()
         elif not self._sent.cancelled() and self._sent.exception() is None:
-            self._sent.result()[0].close(self._id, is_finished=self._is_finished)
+            self._sent.result()[0].close(self._id, is_finished=self.is_finished)

@@ -125,14 +125,23 @@ def _unpacked(record: type[Any], packed: bytes, *fields: Any) -> Any:
     places = flat[1:begin].tolist()
     for index in range(0, len(places), _PLACE):
         field, length, columns = places[index : index + _PLACE]
-        end = begin + length * (columns or 1)
-        if min(field, length, columns) < 0 or field >= len(values):
+        if not 0 <= field < len(values) or length < 0 or columns < 0:
             raise ValueError(f"{record.__name__} with arrays at {places}")
+        if not length:  # most arrays of most steps
+            values[field] = _no_rows(columns)
+            continue
+        end = begin + length * (columns or 1)
         values[field] = flat[begin:end].reshape(length, columns) if columns else flat[begin:end]
         begin = end
     if begin != len(flat):
         raise ValueError(f"{record.__name__}: {len(flat)} integers for {begin}")
     return record(*values)
+
+
+@lru_cache(maxsize=64)
+def _no_rows(columns: int) -> np.ndarray[Any, Any]:
+    """An empty list of integers, or an empty table."""
+    return np.empty((0, columns) if columns else 0, _INT32)
 
 
 @lru_cache(maxsize=64)
@@ -198,23 +207,26 @@ def _default(value: Any) -> Any:
 
 
 def _encoded(record: type[Any], fields: tuple[Any, ...]) -> list[Any]:
-    """The marked list of a record."""
+    """The marked list of a record, whose lists and tables of int32 are packed."""
     rest, places, parts = list(fields), [0], [b""]
     for index, field in enumerate(fields):
-        if type(field) is np.ndarray and field.dtype == _INT32 and _is_packed(field.shape):
-            places += [index, field.shape[0], field.shape[1] if field.ndim > 1 else 0]
+        if type(field) is not np.ndarray or field.dtype != _INT32:
+            continue
+        shape = field.shape
+        if len(shape) == 1:
+            places += (index, shape[0], 0)
+        elif len(shape) == _TABLE and shape[1]:
+            places += (index, *shape)
+        else:
+            continue
+        rest[index] = None
+        if shape[0]:
             parts.append(field.tobytes())
-            rest[index] = None
-    if len(parts) == 1:
+    if len(places) == 1:
         return [_RECORD_MARKS[record], *fields]
-    places[0] = len(parts) - 1
+    places[0] = len(places) // _PLACE
     parts[0] = array("i", places).tobytes()
     return [_PACKED_MARKS[record], b"".join(parts), *rest]
-
-
-def _is_packed(shape: tuple[int, ...]) -> bool:
-    """Whether an int32 array of this shape is packed: a list, or a table with columns."""
-    return len(shape) == 1 or (len(shape) == _TABLE and shape[1] > 0)
 
 
 def _ext_hook(code: int, data: bytes) -> _Mark:

@@ -28,7 +28,7 @@ from ....engine.outputs import (
 )
 from ....errors import InvalidRequestError, RequestTimeoutError, WorkerError
 from ....scheduler.sampling import SamplingParams
-from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs
+from ....scheduler.types import Delta, Request, SpeculationUsage, TokenLogprobs, record
 from ..access.access import Call, current
 from ..metrics import EdgeMetrics, Stopwatch
 from ..telemetry import CompletionSpans, log_completion, log_prompt
@@ -125,7 +125,7 @@ class Job:
         return [traced(chunk, self.assembler.vocabulary) for chunk in self.assembler.traced]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Step:
     """What one delta gave one job; with the last, its statistics are known."""
 
@@ -225,11 +225,13 @@ class Generation:
 
     async def finish(self) -> None:
         """Runs everything to its end."""
-        async for _ in self.chunks():
-            pass
+        async with self.running() as steps:
+            async for _ in steps:
+                pass
 
-    async def chunks(self) -> AsyncGenerator[Step, None]:
-        """What comes, as it comes. Closing the generator aborts what still runs."""
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[AsyncGenerator[Step, None], None]:
+        """Runs the completions: what comes, as it comes. Leaving aborts what still runs."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
         num_known = 0  # tokens that were counted when they were generated
         if self.stream is not None:
@@ -248,8 +250,7 @@ class Generation:
                 await self.stream.find(self.client)
             steps = self._run(self.jobs[0]) if len(self.jobs) == 1 else self._merged()
             async with contextlib.aclosing(steps):
-                async for step in steps:
-                    yield step
+                yield steps
         finally:
             num_output = sum(len(job.assembler.token_ids) for job in self.jobs)
             usage.give_back_tokens(max(0, reserved - num_prompt - num_output + num_known))
@@ -355,7 +356,7 @@ class Generation:
                     if part is None or (part.live and not part.seen):
                         times.tokens(len(chunk.token_ids))
                     last = delta.finish_reason is not None
-                    if not (last or was_finished) and assembler.finished:  # a stop string
+                    if assembler.finished and not (last or was_finished):  # a stop string
                         await self.client.abort(job.request.id)
                         if part is not None and not part.live:  # the engine has nothing to add
                             for step in _stopped(job, chunk, part):
@@ -390,9 +391,13 @@ class Generation:
     async def _next(self, deltas: AsyncGenerator[Delta | Part, None]) -> Delta | Part:
         """The next delta (raises `RequestTimeoutError` once the deadline has passed)."""
         assert self._deadline_s is not None
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise self._too_late()
         try:
-            return await asyncio.wait_for(anext(deltas), self._remaining())
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(remaining_s):  # `wait_for` would make a task of it
+                return await anext(deltas)
+        except TimeoutError:
             raise self._too_late() from None
         except WorkerError:
             if time.monotonic() < self._deadline_s:
@@ -445,7 +450,7 @@ async def stream_events(
     continuous = with_usage and options.continuous_usage_stats
     if with_usage:
         head["usage"] = None
-    async with contextlib.aclosing(generation.chunks()) as steps:
+    async with generation.running() as steps:
         async for step in steps:
             for fields in await events_of(step):
                 if continuous:

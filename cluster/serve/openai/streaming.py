@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ....errors import OutriderError, OverloadedError
 from .errors import (
@@ -141,26 +141,27 @@ class EventStream(Response):
                     begun = True
                     await send(start)
                 name = str(event["type"]) if self._named else None
-                await self._send(send, to_json(event), name)
+                await send(self._message(to_json(event), name))
             if not begun:  # the client that resumes it has every event
                 await send(start)
             if not self._named:
-                await self._send(send, b"[DONE]")
+                await send(self._message(b"[DONE]"))
         except OutriderError as error:
             if not begun:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
-            await self._send(send, to_json(error_body(error)))
+            await send(self._message(to_json(error_body(error))))
         finally:
             await events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: bytes, name: str | None = None) -> None:
+    def _message(self, data: bytes, name: str | None = None) -> Message:
+        """An event, as the next part of the body."""
         head = "" if name is None else f"event: {name}\n"
         if self._event_id is not None:
             head += f"id: {self._event_id()}\n"
         body = b"%sdata: %s\n\n" % (head.encode(), data)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 # -- work on request bodies away from the event loop: parsing, chat templates, tokenizing

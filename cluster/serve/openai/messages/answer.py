@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -181,7 +180,7 @@ async def events(
     """
     made, begun = MessageMaker(generation, body, message_id), False
     traced: list[Fields] = []
-    async with aclosing(generation.chunks()) as steps:
+    async with generation.running() as steps:
         try:
             async for step in steps:
                 if not begun:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -341,7 +340,7 @@ async def events(
     def lifecycle(kind: str, status: Status) -> Fields:
         return numbered({"type": f"response.{kind}", "response": made.response(status)})
 
-    async with aclosing(generation.chunks()) as steps:
+    async with generation.running() as steps:
         try:
             async for step in steps:
                 if not begun:
