@@ -391,6 +391,12 @@ class Tape(TorchDispatchMode):
             self._made[id(each)] = each  # ids are not used again
         return Operation(name, _num_bytes(list(given.values())))
 
+    def lay_out(self, name: str, given: dict[str, Any]) -> Operation:
+        """Of the seats, those of the step's sequences."""
+        of_seats = ("all_", "draft_", "lengths")
+        rows = [each for key, each in given.items() if not key.startswith(of_seats)]
+        return Operation(name, _num_bytes(rows) + _num_bytes(given["tables"]))
+
     def settle(self, name: str, given: dict[str, Any]) -> Operation:
         """Of the seats, each row writes its token, and may count it."""
         seats = [given[each] for each in ("tokens", "lengths", "counts")]
@@ -440,6 +446,7 @@ class Tape(TorchDispatchMode):
 _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "attend_kernel": Tape.attend,
     "schedule_kernel": Tape.schedule,
+    "lay_out_kernel": Tape.lay_out,
     "settle_kernel": Tape.settle,
     "_combine_kernel": Tape.combine,
     "_prepare_kernel": Tape.prepare,

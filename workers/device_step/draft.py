@@ -9,7 +9,6 @@ committed rows are where its block table says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import cast
 
 import torch
@@ -19,9 +18,9 @@ from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, Trees
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
-from ..ops import DeviceOps
+from ..ops import DeviceLayout, DeviceOps
 from ..verify.device_settings import DeviceSettings, Settled
-from .layout import DeviceLayout, Share, best_of_ranks, draw_part, seat_settings
+from .layout import Share, best_of_ranks, draw_part, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
@@ -77,9 +76,8 @@ class DeviceHead:
     def _earlier(self, layout: DeviceLayout) -> EarlierRows:
         """As `tree_drafting.rows_of` has it for a step on the host."""
         size = self._seats.sizes.block_size
-        before = layout.seqs + len(layout.slots)
-        if layout.jumps:
-            before = torch.where(layout.lanes == 0, before, layout.jumps[0])
+        before = layout.plan.row_seq.long() + len(layout.slots)
+        before = torch.where(layout.lanes == 0, before, layout.parents)
         ends = (layout.plan.context_lens - 1).clamp(min=0)[:, None]
         blocks = layout.plan.block_tables.gather(1, (ends // size).long())
         last = (blocks * size + ends % size).long()
@@ -152,12 +150,11 @@ class DeviceHead:
         service, ids = self._service, self._head.target_ids
         ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
         num_drafts, device = len(base), base.device
-        by_seat = cache(lambda: seat_settings(self._seats, layout.seats))  # for all levels
 
         def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings]:
             """Positions and settings of `width` levels' rows."""
             if width == 1:
-                return base + (level + 2), by_seat()
+                return base + (level + 2), layout.seat_settings
             positions = base[:, None] + torch.arange(level + 2, level + 2 + width, device=device)
             seats = layout.seats.repeat_interleave(width)
             return positions.flatten(), seat_settings(self._seats, seats)

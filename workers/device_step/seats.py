@@ -33,6 +33,7 @@ from ...scheduler.types import (
     starts_of,
 )
 from ..model.info import ModelInfo
+from ..ops import StagedStep
 from ..verify.device_settings import (
     EDIT_WORDS,
     MASK_BITS,
@@ -179,6 +180,11 @@ class SeatSizes:
     fed_layers: tuple[int, ...] = ()  # whose inputs steps leave for separate heads
 
     @property
+    def spare_slot(self) -> int:
+        """Of the padding's block."""
+        return self.num_blocks * self.block_size
+
+    @property
     def draft_parts(self) -> tuple[int, ...]:
         """Widths of a head's drafts: their sizes, tokens, parents and chances; (): it has none."""
         width = self.num_draft_nodes
@@ -318,45 +324,35 @@ class DeviceSeats:
 
     # -- the step at hand, as the device step reads it
 
-    def step_seats(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
-        return self._views["seats"][: shape.num_seqs]
+    def staged(self, shape: StepShape) -> StagedStep:
+        """The step whose rows are to be laid out."""
+        views, num_seqs, num_rows = self._views, shape.num_seqs, shape.num_rows
+        return StagedStep(
+            tokens=self.tokens,
+            tables=self.tables,
+            settings=self.settings,
+            lengths=self.lengths,
+            drafts=self.drafts,
+            draft_counts=self.draft_counts,
+            own_drafts=views["own_drafts"],
+            seats=views["seats"][:num_seqs],
+            query_start=views["starts"][: num_seqs + 1],
+            num_nodes=views["num_nodes"][:num_seqs],
+            room=self.step_room(shape),
+            row_seq=views["row_seq"][:num_rows],
+            nodes=(views["node_tokens"][:num_rows], views["parents"][:num_rows]),
+            max_nodes=shape.num_nodes,
+            block_size=self.sizes.block_size,
+            spare_slot=self.sizes.spare_slot,
+        )
 
     def step_room(self, shape: StepShape) -> Tensor:  # [num_seqs] int32
         """Nodes that a sequence has room for."""
         return self._views["room"][: shape.num_seqs]
 
-    def step_rows(self, shape: StepShape) -> tuple[Tensor, Tensor]:
-        """First rows [num_seqs + 1] and rows' sequences [num_rows], int32."""
-        starts, row_seq = self._views["starts"], self._views["row_seq"]
-        return starts[: shape.num_seqs + 1], row_seq[: shape.num_rows]
-
     def step_masks(self, shape: StepShape) -> Tensor:  # [num_rows] int32
         """Which of the tables' masks a row has; -1 is none."""
         return self._views["masks"][: shape.num_rows]
-
-    def step_nodes(
-        self,
-        shape: StepShape,
-        row_seats: Tensor,  # [num_rows] int64
-        seqs: Tensor,  # [num_rows] int64
-        lanes: Tensor,  # [num_rows] int32
-    ) -> tuple[Tensor, Tensor, Tensor]:  # each [num_rows]: bool, int32, int32
-        """Which rows are nodes, their tokens and parents; -1 is the root."""
-        counts = self._views["num_nodes"][: shape.num_seqs]
-        staged = [self._views[name][: shape.num_rows] for name in ("node_tokens", "parents")]
-        if self.sizes.num_draft_nodes:
-            # Whether the nodes are the seats' drafts.
-            who, is_own = self.step_seats(shape).long(), self._views["own_drafts"] > 0
-            kept = self.draft_counts.index_select(0, who).minimum(self.step_room(shape))
-            counts = torch.where(is_own, kept, counts)
-            width = self.sizes.num_draft_nodes
-            place = row_seats * width + (lanes - 1).clamp(0, width - 1)
-            staged = [
-                torch.where(is_own, own.view(-1).index_select(0, place), given)
-                for own, given in zip(self.drafts, staged, strict=True)
-            ]
-        is_node = (lanes > 0) & (lanes <= counts.index_select(0, seqs))
-        return is_node, staged[0], staged[1]
 
     # -- what the host changes
 

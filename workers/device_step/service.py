@@ -36,20 +36,12 @@ from ..head import HeadService
 from ..model.family import FamilyRunner
 from ..model.family.decoder import FamilyModel
 from ..model.paged import PagedModel
-from ..ops import DeviceOps
+from ..ops import DeviceLayout, DeviceOps
 from ..spec import DeviceStepReport
-from ..verify.device_settings import DeviceEdits
+from ..verify.device_settings import DeviceEdits, DeviceSettings
 from ..verify.process import joined_logprobs
 from .draft import DeviceDrafts, DeviceHead
-from .layout import (
-    DeviceLayout,
-    Share,
-    best_of_ranks,
-    draw_part,
-    lay_out,
-    seat_settings,
-    walk_of,
-)
+from .layout import Share, best_of_ranks, draw_part, walk_of
 from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
 from .shape import Sampler, StepShape, all_shapes
 
@@ -85,7 +77,7 @@ class DeviceStep:
 
     def run(self, shape: StepShape) -> None:
         """Computes the staged step."""
-        layout = lay_out(self.seats, shape)
+        layout = self._ops.lay_out_on_device(self.seats.staged(shape))
         head, model, fed = self.head, self.model, self.seats.sizes.fed_layers
         capture = tuple(sorted({*fed, *(head.capture if head else ())}))
         context = model.context(layout.plan, self.cache)
@@ -116,13 +108,12 @@ class DeviceStep:
         layout: DeviceLayout,
         shape: StepShape,
     ) -> Tensor:  # [num_rows] int32
-        model, plan = self.model, layout.plan
+        model = self.model
         if shape.sampler is not Sampler.PLAIN:
             share = Share.of(shape.num_rows, self._collective, states.device)
             return self._draw_whole(states, layout, shape, share)
-        settings = seat_settings(self.seats, layout.row_seats)
-        logits, positions = model.part_of_logits(states), plan.positions + 1
-        part = draw_part(self._ops, logits, positions, settings, model.first_token)
+        logits, rows = model.part_of_logits(states), (layout.next_positions, layout.settings)
+        part = draw_part(self._ops, logits, *rows, model.first_token)
         return best_of_ranks(part, self._collective)
 
     def _draw_whole(
@@ -136,19 +127,21 @@ class DeviceStep:
         model, ops, tables, plan = self.model, self._ops, self.seats.edits, layout.plan
         num_rows = len(states)
         logits = model.logits(states) if share.rows is None else model.logits_of_own_rows(states)
-        positions, row_seats = share.take(plan.positions), share.take(layout.row_seats)
-        settings = seat_settings(self.seats, row_seats)
+        next_positions = share.take(layout.next_positions)
+        settings = DeviceSettings._make(share.take(each) for each in layout.settings)
         if tables is None:
-            chosen = ops.draw_on_device(logits.float(), positions + 1, settings)
+            chosen = ops.draw_on_device(logits.float(), next_positions, settings)
             if share.rows is None:
                 return chosen
             return self._collective.all_gather(chosen, dim=0)[:num_rows]
-        lanes, own = share.take(layout.lanes), (share.take(layout.first), row_seats, positions)
+        first, row_seats = share.take(layout.first), share.take(layout.row_seats)
+        positions, lanes = share.take(plan.positions), share.take(layout.lanes)
         rows = (share.take(plan.ancestors), share.take(self.seats.step_masks(shape)))
-        edits = DeviceEdits(tables, *own, lanes, *rows, plan.token_ids, shape.num_nodes)
+        sizes = (plan.token_ids, shape.num_nodes)
+        edits = DeviceEdits(tables, first, row_seats, positions, lanes, *rows, *sizes)
         edited = logits.to(torch.float32, copy=True)
         ops.edit_on_device(edited, edits)
-        chosen = ops.draw_on_device(edited, positions + 1, settings)
+        chosen = ops.draw_on_device(edited, next_positions, settings)
         values, ids = ops.logprobs_on_device(logits, chosen, edits)
         values = values.view(torch.int32)
         if share.rows is not None:

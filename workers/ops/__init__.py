@@ -16,17 +16,19 @@ import torch
 from ...errors import ConfigError
 from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
-from .plan import PagedStep, plan_step
+from .plan import DeviceLayout, PagedStep, StagedStep, plan_step
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 from .torch_ops import TorchOps
 
 __all__ = [
+    "DeviceLayout",
     "DeviceOps",
     "Ops",
     "PagedStep",
     "PlannedOps",
     "ReferenceOps",
+    "StagedStep",
     "c_compiler",
     "make_invariant_ops",
     "make_ops",

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.types import IntArray, StepInput
+from ..verify.device_settings import DeviceSettings
 from .kernels import compiled
 
 Signals = SimpleQueue[bool]
@@ -152,6 +153,55 @@ class PagedStep:
     @property
     def num_seqs(self) -> int:
         return self.context_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A device step before its rows are laid out: tables by seat, and what the host staged; int32.
+
+    Every sequence has its root's row and one for each node, one after the other. Rows behind those
+    pad the step: leaves below the root that no row sees, not even their own, since their keys and
+    values go into the spare slot's block.
+    """
+
+    tokens: Tensor  # [num_seats + 1, width]
+    tables: Tensor  # [num_seats + 1, num_columns]
+    settings: Tensor  # [num_seats + 1, words]: seed (2), temperature, top_k, top_p, min_p
+    lengths: Tensor  # [num_seats + 1], known tokens
+    drafts: tuple[Tensor, Tensor]  # tokens and parents [num_seats + 1, num_draft_nodes]; -1: root
+    draft_counts: Tensor  # [num_seats + 1]
+    own_drafts: Tensor  # [1], whether the nodes are the seats' drafts
+    seats: Tensor  # [num_seqs]
+    query_start: Tensor  # [num_seqs + 1]
+    num_nodes: Tensor  # [num_seqs], of the host's drafts
+    room: Tensor  # [num_seqs], for nodes of the seats' drafts
+    row_seq: Tensor  # [num_rows]
+    nodes: tuple[Tensor, Tensor]  # tokens and parents [num_rows], of the host's drafts
+    max_nodes: int  # of a sequence
+    block_size: int
+    spare_slot: int  # whose keys mean nothing
+
+    @property
+    def num_words(self) -> int:
+        """Of a row's ancestors."""
+        return max(1, -(-self.max_nodes // WORD_BITS))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """The rows of a device step."""
+
+    plan: PagedStep  # every tree is described by bits, chains too
+    seats: Tensor  # [num_seqs] int64
+    row_seats: Tensor  # [num_rows] int64
+    first: Tensor  # [num_rows] int32, the root's row
+    lanes: Tensor  # [num_rows] int32, 0 is the root
+    depths: Tensor  # [num_rows] int32, 1 below the root; 0 of what is no node
+    parents: Tensor  # [num_rows] int64, a node's parent's row; of other rows their own
+    slots: Tensor  # [num_rows] int64, as of `plan`
+    next_positions: Tensor  # [num_rows] int32, of what is drawn at the row
+    settings: DeviceSettings  # of the rows
+    seat_settings: DeviceSettings  # of the sequences
 
 
 def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedStep:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from ..verify.device_settings import DeviceEdits, DeviceSettings, DeviceWalk, Settled
-from .plan import PagedStep
+from .plan import DeviceLayout, PagedStep, StagedStep
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a step's rows, each [num_tokens, rotary_dim / 2] float32."""
@@ -233,7 +233,10 @@ class Ops(Protocol):
 
 
 class DeviceOps(Ops, Protocol):
-    """Also what the device step draws and edits with; `Ops.reads_device_only` is True."""
+    """Also what the device step does beside a forward; `Ops.reads_device_only` is True."""
+
+    def lay_out_on_device(self, staged: StagedStep) -> DeviceLayout:
+        """The rows of a step, as `plan_step` has them for a step on the host."""
 
     def draw_on_device(
         self,

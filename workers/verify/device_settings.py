@@ -68,7 +68,7 @@ class DeviceWalk:
     """Rows of a step between the draw and the update of the seats, whose tables it writes."""
 
     token_ids: Tensor  # [num_rows] int32
-    jumps: tuple[Tensor, ...]  # [num_rows] int64 each, as of `DeviceLayout`; none: no nodes
+    parents: Tensor  # [num_rows] int64, a node's parent's row
     ancestors: Tensor  # [num_rows, num_words] int64, as of `DeviceEdits`; 0 of what is no node
     depths: Tensor  # [num_rows] int32, 0 of what is no node
     slots: Tensor  # [num_rows] int64

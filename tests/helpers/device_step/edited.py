@@ -9,7 +9,7 @@ import torch
 
 from outrider.scheduler.types import JoinedDrafts, Masks, Verdict, ints, starts_of
 from outrider.tests.helpers.device_step.plans import EDITS, SIZES, open_plan
-from outrider.workers.device_step.layout import lay_out
+from outrider.tests.helpers.device_step.rows import lay_out_by_tensors
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import MAX_QUERY_LEN
 from outrider.workers.seats import Seats
@@ -60,7 +60,7 @@ def masked(plan, rng) -> JoinedDrafts:
 
 
 def _check(ops, rng, rows, sampling, device, shape, starts, masks) -> None:
-    of_step = lay_out(device, shape)
+    of_step = lay_out_by_tensors(device.staged(shape))
     plan = of_step.plan
     edits = DeviceEdits(
         device.edits, of_step.first, of_step.row_seats, plan.positions, of_step.lanes,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outrider.tests.helpers.device_step.rows import lay_out_by_tensors, settle_by_tensors
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.verify import noise
 from outrider.workers.verify.device_settings import (
@@ -26,8 +27,6 @@ from outrider.workers.verify.device_settings import (
     WORD_BITS,
     DeviceEdits,
     DeviceSettings,
-    DeviceWalk,
-    Settled,
 )
 from outrider.workers.verify.process import GREEDY_BELOW, masses
 
@@ -48,6 +47,9 @@ class TensorOps(ReferenceOps):
 
     def logprobs_on_device(self, logits, tokens, edits):
         return logprobs(logits, tokens)
+
+    def lay_out_on_device(self, staged):
+        return lay_out_by_tensors(staged)
 
     def settle_on_device(self, drawn, walk):
         return settle_by_tensors(drawn, walk)
@@ -181,39 +183,3 @@ def logprobs(
     missing = (0, MAX_TOP - top)
     ids = torch.cat([ranks, ids.gather(1, order)], dim=1).to(torch.int32)
     return pad(values, missing), pad(ids, missing)
-
-
-def settle_by_tensors(drawn: Tensor, walk: DeviceWalk) -> Settled:
-    """The walk of the coupled rule (the host's: `workers/verify/rules.py`), moves and update."""
-    rows = torch.arange(len(drawn), device=drawn.device)
-    seqs = torch.bucketize(rows, walk.query_start[1:].long(), right=True)
-    first = walk.query_start.index_select(0, seqs)
-    lanes = rows.to(torch.int32) - first
-    is_root, accepted = lanes == 0, lanes == 0
-    if walk.jumps:
-        guessed = walk.token_ids == drawn.index_select(0, walk.jumps[0])
-        accepted = is_root | ((walk.depths > 0) & guessed)
-        for above in walk.jumps:
-            accepted = accepted & accepted.index_select(0, above)
-    moved = accepted & (walk.depths != lanes)
-    places = walk.slots.index_select(0, torch.where(moved, first + walk.depths, 0))
-    source = torch.where(moved, walk.slots, walk.spare_slot)
-    target = torch.where(moved, places, walk.spare_slot)
-
-    row_seats = walk.seats.index_select(0, seqs)
-    spare, width = len(walk.tokens) - 1, walk.tokens.shape[1]
-    written = accepted & (row_seats < spare) & (walk.appends > 0)
-    ends = row_seats * width + walk.context_lens.index_select(0, seqs) + walk.depths + 1
-    index = torch.where(written, ends, spare * width)
-    walk.tokens.view(-1).index_copy_(0, index, drawn * written)
-    numbers = written.to(torch.int32)
-    if walk.counts is not None:
-        index = row_seats * walk.counts.shape[1] + drawn
-        walk.counts.view(-1).index_add_(0, index, numbers)
-
-    roots = walk.query_start[:-1].long().clamp(max=len(drawn) - 1)
-    last = roots.scatter_reduce(0, seqs, rows * accepted, "amax")
-    known = walk.context_lens + walk.depths.index_select(0, last) + 1
-    walk.lengths.index_add_(0, row_seats, numbers)
-    outcome, emitted = torch.where(accepted, drawn, ~drawn), drawn.index_select(0, last).long()
-    return Settled(outcome, source, target, last, emitted, known)

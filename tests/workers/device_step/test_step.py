@@ -18,7 +18,6 @@ from outrider.tests.helpers.device_step.plans import (
 from outrider.tests.workers.device_step.conftest import Dispatches, Tape, WeightsOnMeta
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.layout import lay_out
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model.target import load_model
 
@@ -86,7 +85,7 @@ def test_no_row_sees_a_node_that_pads_a_draft(llama):
     step = device_step(llama())
     plan = open_plan(np.random.default_rng(1), 3, 12, 0.0)
     shape = stage(step, plan, (4, 12))
-    layout = lay_out(step.seats, shape)
+    layout = step._ops.lay_out_on_device(step.seats.staged(shape))
     words, starts = layout.plan.ancestors[:, 0], layout.plan.query_start.tolist()
     num_padded = 0
     for seq in range(shape.num_seqs):
@@ -111,7 +110,7 @@ def test_dispatches(llama, num_nodes, temperature):
             return counting.as_one(super().pack(weight, bias))
 
     ops = Counted()
-    names = ("draw", "gumbel_argmax", "edit", "logprobs", "settle")
+    names = ("lay_out", "draw", "gumbel_argmax", "edit", "logprobs", "settle")
     on_device = [f"{name}_on_device" for name in names]
     for verb in ("norm", "add_norm", "rope_store_attend", "gate", "rotation", *on_device):
         setattr(ops, verb, counting.as_one(getattr(ops, verb)))

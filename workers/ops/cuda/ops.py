@@ -37,7 +37,7 @@ from ...verify.device_settings import (
     DeviceWalk,
     Settled,
 )
-from ..plan import PagedStep
+from ..plan import DeviceLayout, PagedStep, StagedStep
 from ..protocol import (
     AttentionSpec,
     Experts,
@@ -57,7 +57,7 @@ from .draw import draw, gumbel_argmax, num_parts, share
 from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
-from .step_rows import settle
+from .step_rows import lay_out, settle
 
 
 @triton.jit
@@ -512,6 +512,9 @@ class CudaOps(ReferenceOps):
         tokens: Tensor | None = None,
     ) -> Tensor:
         return draw(logits, positions, settings, tokens, self.num_processors)
+
+    def lay_out_on_device(self, staged: StagedStep) -> DeviceLayout:
+        return lay_out(staged)
 
     def settle_on_device(self, drawn: Tensor, walk: DeviceWalk) -> Settled:
         return settle(drawn, walk)

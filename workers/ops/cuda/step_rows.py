@@ -1,4 +1,4 @@
-"""A step's rows on the device, beside the forward: what follows the draw."""
+"""A device step beside its forward: its rows, and what follows the draw."""
 
 from __future__ import annotations
 
@@ -9,9 +9,223 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...verify.device_settings import DeviceWalk, Settled
+from ...verify.device_settings import DeviceSettings, DeviceWalk, Settled
+from ..plan import DeviceLayout, PagedStep, StagedStep
 
-_LEAST_LANES = 32  # of a program: shapes with fewer rows of a sequence share its variant
+_COLUMNS = 1024  # of a block table that a program copies
+
+
+def _num_lanes(query_len: int) -> int:
+    """Of a program for a sequence's rows: shapes with few rows share a variant."""
+    return max(32, triton.next_power_of_2(query_len))
+
+
+# -- before the forward: a step's rows
+
+
+@triton.jit
+def _load_node(node, inside, given, begin, own, seat, width, is_own, DRAFTS: tl.constexpr):
+    """What the host staged for nodes of a sequence, or the seat holds for them."""
+    value = tl.load(given + begin + 1 + node, mask=inside & ~is_own, other=0)
+    if DRAFTS:
+        place = tl.minimum(node, width - 1)
+        held = tl.load(own + seat * width + place, mask=inside & is_own, other=0)
+        value = tl.where(is_own, held, value)
+    return value
+
+
+@triton.jit
+def _count(lane, given, own_drafts, held, room, DRAFTS: tl.constexpr):
+    """A sequence's number of nodes, and whether they are the seat's, for each lane."""
+    count = tl.load(given)
+    is_own = lane < 0
+    if DRAFTS:
+        kept = tl.minimum(tl.load(held), tl.load(room))
+        count = tl.where(tl.load(own_drafts) > 0, kept, count)
+        is_own = lane * 0 + tl.load(own_drafts) > 0
+    return count, is_own
+
+
+@triton.jit
+def _paths(lane, is_node, count, given, begin, own, seat, width, is_own, DRAFTS: tl.constexpr,
+           ROOM: tl.constexpr):  # fmt: skip
+    """Ancestors' bits, depths and parents' rows: every node follows its path to the root."""
+    path = tl.zeros([lane.shape[0], ROOM], tl.int64)
+    depth = lane * 0
+    parent_row = begin + lane
+    word = tl.arange(0, ROOM)[None]
+    node = tl.where(is_node, lane - 1, -1)
+    left = count
+    while left > 0:
+        alive = node >= 0
+        bit = tl.full(lane.shape, 1, tl.int64) << (node & 63).to(tl.int64)
+        path = path | tl.where(alive[:, None] & ((node >> 6)[:, None] == word), bit[:, None], 0)
+        above = _load_node(node, alive, given, begin, own, seat, width, is_own, DRAFTS)
+        parent_row = tl.where(is_node & (depth == 0), begin + 1 + above, parent_row)
+        depth += alive.to(tl.int32)
+        node = tl.where(alive, above, -1)
+        left = tl.where(tl.max(node, axis=0) >= 0, left - 1, 0)
+    return path, depth, parent_row
+
+
+@triton.jit
+def _copy_columns(to, source, first, num_columns, COLUMNS: tl.constexpr):
+    """A part of a row of a table."""
+    column = first + tl.arange(0, COLUMNS)
+    inside = column < num_columns
+    tl.store(to + column, tl.load(source + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _store_settings(row, mask, words, seeds, temperature, top_k, top_p, min_p):
+    """A seat's settings at rows of theirs."""
+    zeros = row * 0
+    low = tl.load(words).to(tl.uint32, bitcast=True).to(tl.int64)
+    seed = low | (tl.load(words + 1).to(tl.int64) << 32)
+    tl.store(seeds + row, zeros + seed, mask=mask)
+    tl.store(top_k + row, zeros.to(tl.int32) + tl.load(words + 3), mask=mask)
+    none = zeros.to(tl.float32)
+    tl.store(temperature + row, none + tl.load(words + 2).to(tl.float32, bitcast=True), mask=mask)
+    tl.store(top_p + row, none + tl.load(words + 4).to(tl.float32, bitcast=True), mask=mask)
+    tl.store(min_p + row, none + tl.load(words + 5).to(tl.float32, bitcast=True), mask=mask)
+
+
+_SEATS = ["all_tokens", "all_tables", "all_settings", "lengths", "draft_tokens", "draft_parents",
+          "draft_counts", "own_drafts", "seats", "query_start", "num_nodes", "room", "node_tokens",
+          "node_parents"]  # fmt: skip
+_SIZES = ["width", "num_columns", "num_settings", "num_draft_nodes", "block_size", "spare_slot"]
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SEATS)
+def lay_out_kernel(
+    all_tokens, all_tables, all_settings, lengths,  # of all seats
+    draft_tokens, draft_parents, draft_counts, own_drafts,
+    seats, query_start, num_nodes, room,  # of the step's sequences
+    node_tokens, node_parents,  # of the step's rows
+    token_ids, positions, next_positions, slots, row_index,  # [num_rows] int32, written
+    lanes, first, depths,
+    long_slots, parents, row_seats, ancestors,  # [num_rows] int64, written
+    seeds, temperature, top_k, top_p, min_p,  # [num_rows], written
+    long_seats, context_lens, tree_start, tables,  # of the step's sequences, written
+    seat_seeds, seat_temperature, seat_top_k, seat_top_p, seat_min_p,
+    width, num_columns, num_settings, num_draft_nodes, block_size, spare_slot,
+    WORDS: tl.constexpr,  # of ancestors; 0: there are no nodes
+    ROOM: tl.constexpr,  # a power of 2 that holds them
+    DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs, 1 + blocks of a table's columns)."""
+    seq = tl.program_id(0)
+    seat = tl.load(seats + seq).to(tl.int64)
+    if tl.program_id(1) > 0:
+        place = tables + seq.to(tl.int64) * num_columns
+        first_column = (tl.program_id(1) - 1) * COLUMNS
+        _copy_columns(place, all_tables + seat * num_columns, first_column, num_columns, COLUMNS)
+        return
+    begin = tl.load(query_start + seq)
+    end = tl.load(query_start + seq + 1)
+    context = tl.load(lengths + seat) - 1
+    lane = tl.arange(0, BLOCK)
+    row = begin + lane
+    inside = row < end
+    token = tl.zeros([BLOCK], tl.int32) + tl.load(all_tokens + seat * width + context)
+    depth = tl.zeros([BLOCK], tl.int32)
+    parent_row = row
+    is_stored = inside
+    if WORDS:
+        count, is_own = _count(
+            lane, num_nodes + seq, own_drafts, draft_counts + seat, room + seq, DRAFTS
+        )
+        is_node = inside & (lane > 0) & (lane <= count)
+        behind = inside & (lane > 0)
+        drafted = _load_node(lane - 1, behind, node_tokens, begin, draft_tokens, seat,
+                             num_draft_nodes, is_own, DRAFTS)  # fmt: skip
+        token = tl.where(behind, drafted, token)
+        path, depth, parent_row = _paths(
+            lane, is_node, count, node_parents, begin, draft_parents, seat, num_draft_nodes,
+            is_own, DRAFTS, ROOM,
+        )  # fmt: skip
+        word = tl.arange(0, ROOM)[None]
+        place = ancestors + row.to(tl.int64)[:, None] * WORDS + word
+        tl.store(place, path, mask=inside[:, None] & (word < WORDS))
+        is_stored = inside & ((lane == 0) | is_node)
+    else:
+        tl.store(ancestors + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+    index = context + lane
+    block = tl.load(all_tables + seat * num_columns + index // block_size, mask=is_stored, other=0)
+    slot = tl.where(is_stored, block * block_size + index % block_size, spare_slot)
+    tl.store(token_ids + row, token, mask=inside)
+    tl.store(positions + row, context + depth, mask=inside)
+    tl.store(next_positions + row, context + depth + 1, mask=inside)
+    tl.store(slots + row, slot, mask=inside)
+    tl.store(long_slots + row, slot.to(tl.int64), mask=inside)
+    tl.store(row_index + row, index, mask=inside)
+    tl.store(lanes + row, lane, mask=inside)
+    tl.store(first + row, row * 0 + begin, mask=inside)
+    tl.store(depths + row, depth, mask=inside)
+    tl.store(parents + row, parent_row.to(tl.int64), mask=inside)
+    tl.store(row_seats + row, row * 0 + seat, mask=inside)
+    words = all_settings + seat * num_settings
+    _store_settings(row, inside, words, seeds, temperature, top_k, top_p, min_p)
+    _store_settings(seq, None, words, seat_seeds, seat_temperature, seat_top_k, seat_top_p,
+                    seat_min_p)  # fmt: skip
+    tl.store(long_seats + seq, seat)
+    tl.store(context_lens + seq, context)
+    tl.store(tree_start + seq, context + 1)
+
+
+def lay_out(staged: StagedStep) -> DeviceLayout:
+    """As `DeviceOps.lay_out_on_device`."""
+    num_rows, num_seqs = len(staged.row_seq), len(staged.seats)
+    num_columns, num_words = staged.tables.shape[1], staged.num_words
+    new = partial(torch.empty, device=staged.tokens.device)
+    ints = [new(num_rows, dtype=torch.int32) for _ in range(8)]
+    longs = [new(num_rows, dtype=torch.int64) for _ in range(3)]
+    ancestors = new((num_rows, num_words), dtype=torch.int64)
+    long_seats = new(num_seqs, dtype=torch.int64)
+    context_lens, tree_start = (new(num_seqs, dtype=torch.int32) for _ in range(2))
+    tables = new((num_seqs, num_columns), dtype=torch.int32)
+    kinds = (torch.int64, torch.float32, torch.int32, torch.float32, torch.float32)
+    settings, seat_settings = (
+        DeviceSettings(*(new(count, dtype=kind) for kind in kinds))
+        for count in (num_rows, num_seqs)
+    )
+    # A head's drafts have columns in all seats or in none, where any address will do.
+    num_draft_nodes = staged.drafts[0].shape[1]
+    words = num_words if staged.max_nodes else 0
+    lay_out_kernel[(num_seqs, 1 + triton.cdiv(num_columns, _COLUMNS))](
+        staged.tokens, staged.tables, staged.settings, staged.lengths, *staged.drafts,
+        staged.draft_counts, staged.own_drafts,
+        staged.seats, staged.query_start, staged.num_nodes, staged.room, *staged.nodes,
+        *ints, *longs, ancestors, *settings,
+        long_seats, context_lens, tree_start, tables, *seat_settings,
+        staged.tokens.shape[1], num_columns, staged.settings.shape[1], num_draft_nodes,
+        staged.block_size, staged.spare_slot,
+        words, triton.next_power_of_2(num_words), num_draft_nodes > 0,
+        _num_lanes(1 + staged.max_nodes), _COLUMNS, num_warps=1,
+    )  # fmt: skip
+    token_ids, positions, next_positions, slots, row_index, lanes, first, depths = ints
+    long_slots, parents, row_seats = longs
+    plan = PagedStep(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        row_seq=staged.row_seq,
+        row_index=row_index,
+        query_start=staged.query_start,
+        context_lens=context_lens,
+        tree_start=tree_start,
+        block_tables=tables,
+        ancestors=ancestors,
+        block_size=staged.block_size,
+        max_query_len=1 + staged.max_nodes,
+        max_key_len=staged.tokens.shape[1],
+    )
+    rows = (row_seats, first, lanes, depths, parents, long_slots, next_positions)
+    return DeviceLayout(plan, long_seats, *rows, settings, seat_settings)
+
+
+# -- after the draw: the walk, the compaction's moves, the update of the seats
+
 
 _VIEWS = ["query_start", "context_lens", "appends", "tokens", "lengths", "counts"]  # of the seats
 
@@ -88,15 +302,14 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
         make(num_seqs, dtype=torch.int32),
     )  # fmt: skip
     counts = walk.counts
-    parents = walk.jumps[0] if walk.jumps else walk.seats
     settle_kernel[(num_seqs,)](
-        drawn, walk.token_ids, parents, walk.ancestors, walk.depths, walk.slots,
+        drawn, walk.token_ids, walk.parents, walk.ancestors, walk.depths, walk.slots,
         walk.query_start, walk.context_lens, walk.seats, walk.appends,
         walk.tokens, walk.lengths, walk.lengths if counts is None else counts,
         made.outcome, made.source, made.target, made.last, made.emitted, made.known,
         walk.tokens.shape[1], len(walk.tokens) - 1, num_rows,
         0 if counts is None else counts.shape[1], walk.spare_slot,
-        walk.ancestors.shape[1] if walk.jumps else 0, counts is not None,
-        max(_LEAST_LANES, triton.next_power_of_2(walk.query_len)), num_warps=1,
+        walk.ancestors.shape[1] if walk.query_len > 1 else 0, counts is not None,
+        _num_lanes(walk.query_len), num_warps=1,
     )  # fmt: skip
     return made

@@ -251,27 +251,26 @@ def test_edits(compiled, num_nodes):
     assert len(compiled) == 3
 
 
-def launch_settle(num_seqs, num_nodes, *, counts):
-    from outrider.workers.ops.cuda.step_rows import settle
-    from outrider.workers.verify.device_settings import DeviceWalk
+def launch_step_rows(shape, num_draft_nodes=0):
+    """What a device step launches beside its forward, of zeros."""
+    from outrider.workers.device_step.layout import walk_of
+    from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
+    from outrider.workers.device_step.shape import Sampler
+    from outrider.workers.ops.cuda.step_rows import lay_out, settle
 
-    rows = num_seqs * (1 + num_nodes)
-    ints, longs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    words = torch.zeros(rows, max(1, -(-num_nodes // 64)), dtype=torch.int64)
-    table, jumps = torch.zeros(3, 4096, dtype=torch.int32), (longs,) if num_nodes else ()
-    starts, seats = torch.zeros(num_seqs + 1, dtype=torch.int32), longs[:num_seqs]
-    walk = DeviceWalk(
-        ints, jumps, words, ints, longs, starts, ints[:num_seqs], seats, ints[:1], table,
-        table[:, 0], table if counts else None, 1 << 33, 1 + num_nodes,
-    )  # fmt: skip
-    settle(ints, walk)
+    seats = DeviceSeats(SeatSizes(64, 4096, 1 << 12, 16, num_draft_nodes, 4096), CPU)
+    layout = lay_out(seats.staged(shape))
+    walk = walk_of(seats, layout, shape, counts_tokens=shape.sampler is not Sampler.PLAIN)
+    settle(torch.zeros(shape.num_rows, dtype=torch.int32), walk)
 
 
-@pytest.mark.parametrize("num_nodes", [0, 63, 200])
-@pytest.mark.parametrize("counts", [False, True])
-def test_what_follows_the_draw(compiler, compiled, num_nodes, counts):
-    launch_settle(2, num_nodes, counts=counts)
-    assert compiled == ["settle_kernel"]
+@pytest.mark.parametrize("num_nodes", [0, 4, 63, 200])
+def test_step_rows(compiler, compiled, num_nodes):
+    from outrider.workers.device_step.shape import Sampler, StepShape
+
+    for sampler, drafts in ((Sampler.PLAIN, num_nodes), (Sampler.SAMPLED, 0)):
+        launch_step_rows(StepShape(2, 1 + num_nodes, 2 * (1 + num_nodes), sampler), drafts)
+    assert compiled == ["lay_out_kernel", "settle_kernel"] * 2
     spills_nothing(compiler)
 
 

@@ -26,7 +26,7 @@ def run(marker, *names):
 @pytest.mark.timeout(600)
 def test_kernels_equal_the_reference():
     """In one process: to start one takes longer than most of the files."""
-    run("not slow", "test_draw.py", "test_elementwise.py", "test_edit.py", "test_settle.py")
+    run("not slow", "test_draw.py", "test_elementwise.py", "test_edit.py", "test_step_rows.py")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from outrider.scheduler.types import Opening, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.files import ROOT
 from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.shape import Sampler, all_shapes
+from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.head import HeadService
 from outrider.workers.model.paged import ForwardChoice
 from outrider.workers.model.target import load_model
@@ -140,15 +140,15 @@ def test_products_and_experts_of_any_number_of_rows(seen, kind):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_nodes", "most"), [(0, 4), (4, 4), (32, 6), (200, 8)])
-def test_what_follows_the_draw(seen, num_nodes, most):
+@pytest.mark.parametrize(("num_nodes", "most"), [(0, 2), (4, 2), (32, 3), (200, 3)])
+def test_rows_of_device_steps(seen, num_nodes, most):
     """Of all shapes of a load; a head's drafts, or without one those of look-ups."""
-    from outrider.tests.workers.ops.cuda.test_compiled import launch_settle
+    from outrider.tests.workers.ops.cuda.test_compiled import launch_step_rows
 
     for shape in all_shapes(64, num_nodes):
-        counts = shape.sampler is not Sampler.PLAIN
-        launch_settle(shape.num_seqs, shape.num_nodes, counts=counts)
-    assert len(of(seen, "settle_kernel")) <= most
+        launch_step_rows(shape, num_nodes)
+    assert len(of(seen, "lay_out_kernel")) <= most
+    assert len(of(seen, "settle_kernel")) <= 2 * most  # with counts of tokens or without
 
 
 class Zeroed(TorchDispatchMode):

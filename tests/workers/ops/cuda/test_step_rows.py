@@ -1,4 +1,4 @@
-"""What follows the draw against torch's operations, under Triton's interpreter."""
+"""A step's rows, and what follows the draw, against torch's, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,12 +9,60 @@ import pytest
 import torch
 
 from outrider.scheduler.types import ints
-from outrider.tests.helpers.device_step.ops import settle_by_tensors
-from outrider.workers.device_step.layout import bits, jumps_of
-from outrider.workers.ops.cuda.step_rows import settle
+from outrider.tests.helpers.device_step.plans import CPU, SIZES, open_plan
+from outrider.tests.helpers.device_step.rows import (
+    bits,
+    jumps_of,
+    lay_out_by_tensors,
+    settle_by_tensors,
+)
+from outrider.workers.device_step.seats import DeviceSeats
+from outrider.workers.device_step.shape import MAX_QUERY_LEN
+from outrider.workers.ops.cuda.step_rows import lay_out, settle
+from outrider.workers.seats import Seats
 from outrider.workers.verify.device_settings import DeviceWalk
 
 NUM_SEATS, WIDTH, VOCAB = 6, 400, 50
+
+
+def same(made, wanted, but=()):
+    """Equal dataclasses of tensors and sizes; those of tensors that are not equal."""
+    for field in fields(made):
+        one, other = getattr(made, field.name), getattr(wanted, field.name)
+        if isinstance(one, tuple):
+            assert all(torch.equal(*pair) for pair in zip(one, other, strict=True)), field.name
+        elif isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, field.name
+            assert field.name in but or torch.equal(one, other), field.name
+        elif field.name != "plan":
+            assert one == other, field.name
+
+
+@pytest.mark.parametrize("num_nodes", [0, 3, 12, 70, 120])
+@pytest.mark.parametrize(("head", "own"), [(False, False), (True, False), (True, True)])
+def test_rows(num_nodes, head, own):
+    """Trees of the host, or of the seats' drafts; of one word of ancestors and of more."""
+    if num_nodes >= MAX_QUERY_LEN and not head:
+        return  # a host's trees are smaller
+    rng = np.random.default_rng(num_nodes)
+    seats = DeviceSeats(replace(SIZES, num_draft_nodes=num_nodes if head else 0), CPU)
+    plan = open_plan(rng, 3, num_nodes, 0.7, vocab=max(20, num_nodes))
+    Seats(SIZES.block_size, seats).apply(plan)
+    shape = seats.kinds.shape(plan)
+    seats.stage(plan, shape)
+    seats.flush()
+    staged = seats.staged(shape)
+    if own and num_nodes:
+        staged.own_drafts.fill_(1)
+        for seat, room in zip(plan.seats.tolist(), plan.max_nodes.tolist()):
+            staged.draft_counts[seat] = rng.integers(room // 2, num_nodes + 1)
+            staged.drafts[0][seat] = torch.from_numpy(ints(rng.integers(0, 20, num_nodes)))
+            parents = [int(rng.integers(max(-1, node - 3), node)) for node in range(num_nodes)]
+            staged.drafts[1][seat] = torch.tensor(parents)
+    made, wanted = lay_out(staged), lay_out_by_tensors(staged)
+    same(made, wanted)
+    same(made.plan, wanted.plan)
+    assert int(made.depths.max()) > 1 or num_nodes < 2
 
 
 def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
@@ -40,11 +88,11 @@ def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
                 drawn[row] = VOCAB
     lanes = ints(np.arange(starts[-1]) - np.repeat(starts[:-1], lens))
     nodes = torch.from_numpy(is_node)
-    jumps = jumps_of(torch.from_numpy(parents), num_nodes) if num_nodes else ()
+    above = torch.from_numpy(parents)
     depths, words = nodes.to(torch.int32), bits(torch.from_numpy(lanes) - 1, nodes, num_nodes or 1)
-    for above in jumps:
-        depths = depths + depths[above]
-        words = words | words[above]
+    for jump in jumps_of(above, num_nodes):
+        depths = depths + depths[jump]
+        words = words | words[jump]
     contexts = ints(rng.integers(0, 100, 6))
     tables = [
         torch.from_numpy(ints(rng.integers(0, 9, (NUM_SEATS + 1, width))))
@@ -52,7 +100,7 @@ def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
     ]
     tables[0][NUM_SEATS] = 0
     walk = DeviceWalk(
-        torch.from_numpy(ints(token_ids)), jumps, words, depths,
+        torch.from_numpy(ints(token_ids)), above, words, depths,
         torch.from_numpy(rng.permutation(1000)[: starts[-1]]), torch.from_numpy(ints(starts)),
         torch.from_numpy(contexts), torch.from_numpy(seats),
         torch.tensor([appends], dtype=torch.int32), tables[0], tables[1][:, 0],
@@ -63,7 +111,7 @@ def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 3, 12, 64, 65, 150])
 @pytest.mark.parametrize(("rate", "appends", "counts"), [(0, 1, 0), (0.7, 0, 1), (1, 1, 1)])
-def test_equal_bits(num_nodes, rate, appends, counts):
+def test_what_follows_the_draw(num_nodes, rate, appends, counts):
     """Of no, some and all draws that accept a node; trees of one word of ancestors and of more."""
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -71,9 +119,7 @@ def test_equal_bits(num_nodes, rate, appends, counts):
         tables = {name: getattr(walk, name) for name in ("tokens", "lengths", "counts")}
         held = {name: None if each is None else each.clone() for name, each in tables.items()}
         made, wanted = settle(drawn, walk), settle_by_tensors(drawn, replace(walk, **held))
-        for field in fields(made):
-            if num_nodes or field.name not in ("source", "target"):
-                assert torch.equal(getattr(made, field.name), getattr(wanted, field.name)), field
+        same(made, wanted, () if num_nodes else ("source", "target"))
         for name, each in tables.items():
             assert each is None or torch.equal(each, held[name]), name
         num_accepted = int((made.outcome >= 0).sum()) - 5  # roots

@@ -1,0 +1,148 @@
+"""A device step's rows and walk in torch: the oracle of their kernels, on any device.
+
+What a row takes from its ancestors is computed in rounds, of which each reaches twice as far up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.workers.ops import DeviceLayout, PagedStep, StagedStep
+from outrider.workers.ops.plan import WORD_BITS
+from outrider.workers.verify.device_settings import DeviceSettings, DeviceWalk, Settled
+
+
+def lay_out_by_tensors(staged: StagedStep) -> DeviceLayout:
+    """The rows of a step, as `plan_step` has them for a step on the host."""
+    who, starts, seqs = staged.seats.long(), staged.query_start, staged.row_seq.long()
+    row_seats, first = who.index_select(0, seqs), starts.index_select(0, seqs)
+    rows = torch.arange(len(seqs), device=seqs.device, dtype=torch.int32)
+    lanes = rows - first
+    context = staged.lengths.index_select(0, who) - 1
+    before = context.index_select(0, seqs)
+    width = staged.tokens.shape[1]
+    token_ids = staged.tokens.view(-1).index_select(0, row_seats * width + before)
+    index, depths = before + lanes, torch.zeros_like(lanes)
+    tables, size = staged.tables.index_select(0, who), staged.block_size
+    columns = seqs * tables.shape[1] + index // size
+    slots = tables.view(-1).index_select(0, columns) * size + index % size
+    words = torch.zeros((len(rows), staged.num_words), dtype=torch.int64, device=seqs.device)
+    parents = rows.long()
+    if staged.max_nodes:
+        is_node, tokens, above = _nodes(staged, row_seats, seqs, lanes)
+        is_root = lanes == 0
+        token_ids = torch.where(is_root, token_ids, tokens)
+        parents = torch.where(is_node, first + 1 + above, rows).long()
+        depths, words = is_node.to(torch.int32), bits(lanes - 1, is_node, staged.max_nodes)
+        for jump in jumps_of(parents, staged.max_nodes):
+            depths = depths + depths.index_select(0, jump)
+            words = words | words.index_select(0, jump)
+        slots = torch.where(is_node | is_root, slots, staged.spare_slot)
+    plan = PagedStep(
+        token_ids=token_ids,
+        positions=before + depths,
+        slots=slots,
+        row_seq=staged.row_seq,
+        row_index=index,
+        query_start=starts,
+        context_lens=context,
+        tree_start=context + 1,
+        block_tables=tables,
+        ancestors=words,
+        block_size=size,
+        max_query_len=1 + staged.max_nodes,
+        max_key_len=width,
+    )
+    settings = [_settings(staged.settings.index_select(0, each)) for each in (row_seats, who)]
+    nodes = (depths, parents, slots.long(), plan.positions + 1)
+    return DeviceLayout(plan, who, row_seats, first, lanes, *nodes, *settings)
+
+
+def _nodes(
+    staged: StagedStep,
+    row_seats: Tensor,  # [num_rows] int64
+    seqs: Tensor,  # [num_rows] int64
+    lanes: Tensor,  # [num_rows] int32
+) -> tuple[Tensor, Tensor, Tensor]:  # each [num_rows]: bool, int32, int32
+    """Which rows are nodes, their tokens and parents; -1 is the root."""
+    counts, nodes = staged.num_nodes, staged.nodes
+    if width := staged.drafts[0].shape[1]:
+        is_own = staged.own_drafts > 0
+        held = staged.draft_counts.index_select(0, staged.seats.long())
+        counts = torch.where(is_own, held.minimum(staged.room), counts)
+        place = row_seats * width + (lanes - 1).clamp(0, width - 1)
+        tokens, above = (
+            torch.where(is_own, own.view(-1).index_select(0, place), given)
+            for own, given in zip(staged.drafts, nodes, strict=True)
+        )
+        nodes = tokens, above
+    return (lanes > 0) & (lanes <= counts.index_select(0, seqs)), *nodes
+
+
+def _settings(words: Tensor) -> DeviceSettings:  # [num_rows, words] int32
+    temperature, top_p, min_p = (
+        words[:, column].contiguous().view(torch.float32) for column in (2, 4, 5)
+    )
+    seeds = words[:, :2].contiguous().view(torch.int64)[:, 0]
+    return DeviceSettings(seeds, temperature, words[:, 3].contiguous(), top_p, min_p)
+
+
+def jumps_of(
+    parents: Tensor,  # [num_rows] int64, parents' rows; of a root its own
+    num_nodes: int,
+) -> list[Tensor]:  # [num_rows] int64 each
+    """The row that each round reads, in trees of at most so many nodes."""
+    found = [parents]
+    while 1 << len(found) <= num_nodes:
+        found.append(found[-1].index_select(0, found[-1]))
+    return found
+
+
+def bits(
+    nodes: Tensor,  # [num_rows] int32, below 0: a root
+    is_node: Tensor,  # [num_rows] bool
+    num_nodes: int,
+) -> Tensor:  # [num_rows, num_words] int64
+    """The words of `PagedStep.ancestors` with every row's own bit alone."""
+    bit = is_node.long() << (nodes % WORD_BITS)
+    if num_nodes <= WORD_BITS:
+        return bit[:, None]
+    words = torch.arange(-(-num_nodes // WORD_BITS), device=nodes.device)
+    return bit[:, None] * ((nodes // WORD_BITS)[:, None] == words)
+
+
+def settle_by_tensors(drawn: Tensor, walk: DeviceWalk) -> Settled:
+    """The walk of the coupled rule (the host's: `workers/verify/rules.py`), moves and update."""
+    rows = torch.arange(len(drawn), device=drawn.device)
+    seqs = torch.bucketize(rows, walk.query_start[1:].long(), right=True)
+    first = walk.query_start.index_select(0, seqs)
+    lanes = rows.to(torch.int32) - first
+    is_root, accepted = lanes == 0, lanes == 0
+    if walk.query_len > 1:
+        guessed = walk.token_ids == drawn.index_select(0, walk.parents)
+        accepted = is_root | ((walk.depths > 0) & guessed)
+        for above in jumps_of(walk.parents, walk.query_len - 1):
+            accepted = accepted & accepted.index_select(0, above)
+    moved = accepted & (walk.depths != lanes)
+    places = walk.slots.index_select(0, torch.where(moved, first + walk.depths, 0))
+    source = torch.where(moved, walk.slots, walk.spare_slot)
+    target = torch.where(moved, places, walk.spare_slot)
+
+    row_seats = walk.seats.index_select(0, seqs)
+    spare, width = len(walk.tokens) - 1, walk.tokens.shape[1]
+    written = accepted & (row_seats < spare) & (walk.appends > 0)
+    ends = row_seats * width + walk.context_lens.index_select(0, seqs) + walk.depths + 1
+    index = torch.where(written, ends, spare * width)
+    walk.tokens.view(-1).index_copy_(0, index, drawn * written)
+    numbers = written.to(torch.int32)
+    if walk.counts is not None:
+        index = row_seats * walk.counts.shape[1] + drawn
+        walk.counts.view(-1).index_add_(0, index, numbers)
+
+    roots = walk.query_start[:-1].long().clamp(max=len(drawn) - 1)
+    last = roots.scatter_reduce(0, seqs, rows * accepted, "amax")
+    known = walk.context_lens + walk.depths.index_select(0, last) + 1
+    walk.lengths.index_add_(0, row_seats, numbers)
+    outcome, emitted = torch.where(accepted, drawn, ~drawn), drawn.index_select(0, last).long()
+    return Settled(outcome, source, target, last, emitted, known)
