@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import ConfigError
 from .compat.translate import FOREIGN, translate_engine, translate_section
@@ -202,6 +202,8 @@ class EngineConfig(Strict):
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks of the target.")
     pipeline_parallel_size: int = Field(1, ge=1, le=64)
     """Stages of the target's layers, of tensor_parallel_size ranks each."""
+    enable_expert_parallel: bool = False
+    """A rank of the target holds some of a mixture's experts, instead of a part of each."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and output together; default: the checkpoint's."""
     max_num_seqs: int = Field(64, ge=1, description="Requests that run at once.")
@@ -248,6 +250,20 @@ class EngineConfig(Strict):
                 "the name is empty; give a folder, a GGUF file, a Hugging Face id or an address"
             )
         return model
+
+    @field_validator("enable_expert_parallel", mode="before")
+    @classmethod
+    def _by_number_of_ranks(cls, value: Any, info: ValidationInfo) -> Any:
+        """Other engines give the number of ranks that share out experts."""
+        ranks = info.data.get("tensor_parallel_size", 1)
+        if type(value) is not int or value < 1:
+            return value
+        if value not in (1, ranks):
+            raise ValueError(
+                f"{value} ranks cannot share out experts: all {ranks} of tensor_parallel_size do, "
+                "or none (1)"
+            )
+        return value > 1
 
     @model_validator(mode="after")
     def _one_format_of_harmony(self) -> EngineConfig:

@@ -252,6 +252,7 @@ def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
         config.deterministic,
         has_kernels=kernels,
         keeps_quantised=config.keep_quantised == "auto",
+        whole_experts=config.enable_expert_parallel,
     )
 
 

@@ -256,6 +256,7 @@ def _check_models(
         config.forward,
         config.deterministic,
         keeps_quantised=config.keep_quantised == "auto",
+        whole_experts=config.enable_expert_parallel,
     )
     with _noting(errors):
         path, size = Path(config.model), config.tensor_parallel_size

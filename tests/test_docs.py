@@ -128,7 +128,6 @@ def test_the_landing_page_and_the_readme_state_the_same_limits():
     [
         {"lora_modules": ["a=/x"], "forward": "bridge"},
         {"pipeline_parallel_size": 2, "forward": "bridge"},
-        {"enable_expert_parallel": True},
         {"cpu_offload_gb": 4},
     ],
     ids=str,

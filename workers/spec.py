@@ -33,6 +33,7 @@ class ModelSpec:
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`
     # Keys of a target's config.json that say what it gives beside text, in place of its own.
     hf_overrides: tuple[tuple[str, Any], ...] = ()
+    whole_experts: bool = False  # a rank has some of a mixture's, not a part of each
     # LoRA adapters of a target: (name, folder); None: it takes none.
     adapters: tuple[tuple[str, str], ...] | None = None
     # Where `num_blocks` is None: what the ranks before had, which the engine goes on counting on.

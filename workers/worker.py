@@ -357,6 +357,7 @@ class Worker:
                 forward=spec.forward,
                 deterministic=spec.deterministic,
                 keeps_quantised=spec.keeps_quantised,
+                whole_experts=spec.whole_experts,
                 known=None if known is None else _known_choice(getattr(known, name)),
                 adapters=_placed(spec.adapters),
                 stage=self._stage if name == "target" else None,

@@ -35,6 +35,11 @@ def whole(value: Any) -> int:
     return value
 
 
+def expert_ranks(value: Any) -> int:
+    """Ranks that share out a mixture's experts; 1: none do."""
+    return 1 if value in (None, -1) else whole(value)
+
+
 def paths(value: Any) -> Any:
     """A tree of ranks; also as text, as in `"[[0], [0, 0]]"`, and with paths given twice."""
     if isinstance(value, str):

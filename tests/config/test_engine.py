@@ -62,12 +62,28 @@ def test_vllms_json(section, wanted):
     assert config.speculative_config == wanted
 
 
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"ep_size": 2}, True),
+        ({"moe_expert_parallel_size": 2}, True),
+        ({"enable_expert_parallel": True}, True),
+        ({"ep_size": 1}, False),
+        ({"moe_expert_parallel_size": -1}, False),
+    ],
+)
+def test_ranks_that_share_out_experts(keys, wanted):
+    config = EngineConfig.load({"model": "m", "tp_size": 2, **keys})
+    assert config.enable_expert_parallel is wanted
+
+
 NGRAM = {"decoding_type": "NGram"}
 BAD = [
     ({}, "model", "required"),
     ({"tensor_paralel_size": 2}, "tensor_paralel_size", "did you mean 'tensor_parallel_size'"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size", "got 0"),
     ({"resources": {"cpus": 1}}, "resources.cpus", "cpus_per_worker"),
+    ({"ep_size": 4, "tp_size": 2}, "enable_expert_parallel", "all 2 of tensor_parallel_size"),
     ({"kv_cache_config": {"dtype": "fp8"}}, "kv_cache_config.dtype", "model's type"),
     ({"max_batch_size": 1, "max_num_seqs": 2}, "max_num_seqs", "given twice"),
     ({"speculative_config": "NGram"}, "speculative_config", "mapping"),

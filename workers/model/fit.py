@@ -32,10 +32,11 @@ from .checkpoint.quantised_formats import WeightFormat, find_format
 from .checkpoint.weights import Checkpoint, Received
 from .family import read_spec, recurrent_layers, without_attention
 from .info import ModelInfo, model_heads, read_config, read_model, stage_layers
-from .sharding import ShardPlan, plan_shards, plan_vocabulary
+from .sharding import ShardPlan, is_experts, plan_shards, plan_vocabulary
 from .stages import StageCut
 from .target import Wish, check_stages, fitting_sources, needs_family
 
+EXPERTS_FIELD = "enable_expert_parallel"
 CPU = torch.device("cpu")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -50,6 +51,7 @@ class Serving:
     deterministic: bool = False
     has_kernels: bool | None = None  # for that device; None: as this machine has
     keeps_quantised: bool = True  # where the operations do
+    whole_experts: bool = False
 
     def coded(self, path: Path, config: Any, info: ModelInfo) -> dict[str, float]:
         """Weights of a GGUF file's folder that stay quantised, with their bytes per weight."""
@@ -83,9 +85,24 @@ def check_weights(
     stages = stage_layers(info.num_layers, num_stages)
     if num_stages > 1:
         check_stages(path, model.config)
+    if serving.whole_experts:
+        _check_experts(model, size)
     found = [kv_bytes_per_token(model, info, size, serving, layers) for layers in stages]
     known = [each for each in found if each is not None]
     return info, max(known, default=None)
+
+
+def _check_experts(model: Any, size: int) -> None:
+    """Raises `ConfigError` where ranks cannot each hold some of a mixture's experts."""
+    counts = {len(module.down_proj) for module in model.modules() if is_experts(module)}
+    if not counts:
+        raise ConfigError.at(EXPERTS_FIELD, "this model has no experts that ranks could share out")
+    for count in counts:
+        if count % size:
+            raise ConfigError.at(
+                EXPERTS_FIELD,
+                f"tensor_parallel_size={size} does not divide this model's {count} experts",
+            )
 
 
 def _fitting_model(

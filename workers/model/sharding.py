@@ -45,6 +45,7 @@ class ShardPlan:
 
     shards: dict[str, Shard] = field(default_factory=dict)
     summed: list[str] = field(default_factory=list)  # modules whose output is a part of a sum
+    own_experts: dict[str, Range] = field(default_factory=dict)  # of mixtures not cut otherwise
     rank0_only: set[str] = field(default_factory=set)  # biases added once: zeros elsewhere
     attentions: list[str] = field(default_factory=list)  # modules that hold fewer heads now
     recurrent: list[str] = field(default_factory=list)  # likewise, with a state
@@ -52,10 +53,16 @@ class ShardPlan:
     head: str | None = None
 
 
-def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> ShardPlan:
-    """The plan of one rank. `hints` is the model's `tp_plan`, for names that we do not know."""
+def plan_shards(
+    model: nn.Module, heads: Heads, hints: Mapping[str, str], *, whole_experts: bool = False
+) -> ShardPlan:
+    """The plan of one rank. `hints` is the model's `tp_plan`, for names that we do not know.
+
+    With `whole_experts` a rank holds some of a mixture's experts (expert parallelism: Lepikhin et
+    al. 2020, GShard, arXiv:2006.16668), otherwise a part of each.
+    """
     heads.check()
-    planner = _Planner(heads, ShardPlan())
+    planner = _Planner(heads, ShardPlan(), whole_experts)
     for name, module in model.named_modules():
         children = dict(module.named_children())
         if isinstance(children.get("o_proj"), nn.Linear) and _shards_heads(children, heads):
@@ -64,10 +71,21 @@ def plan_shards(model: nn.Module, heads: Heads, hints: Mapping[str, str]) -> Sha
             planner.recurrent(name, module)
         elif any(isinstance(children.get(key), nn.Linear) for key in DOWN):
             planner.mlp(name, children)
-        elif hasattr(module, "is_transposed") and hasattr(module, "down_proj"):
+        elif is_experts(module):
             planner.experts(name, module)
     planner.hinted(model, hints)
     return planner.plan
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds all experts of a mixture, in tensors of three dimensions."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+def own_choices(chosen: Tensor, own: Range) -> Tensor:  # [num_tokens, top], alike
+    """The numbers of chosen experts among a rank's own; -1: of another rank."""
+    local = chosen - own[0]
+    return local.masked_fill((local < 0) | (local >= own[1] - own[0]), -1)
 
 
 def plan_vocabulary(
@@ -102,6 +120,7 @@ class _Planner:
 
     heads: Heads
     plan: ShardPlan
+    whole_experts: bool = False
 
     def attention(self, name: str, module: nn.Module) -> None:
         heads, shards = self.heads, self.plan.shards
@@ -176,6 +195,12 @@ class _Planner:
     def experts(self, name: str, module: Any) -> None:
         """Every rank holds a slice of every expert: balanced whatever the router picks."""
         self.plan.summed.append(name)
+        if self.whole_experts:
+            own = self._share(len(module.down_proj), "num_experts")
+            self.plan.own_experts[name] = own
+            for key, _ in module.named_parameters(recurse=False):
+                self.plan.shards[f"{name}.{key}"] = Shard(0, (own,))
+            return
         for key, parameter in module.named_parameters(recurse=False):
             path, is_bias = f"{name}.{key}", key.endswith("_bias")
             if key == "down_proj_bias":
@@ -234,8 +259,10 @@ def connect(model: nn.Module, plan: ShardPlan, collective: Collective, vocab_siz
     if collective.size == 1:
         return
     for name in plan.summed:
-        module = model.get_submodule(name)
-        object.__setattr__(module, "forward", _Summed(module.forward, collective))
+        module: Any = model.get_submodule(name)
+        own = plan.own_experts.get(name)
+        forward = module.forward if own is None else _OwnExperts(module, own)
+        object.__setattr__(module, "forward", _Summed(forward, collective))
     if plan.embedding is not None:
         embedding = model.get_submodule(plan.embedding)
         object.__setattr__(embedding, "forward", _Embedding(embedding, collective))
@@ -255,6 +282,26 @@ class _Summed:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self._forward(*args, **kwargs)
         return self._collective.all_reduce(out.contiguous())
+
+
+class _OwnExperts:
+    """A mixture's experts, of which some are here: zeros for what others compute."""
+
+    def __init__(self, module: Any, own: Range) -> None:
+        self._forward, self._own, self._count = module.forward, own, module.num_experts
+        module.num_experts = own[1] - own[0]
+
+    def __call__(self, states: Tensor, *routing: Tensor) -> Tensor:
+        out: Tensor
+        if not routing:  # Llama 4's: every expert's scored rows, [num_experts * num_tokens, hidden]
+            begin, end = (each * len(states) // self._count for each in self._own)
+            out = torch.zeros_like(states)
+            out[begin:end] = self._forward(states[begin:end])
+            return out
+        chosen, scores = routing  # each [num_tokens, top]
+        local = own_choices(chosen, self._own)
+        out = self._forward(states, local.clamp(min=0), scores.masked_fill(local < 0, 0))
+        return out
 
 
 class _Embedding:

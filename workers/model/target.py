@@ -281,6 +281,7 @@ class _Rank:
     stage: Stage | None = None  # None: it has all layers
     max_model_len: int | None = None  # None: the checkpoint's
     keeps_quantised: bool = True  # where the operations do
+    whole_experts: bool = False  # a rank has some of a mixture's, not a part of each
 
     @property
     def layers(self) -> range:
@@ -304,6 +305,7 @@ def load_model(
     received: Mapping[str, Tensor] | None = None,
     max_model_len: int | None = None,
     keeps_quantised: bool = True,
+    whole_experts: bool = False,
     **trust: Unpack[Trust],
 ) -> PagedModel:
     """Load this rank's shard. `dtype` None is the checkpoint's; `ops` None the device's fastest.
@@ -312,9 +314,9 @@ def load_model(
     earlier load of the same model on such a device has chosen; the two forwards are not compared
     again. Every rank has one, or none has. `adapters` are LoRA adapters by name and folder; None:
     it takes none, not even later. Of several stages, `stage` is the one whose layers are loaded.
-    `received` are weights in the place of those of the folder. LongRoPE's frequencies depend on
-    `max_model_len`, tokens of the longest sequence; None: the checkpoint's.
-    Without `keeps_quantised`, weights are dequantised whatever the operations keep.
+    `received` are weights in the place of the folder's. LongRoPE's frequencies depend on
+    `max_model_len`, tokens of the longest sequence; None: the checkpoint's. `keeps_quantised`:
+    weights stay so where operations take them. With `whole_experts`, a rank holds some experts.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be served, or an adapter's is none for
@@ -326,7 +328,7 @@ def load_model(
     opened = None if adapters is None else open_adapters(adapters)
     rank = _Rank(path, config, info, device, collective, trust, adapters=opened)
     rank = replace(rank, received=received, stage=stage, max_model_len=max_model_len,
-                   keeps_quantised=keeps_quantised)  # fmt: skip
+                   keeps_quantised=keeps_quantised, whole_experts=whole_experts)  # fmt: skip
     assert len(rank.layers), "every stage has a layer"
     if stage is not None:
         check_stages(path, config)
@@ -484,7 +486,8 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
     heads = model_heads(rank.config, collective.rank, collective.size)
     plan = ShardPlan()
     if collective.size > 1:
-        plan = plan_shards(model, heads, tp_hints(model))
+        hints = tp_hints(model)
+        plan = plan_shards(model, heads, hints, whole_experts=rank.whole_experts)
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         plan_vocabulary(plan, model, *ends, heads.rank, heads.size)
     materialise_constants(model, rank.device, rank.max_model_len)

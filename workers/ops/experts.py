@@ -135,9 +135,10 @@ class PanelMixture:
         assert scores.is_contiguous(), scores.stride()
         states, out = states.contiguous(), torch.empty_like(states)
         order = np.argsort(chosen.numpy(), axis=None, kind="stable")
+        order = order[np.count_nonzero(chosen.numpy() < 0) :]  # without those of other ranks
         scratch = self._scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
         self._kernel(
-            states.data_ptr(), num_rows, num_rows * top, top, chosen.data_ptr(),
+            states.data_ptr(), num_rows, len(order), top, chosen.data_ptr(),
             scores.data_ptr(), order.ctypes.data, *self._weights, *self._gate, out.data_ptr(),
             scratch,
         )  # fmt: skip
@@ -179,6 +180,8 @@ class PackedMixture:
     ) -> Tensor:  # [num_tokens, hidden_size]
         given = states.new_zeros(*chosen.shape, states.shape[1], dtype=torch.float32)
         for expert in chosen.unique().tolist():
+            if expert < 0:  # another rank's
+                continue
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             score = scores[rows, place][:, None]
             read = states[rows]

@@ -136,6 +136,7 @@ class Experts:
     gate_up_bias: Tensor | None = None  # [num_experts, 2 * width]
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scores_input: bool = False  # the score multiplies what an expert reads, not what it returns
+    is_part: bool = False  # other ranks have more: a choice of theirs is -1, and adds nothing
 
 
 class Ops(Protocol):

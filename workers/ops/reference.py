@@ -327,6 +327,9 @@ def _within_groups(
 def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
     """A `Mixture`: the chosen experts' weighted sum, over rows sorted by expert."""
     pairs = chosen.flatten()
+    absent = pairs < 0
+    if experts.is_part:
+        pairs = pairs.clamp(min=0)
     order = pairs.argsort(stable=True)
     numbers = torch.arange(experts.down.shape[0], device=pairs.device)
     ends = (pairs[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
@@ -343,4 +346,6 @@ def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Ten
     wide = given.float() if experts.scores_input else given.float() * score
     placed = torch.empty_like(wide)
     placed[order] = wide
+    if experts.is_part:
+        placed.masked_fill_(absent[:, None], 0)
     return placed.unflatten(0, chosen.shape).sum(1).to(states.dtype)

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 
 from outrider.config import EngineConfig, MTPConfig, parse
 from outrider.drafters.heads.mtp import dequantised
+from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError, ConfigError
 from outrider.tests.helpers import drafts
 from outrider.tests.helpers.mtp import Made, Reference
@@ -202,6 +203,34 @@ def test_tokens_are_those_without_a_drafter(made, kind, size, shape):
     assert stats["drafters"]["mtp"]["faults"] == 0
     assert stats["drafters"]["mtp"]["num_acc_tokens"] > 0
     assert stats["requests"]["num_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "glm"])
+def test_ranks_with_whole_experts(made, kind):
+    """Expert parallelism of the target; the module's experts stay as they are."""
+    target, options = str(made(kind).folder), {"tensor_parallel_size": 2}
+    with engine_of(target, **options) as engine:
+        expected = complete(engine, PROMPTS, max_tokens=12)[0]
+    with engine_of(target, section(max_draft_len=2), enable_expert_parallel=True, **options) as own:
+        found, last = complete(own, PROMPTS, max_tokens=12)
+        assert sum(each.usage.num_accepted_tokens for each in last.values()) > 0
+    assert found == expected
+
+
+def test_experts_that_ranks_cannot_share_out(made):
+    cases = [
+        (str(made("llama").folder), 2, "has no experts"),
+        (str(made("deepseek").folder), 1, None),
+    ]
+    for target, size, message in cases:
+        config = EngineConfig.load({
+            "model": target, "executor": "local", "enable_expert_parallel": True,
+            "tensor_parallel_size": size,
+        })  # fmt: skip
+        errors: list[ConfigError] = []
+        preflight(config, errors=errors)
+        found = [each for each in errors if each.field == "enable_expert_parallel"]
+        assert [message in each.message for each in found] == ([] if message is None else [True])
 
 
 def test_blocks_of_fp8_are_widened():

@@ -27,6 +27,7 @@ from outrider.workers.model.target import load_model
 
 PROMPT = [5, 17, 60, 3, 88]
 NUM_GREEDY = 24
+MIXTURES = ["mixtral", "gpt_oss", "deepseek_v3", "llama4", "nemotron_h_moe", "granite4_moe"]
 
 
 @dataclass
@@ -68,7 +69,8 @@ def oracle_of(stored):
 
 @pytest.fixture
 def check(stored, oracle_of, part, build_step, run_ranks):
-    """`check(name, forward, size)`: everything that is computed of a checkpoint, loaded once."""
+    """`check(name, forward, size, **options)`: everything that is computed of a checkpoint, loaded
+    once with these options."""
 
     def greedy(model, num_tokens):
         cache, text, known = model.new_cache(24, BLOCK), list(PROMPT), 0
@@ -85,12 +87,12 @@ def check(stored, oracle_of, part, build_step, run_ranks):
         logits, (states,) = model.forward_capturing(step, model.new_cache(24, BLOCK), (last,))
         return logits, model.logits(states)
 
-    def check(name, forward, size):
+    def check(name, forward, size, **options):
         path, _ = stored(name)
         steps = script(TEXTS, part, build_step)
 
         def work(collective):
-            model = load_model(path, device=CPU, collective=collective, forward=forward)
+            model = load_model(path, device=CPU, collective=collective, forward=forward, **options)
             assert model.forward_choice.kind == forward
             cache = model.new_cache(num_blocks=24, block_size=BLOCK)
             logits = [model.forward(step, cache) for step, _ in steps]
@@ -130,6 +132,13 @@ def test_every_architecture_on_four_ranks(check, variant):
 def test_the_bridge_on_four_ranks(check, variant):
     if variant not in (*NOT_OF_THE_FAMILY, *RECURRENT):
         check(variant, "bridge", 4)
+
+
+@pytest.mark.parametrize("forward", ["family", "bridge"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_with_whole_experts(check, name, forward):
+    skip_other(name, forward)
+    check(name, forward, 2, whole_experts=True)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -36,8 +36,8 @@ from ...ops.protocol import (
     Router,
 )
 from ...states import RecurrentStep, StateShape
-from ..info import ModelInfo
-from ..sharding import ShardedOutput, ShardPlan
+from ..info import ModelInfo, Range
+from ..sharding import ShardedOutput, ShardPlan, own_choices
 from .adapted import Adapters
 from .spec import FamilySpec
 
@@ -60,6 +60,10 @@ class Builder:
         if self.collective.size > 1 and name in self.plan.summed:
             return self.collective.all_reduce
         return as_is
+
+    def own_experts(self, name: str) -> Range | None:
+        """Those of a mixture `name` that this rank holds whole; None: a part of each."""
+        return self.plan.own_experts.get(name)
 
     def pack(self, *linears: Any) -> Projection:
         """One product for linears of one input."""
@@ -148,10 +152,14 @@ class MixtureBlock:
     shared: GatedUnit | None  # a part of the sum where the experts are
     reduce: Reduce
     shared_gate: Projection | None = None  # to [num_tokens, 1]
+    own: Range | None = None  # numbers of the experts; None: all
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
         logits = self.logits(states.float() if self.is_wide else states)
-        out = self.experts(states, *self.ops.route(logits, self.router))
+        chosen, scores = self.ops.route(logits, self.router)
+        if self.own is not None:
+            chosen = own_choices(chosen, self.own)
+        out = self.experts(states, chosen, scores)
         if self.shared is not None:
             shared = self.shared(states)
             if self.shared_gate is not None:
@@ -198,16 +206,18 @@ def _mixture(builder: Builder, module: Any, name: str, beside: Any = None) -> Mi
         router = replace(router, correction=correction.detach().float().clone())
     shared = getattr(module, "shared_experts", None) or getattr(module, "shared_expert", beside)
     shared_gate = getattr(module, "shared_expert_gate", None)
-    reduce = builder.reduce(f"{name}.experts")
+    reduce, own = builder.reduce(f"{name}.experts"), builder.own_experts(f"{name}.experts")
+    experts = replace(_experts(builder, module.experts), is_part=own is not None)
     return MixtureBlock(
         builder.ops,
         router,
         builder.ops.pack(weight.float() if spec.wide_router else weight, bias),
         spec.wide_router,
-        builder.ops.pack_experts(_experts(builder, module.experts)),
+        builder.ops.pack_experts(experts),
         None if shared is None else _gated_unit(builder, shared, as_is),
         reduce,
         None if shared_gate is None else builder.pack(shared_gate),
+        own,
     )
 
 

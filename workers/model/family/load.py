@@ -28,7 +28,8 @@ from torch.nn.functional import relu
 from ...collective import Collective
 from ...ops import Ops
 from ...ops.protocol import AttentionSpec, Projection, Router
-from ..sharding import ShardedOutput, ShardPlan
+from ..info import Range
+from ..sharding import ShardedOutput, ShardPlan, own_choices
 from .adapted import Adapters, without_adapters
 from .decoder import (
     AttentionBlock,
@@ -312,12 +313,17 @@ class SquaredMixture:
     outer: Projection | None  # back from it
     shared: SquaredUnit
     reduce: Reduce
+    own: Range | None = None  # numbers of the experts; None: all
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_tokens, hidden_size], alike
         chosen, scores = self.ops.route(self.logits(states.float()), self.router)
+        if self.own is not None:
+            chosen = own_choices(chosen, self.own)
         inputs = states if self.inner is None else self.inner(states)
         out = torch.zeros_like(inputs, dtype=torch.float32)
         for expert in chosen.unique().tolist():
+            if expert < 0:  # another rank's
+                continue
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             update = self.experts[expert](inputs.index_select(0, rows)).float()
             out.index_add_(0, rows, update * scores[rows, places].float()[:, None])
@@ -343,6 +349,7 @@ def _mixture(builder: Builder, module: Any, name: str) -> SquaredMixture:
         builder.pack(module.fc2_latent_proj) if is_narrow else None,
         _squared(builder, module.shared_experts, as_is),
         builder.reduce(f"{name}.experts"),
+        builder.own_experts(f"{name}.experts"),
     )
 
 

@@ -44,7 +44,7 @@ class Alignment:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _align_kernel(
-    chosen,  # [num_pairs]
+    chosen,  # [num_pairs]; negative: of no expert here
     pairs,  # [num_blocks * ROWS] int32, written
     experts,  # [num_blocks] int32, written
     num_used,  # [1] int32, written
@@ -60,8 +60,8 @@ def _align_kernel(
     counts = tl.zeros([EXPERTS], tl.int32)
     for begin in range(0, num_pairs, BLOCK):
         inside = begin + lane < num_pairs
-        theirs = tl.load(chosen + begin + lane, mask=inside, other=0).to(tl.int32)
-        counts += tl.histogram(theirs, EXPERTS, mask=inside)
+        theirs = tl.load(chosen + begin + lane, mask=inside, other=-1).to(tl.int32)
+        counts += tl.histogram(theirs, EXPERTS, mask=theirs >= 0)
     padded = (counts + ROWS - 1) // ROWS * ROWS
     if expert == 0:
         tl.store(num_used, tl.sum(padded, axis=0) // ROWS)
@@ -268,7 +268,8 @@ class CudaMixture:
         parts = []
         for first in range(0, hidden, most):
             size = (num_pairs, min(most, hidden - first))
-            out = torch.empty(size, dtype=torch.float32, device=states.device)
+            make = torch.zeros if self._experts.is_part else torch.empty
+            out = make(size, dtype=torch.float32, device=states.device)
             self._down_columns(inner, scores, aligned, first, out, block)
             choices = out.unflatten(0, scores.shape)
             total = sum_in_order(choices) if self._fixed_rows else choices.sum(1)

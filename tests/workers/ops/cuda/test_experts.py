@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from outrider.tests.helpers.steps import assert_close
+from outrider.workers.model.sharding import own_choices
 from outrider.workers.ops.cuda.experts import align, block_rows
 from outrider.workers.ops.cuda.ops import CudaOps
 from outrider.workers.ops.protocol import Experts, Gate, GateKind
@@ -66,6 +69,26 @@ def test_mixtures(name, dtype):
     scores = torch.rand(num_tokens, top)
     mine = OPS.pack_experts(experts)(states, chosen, scores)
     assert_close(mine, REFERENCE.pack_experts(experts)(states, chosen, scores), 4.0)
+
+
+@pytest.mark.parametrize("name", ["many", "scored input"])
+def test_ranks_share_out_experts(name):
+    """Their results add up, and a row that chose none of a rank's gets zeros there."""
+    num_tokens, top, num_experts, hidden, width, _, scores_input, kind = CASES[name]
+    torch.manual_seed(0)
+    weights = torch.randn(num_experts, 2 * width, hidden), torch.randn(num_experts, hidden, width)
+    whole = Experts(*weights, Gate(kind, 2.0, 1.702), scores_input=scores_input)
+    states, scores = torch.randn(num_tokens, hidden), torch.rand(num_tokens, top)
+    chosen, total = torch.rand(num_tokens, num_experts).topk(top).indices, 0
+    for own in ((0, 1), (1, num_experts)):
+        held = replace(
+            whole, gate_up=weights[0][slice(*own)], down=weights[1][slice(*own)], is_part=True
+        )
+        local = own_choices(chosen, own)
+        part = OPS.pack_experts(held)(states, local, scores)
+        assert not part[(local < 0).all(1)].any()
+        total = total + part
+    assert_close(total, REFERENCE.pack_experts(whole)(states, chosen, scores), 8.0)
 
 
 def test_many_pairs_in_ranges_of_columns(monkeypatch):
