@@ -264,6 +264,9 @@ def _partner(
         stack.callback(server.close)
         models = server.models()
         name = engine.served_model_name or engine.model or models[0]
+        if name not in models:
+            key = "model" if engine.served_model_name is None else "served_model_name"
+            raise ConfigError.at(key, f"{server.url} serves {', '.join(models)}, not {name!r}")
         given: dict[str, Any] = sampling.given()
         if traces and server.traces(name):
             given["speculation"] = {"trace": True}

@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ..config import SECTIONS, EngineConfig, NGramCacheConfig, NGramMapK4VConfig, Strict, parse
-from ..config.compat.table import LLAMA_CPP, To
+from ..config.compat.table import LLAMA_CPP, SECTION, To
 from ..config.compat.translate import check_same_drafters, merge, translate_engine
 from ..config.hub import needs_folder
 from ..config.strict import read_mapping
@@ -310,8 +310,12 @@ class EngineOptions(
         if self.config is None:
             return {}
         data = read_mapping(self.config, "config")
-        alone = SECTION_KEYS & data.keys()  # vLLM's JSON, without an engine around it
-        return {"speculative_config": data} if alone else data
+        # vLLM's JSON, without an engine around it: its model is a drafter's, beside --model. What
+        # has keys of both is an engine's, whose check says where the section's belong.
+        is_target = "model" in data and (self.model is None or "decoding_type" in data)
+        is_engine = is_target or data.keys() & _ENGINE_ALONE
+        is_section = SECTION_KEYS & data.keys() and not is_engine
+        return {"speculative_config": data} if is_section else data
 
 
 def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:
@@ -326,6 +330,8 @@ def _united(options: dict[str, Any], keys: dict[str, Any], where: str) -> dict[s
     return options | keys
 
 
+# Keys of a configuration that no speculative section has.
+_ENGINE_ALONE = {*EngineConfig.model_fields, "serve"} - {"model", *SECTION}
 # Options that are keys of the speculative section.
 _SECTION_OPTIONS = {*_LookupFields.model_fields, "draft_model", "drafter", "max_draft_len"}
 

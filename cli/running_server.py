@@ -29,6 +29,7 @@ def drafter_lines(drafters: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
+_FACTS_TIMEOUT_S = 30.0  # what needs no model
 
 
 class Piece(NamedTuple):
@@ -64,7 +65,10 @@ class RunningServer:
         self.url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
+        if not url.strip("/ "):
+            raise ConfigError.at(field, f"expected a server's URL, got {url!r}")
         self._field = field
+        self._facts_timeout_s = min(timeout_s, _FACTS_TIMEOUT_S)
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.headers = {**key, **headers}
@@ -140,11 +144,11 @@ class RunningServer:
 
     def _get(self, path: str) -> Any:
         try:
-            response = self.http.get(path)
+            response = self.http.get(path, timeout=self._facts_timeout_s)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.status_code != httpx.codes.OK:
-            raise _said(response)
+            raise _said(response, self._field)
         try:
             return response.json()
         except ValueError:
@@ -173,10 +177,11 @@ def _pieces(event: dict[str, Any]) -> Iterator[Piece]:
         yield Piece(content)
 
 
-def _said(response: httpx.Response) -> OutriderError:
-    """An error answer as an error of ours."""
+def _said(response: httpx.Response, field: str | None = None) -> OutriderError:
+    """An error answer as an error of ours; of `field`, if it is in no form that is known."""
     try:
         error = response.json()["error"]
         return OutriderError(str(error["message"]), field=error.get("param"))
     except (ValueError, KeyError, TypeError):
-        return OutriderError(f"the server answered {response.status_code}: {response.text[:200]}")
+        text = f"{response.url} answered {response.status_code}: {response.text[:200]}"
+        return OutriderError(text, field=field)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import ConfigError
-from .compat.translate import FOREIGN, translate_engine, translate_section
+from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
 from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
 from .speculation import NoSpeculation, SpeculativeConfig
@@ -397,6 +397,7 @@ class EngineConfig(Strict):
         )
         given = {key: value for key, value in overrides.items() if value is not None}
         data.update(translate_engine(given))
+        check_placed(data, cls.model_fields)
         check_foreign_names(data, cls.model_fields, FOREIGN)
         speculative = data.get("speculative_config")
         if isinstance(speculative, dict):

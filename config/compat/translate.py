@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,14 @@ def fields_of(kind: Any) -> frozenset[str]:
     """Keys of a drafter's section; none if there is no such drafter."""
     section = SECTIONS.get(kind) if isinstance(kind, str) else None
     return frozenset(section.model_fields) if section else frozenset()
+
+
+def check_placed(keys: Iterable[Any], own: Collection[str]) -> None:
+    """Raises `ConfigError` for a key of a speculative section that stands beside the engine's."""
+    for key in keys:
+        name = key.replace("-", "_") if isinstance(key, str) else ""
+        if name in (_OF_ANY | SECTION.keys()) - FOREIGN and name not in own:
+            raise ConfigError.at(key, "a key of speculative_config; put it into that section")
 
 
 def own_name(kind: Any, key: str) -> str:

@@ -87,6 +87,23 @@ def test_what_ends_early_or_is_no_list_of_models_is_an_error(outrider_cli):
             assert "model" in result.stderr
 
 
+def test_a_wrong_model_or_url_is_one_line_before_anything_is_read(outrider_cli, thinking):
+    with serving(thinking[0]) as url:
+        rows = [
+            ((url, "-m", "other"), f"model: {url} serves thinker, not 'other'"),
+            (
+                (url, "--served-model-name", "x"),
+                f"served_model_name: {url} serves thinker, not 'x'",
+            ),
+            ((f"{url}/api",), f"url: {url}/api/v1/models answered 404: "),
+            ((" ",), "url: expected a server's URL, got ' '"),
+        ]
+        for args, message in rows:
+            result = outrider_cli("chat", "--url", *args)  # nobody has written anything
+            assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+            assert result.stderr.startswith(f"error: {message}")
+
+
 def test_reasoning_of_a_model_in_this_process(model: Path) -> None:
     """The prompt opens the block, and the model never closes it: all of it is reasoning."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"

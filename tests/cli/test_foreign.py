@@ -200,3 +200,26 @@ def test_a_misspelt_option_of_another_engine(outrider_cli, model, option, meant)
     result = outrider_cli("check", model, option)
     assert result.exit_code == 2
     assert f"(Possible options: {meant}" in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("model: t\ndecoding_type: NGram\nmax_draft_len: 4", None),
+        ("model: t\ndecoding_type: NGram\nmax_draft_len: 4", "m"),
+        ("method: suffix\nmax_draft_len: 4\nnum_kv_blocks: 9", "m"),
+        ("method: suffix\nmax_draft_len: 4\nserve: {port: 9000}", "m"),
+        ("method: suffix\nmax_draft_len: 4\nspeculative_config: {method: ngram}", "m"),
+        ("method: eagle3\nmodel: h\nmax_draft_len: 4", None),
+    ],
+)
+def test_a_file_with_keys_of_a_section_beside_the_engines(config_file, text, model):
+    options = EngineOptions(config=config_file(text), **({"model": model} if model else {}))
+    with pytest.raises(ConfigError, match=r"^(decoding_type|max_draft_len): a key of spec"):
+        options.settings()
+
+
+def test_a_file_with_a_section_alone(config_file):
+    file = config_file("method: eagle3\nmodel: h\nnum_speculative_tokens: 4")
+    section = EngineOptions(config=file, model="m").settings().speculative_config
+    assert (section.decoding_type, section.speculative_model) == ("Eagle3", "h")

@@ -117,6 +117,13 @@ def test_a_misspelt_key_of_another_engines_section(section, key, meant):
     )
 
 
+@pytest.mark.parametrize("key", ["max_draft_len", "decoding_type", "num-speculative-tokens"])
+def test_a_key_of_the_section_beside_the_engines(key):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", key: 3})
+    assert caught.value.message == (f"{key}: a key of speculative_config; put it into that section")
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [("gpu_memory_utilisation", "gpu_memory_utilization"), ("enforce_eagr", "enforce_eager"),
