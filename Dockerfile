@@ -9,7 +9,7 @@
 # TORCH_PIP_ARGS goes to the `pip install` of torch alone, so that torch can come from the wheel
 # index of your accelerator (or the much smaller one for CPUs) and the rest from your usual one.
 
-# The base pins Python: 3.10 to 3.12, which is checked below. CUDA bases get their system's own.
+# The base pins Python: 3.11 to 3.12, which is checked below. CUDA bases get their system's own.
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
@@ -20,7 +20,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends bash ca-certificates wget ${APT_PACKAGES} \
     && (command -v python3 || apt-get install --yes --no-install-recommends python3 python3-venv) \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -c "import sys; assert (3, 10) <= sys.version_info < (3, 13), sys.version" \
+    && python3 -c "import sys; assert (3, 11) <= sys.version_info < (3, 13), sys.version" \
     && useradd --uid 10001 --create-home --shell /bin/bash ray
 
 FROM base AS build

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -272,7 +272,7 @@ def _known(field: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     return wanted
 
 
-class Baseline(str, Enum):
+class Baseline(StrEnum):
     """Who else runs."""
 
     hf = "hf"

@@ -170,7 +170,7 @@ async def _send(
                 return exchange
             async for data in response.content.iter_any():
                 exchange.chunks.append((time.perf_counter() - start, data))
-    except asyncio.TimeoutError:
+    except TimeoutError:
         exchange.failure = f"not answered within {endpoint.timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
         exchange.failure = f"{type(error).__name__}: {error}"

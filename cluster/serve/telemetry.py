@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.datastructures import Headers
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a record: time, level, logger, message, and the record's extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        moment = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

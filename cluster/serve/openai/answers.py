@@ -5,9 +5,9 @@ Fields that only some requests add are not required.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 
 class ErrorDetail(TypedDict):
