@@ -42,16 +42,34 @@ def starts_ray(file: Path) -> set[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Among several processes, a file's tests stay together, and so do all marked `ray`."""
+    """Among several processes, a file's tests stay together; those marked `ray` are apart.
+
+    One process takes these first, longest files first, and the others take them last: as long as
+    there is anything else, one Ray at a time runs, and no process is idle while many are left.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, name = nodeid.partition("::")
             starters = starts_ray(config.rootpath / file)
-            return "ray" if {"pytestmark", name.partition("[")[0]} & starters else file
+            return file + " ray" * bool({"pytestmark", name.partition("[")[0]} & starters)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            scope = next_scope(self.workqueue, takes_ray=node is self.nodes[0])
+            self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
+
+
+def next_scope(waiting: dict[str, dict[str, bool]], takes_ray: bool) -> str:
+    """The file that a process takes next: of those that start Ray, the one with most tests."""
+    ray = [scope for scope in waiting if scope.endswith(" ray")]
+    others = [scope for scope in waiting if not scope.endswith(" ray")]
+    if ray and (takes_ray or not others):
+        return max(ray, key=lambda scope: len(waiting[scope]))
+    return others[0]
 
 
 @pytest.hookimpl(trylast=True)
