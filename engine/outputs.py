@@ -434,16 +434,16 @@ class Assembler:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         ids, stop, sampling = delta.token_ids, delta.stop_token_id, self.sampling
         hidden = stop is not None and ids[-1:] == (stop,)
-        shown = ids[:-1] if hidden and not sampling.include_stop_str_in_output else ids
-        text = ""
+        num_shown = len(ids) - (hidden and not sampling.include_stop_str_in_output)
+        text, detokenizer, stops = "", self._detokenizer, sampling.stop
         offsets: list[int] = []
         pieces: list[str] = []
         for count, token_id in enumerate(ids, start=1):
-            offsets.append(self._detokenizer.num_chars)
-            piece = self._detokenizer.push((token_id,)) if count <= len(shown) else ""
+            offsets.append(detokenizer.num_chars)
+            piece = detokenizer.push((token_id,)) if count <= num_shown else ""
             pieces.append(piece)
-            text += self._until_stop(piece, len(self.token_ids) + count) if sampling.stop else piece
-            if self._stops.matched is not None:
+            text += self._until_stop(piece, len(self.token_ids) + count) if stops else piece
+            if stops and self._stops.matched is not None:
                 ids = ids[:count]
                 break
         logprobs = delta.logprobs[: len(ids)]

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,8 @@ from ...errors import ConfigError
 from ..suite.servers import ServerContender, ServerSpec
 
 TARGET = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
-COLUMNS = ("rank", "engine", "ingress", "proxy", "others", "client")
+SERVER_COLUMNS = ("rank", "engine", "ingress", "proxy", "others")
+COLUMNS = (*SERVER_COLUMNS, "client")
 # This Outrider, as a command of `ServerSpec`.
 THIS = (
     f"this={sys.executable} -m outrider serve {{model}} --dtype {{dtype}} --port {{port}} "
@@ -85,6 +87,14 @@ def cpu_s(root: int) -> dict[str, float]:
     for process in below(root):
         found[process.role if process.role in COLUMNS else "others"] += process.cpu_s
     return found
+
+
+def measure_idle(server: ServerContender, seconds: float) -> dict[str, float]:
+    """Processor seconds per second of each column but the client's, without any request."""
+    before = cpu_s(server.pid)
+    time.sleep(seconds)
+    after = cpu_s(server.pid)
+    return {name: (after[name] - before[name]) / seconds for name in SERVER_COLUMNS}
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
