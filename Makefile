@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export OUTRIDER_CRDS ?= $(wildcard ../shared/crds)
 
-.PHONY: demo test test-slow clients clients-vllm clients-guidellm bench check docs format clean
+.PHONY: demo test test-slow clients clients-vllm clients-guidellm bench check lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m outrider.demo.run
@@ -49,11 +49,13 @@ BENCH ?=
 bench: $(STAMP)
 	$(BIN)/outrider bench suite --model $(BENCH_MODEL) --dtype bfloat16 $(BENCH)
 
-check: $(STAMP) $(LINK)
+check: lint
+	$(BIN)/python -m pytest tests/test_style.py
+
+lint: $(STAMP) $(LINK)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(VENV)/source $(BIN)/mypy --config-file pyproject.toml -p outrider
-	$(BIN)/python -m pytest tests/test_style.py
 
 # The documentation as a site, in build/site; a broken link is an error.
 docs: export NO_MKDOCS_2_WARNING = 1
