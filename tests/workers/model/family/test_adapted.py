@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -21,27 +22,44 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 ALONE = Collective(0, 1, None)
 
 
-@pytest.fixture
-def two(tmp_path):
-    """`two(path)`: adapters by name and folder, and transformers' models with each merged."""
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """`two(path)`: adapters by name and folder, and transformers' models with each merged.
+
+    Of each path they are made once.
+    """
     from transformers import AutoModelForCausalLM
 
+    @cache
     def make(path):
+        folder = tmp_path_factory.mktemp("adapters")
         folders = [
-            write_adapter(tmp_path / "a", path, seed=1, rank_pattern={"o_proj": 3}),
-            write_adapter(tmp_path / "b", path, seed=2, rank=2, use_rslora=True,
+            write_adapter(folder / "a", path, seed=1, rank_pattern={"o_proj": 3}),
+            write_adapter(folder / "b", path, seed=2, rank=2, use_rslora=True,
                           targets=("v_proj", "qkv_proj", "up_proj", "gate_up_proj"),
                           alpha_pattern={"v_proj": 3.0}),
         ]  # fmt: skip
         oracles = [
             AutoModelForCausalLM.from_pretrained(
-                merged(tmp_path / f"merged{index}", path, folder), dtype=torch.float32
+                merged(folder / f"merged{index}", path, adapter), dtype=torch.float32
             ).eval()
-            for index, folder in enumerate(folders)
+            for index, adapter in enumerate(folders)
         ]
         return list(zip(("a", "b"), folders, strict=True)), oracles
 
     return make
+
+
+@pytest.fixture(scope="module")
+def logits_of(stored, two):
+    """`logits_of(variant, number, text)`: of the model alone (0) or an adapter, made once."""
+
+    @cache
+    def of(variant, number, text):
+        path, plain = stored(variant)
+        return full_logits([plain, *two(str(path))[1]][number], list(text))
+
+    return of
 
 
 def assert_equal(mine, theirs):
@@ -49,17 +67,17 @@ def assert_equal(mine, theirs):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_architecture(stored, two, variant, size, part, build_step, run_ranks):
+def test_every_architecture(stored, two, logits_of, variant, size, part, build_step, run_ranks):
     """Every kind of step, each of two sequences by the model alone or by one of two adapters."""
     if variant in NOT_OF_THE_FAMILY or variant in LATENT:
         pytest.skip("takes no adapters")
-    path, plain = stored(variant)
-    adapters, oracles = two(str(path))
+    path, _ = stored(variant)
+    adapters, _ = two(str(path))
     steps = script(TEXTS, part, build_step)
 
     def wanted(expected, by_text):
         rows = [
-            full_logits([plain, *oracles][by_text[text[0] != TEXTS[0][0]]], text)[row]
+            logits_of(variant, by_text[text[0] != TEXTS[0][0]], tuple(text))[row]
             for text, row in expected
         ]
         return torch.stack(rows)
