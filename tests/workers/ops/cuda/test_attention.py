@@ -37,18 +37,20 @@ AXES = {
 # Of the values that take one path, one.
 OF_TRIPLES = {
     **AXES,
+    "heads": ((1, 1), (4, 2), (7, 1)),
     "reach": ("all", "window", "chunk"),
+    "dims": ((16, 16), (96, 64), (24, 20)),
     "page": (16, 64, 1),
     "splits": (1, 5),
     "dtype": (torch.float32, torch.bfloat16),
 }
 
 
-def lengths_and_trees(name, rng):
-    """(context, chunk) per sequence, and each one's parents."""
+def lengths_and_trees(name, rng, page):
+    """(context, chunk) per sequence, and each one's parents; one context is longer than a page."""
     chain = list(range(-1, 6))
     return {
-        "decode": ([(0, 1), (37, 1), (300, 1)], [[], [], []]),
+        "decode": ([(0, 1), (37, 1), (max(140, page + 44), 1)], [[], [], []]),
         "chain": ([(29, 1), (64, 1)], [chain, chain[:2]]),
         "tree": ([(31, 1), (90, 2)], [random_tree(rng, 7), random_tree(rng, 3)]),
         "large tree": ([(17, 1)], [random_tree(rng, 66)]),
@@ -100,10 +102,9 @@ def check(case, number):
         sinks=torch.randn(heads) if case["sinks"] else None, shared_values=latent,
         **reach_of(case["reach"]),
     )  # fmt: skip
-    step, num_blocks = step_of(rng, *lengths_and_trees(case["step"], rng), case["page"])
-    (mine, theirs), caches = both(
-        spec, case["dtype"], step, num_blocks, case["page"], case["splits"]
-    )
+    page = case["page"]
+    step, num_blocks = step_of(rng, *lengths_and_trees(case["step"], rng, page), page)
+    (mine, theirs), caches = both(spec, case["dtype"], step, num_blocks, page, case["splits"])
     assert_close(mine, theirs, 2.0)  # weights are rounded to the values' dtype
     for kept, expected in zip(caches[0]._storages, caches[1]._storages):
         assert_close(kept, expected)
