@@ -2,11 +2,13 @@
 
     python -m outrider.bench.forward [--model FOLDER] [--dtype bfloat16] [--threads 1] ...
     python -m outrider.bench.forward --prompts 64 170 512 2048 ...
+    python -m outrider.bench.forward --deterministic [--tokens 1 8 64] ...
     python -m outrider.bench.forward --pools [--model FOLDER]
 
 One sequence with some context and a random tree of tokens; or prompts, of which only the last row
-gets logits. The three take turns within a round,
-so that they meet the same machine; of all rounds the quickest and the median count. With one thread
+gets logits. The three take turns within a round, and with `--deterministic` the family's with
+batch-invariant operations, too: so they meet the same machine. Of all rounds the quickest and the
+median count. With one thread
 the clock is that thread's time on a CPU, which other processes disturb less. The bare
 products are oneDNN's with packed weights, joined as the decoder joins them, without anything
 between them: what a forward would cost that did nothing else. `--pools` times nothing: it allocates
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,18 +40,11 @@ from ..workers.model.info import read_config
 from ..workers.model.paged import PagedModel
 from ..workers.model.target import load_model
 from ..workers.ops.cpu import pack_large
+from .drafters import MODELS
+from .measure import Rows, in_turn
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Milliseconds of one forward: the quickest and the median round."""
-
-    quickest: dict[str, float]
-    median: dict[str, float]
 
 
 def tree_step(num_tokens: int, context_len: int, vocab_size: int) -> tuple[StepInput, int]:
@@ -140,24 +136,6 @@ def bare_products(path: Path, dtype: torch.dtype) -> Callable[[int, int], None]:
     return multiply
 
 
-def measure(
-    contenders: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
-) -> Times:
-    """Every contender once a round, in turn."""
-    times_ms: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run()
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            start = clock()
-            run()
-            times_ms[name].append((clock() - start) * 1e3)
-    return Times(
-        {name: min(each) for name, each in times_ms.items()},
-        {name: statistics.median(each) for name, each in times_ms.items()},
-    )
-
-
 def contenders(
     models: dict[str, PagedModel],
     products: Callable[[int, int], None],
@@ -198,11 +176,12 @@ def cases(
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.forward")
-    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--model", type=Path, default=MODELS / "target")
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 5, 8, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[200, 2000, 8000])
     parser.add_argument("--prompts", type=int, nargs="+", help="time prompts of so many tokens")
+    parser.add_argument("--deterministic", action="store_true", help="time its operations too")
     parser.add_argument("--pools", action="store_true", help="print a token's bytes in KV caches")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
@@ -218,56 +197,60 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _models(path: Path, dtype: str) -> dict[str, PagedModel]:
-    """The model over both forwards."""
+def _models(path: Path, dtype: str, names: Sequence[str]) -> dict[str, PagedModel]:
+    """The model over each of these forwards."""
     return {
-        kind: load_model(
+        name: load_model(
             path,
             dtype=DTYPES[dtype],
             device=torch.device("cpu"),
             collective=Collective.single(),
-            forward=kind,
+            forward="bridge" if name == "bridge" else "family",
+            deterministic=name == "deterministic",
         )
-        for kind in ("bridge", "family")
+        for name in names
     }
+
+
+def _pools(options: argparse.Namespace) -> None:
+    """Prints a token's bytes in the caches of both forwards."""
+    table = Rows("dtype", "bridge", "family", "bridge / family")
+    for dtype in options.dtype:
+        models = _models(options.model, dtype, ("bridge", "family"))
+        sizes = [pool_bytes_per_token(each) for each in models.values()]
+        table.add(dtype, *(f"{each:,.0f}" for each in sizes), f"{sizes[0] / sizes[1]:.2f}")
 
 
 @torch.inference_mode()
 def main(arguments: list[str] | None = None) -> None:
     """Measures every combination and prints a table."""
-    from rich.console import Console
-
     options = _arguments(arguments)
-    console = Console(width=140)
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
     torch.set_num_threads(options.threads)
     if options.pools:
-        console.print("| dtype | bridge | family | bridge / family |\n|---|---|---|---|")
-        for dtype in options.dtype:
-            sizes = [pool_bytes_per_token(each) for each in _models(options.model, dtype).values()]
-            cells = [f"{each:,.0f}" for each in sizes]
-            console.print(f"| {dtype} | {' | '.join(cells)} | {sizes[0] / sizes[1]:.2f} |")
+        _pools(options)
         return
-    head = "dtype | context | tokens | bridge | family | products | family / bridge | / products"
-    console.print(
-        f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n| {head} | / one token |"
-    )
-    console.print("|" + "---|" * 9)
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    names = ["bridge", "family", *["deterministic"] * options.deterministic]
+    ratios = ["family / bridge", "/ products", "/ one token"]
+    ratios += ["deterministic / family"] * options.deterministic
+    sys.stdout.write(f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n")
+    table = Rows("dtype", "context", "tokens", *names, "products", *ratios)
     for dtype in options.dtype:
-        models = _models(options.model, dtype)
+        models = _models(options.model, dtype, names)
         products = bare_products(options.model, DTYPES[dtype])
         alone: dict[int, float] = {}  # by context: the family's time of one token
         for context_len, num_tokens, make_step in cases(options):
-            timed = contenders(models, products, make_step)
-            found = measure(timed, options.rounds, clock)
-            best = found.quickest
-            cells = [f"{best[name]:.2f} ({found.median[name]:.2f})" for name in timed]
+            found = in_turn(contenders(models, products, make_step), options.rounds, clock)
+            best = {name: min(times) for name, times in found.items()}
+            cells = [f"{best[name]:.2f} ({statistics.median(found[name]):.2f})" for name in found]
+            own = best["family"]
             if num_tokens == 1:
-                alone[context_len] = best["family"]
+                alone[context_len] = own
             others = best["bridge"], best["products"], alone.get(context_len)
-            ratios = ("-" if each is None else f"{best['family'] / each:.2f}" for each in others)
-            row = [dtype, context_len, num_tokens, *cells, *ratios]
-            console.print("| " + " | ".join(map(str, row)) + " |")
+            cells += ["-" if each is None else f"{own / each:.2f}" for each in others]
+            if options.deterministic:
+                cells.append(f"{best['deterministic'] / own:.2f}")
+            table.add(dtype, context_len, num_tokens, *cells)
 
 
 if __name__ == "__main__":

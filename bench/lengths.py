@@ -19,11 +19,10 @@ from typing import Any
 from ..config import EngineConfig
 from ..scheduler.sampling import SamplingParams
 from .contenders import EngineContender
-from .drafters import SECTIONS
-from .measure import Load
+from .drafters import MODELS, SECTIONS
+from .measure import Load, Rows
 from .prompts import load_prompts
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
 PLAIN, MEASURED = "plain", "measured"
 
 
@@ -72,9 +71,9 @@ def measure(
     return speeds
 
 
-def row(name: str, speeds: dict[str, list[float]], streams: int) -> str:
-    """A line of the table: median tokens per second, and ratios to plain."""
-    cells = [name, str(streams)]
+def cells_of(speeds: dict[str, list[float]]) -> list[str]:
+    """Of the table: median tokens per second, and ratios to plain."""
+    cells = []
     for each, values in speeds.items():
         ratios = sorted(one / plain for one, plain in zip(values, speeds[PLAIN], strict=True))
         median = f"{statistics.median(values):.0f}"
@@ -83,13 +82,13 @@ def row(name: str, speeds: dict[str, list[float]], streams: int) -> str:
         cells.append(median)
     others = [statistics.median(each) for name, each in speeds.items() if "fixed" in name]
     cells.append(f"{statistics.median(speeds[MEASURED]) / max(others):.2f}")
-    return f"| {' | '.join(cells)} |\n"
+    return cells
 
 
 def main() -> None:
     """Prints a row per drafter and number of streams."""
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.lengths")
-    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--model", default=str(MODELS / "target"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", nargs="+", default=["NGram", "Eagle3", "DraftTarget"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
@@ -105,16 +104,15 @@ def main() -> None:
     for drafter in options.drafters:
         named = sections(drafter, options.fixed)
         engines = [contender(name, section, options) for name, section in named.items()]
-        heads = ["drafter", "streams", *named, "measured / best fixed"]
-        out.write(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
+        out.write("\n")
+        table = Rows("drafter", "streams", *named, "measured / best fixed")
         for streams in options.streams:
             start = time.perf_counter()
             speeds = measure(engines, streams, options)
-            out.write(row(drafter, speeds, streams))
+            table.add(drafter, streams, *cells_of(speeds))
             if options.stats:
                 spent_s, found = time.perf_counter() - start, engines[-1]._running.stats()
                 out.write(f"{found['speculation']} ({spent_s:.0f} s)\n")
-            out.flush()
         for each in engines:
             each.close()
 

@@ -9,8 +9,9 @@ is reported with its extremes.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -176,14 +177,8 @@ class Ratio:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the nearest two, as numpy does it; 0 for no values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    """Linear between the nearest two; 0 for no values."""
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -227,9 +222,36 @@ def differing(ours: Sequence[Trace], theirs: Sequence[Trace]) -> list[tuple[int,
     return found
 
 
-# Calls of ours and of a reference, timed in turn.
+# Calls timed in turn, so that they meet the same machine, and tables of what they took.
 
 Call = Callable[[], object]
+
+
+def in_turn(
+    calls: Mapping[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Milliseconds of every call in each of `rounds`; before them, each runs once."""
+    times_ms: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            if number:
+                times_ms[name].append((clock() - start) * 1e3)
+    return times_ms
+
+
+class Rows:
+    """A Markdown table, whose rows are written as they are measured."""
+
+    def __init__(self, *columns: str) -> None:
+        self.add(*columns)
+        sys.stdout.write("|" + "---|" * len(columns) + "\n")
+
+    def add(self, *cells: object) -> None:
+        """A row."""
+        sys.stdout.write(f"| {' | '.join(map(str, cells))} |\n")
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +282,14 @@ class Timed:
 def timed(pair: Pair, rounds: int) -> Timed:
     """The quickest of `rounds` calls each, by the thread's time on a CPU if it never waits."""
     clock = time.perf_counter if pair.waits else time.thread_time
-    best = [float("inf")] * 2
-    for run in (pair.ours, pair.reference):
-        run()
-    for _ in range(rounds):
-        for which, run in enumerate((pair.ours, pair.reference)):
-            start = clock()
-            run()
-            best[which] = min(best[which], clock() - start)
-    return Timed(pair.part, pair.case, *(each * 1e6 for each in best))
+    times_ms = in_turn({"ours": pair.ours, "reference": pair.reference}, rounds, clock)
+    return Timed(pair.part, pair.case, *(min(each) * 1e3 for each in times_ms.values()))
+
+
+def show(pairs: Iterable[Pair], rounds: int, *columns: str) -> None:
+    """A row for every pair: its part and case, microseconds of both, and their ratio."""
+    table = Rows(*columns)
+    for pair in pairs:
+        found = timed(pair, rounds)
+        times = (f"{found.ours_us:.1f}", f"{found.reference_us:.1f}", f"{found.ratio:.2f}")
+        table.add(found.part, found.case, *times)

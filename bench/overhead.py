@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,9 +27,9 @@ from ..engine.frontend import Frontend
 from ..errors import OutriderError
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta
+from .drafters import MODELS
 from .prompts import load_prompts
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "models" / "target"
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"decoding_type": "NGram", "max_draft_len": 4},
@@ -160,7 +159,7 @@ def _engine(config: EngineConfig) -> Iterator[tuple[Engine, Frontend]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.bench.overhead")
-    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--model", default=str(MODELS / "target"))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=128, help="of each request")
     parser.add_argument("--repeat", type=int, default=3, help="the quietest window counts")

@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ..cluster.backend import LLM
 from ..scheduler.sampling import SamplingParams
 from .drafters import MODELS
-from .measure import ratio_of_rounds
+from .measure import Rows, in_turn, ratio_of_rounds
 from .prompts import load_prompts
 
 _MODEL: dict[str, Any] = {"decoding_type": "DraftTarget", "speculative_model": ""}
@@ -53,33 +53,26 @@ def steps(options: argparse.Namespace) -> None:
     """Prints a row per number of streams: steps that overlap, and steps that wait."""
     sampling = _sampling(options.tokens)
     engines = {
-        overlaps: LLM(options.model, dtype=options.dtype, overlap_scheduling=overlaps)
-        for overlaps in (True, False)
+        name: LLM(options.model, dtype=options.dtype, overlap_scheduling=name == "overlapped")
+        for name in ("overlapped", "waiting")
     }
-    out = sys.stdout
-    out.write("| streams | overlapped, ms/step | waiting, ms/step | overlapped / waiting |\n")
-    out.write("|---|---|---|---|\n")
+    table = Rows("streams", "overlapped, ms/step", "waiting, ms/step", "overlapped / waiting")
     for num_streams in options.streams:
         prompts = [[stream + 5] * 20 for stream in range(num_streams)]
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(options.rounds + 1):  # the first warms up
-            for overlaps, engine in engines.items():
-                start = time.perf_counter()
-                engine.generate(prompts, sampling, use_tqdm=False)
-                if turn:
-                    times[overlaps].append((time.perf_counter() - start) * 1e3 / options.tokens)
-        ratio = ratio_of_rounds(times[True], times[False])
-        medians = [statistics.median(times[overlaps]) for overlaps in (True, False)]
-        out.write(f"| {num_streams} | {medians[0]:.2f} | {medians[1]:.2f} | {ratio} |\n")
-        out.flush()
+        calls = {
+            name: partial(engine.generate, prompts, sampling, use_tqdm=False)
+            for name, engine in engines.items()
+        }
+        times = in_turn(calls, options.rounds).values()
+        medians = (f"{statistics.median(each) / options.tokens:.2f}" for each in times)
+        table.add(num_streams, *medians, ratio_of_rounds(*times))
     for engine in engines.values():
         engine.close()
 
 
 def drafts(options: argparse.Namespace) -> None:
     """Prints a row per number of streams and way to draft."""
-    out = sys.stdout
-    out.write(f"| {' | '.join(_TITLES)} |\n|{'---|' * len(_TITLES)}\n")
+    table = Rows(*_TITLES)
     texts = load_prompts(None, 64)
     with ExitStack() as stack:
         engines = {
@@ -109,8 +102,7 @@ def drafts(options: argparse.Namespace) -> None:
                         speeds[name].append(speed)
                         parts[name].append(found)
             for name in engines:
-                out.write(f"| {num_streams} | {name} | {_row(name, speeds, parts[name])} |\n")
-                out.flush()
+                table.add(num_streams, name, *_cells(name, speeds, parts[name]))
 
 
 def _given(section: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -151,13 +143,13 @@ def _counts(engine: LLM) -> dict[str, float]:
     return found
 
 
-def _row(name: str, speeds: dict[str, list[float]], parts: list[dict[str, float]]) -> str:
-    """The cells of one contender: medians and ratios of rounds, totals of all rounds."""
+def _cells(name: str, speeds: dict[str, list[float]], parts: list[dict[str, float]]) -> list[str]:
+    """Of one contender: medians and ratios of rounds, totals of all rounds."""
     plain = "plain, 1 core" if name.endswith("1 core") else "plain, 2 cores"
     total = {key: sum(part.get(key, 0.0) for part in parts) for key in parts[0]}
     drafted_ms = total.get("draft_ms") or total["propose_ms"]
     has_cache, drafts = bool(total.get("num_lookups")), not name.startswith("plain")
-    cells = [
+    return [
         f"{statistics.median(speeds[name]):.0f}",
         str(ratio_of_rounds(speeds[name], speeds[plain])),
         f"{total['num_tokens'] / total['num_sampled']:.2f}",
@@ -166,7 +158,6 @@ def _row(name: str, speeds: dict[str, list[float]], parts: list[dict[str, float]
         f"{total['hidden_ms'] / total['draft_ms']:.0%}" if has_cache else "-",
         f"{total['num_hits'] / total['num_lookups']:.0%}" if has_cache else "-",
     ]
-    return " | ".join(cells)
 
 
 def main() -> None:

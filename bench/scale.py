@@ -405,10 +405,11 @@ def measure_loop() -> dict[str, float]:
     from ..workers.collective import Collective
     from ..workers.model.target import load_model
     from ..workers.ops import ReferenceOps
+    from .drafters import MODELS
     from .micro import step_cost
 
     model = step_cost.without_forward(
-        load_model(step_cost.DEMO, device=torch.device("cpu"), collective=Collective.single(),
+        load_model(MODELS / "target", device=torch.device("cpu"), collective=Collective.single(),
                    ops=ReferenceOps())
     )  # fmt: skip
     found = []

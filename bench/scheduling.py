@@ -9,7 +9,6 @@ that is known beforehand: one that never repeats, where look-ups find nothing, o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..scheduler.loop import Loop
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Batch, Draft, IntArray, Request, Verdict, ints
+from .measure import Rows
 
 VOCAB = 2**17
 BLOCK_SIZE = 16
@@ -213,9 +213,8 @@ def _request(target: KnownTextTarget, index: int, arrival: Arrival) -> Request:
 
 def main() -> None:
     """Prints the table: steps / most running / steps to the latecomer's first token."""
-    write = sys.stdout.write
     heads = [f"{scenario}, {budget}" for scenario in SCENARIOS for budget in BUDGETS]
-    write(f"| drafter | text | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}\n")
+    table = Rows("drafter", "text", *heads)
     for repeating in (False, True):
         text = "repeats" if repeating else "new"
         for name in ("none", *DRAFTERS):
@@ -228,8 +227,7 @@ def main() -> None:
                         else drafter_run(scenario, name, budget, repeating=repeating)
                     )
                     cells.append(f"{done.num_steps} / {done.max_running} / {done.first_token}")
-            write(f"| {name} | {text} | {' | '.join(cells)} |\n")
-            sys.stdout.flush()
+            table.add(name, text, *cells)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ CPU, which other processes disturb less than the wall's.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
-from rich.console import Console
 
-from ..measure import timed
+from ..measure import Pair, show
 from .host import host
 from .operations import attention, operations, preparation
 
@@ -34,17 +34,13 @@ def main() -> None:
     """Prints a table."""
     options = _arguments()
     torch.set_num_threads(1)
-    console = Console(width=140)
-    console.print("| part | case | ours, us | reference, us | ratio |\n|---|---|---|---|---|")
     dtypes = [DTYPES[name] for name in options.dtype]
     parts = (operations, preparation, attention)
     kernels = (pair for dtype in dtypes for part in parts for pair in part(dtype))
-    for pair in chain(host(), kernels):
-        if options.only and not any(name in pair.part for name in options.only):
-            continue
-        found = timed(pair, options.rounds)
-        times = f"{found.ours_us:.1f} | {found.reference_us:.1f} | {found.ratio:.2f}"
-        console.print(f"| {found.part} | {found.case} | {times} |")
+    pairs: Iterable[Pair] = chain(host(), kernels)
+    if options.only:
+        pairs = (pair for pair in pairs if any(name in pair.part for name in options.only))
+    show(pairs, options.rounds, "part", "case", "ours, us", "reference, us", "ratio")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import multiprocessing
 import socket
 import statistics
-import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ import numpy as np
 from ...scheduler.types import StepPlan, Verdict, ints, starts_of
 from ...workers.transport.channel import Channel, ThreadChannel
 from ...workers.transport.socket_channel import SocketChannel, serve
+from ..measure import Rows
 from .operations import decode_plan
 
 _ROUND = 50  # steps before the other takes its turn
@@ -129,19 +129,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if min(*options.batch, options.steps // _ROUND) < 1 or min(options.nodes) < 0:
         parser.error(f"--batch must be at least 1, --nodes 0, --steps {_ROUND}")
-    out = sys.stdout
-    out.write(
-        "| batch | nodes each | processes, median us | tenth percentile | CPU | inline, median us "
-        "| CPU | more, median | more, CPU | budget |\n|" + "---|" * 10 + "\n"
+    table = Rows(
+        *("batch", "nodes each", "processes, median us", "tenth percentile", "CPU"),
+        *("inline, median us", "CPU", "more, median", "more, CPU", "budget"),
     )
     for batch_size in options.batch:
         for num_nodes in options.nodes:
             apart, inline = measure(batch_size, num_nodes, options.steps)
             cells = (apart.median, apart.tenth, apart.cpu, inline.median, inline.cpu)
             more = (apart.median - inline.median, apart.cpu - inline.cpu, BUDGET_US)
-            row = [str(batch_size), str(num_nodes), *(f"{each:.0f}" for each in (*cells, *more))]
-            out.write(f"| {' | '.join(row)} |\n")
-            out.flush()
+            table.add(batch_size, num_nodes, *(f"{each:.0f}" for each in (*cells, *more)))
 
 
 if __name__ == "__main__":

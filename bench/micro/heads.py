@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ...config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, parse
@@ -35,9 +33,9 @@ from ...workers.head import HeadService
 from ...workers.model.family.compare import sample_step
 from ...workers.model.paged import PagedModel
 from ...workers.model.target import load_model
-from ..measure import Pair, timed
+from ..drafters import MODELS
+from ..measure import Pair, show
 
-MODELS = Path(__file__).parents[2] / "demo" / "models"
 BLOCK_SIZE = 16
 CHUNK = 256
 WAYS = PROGRAM, OPERATIONS, MODULES = "program", "operations", "modules"
@@ -145,14 +143,9 @@ def main() -> None:
     parser.add_argument("--length", nargs="+", type=int, default=[400, 1800])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console(width=140)
-    console.print("| head | case | first, us | second, us | ratio |\n|---|---|---|---|---|")
-    for dtype in options.dtype:
-        for length in options.length:
-            for pair in rounds(getattr(torch, dtype), length):
-                found = timed(pair, options.rounds)
-                times = f"{found.ours_us:.0f} | {found.reference_us:.0f} | {found.ratio:.2f}"
-                console.print(f"| {found.part} | {found.case} | {times} |")
+    kinds = product(options.dtype, options.length)
+    pairs = (pair for dtype, length in kinds for pair in rounds(getattr(torch, dtype), length))
+    show(pairs, options.rounds, "head", "case", "first, us", "second, us", "ratio")
 
 
 if __name__ == "__main__":

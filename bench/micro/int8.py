@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ...workers.ops.cpu import CpuOps
+from ..measure import Rows
 
 SHAPES = {
     "q, k, v": (1536, 1024),
@@ -162,25 +162,19 @@ def main() -> None:
     """Prints a table of products, and one of their sums over a forward."""
     options = _arguments()
     torch.set_num_threads(1)
-    console = Console(width=160)
     names = [kind.name for kind in KINDS]
-    console.print(
-        "| weight | rows | " + " | ".join(names) + " |\n" + "|---" * (2 + len(names)) + "|"
-    )
+    table = Rows("weight", "rows", *names)
     sums = {(name, rows): 0.0 for name in names for rows in options.rows}
     for label, shape in SHAPES.items():
         found = milliseconds(shape, options.rows, options.rounds)
         for rows in options.rows:
-            cells = [f"{found[name, rows]:.3f}" for name in names]
-            console.print(f"| {label} | {rows} | " + " | ".join(cells) + " |")
+            table.add(label, rows, *(f"{found[name, rows]:.3f}" for name in names))
             for name in names:
                 times = NUM_LAYERS if label in LAYERS else 1
                 sums[name, rows] += times * found[name, rows]
     for rows in options.rows:
-        cells = [f"{sums[name, rows]:.2f}" for name in names]
-        console.print(f"| a forward | {rows} | " + " | ".join(cells) + " |")
-    cells = [f"{error(kind, SHAPES['gate, up']):.4f}" for kind in KINDS]
-    console.print("| error | 64 | " + " | ".join(cells) + " |")
+        table.add("a forward", rows, *(f"{sums[name, rows]:.2f}" for name in names))
+    table.add("error", 64, *(f"{error(kind, SHAPES['gate, up']):.4f}" for kind in KINDS))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ ranks are called one after the other and their time is summed.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,8 +38,9 @@ from ...workers.target import TargetService
 from ...workers.transport import wire
 from ...workers.transport.channel import finished
 from ...workers.verify import make_rule
+from ..drafters import MODELS
+from ..measure import Rows
 
-DEMO = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
 BLOCK_SIZE, PROMPT_LEN, MAX_LEN = 16, 64, 512
 
 
@@ -145,14 +144,14 @@ def measure(model: PagedModel, batch: int, size: int, num_steps: int, *, is_afte
     return target.cost
 
 
-def row(batch: int, size: int, costs: Sequence[Cost]) -> str:
-    """A line of the table: before and after."""
-    cells = [str(batch), str(size)]
+def cells_of(costs: Sequence[Cost], size: int) -> list[str]:
+    """Of the table: before and after."""
+    cells = []
     for cost in costs:
         engine_ms = (cost.total_s - cost.rank_s) * 1e3 / cost.num_steps
         rank_ms = cost.rank_s * 1e3 / cost.num_steps / size
         cells += [f"{cost.num_bytes / cost.num_steps:.0f}", f"{engine_ms:.3f}", f"{rank_ms:.3f}"]
-    return f"| {' | '.join(cells)} |\n"
+    return cells
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -165,21 +164,20 @@ def main(arguments: list[str] | None = None) -> None:
     if min(*options.batch, *options.tp, options.steps) < 1 or options.steps > 400:
         parser.error("--batch and --tp must be at least 1, --steps between 1 and 400")
     loaded = load_model(
-        DEMO, device=torch.device("cpu"), collective=Collective.single(), ops=ReferenceOps()
+        MODELS / "target",
+        device=torch.device("cpu"),
+        collective=Collective.single(),
+        ops=ReferenceOps(),
     )
-    model, out = without_forward(loaded), sys.stdout
-    out.write(
-        "| batch | ranks | bytes, before | engine ms | ms a rank | bytes, after | engine ms | "
-        "ms a rank |\n|---|---|---|---|---|---|---|---|\n"
-    )
+    model, each = without_forward(loaded), ("engine ms", "ms a rank")
+    table = Rows("batch", "ranks", "bytes, before", *each, "bytes, after", *each)
     for batch in options.batch:
         for size in options.tp:
             costs = [
                 measure(model, batch, size, options.steps, is_after=is_after)
                 for is_after in (False, True)
             ]
-            out.write(row(batch, size, costs))
-            out.flush()
+            table.add(batch, size, *cells_of(costs, size))
 
 
 if __name__ == "__main__":

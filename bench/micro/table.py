@@ -32,7 +32,7 @@ from ...workers.ops.table import (
 )
 from ...workers.ops.torch_ops import passes_of
 from ..forward import BLOCK_SIZE, DTYPES, prompt_step
-from ..measure import Pair, timed
+from ..measure import Pair, Rows, timed
 
 SHAPES = (
     (480, 320),
@@ -95,13 +95,13 @@ def main() -> None:
     for dtype in options.dtype:
         console.print(f"{dtype}, {torch.cpu.get_capabilities().get('cpu_name')}")
         console.print(f"in use: {describe(DTYPES[dtype])}\n")
-        console.print("| part | rows | other, us | kernel, us | ratio |\n|---|---|---|---|---|")
+        table = Rows("part", "rows", "other, us", "kernel, us", "ratio")
         found: dict[str, list[float]] = {}
         for part in (products, attention):
             for what, rows, pair in part(DTYPES[dtype]):
                 each = timed(pair, options.rounds)
-                times = f"{each.ours_us:.0f} | {each.reference_us:.0f} | {each.ratio:.2f}"
-                console.print(f"| {pair.part} | {rows} | {times} |")
+                times = (f"{each.ours_us:.0f}", f"{each.reference_us:.0f}", f"{each.ratio:.2f}")
+                table.add(pair.part, rows, *times)
                 found.setdefault(what, []).append(each.ratio)
         for what, ratios in found.items():
             other = TORCH if what == _ATTENTION else ONEDNN
