@@ -397,6 +397,16 @@ class Tape(TorchDispatchMode):
         rows = [each for key, each in given.items() if not key.startswith(of_seats)]
         return Operation(name, _num_bytes(rows) + _num_bytes(given["tables"]))
 
+    def draft_slots(self, name: str, given: dict[str, Any]) -> Operation:
+        """Those of each draft's context."""
+        written = self._batch * (self._context_len + given["room"])
+        return Operation(name, written * given["slots"].itemsize)
+
+    def draft_level(self, name: str, given: dict[str, Any]) -> Operation:
+        """Of the slots, one a row."""
+        rows = [each for key, each in given.items() if key != "slots"]
+        return Operation(name, _num_bytes(rows) + _num_bytes(given["row_slots"]))
+
     def settle(self, name: str, given: dict[str, Any]) -> Operation:
         """Of the seats, each row writes its token, and may count it."""
         seats = [given[each] for each in ("tokens", "lengths", "counts")]
@@ -448,6 +458,8 @@ _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "schedule_kernel": Tape.schedule,
     "lay_out_kernel": Tape.lay_out,
     "settle_kernel": Tape.settle,
+    "draft_slots_kernel": Tape.draft_slots,
+    "draft_level_kernel": Tape.draft_level,
     "_combine_kernel": Tape.combine,
     "_prepare_kernel": Tape.prepare,
     "_product_kernel": Tape.product,

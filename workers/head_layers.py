@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -379,7 +379,8 @@ class BlockAttend:
 class CommittedRows:
     """The committed rows of sequences that draft, on the device."""
 
-    slots: Tensor  # [num_drafts, key_len + room] int32; what comes after `known` is any slot
+    # [num_drafts, key_len + room] int32: of committed rows, then of the draft's, then any.
+    slots: Tensor
     known: Tensor  # [num_drafts] int32, their number
     base: Tensor  # [num_drafts] int64, position of the last
     max_known: int  # bound of `known`
@@ -389,13 +390,21 @@ def committed_rows(
     step: StepInput, verdict: Verdict, ends: Frontier, cache: KVCache, room: int
 ) -> CommittedRows:
     """The rows that a step on the host leaves."""
-    slots, known = committed(step, verdict, ends, cache.block_size, room)
+    held, known = committed(step, verdict, ends, cache.block_size, room)
 
     def put(values: NDArray[np.int32], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.from_numpy(values).to(cache.device, dtype, non_blocking=True)
 
+    index = put(ints(known))[:, None] + torch.arange(room, device=cache.device, dtype=torch.int32)
+    slots = put(ints(held)).scatter(1, index.long(), spare_slots(cache, len(known), room))
     base = put(step.positions[ends.rows], torch.int64)
-    return CommittedRows(put(ints(slots)), put(ints(known)), base, int(known.max()))
+    return CommittedRows(slots, put(ints(known)), base, int(known.max()))
+
+
+def spare_slots(cache: KVCache, num_drafts: int, room: int) -> Tensor:  # [num_drafts, room] int32
+    """Where the rows of drafts lie."""
+    spare = torch.arange(num_drafts * room, device=cache.device, dtype=torch.int32)
+    return (spare + cache.num_slots).view(num_drafts, room)
 
 
 class PagedLevels:
@@ -419,17 +428,31 @@ class PagedLevels:
         branches: bool,
     ) -> None:
         self._planned, self._cache, self._first, self._rows = planned, cache, first, rows
-        device, num_drafts = cache.device, len(rows.known)
-        spare = torch.arange(num_drafts * room, device=device, dtype=torch.int32)
-        self._spare = (spare + cache.num_slots).view(num_drafts, room)
-        self._index = rows.known[:, None] + torch.arange(room, device=device, dtype=torch.int32)
-        self._tables = rows.slots.scatter(1, self._index.long(), self._spare)
-        self._tree_start = rows.known if branches else rows.known + room
-        self._bits = _own_bits(room if branches else 0, device)
-        self._seen = self._bits.new_zeros(num_drafts, 1, self._bits.shape[1])
-        self._seqs = torch.arange(num_drafts + 1, device=device, dtype=torch.int32)
-        self._branches = branches
+        self._room, self._branches = room, branches
+        self._seen: Tensor | None = None  # [num_drafts, width, num_words], of the last level
         self._size, self._depth = 0, 0
+
+    @cached_property
+    def _index(self) -> Tensor:  # [num_drafts, room] int32
+        ahead = torch.arange(self._room, device=self._cache.device, dtype=torch.int32)
+        return self._rows.known[:, None] + ahead
+
+    @cached_property
+    def _bits(self) -> Tensor:  # [room, num_words] int64
+        return _own_bits(self._room if self._branches else 0, self._cache.device)
+
+    @cached_property
+    def _seqs(self) -> Tensor:  # [num_drafts + 1] int32
+        count = len(self._rows.known) + 1
+        return torch.arange(count, device=self._cache.device, dtype=torch.int32)
+
+    @cached_property
+    def _spare(self) -> Tensor:  # [num_drafts, room] int32
+        return spare_slots(self._cache, len(self._rows.known), self._room)
+
+    @cached_property
+    def _tree_start(self) -> Tensor:  # [num_drafts] int32
+        return self._rows.known if self._branches else self._rows.known + self._room
 
     def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
         width = above.shape[1]
@@ -443,8 +466,7 @@ class PagedLevels:
         ahead = torch.arange(1, width + 1, device=self._rows.base.device) + self._depth
         self._depth += width
         positions = (self._rows.base[:, None] + ahead).to(torch.int32).flatten()
-        ancestors = self._seen.expand(-1, width, -1).flatten(0, 1)
-        return self._attend(width, positions, ancestors)
+        return self._attend(width, positions, self._causal(width))
 
     def block(self, width: int, views: Sequence[BlockView]) -> BlockAttend:
         assert self._branches, "rows of a block may see later ones"
@@ -478,7 +500,7 @@ class PagedLevels:
             query_start=self._seqs * width,
             context_lens=self._index[:, begin].contiguous(),
             tree_start=self._tree_start,
-            block_tables=self._tables,
+            block_tables=self._rows.slots,
             ancestors=ancestors,
             block_size=1,
             max_query_len=width,
@@ -493,11 +515,19 @@ class PagedLevels:
         end: int,
     ) -> Tensor:  # [num_drafts * width, num_words] int64
         if not self._branches:
-            return self._seen.expand(-1, end - begin, -1).flatten(0, 1)
-        words = self._seen.shape[2]
-        seen = self._seen.gather(1, above[..., None].expand(-1, -1, words))
-        self._seen = seen | self._bits[begin:end]
+            return self._causal(end - begin)
+        own = self._bits[begin:end]
+        if self._seen is None:
+            self._seen = own.expand(len(self._rows.known), -1, -1)
+        else:
+            words = self._seen.shape[2]
+            seen = self._seen.gather(1, above[..., None].expand(-1, -1, words))
+            self._seen = seen | own
         return self._seen.flatten(0, 1)
+
+    def _causal(self, width: int) -> Tensor:  # [num_drafts * width, num_words] int64
+        """Of rows that need no bits."""
+        return self._bits.new_zeros(len(self._rows.known) * width, self._bits.shape[1])
 
 
 def _own_bits(room: int, device: torch.device) -> Tensor:  # [room, num_words] int64

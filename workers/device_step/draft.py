@@ -18,7 +18,7 @@ from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, Trees
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
-from ..ops import DeviceLayout, DeviceOps
+from ..ops import DeviceLayout, DeviceOps, DraftLevel
 from ..verify.device_settings import DeviceSettings, Settled
 from .layout import Share, best_of_ranks, draw_part, seat_settings
 from .seats import DeviceSeats
@@ -38,6 +38,25 @@ def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
     if num_nodes > MAX_NODES:
         return f"a draft of {num_nodes} nodes is longer than a step's {MAX_NODES}"
     return ""
+
+
+class DeviceLevels(PagedLevels):
+    """Levels of which one operation makes all arrays."""
+
+    def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
+        rows, width = self._rows, above.shape[1]
+        begin, self._size = self._size, self._size + width
+        self._depth += 1
+        ops = cast(DeviceOps, self._planned.ops)
+        plan = ops.draft_level_on_device(
+            DraftLevel(
+                rows.slots, rows.known, rows.base, above if self._branches else None, self._seen,
+                begin, width, self._depth, self._room,
+            )
+        )  # fmt: skip
+        if self._branches:
+            self._seen = plan.ancestors.view(len(rows.known), width, -1)
+        return PagedAttend(self._planned, plan, self._cache, self._first)
 
 
 class DeviceHead:
@@ -92,11 +111,9 @@ class DeviceHead:
     ) -> DeviceDrafts:
         """Drafts for the next step; after the compaction."""
         feature, read = (part.index_select(0, settled.last) for part in rows)
-        known = settled.known
-        base = known.long() - 1
-        levels = self._levels(layout, known, base) if self._head.room else None
-        draws = self._drawing(layout, base, shape)
-        start = DraftStart(base, settled.emitted, feature, read, levels, *draws)
+        levels = self._levels(layout, settled) if self._head.room else None
+        draws = self._drawing(layout, settled.base, shape)
+        start = DraftStart(settled.base, settled.emitted, feature, read, levels, *draws)
         trees = self._head.expand(start, shape.num_nodes, self._service)
         seats = self._seats
         drafts = self._cut(trees, seats.step_room(shape))
@@ -110,18 +127,17 @@ class DeviceHead:
         none = torch.zeros_like(layout.plan.context_lens)
         self._seats.draft_counts.index_copy_(0, layout.seats, none)
 
-    def _levels(self, layout: DeviceLayout, known: Tensor, base: Tensor) -> PagedLevels:
+    def _levels(self, layout: DeviceLayout, settled: Settled) -> DeviceLevels:
         """The attention of the drafts over the seats' blocks."""
-        head, sizes = self._head, self._seats.sizes
-        index = torch.arange(sizes.width + head.room, device=base.device)
-        inside = index.clamp(max=sizes.num_columns * sizes.block_size - 1)
-        tables = layout.plan.block_tables.index_select(1, inside // sizes.block_size)
-        slots = tables * sizes.block_size + (inside % sizes.block_size).to(torch.int32)
-        rows = CommittedRows(slots, known, base, sizes.width)
-        first = self._service.first_layer
-        return PagedLevels(
-            self._planned, self._cache, first, rows, head.room, branches=head.branches
-        )
+        room, sizes, cache = self._head.room, self._seats.sizes, self._cache
+        ops = cast(DeviceOps, self._planned.ops)
+        slots = ops.draft_slots_on_device(
+            layout.plan.block_tables, settled.known, sizes.block_size, sizes.width,
+            cache.num_slots, room,
+        )  # fmt: skip
+        rows = CommittedRows(slots, settled.known, settled.base, sizes.width)
+        place = (self._planned, cache, self._service.first_layer)
+        return DeviceLevels(*place, rows, room, branches=self._head.branches)
 
     def _cut(self, trees: Trees, room: Tensor) -> DeviceDrafts:
         """Drafts of the width that seats and outcome have, and of what each has room for."""

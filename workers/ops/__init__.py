@@ -16,7 +16,7 @@ import torch
 from ...errors import ConfigError
 from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
-from .plan import DeviceLayout, PagedStep, StagedStep, plan_step
+from .plan import DeviceLayout, DraftLevel, PagedStep, StagedStep, plan_step
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 from .torch_ops import TorchOps
@@ -24,6 +24,7 @@ from .torch_ops import TorchOps
 __all__ = [
     "DeviceLayout",
     "DeviceOps",
+    "DraftLevel",
     "Ops",
     "PagedStep",
     "PlannedOps",

@@ -204,6 +204,26 @@ class DeviceLayout:
     seat_settings: DeviceSettings  # of the sequences
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLevel:
+    """New rows of drafts that grow level by level, and what is before them."""
+
+    slots: Tensor  # [num_drafts, max_known + room] int32: of committed rows, then of the draft's
+    known: Tensor  # [num_drafts] int32, committed rows
+    base: Tensor  # [num_drafts] int64, position of the last
+    above: Tensor | None  # [num_drafts, width] int64, parents in the last level; None: a chain's
+    seen: Tensor | None  # [num_drafts, last width, num_words] int64; None: the parent is the root
+    begin: int  # rows of a draft before these
+    width: int
+    depth: int  # 1 is the first below the root
+    room: int  # rows of a draft
+
+    @property
+    def num_words(self) -> int:
+        """Of a row's ancestors."""
+        return 1 if self.above is None else max(1, -(-self.room // WORD_BITS))
+
+
 def plan_step(step: StepInput, block_size: int, device: torch.device) -> PagedStep:
     """The flat arrays of `step`."""
     num_tokens, num_seqs = len(step.token_ids), step.num_seqs

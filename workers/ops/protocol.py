@@ -24,7 +24,7 @@ from torch import Tensor
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from ..verify.device_settings import DeviceEdits, DeviceSettings, DeviceWalk, Settled
-from .plan import DeviceLayout, PagedStep, StagedStep
+from .plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a step's rows, each [num_tokens, rotary_dim / 2] float32."""
@@ -281,6 +281,20 @@ class DeviceOps(Ops, Protocol):
         """The coupled rule's walk (the host's: `workers/verify/rules.py`): accepts a root, and a
         node that its parent's draw equals, if its ancestors are accepted. What is drawn at an
         accepted row is emitted: appended to its seat and counted."""
+
+    def draft_slots_on_device(
+        self,
+        tables: Tensor,  # [num_drafts, num_columns] int32
+        known: Tensor,  # [num_drafts] int32, committed rows
+        block_size: int,
+        max_known: int,
+        first_spare: int,  # slot of the first draft's first row
+        room: int,  # rows of a draft
+    ) -> Tensor:  # [num_drafts, max_known + room] int32
+        """Slots of committed rows, and behind those of the draft's; after these any."""
+
+    def draft_level_on_device(self, level: DraftLevel) -> PagedStep:
+        """The rows of a level, each with its ancestors' bits; of a chain, without."""
 
 
 class PlannedOps:

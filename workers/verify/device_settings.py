@@ -93,3 +93,4 @@ class Settled:
     last: Tensor  # [num_seqs] int64, the deepest accepted row
     emitted: Tensor  # [num_seqs] int64, what is drawn there
     known: Tensor  # [num_seqs] int32, tokens of the sequence up to that row
+    base: Tensor  # [num_seqs] int64, index of that row in the sequence

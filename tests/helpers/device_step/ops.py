@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outrider.tests.helpers.device_step.rows import lay_out_by_tensors, settle_by_tensors
+from outrider.tests.helpers.device_step.rows import (
+    draft_level_by_tensors,
+    draft_slots_by_tensors,
+    lay_out_by_tensors,
+    settle_by_tensors,
+)
 from outrider.workers.ops import ReferenceOps
 from outrider.workers.verify import noise
 from outrider.workers.verify.device_settings import (
@@ -53,6 +58,12 @@ class TensorOps(ReferenceOps):
 
     def settle_on_device(self, drawn, walk):
         return settle_by_tensors(drawn, walk)
+
+    def draft_slots_on_device(self, *rows):
+        return draft_slots_by_tensors(*rows)
+
+    def draft_level_on_device(self, level):
+        return draft_level_by_tensors(level)
 
 
 def draw_by_tensors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.workers.ops import DeviceLayout, PagedStep, StagedStep
+from outrider.workers.ops import DeviceLayout, DraftLevel, PagedStep, StagedStep
 from outrider.workers.ops.plan import WORD_BITS
 from outrider.workers.verify.device_settings import DeviceSettings, DeviceWalk, Settled
 
@@ -145,4 +145,52 @@ def settle_by_tensors(drawn: Tensor, walk: DeviceWalk) -> Settled:
     known = walk.context_lens + walk.depths.index_select(0, last) + 1
     walk.lengths.index_add_(0, row_seats, numbers)
     outcome, emitted = torch.where(accepted, drawn, ~drawn), drawn.index_select(0, last).long()
-    return Settled(outcome, source, target, last, emitted, known)
+    return Settled(outcome, source, target, last, emitted, known, known.long() - 1)
+
+
+def draft_slots_by_tensors(
+    tables: Tensor,  # [num_drafts, num_columns] int32
+    known: Tensor,  # [num_drafts] int32
+    block_size: int,
+    max_known: int,
+    first_spare: int,
+    room: int,
+) -> Tensor:  # [num_drafts, max_known + room] int32
+    """Slots of committed rows, and behind those of the draft's."""
+    index = torch.arange(max_known + room, device=known.device, dtype=torch.int32)
+    inside = index.clamp(max=tables.shape[1] * block_size - 1)
+    slots = tables.index_select(1, inside // block_size) * block_size + inside % block_size
+    own = index - known[:, None]
+    first = first_spare + room * torch.arange(len(known), device=known.device, dtype=torch.int32)
+    return torch.where((own >= 0) & (own < room), first[:, None] + own, slots)
+
+
+def draft_level_by_tensors(level: DraftLevel) -> PagedStep:
+    """The rows of a level, each with its ancestors' bits; of a chain, without."""
+    known, width = level.known, level.width
+    lanes = torch.arange(width, device=known.device)
+    index = (known[:, None] + level.begin + lanes).to(torch.int32)
+    drafts = torch.arange(len(known) + 1, device=known.device, dtype=torch.int32)
+    words = torch.zeros(1, 1, 1, dtype=torch.int64, device=known.device)
+    if level.above is not None:
+        nodes = (level.begin + lanes).to(torch.int32)
+        words = bits(nodes, nodes >= 0, level.room)[None]
+        if level.seen is not None:
+            above = level.above[..., None].expand(-1, -1, level.num_words)
+            words = level.seen.gather(1, above) | words
+    positions = (level.base + level.depth).to(torch.int32).repeat_interleave(width)
+    return PagedStep(
+        token_ids=positions,
+        positions=positions,
+        slots=level.slots.gather(1, index.long()).flatten(),
+        row_seq=drafts[:-1].repeat_interleave(width),
+        row_index=index.flatten(),
+        query_start=drafts * width,
+        context_lens=known + level.begin,
+        tree_start=known + (level.room if level.above is None else 0),
+        block_tables=level.slots,
+        ancestors=words.expand(len(known), width, -1).flatten(0, 1).contiguous(),
+        block_size=1,
+        max_query_len=width,
+        max_key_len=level.slots.shape[1] - level.room + level.begin + width,
+    )

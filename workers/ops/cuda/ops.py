@@ -37,7 +37,7 @@ from ...verify.device_settings import (
     DeviceWalk,
     Settled,
 )
-from ..plan import DeviceLayout, PagedStep, StagedStep
+from ..plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
 from ..protocol import (
     AttentionSpec,
     Experts,
@@ -57,7 +57,7 @@ from .draw import draw, gumbel_argmax, num_parts, share
 from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
-from .step_rows import lay_out, settle
+from .step_rows import draft_level, draft_slots, lay_out, settle
 
 
 @triton.jit
@@ -518,6 +518,20 @@ class CudaOps(ReferenceOps):
 
     def settle_on_device(self, drawn: Tensor, walk: DeviceWalk) -> Settled:
         return settle(drawn, walk)
+
+    def draft_slots_on_device(
+        self,
+        tables: Tensor,
+        known: Tensor,
+        block_size: int,
+        max_known: int,
+        first_spare: int,
+        room: int,
+    ) -> Tensor:
+        return draft_slots(tables, known, block_size, max_known, first_spare, room)
+
+    def draft_level_on_device(self, level: DraftLevel) -> PagedStep:
+        return draft_level(level)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A device step beside its forward: its rows, and what follows the draw."""
+"""A device step beside its forwards: its rows, what follows the draw, and levels of drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...verify.device_settings import DeviceSettings, DeviceWalk, Settled
-from ..plan import DeviceLayout, PagedStep, StagedStep
+from ..plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
 
 _COLUMNS = 1024  # of a block table that a program copies
 
@@ -240,7 +240,7 @@ def settle_kernel(
     appends,  # [1]
     tokens, lengths, counts,  # of all seats, written
     outcome, source, target,  # [num_rows], written
-    last, emitted, known,  # [num_seqs], written
+    last, emitted, known, base,  # [num_seqs], written
     width, num_seats, num_rows, vocab, spare_slot,
     NUM_WORDS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -288,7 +288,9 @@ def settle_kernel(
     deepest = tl.maximum(deepest, tl.minimum(begin, num_rows - 1))
     tl.store(last + seq, deepest)
     tl.store(emitted + seq, tl.load(drawn + deepest).to(tl.int64))
-    tl.store(known + seq, context + tl.load(depths + deepest) + 1)
+    index = context + tl.load(depths + deepest)
+    tl.store(known + seq, index + 1)
+    tl.store(base + seq, index.to(tl.int64))
 
 
 def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
@@ -299,7 +301,7 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
         make(num_rows, dtype=torch.int32),
         make(num_rows, dtype=torch.int64), make(num_rows, dtype=torch.int64),
         make(num_seqs, dtype=torch.int64), make(num_seqs, dtype=torch.int64),
-        make(num_seqs, dtype=torch.int32),
+        make(num_seqs, dtype=torch.int32), make(num_seqs, dtype=torch.int64),
     )  # fmt: skip
     counts = walk.counts
     settle_kernel[(num_seqs,)](
@@ -307,9 +309,130 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
         walk.query_start, walk.context_lens, walk.seats, walk.appends,
         walk.tokens, walk.lengths, walk.lengths if counts is None else counts,
         made.outcome, made.source, made.target, made.last, made.emitted, made.known,
+        made.base,
         walk.tokens.shape[1], len(walk.tokens) - 1, num_rows,
         0 if counts is None else counts.shape[1], walk.spare_slot,
         walk.ancestors.shape[1] if walk.query_len > 1 else 0, counts is not None,
         _num_lanes(walk.query_len), num_warps=1,
     )  # fmt: skip
     return made
+
+
+# -- levels of a draft
+
+
+@triton.jit(do_not_specialize=["num_columns", "block_size", "total", "first_spare", "room"])
+def draft_slots_kernel(
+    tables,  # [num_drafts, num_columns]
+    known,  # [num_drafts]
+    slots,  # [num_drafts, total], written up to the draft's last row
+    num_columns, block_size, total, first_spare, room,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_drafts, blocks of slots)."""
+    draft = tl.program_id(0).to(tl.int64)
+    count = tl.load(known + draft)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    written = (index < count + room) & (index < total)
+    own = index - count
+    is_known = written & (own < 0)
+    block = tl.load(tables + draft * num_columns + index // block_size, mask=is_known, other=0)
+    slot = tl.where(own < 0, block * block_size + index % block_size, first_spare + own)
+    slot = tl.where(own < 0, slot, slot + draft.to(tl.int32) * room)
+    tl.store(slots + draft * total + index, slot, mask=written)
+
+
+def draft_slots(
+    tables: Tensor, known: Tensor, block_size: int, max_known: int, first_spare: int, room: int
+) -> Tensor:
+    """As `DeviceOps.draft_slots_on_device`."""
+    num_drafts, num_columns = tables.shape
+    total = max_known + room
+    slots = torch.empty((num_drafts, total), dtype=torch.int32, device=tables.device)
+    draft_slots_kernel[(num_drafts, triton.cdiv(total, _COLUMNS))](
+        tables, known, slots, num_columns, block_size, total, first_spare, room, _COLUMNS
+    )
+    return slots
+
+
+_LEVEL = ["to_slots", "above_row", "above_column", "last_width", "begin", "width", "depth", "room"]
+
+
+@triton.jit(do_not_specialize=_LEVEL)
+def draft_level_kernel(
+    slots, known, base,  # as of `DraftLevel`
+    above, seen,  # [num_drafts, width]; [num_drafts, last_width, WORDS]
+    positions, row_slots, row_seq, row_index,  # [num_drafts * width] int32, written
+    query_start,  # [num_drafts + 1], written
+    context_lens, tree_start,  # [num_drafts], written
+    ancestors,  # [num_drafts * width, WORDS], written
+    to_slots, above_row, above_column, last_width, begin, width, depth, room,
+    WORDS: tl.constexpr, BRANCHES: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_drafts,)."""
+    draft = tl.program_id(0)
+    count = tl.load(known + draft)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < width
+    row = draft * width + lane
+    index = count + begin + lane
+    position = (tl.load(base + draft) + depth).to(tl.int32)
+    slot = tl.load(slots + draft.to(tl.int64) * to_slots + index, mask=inside)
+    tl.store(positions + row, lane * 0 + position, mask=inside)
+    tl.store(row_slots + row, slot, mask=inside)
+    tl.store(row_seq + row, lane * 0 + draft, mask=inside)
+    tl.store(row_index + row, index, mask=inside)
+    tl.store(context_lens + draft, count + begin)
+    tl.store(query_start + draft, draft * width)
+    tl.store(query_start + draft + 1, (draft + 1) * width)  # as the next program does
+    if BRANCHES:
+        tl.store(tree_start + draft, count)
+        node = begin + lane
+        if not IS_FIRST:
+            place = above + draft.to(tl.int64) * above_row + lane * above_column
+            parent = tl.load(place, mask=inside, other=0)
+        for word in tl.static_range(WORDS):
+            own = tl.full([BLOCK], 1, tl.int64) << (node & 63).to(tl.int64)
+            path = tl.where(node >> 6 == word, own, 0)
+            if not IS_FIRST:
+                path = path | tl.load(
+                    seen + (draft * last_width + parent) * WORDS + word, mask=inside, other=0
+                )
+            tl.store(ancestors + row * WORDS + word, path, mask=inside)
+    else:
+        tl.store(tree_start + draft, count + room)
+        tl.store(ancestors + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+
+
+def draft_level(level: DraftLevel) -> PagedStep:
+    """As `DeviceOps.draft_level_on_device`."""
+    num_drafts, width, above, seen = len(level.known), level.width, level.above, level.seen
+    make = partial(torch.empty, dtype=torch.int32, device=level.known.device)
+    positions, row_slots, row_seq, row_index = (make(num_drafts * width) for _ in range(4))
+    query_start, context_lens, tree_start = make(num_drafts + 1), make(num_drafts), make(num_drafts)
+    ancestors = make((num_drafts * width, level.num_words), dtype=torch.int64)
+    strides = (0, 0) if above is None else above.stride()
+    draft_level_kernel[(num_drafts,)](
+        level.slots, level.known, level.base,
+        level.base if above is None else above, ancestors if seen is None else seen,
+        positions, row_slots, row_seq, row_index, query_start, context_lens, tree_start, ancestors,
+        level.slots.shape[1], *strides, 1 if seen is None else seen.shape[1],
+        level.begin, width, level.depth, level.room,
+        level.num_words, above is not None, seen is None, max(32, triton.next_power_of_2(width)),
+        num_warps=1,
+    )  # fmt: skip
+    return PagedStep(
+        token_ids=positions,  # attention reads none
+        positions=positions,
+        slots=row_slots,
+        row_seq=row_seq,
+        row_index=row_index,
+        query_start=query_start,
+        context_lens=context_lens,
+        tree_start=tree_start,
+        block_tables=level.slots,
+        ancestors=ancestors,
+        block_size=1,
+        max_query_len=width,
+        max_key_len=level.slots.shape[1] - level.room + level.begin + width,
+    )

@@ -261,7 +261,28 @@ def launch_step_rows(shape, num_draft_nodes=0):
     seats = DeviceSeats(SeatSizes(64, 4096, 1 << 12, 16, num_draft_nodes, 4096), CPU)
     layout = lay_out(seats.staged(shape))
     walk = walk_of(seats, layout, shape, counts_tokens=shape.sampler is not Sampler.PLAIN)
-    settle(torch.zeros(shape.num_rows, dtype=torch.int32), walk)
+    settled = settle(torch.zeros(shape.num_rows, dtype=torch.int32), walk)
+    if num_draft_nodes:
+        launch_levels(layout, settled, num_draft_nodes)
+
+
+def launch_levels(layout, settled, room):
+    """Two of a chain, and two of a tree of any number of nodes."""
+    from outrider.workers.ops.cuda.step_rows import draft_level, draft_slots
+    from outrider.workers.ops.plan import DraftLevel
+
+    num_drafts = len(settled.known)
+    slots = draft_slots(layout.plan.block_tables, settled.known, 16, 4096, 1 << 16, room)
+    for above in (None, torch.zeros(num_drafts, min(8, room), dtype=torch.int64)):
+        begin, seen, width = 0, None, 1 if above is None else above.shape[1]
+        for depth in (1, 2):
+            plan = draft_level(
+                DraftLevel(
+                    slots, settled.known, settled.base, above, seen, begin, width, depth, room
+                )
+            )
+            seen = None if above is None else plan.ancestors.view(num_drafts, width, -1)
+            begin += width
 
 
 @pytest.mark.parametrize("num_nodes", [0, 4, 63, 200])
@@ -270,7 +291,8 @@ def test_step_rows(compiler, compiled, num_nodes):
 
     for sampler, drafts in ((Sampler.PLAIN, num_nodes), (Sampler.SAMPLED, 0)):
         launch_step_rows(StepShape(2, 1 + num_nodes, 2 * (1 + num_nodes), sampler), drafts)
-    assert compiled == ["lay_out_kernel", "settle_kernel"] * 2
+    rows, levels = ["lay_out_kernel", "settle_kernel"], ["draft_level_kernel"] * 4
+    assert compiled == rows + (["draft_slots_kernel", *levels] if num_nodes else []) + rows
     spills_nothing(compiler)
 
 

@@ -12,13 +12,16 @@ from outrider.scheduler.types import ints
 from outrider.tests.helpers.device_step.plans import CPU, SIZES, open_plan
 from outrider.tests.helpers.device_step.rows import (
     bits,
+    draft_level_by_tensors,
+    draft_slots_by_tensors,
     jumps_of,
     lay_out_by_tensors,
     settle_by_tensors,
 )
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import MAX_QUERY_LEN
-from outrider.workers.ops.cuda.step_rows import lay_out, settle
+from outrider.workers.ops import DraftLevel
+from outrider.workers.ops.cuda.step_rows import draft_level, draft_slots, lay_out, settle
 from outrider.workers.seats import Seats
 from outrider.workers.verify.device_settings import DeviceWalk
 
@@ -125,3 +128,30 @@ def test_what_follows_the_draw(num_nodes, rate, appends, counts):
         num_accepted = int((made.outcome >= 0).sum()) - 5  # roots
         if rate in (0, 1):  # the fourth sequence has all nodes
             assert (num_accepted > 0) == (num_nodes > 0 and rate == 1)
+
+
+@pytest.mark.parametrize(("room", "widths"), [(3, None), (100, (1, 8, 40, 40)), (20, (5, 5, 5))])
+def test_levels_of_drafts(room, widths):
+    """Of chains, and of trees of one word of ancestors and of two."""
+    rng = np.random.default_rng(room)
+    known = torch.from_numpy(ints(rng.integers(1, 1500, 3)))
+    tables = torch.from_numpy(ints(rng.permutation(3 * 400).reshape(3, 400)))
+    sizes = (4, 1600, 5000, room)
+    slots, wanted = (
+        draft_slots(tables, known, *sizes),
+        draft_slots_by_tensors(tables, known, *sizes),
+    )
+    for draft, end in enumerate((known + room).tolist()):
+        assert torch.equal(slots[draft, :end], wanted[draft, :end])
+    seen, begin, base = None, 0, known.long() + 7
+    for depth, width in enumerate(widths or (1, 1, 1), 1):
+        above = None
+        if widths:
+            last = 1 if seen is None else seen.shape[1]
+            above = torch.from_numpy(rng.integers(0, last, (3, width)))
+            above = above if depth < 3 else above[:1].expand(3, -1)
+        level = DraftLevel(slots, known, base, above, seen, begin, width, depth, room)
+        made, wanted = draft_level(level), draft_level_by_tensors(level)
+        same(replace(made, block_tables=wanted.block_tables), wanted, ("block_tables",))
+        seen = made.ancestors.view(3, width, -1) if widths else None
+        begin += width

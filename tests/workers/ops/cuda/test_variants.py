@@ -149,6 +149,8 @@ def test_rows_of_device_steps(seen, num_nodes, most):
         launch_step_rows(shape, num_nodes)
     assert len(of(seen, "lay_out_kernel")) <= most
     assert len(of(seen, "settle_kernel")) <= 2 * most  # with counts of tokens or without
+    assert len(of(seen, "draft_slots_kernel")) <= 1
+    assert len(of(seen, "draft_level_kernel")) <= 3  # of chains; a tree's first and others
 
 
 class Zeroed(TorchDispatchMode):
