@@ -67,7 +67,8 @@ class StackedLayers:
         if read is not None:
             states = states.clone()  # the caller's
         normed, _ = self.stack.run(states, step, attend.first + self.layer, read=read)
-        return states, normed if self.stack.norm is None else normed.clone()
+        is_reused = self.stack.ops.reuses_results and self.stack.norm is not None
+        return states, normed.clone() if is_reused else normed
 
 
 class _Normed:
@@ -77,7 +78,8 @@ class _Normed:
         self._ops, self.norm = ops, norm
 
     def __call__(self, states: Tensor) -> Tensor:  # [num_rows, size], alike
-        return self._ops.norm(states, self.norm).clone()  # the next norm reuses its buffer
+        normed = self._ops.norm(states, self.norm)
+        return normed.clone() if self._ops.reuses_results else normed
 
 
 def norm_of(module: nn.Module) -> Norm | None:

@@ -20,7 +20,7 @@ from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
 from ..ops import DeviceLayout, DeviceOps, DraftLevel
 from ..verify.device_settings import DeviceSettings, Settled
-from .layout import Share, best_of_ranks, draw_part, seat_settings
+from .layout import Share, best_of_ranks, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
 
@@ -167,18 +167,19 @@ class DeviceHead:
         ops = cast(DeviceOps, self._planned.ops)  # `head_obstacle` has looked
         num_drafts, device = len(base), base.device
 
-        def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings]:
-            """Positions and settings of `width` levels' rows."""
+        def rows_of(level: int, width: int) -> tuple[Tensor, DeviceSettings, int]:
+            """Positions and settings of `width` levels' rows; how far ahead the rows are."""
             if width == 1:
-                return base + (level + 2), layout.seat_settings
-            positions = base[:, None] + torch.arange(level + 2, level + 2 + width, device=device)
+                return base, layout.seat_settings, level + 2
+            positions = base[:, None] + torch.arange(width, device=device)
             seats = layout.seats.repeat_interleave(width)
-            return positions.flatten(), seat_settings(self._seats, seats)
+            return positions.flatten(), seat_settings(self._seats, seats), level + 2
 
         def from_parts(read: Tensor, level: int) -> Tensor:
             logits, first = service.part_of_logits(read.flatten(0, 1))
             tokens = first if ids is None else ids[first : first + logits.shape[1]]
-            part = draw_part(ops, logits, *rows_of(level, read.shape[1]), tokens)
+            positions, settings, ahead = rows_of(level, read.shape[1])
+            part = ops.gumbel_argmax_on_device(logits, positions, settings, tokens, ahead)
             return best_of_ranks(part, service.collective).long().view(num_drafts, -1)
 
         def from_whole(read: Tensor, level: int) -> Tensor:
@@ -188,15 +189,17 @@ class DeviceHead:
                 logits = service.draft_logits(flat)
                 return from_logits(logits.unflatten(0, read.shape[:2]), level)
             share = Share.of(len(flat), service.collective, device)
-            positions, settings = rows_of(level, read.shape[1])
+            positions, settings, ahead = rows_of(level, read.shape[1])
             taken = DeviceSettings._make(share.take(each) for each in settings)
-            drawn = ops.draw_on_device(own.float(), share.take(positions), taken, ids).long()
+            drawn = ops.draw_on_device(own.float(), share.take(positions) + ahead, taken, ids)
+            drawn = drawn.long()
             every = service.collective.all_gather(drawn, dim=0)
             return every[: len(flat)].view(num_drafts, -1)
 
         def from_logits(logits: Tensor, level: int) -> Tensor:
             flat = logits.flatten(0, 1).float()
-            drawn = ops.draw_on_device(flat, *rows_of(level, logits.shape[1]), ids)
+            positions, settings, ahead = rows_of(level, logits.shape[1])
+            drawn = ops.draw_on_device(flat, positions + ahead, settings, ids)
             return drawn.long().view(num_drafts, -1)
 
         return (from_parts if shape.sampler is Sampler.PLAIN else from_whole), from_logits

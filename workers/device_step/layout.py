@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collective import Collective
-from ..ops import DeviceLayout, DeviceOps
+from ..ops import DeviceLayout
 from ..verify.device_settings import DeviceSettings, DeviceWalk
 from .seats import DeviceSeats
 from .shape import StepShape
@@ -87,22 +87,6 @@ class Share:
 
 Part = tuple[Tensor, Tensor]
 """Each row's best score of one rank, float32, and its token; each [num_rows]."""
-
-
-def draw_part(
-    ops: DeviceOps,
-    logits: Tensor,  # [num_rows, width]
-    positions: Tensor,  # [num_rows], index of the drawn token in prompt + output
-    settings: DeviceSettings,  # by temperature alone
-    tokens: Tensor | int,  # [width], of the columns, or of the first of neighbours
-) -> Part:
-    """The best of this rank's tokens."""
-    scores, columns = ops.gumbel_argmax_on_device(logits, positions, settings, tokens)
-    if isinstance(tokens, int):
-        return scores, columns + tokens
-    if not len(tokens):
-        return scores, columns
-    return scores, tokens.index_select(0, columns)
 
 
 def best_of_ranks(part: Part, collective: Collective) -> Tensor:  # [num_rows]

@@ -41,7 +41,7 @@ from ..spec import DeviceStepReport
 from ..verify.device_settings import DeviceEdits, DeviceSettings
 from ..verify.process import joined_logprobs
 from .draft import DeviceDrafts, DeviceHead
-from .layout import Share, best_of_ranks, draw_part, walk_of
+from .layout import Share, best_of_ranks, walk_of
 from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
 from .shape import Sampler, StepShape, all_shapes
 
@@ -113,7 +113,7 @@ class DeviceStep:
             share = Share.of(shape.num_rows, self._collective, states.device)
             return self._draw_whole(states, layout, shape, share)
         logits, rows = model.part_of_logits(states), (layout.next_positions, layout.settings)
-        part = draw_part(self._ops, logits, *rows, model.first_token)
+        part = self._ops.gumbel_argmax_on_device(logits, *rows, model.first_token)
         return best_of_ranks(part, self._collective)
 
     def _draw_whole(

@@ -130,6 +130,7 @@ class CpuOps(TorchOps):
     """`Ops` for activations of one dtype, in the memory of one process."""
 
     name = "cpu"
+    reuses_results = True
     takes_parts = True
     max_latent_heads = MAX_QUERIES
 

@@ -148,6 +148,8 @@ class Ops(Protocol):
     """Whether a `PagedStep` that was made on the device serves; they are `DeviceOps` then."""
     is_invariant: bool
     """Whether a row's bits depend on that row's sequence alone (`invariant.py`)."""
+    reuses_results: bool
+    """Whether a verb's result lies in a buffer that its next call overwrites."""
     keeps_quantised: bool
     """Whether `pack` and `pack_experts` take the `QuantisedTensor` of a checkpoint as it is."""
     keeps_gguf: bool
@@ -254,8 +256,9 @@ class DeviceOps(Ops, Protocol):
         positions: Tensor,  # [num_rows]
         settings: DeviceSettings,  # of the rows, by temperature alone
         tokens: Tensor | int,  # [width] int64, of the columns, or of the first of neighbours
-    ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
-        """Each row's best score and its column; the best of all parts is what is drawn."""
+        ahead: int = 0,  # of all positions
+    ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32; int32, or as `tokens`
+        """Each row's best score and its token; the best of all parts is what is drawn."""
 
     def edit_on_device(
         self,

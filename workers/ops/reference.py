@@ -36,6 +36,7 @@ class ReferenceOps:
     name = "reference"
     reads_device_only = False
     is_invariant = False
+    reuses_results = False
     keeps_quantised = False
     keeps_gguf = False
     takes_parts = False

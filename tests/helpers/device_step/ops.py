@@ -44,8 +44,8 @@ class TensorOps(ReferenceOps):
     def draw_on_device(self, logits, positions, settings, tokens=None):
         return draw_by_tensors(logits, positions, settings, tokens)
 
-    def gumbel_argmax_on_device(self, logits, positions, settings, tokens):
-        return gumbel_argmax(logits, positions, settings, tokens)
+    def gumbel_argmax_on_device(self, logits, positions, settings, tokens, ahead=0):
+        return gumbel_argmax(logits, positions, settings, tokens, ahead)
 
     def edit_on_device(self, logits, edits):
         edit(logits, edits)
@@ -88,26 +88,27 @@ def gumbel_argmax(
     positions: Tensor,  # [num_rows], index of the drawn token in prompt + output
     settings: DeviceSettings,  # by temperature alone
     tokens: Tensor | int,  # [width], of the columns, or of the first of neighbours
-) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
-    """The best score of every row and its first column.
+    ahead: int = 0,  # of all positions
+) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32; int32, or as `tokens`
+    """The best score of every row and its first token.
 
     The best of all parts' scores is what `draw` draws where no cut is on: no score depends on the
     other tokens.
     """
     num_rows, width = logits.shape
+    kind = torch.int32 if isinstance(tokens, int) else tokens.dtype
     if not width:
-        return logits.new_full((num_rows,), -torch.inf, dtype=torch.float32), torch.zeros_like(
-            positions, dtype=torch.int32
-        )
+        none = logits.new_full((num_rows,), -torch.inf, dtype=torch.float32)
+        return none, torch.zeros_like(positions, dtype=kind)
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, tokens + width, device=logits.device)
     greedy = (settings.temperature < GREEDY_BELOW)[:, None]
     logits = logits.float()
     scaled = logits / torch.where(greedy, 1.0, settings.temperature[:, None])
-    row_keys = noise.keys(settings.seeds, positions)
+    row_keys = noise.keys(settings.seeds, positions + ahead)
     scores = torch.where(greedy, logits, noise.gumbel(row_keys, tokens[None]) + scaled)
     best = scores.argmax(1, keepdim=True)  # of equal ones the first
-    return scores.gather(1, best)[:, 0], best[:, 0].to(torch.int32)
+    return scores.gather(1, best)[:, 0], tokens[best[:, 0]].to(kind)
 
 
 def _kept(

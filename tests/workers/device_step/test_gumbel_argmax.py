@@ -8,7 +8,7 @@ import torch
 
 from outrider.tests.helpers.device_step.ops import TensorOps, draw_by_tensors
 from outrider.workers.collective import Collective
-from outrider.workers.device_step.layout import best_of_ranks, draw_part
+from outrider.workers.device_step.layout import best_of_ranks
 from outrider.workers.verify.device_settings import DeviceSettings
 
 OPS, VOCAB, ROWS = TensorOps(), 97, 40
@@ -40,7 +40,7 @@ def test_parts_are_drawn_from_as_the_whole(size, dtype):
     length = -(-VOCAB // size)
     firsts = [min(rank * length, VOCAB) for rank in range(size)]
     parts = [
-        draw_part(OPS, logits[:, first : first + length], positions, settings, first)
+        OPS.gumbel_argmax_on_device(logits[:, first : first + length], positions, settings, first)
         for first in firsts
     ]
 
@@ -61,5 +61,5 @@ def test_columns_may_be_any_tokens():
     whole = torch.full_like(logits, -torch.inf).index_copy_(1, tokens, logits[:, :50])
     whole[0, tokens[0]] = 1.0
     few = whole[:, tokens]
-    _, found = draw_part(OPS, few, positions, settings, tokens)
+    _, found = OPS.gumbel_argmax_on_device(few, positions - 3, settings, tokens, 3)
     assert torch.equal(found, draw_by_tensors(whole, positions, settings))

@@ -45,19 +45,26 @@ def better(score, begin, highest, winner):
     return tl.maximum(highest, top), winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "width"])
 def _merge_kernel(
     best,  # [num_rows, PARTS] float32
     winners,  # [num_rows, PARTS] int32
+    tokens,  # [width] int64, or None: they are neighbours
     scores,  # [num_rows] float32, written
-    columns,  # [num_rows] int32, written
+    drawn,  # [num_rows], written
+    first,  # of neighbours
+    width,
     PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     top, index = tl.max(tl.load(best + row * PARTS + part), axis=0, return_indices=True)
     tl.store(scores + row, top)
-    tl.store(columns + row, tl.load(winners + row * PARTS + index))
+    column = tl.load(winners + row * PARTS + index)
+    if tokens is None:
+        tl.store(drawn + row, first + column)
+    else:
+        tl.store(drawn + row, tl.load(tokens + column, mask=column < width, other=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +87,21 @@ class Parts:
     def num_parts(self) -> int:
         return self.best.shape[1]
 
-    def merged(self) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32, int32
-        """Every row's best; of equal ones the first."""
-        scores, columns = torch.empty_like(self.best[:, 0]), torch.empty_like(self.winners[:, 0])
+    def merged(
+        self, tokens: Tensor | int = 0
+    ) -> tuple[Tensor, Tensor]:  # each [num_rows]: float32; int32, or as `tokens`
+        """Every row's best score and its token; of equal ones the first."""
+        table, first, kind = None, tokens, torch.int32
+        if isinstance(tokens, Tensor):
+            table, first, kind = tokens, 0, tokens.dtype
+        scores = torch.empty_like(self.best[:, 0])
+        drawn = torch.empty_like(self.winners[:, 0], dtype=kind)
+        width = 0 if table is None else len(table)
         _merge_kernel[(len(scores),)](
-            self.best, self.winners, scores, columns, self.num_parts, num_warps=1
-        )
-        return scores, columns
+            self.best, self.winners, table, scores, drawn, first, width, self.num_parts,
+            num_warps=1,
+        )  # fmt: skip
+        return scores, drawn
 
 
 # -- where top-k and top-p end, exactly, without sorting the vocabulary
@@ -422,7 +437,7 @@ def draw(
 # alone, or greedily, is the best of the parts' best; a token's noise does not depend on the part.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"])
 def _gumbel_argmax_kernel(
     logits,  # [num_rows, width], rows `stride` apart
     seeds,  # [num_rows] int64
@@ -434,6 +449,7 @@ def _gumbel_argmax_kernel(
     width,
     stride,
     first,
+    ahead,  # of all positions
     HAS_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -441,7 +457,7 @@ def _gumbel_argmax_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     is_drawn = heat >= _COLDEST
-    key = row_key(tl.load(seeds + row), tl.load(positions + row))
+    key = row_key(tl.load(seeds + row), tl.load(positions + row).to(tl.int64) + ahead)
     start, end = share(part, width, PARTS, BLOCK)
     highest = tl.zeros([], tl.float32) + float("-inf")
     winner = start
@@ -467,18 +483,20 @@ def gumbel_argmax(
     settings: DeviceSettings,
     tokens: Tensor | int,
     num_processors: int,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As `DeviceOps.gumbel_argmax_on_device`."""
     num_rows, width = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     if not num_rows:
-        return logits.new_empty(0, dtype=torch.float32), logits.new_empty(0, dtype=torch.int32)
+        kind = torch.int32 if isinstance(tokens, int) else tokens.dtype
+        return logits.new_empty(0, dtype=torch.float32), logits.new_empty(0, dtype=kind)
     parts, is_first = Parts.of(logits, num_processors), isinstance(tokens, int)
     _gumbel_argmax_kernel[(num_rows, parts.num_parts)](
         logits, settings.seeds, positions, settings.temperature,
         parts.winners if is_first else tokens, parts.best, parts.winners,
-        width, logits.stride(0), tokens if is_first else 0, not is_first, parts.num_parts,
+        width, logits.stride(0), tokens if is_first else 0, ahead, not is_first, parts.num_parts,
         parts.block,
     )  # fmt: skip
-    return parts.merged()
+    return parts.merged(tokens)

@@ -421,6 +421,26 @@ log = logging.getLogger(__name__)
 INTERPRETED_PROCESSORS = 4  # stands in for a device's where kernels run under the interpreter
 
 
+@triton.jit
+def _rotation_kernel(
+    positions,  # [num_rows] int32
+    frequencies,  # [SIZE], or [num_rows, SIZE]
+    to_row,  # 0: one set for all rows
+    cos,  # [num_rows, SIZE], written
+    sin,
+    scale,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    frequency = tl.load(frequencies + row * to_row + column, mask=mask, other=0.0)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * SIZE + column, tl.cos(angle) * scale, mask=mask)
+    tl.store(sin + row * SIZE + column, tl.sin(angle) * scale, mask=mask)
+
+
 class CudaOps(ReferenceOps):
     """`Ops` for one device. What is not overridden is torch's, without a host's look at values."""
 
@@ -450,6 +470,17 @@ class CudaOps(ReferenceOps):
         count = warm_up(dict.fromkeys(specs), dtype, block_size, is_fixed=self._splits == FIXED)
         spent_s = time.perf_counter() - begin
         log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
+        num_rows, size = positions.shape[0], frequencies.shape[-1]
+        cos, sin = (frequencies.new_empty(num_rows, size) for _ in range(2))
+        if num_rows:
+            to_row = frequencies.stride(0) if frequencies.dim() == 2 else 0
+            _rotation_kernel[(num_rows,)](
+                positions, frequencies, to_row, cos, sin, float(scale), size,
+                triton.next_power_of_2(size),
+            )  # fmt: skip
+        return cos, sin
 
     def norm(self, states: Tensor, norm: Norm) -> Tensor:
         return elementwise.norm(states, norm)
@@ -500,9 +531,14 @@ class CudaOps(ReferenceOps):
         return logprobs(logits, tokens, edits)
 
     def gumbel_argmax_on_device(
-        self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        settings: DeviceSettings,
+        tokens: Tensor | int,
+        ahead: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        return gumbel_argmax(logits, positions, settings, tokens, self.num_processors)
+        return gumbel_argmax(logits, positions, settings, tokens, self.num_processors, ahead)
 
     def draw_on_device(
         self,
@@ -534,26 +570,6 @@ class CudaOps(ReferenceOps):
         return draft_level(level)
 
 
-@triton.jit
-def _rotation_kernel(
-    positions,  # [num_rows] int32
-    frequencies,  # [SIZE], or [num_rows, SIZE]
-    to_row,  # 0: one set for all rows
-    cos,  # [num_rows, SIZE], written
-    sin,
-    scale,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < SIZE
-    frequency = tl.load(frequencies + row * to_row + column, mask=mask, other=0.0)
-    angle = tl.load(positions + row).to(tl.float32) * frequency
-    tl.store(cos + row * SIZE + column, tl.cos(angle) * scale, mask=mask)
-    tl.store(sin + row * SIZE + column, tl.sin(angle) * scale, mask=mask)
-
-
 class InvariantCudaOps(CudaOps):
     """`CudaOps` whose result for a row does not depend on what is computed beside it.
 
@@ -577,17 +593,6 @@ class InvariantCudaOps(CudaOps):
 
     def pack_experts(self, experts: Experts) -> Mixture:
         return CudaMixture(experts, fixed_rows=True)
-
-    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> Rotation:
-        num_rows, size = positions.shape[0], frequencies.shape[-1]
-        cos, sin = (frequencies.new_empty(num_rows, size) for _ in range(2))
-        if num_rows:
-            to_row = frequencies.stride(0) if frequencies.dim() == 2 else 0
-            _rotation_kernel[(num_rows,)](
-                positions, frequencies, to_row, cos, sin, float(scale), size,
-                triton.next_power_of_2(size),
-            )  # fmt: skip
-        return cos, sin
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         if logits.device.type == "cpu":  # under the interpreter, where vectors have a scalar rest
