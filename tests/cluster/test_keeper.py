@@ -69,14 +69,14 @@ def spares_of(engine):
     return [each["process"] for each in engine.stats()["workers"] if each["state"] == "spare"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny, size):
+def test_an_engine_takes_over_the_workers_of_the_one_before(cluster, tiny):
+    """Two; the test of a keeper's death hands one worker on."""
     with engine_of(tiny.target) as local:
         plain = complete(local, PROMPTS, **SAMPLED)[0]
-    server = Server(cluster, tiny.target, f"app#{size}", tensor_parallel_size=size)
+    server = Server(cluster, tiny.target, "app#both", tensor_parallel_size=2)
     first, keeper = server.start()
     ranks = ranks_of(first)
-    assert len(ranks) == size
+    assert len(ranks) == 2
     assert complete(first, PROMPTS, **SAMPLED)[0] == plain
     server.lose(first, keeper)
     second, keeper = server.start()

@@ -229,11 +229,11 @@ def test_a_drafter_with_a_cache_is_killed_and_stopped_again_and_again(cluster, t
             return counts()["speculation_cache"]["num_hits"] > before
 
         assert hits_again()
-        for round_ in range(6):
+        for round_ in range(4):
             process, faults = process_of(group), counts()["faults"]
             strike = (kill, stop)[round_ % 2]
 
-            def struck(count, delta, strike=strike, process=process, place=3 + 4 * round_):
+            def struck(count, delta, strike=strike, process=process, place=3 + 6 * round_):
                 if count == place:
                     strike(process)
 

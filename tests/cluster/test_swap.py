@@ -87,7 +87,7 @@ class Load:
             self.num_rounds += 1
 
 
-def test_twenty_changes_under_load(cluster, guessable):
+def test_changes_under_load(cluster, guessable):
     one = guessable["one"]
     options = {"executor": "ray", "tensor_parallel_size": 2}
     options["resources"] = {"cpus_per_worker": 0.25, "spare_workers": False}
@@ -105,14 +105,15 @@ def test_twenty_changes_under_load(cluster, guessable):
         {"decoding_type": "Suffix"},
     ]
     with engine_of(one, NGRAM, **options) as engine, Load(engine, one) as load:
-        for section in sections * 2:
+        sections.append(sections[0])
+        for section in sections:
             engine.change_drafters(DrafterChange(whole=section))
             load.after_a_round()
             with pytest.raises((CheckpointError, ConfigError)):  # of several in the ranks, one
                 engine.change_drafters(DrafterChange(head(one)))
     assert load.wrong == []
     assert engine.stats()["num_restarts"] == 0
-    assert engine.drafters()["num_changes"] == 2 * len(sections)
+    assert engine.drafters()["num_changes"] == len(sections)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
