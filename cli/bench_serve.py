@@ -50,7 +50,7 @@ class ServerOptions(Options):
     base_url: str | None = None
     """The server's URL, with or without /v1; default: http://HOST:PORT."""
     host: str = Field("127.0.0.1", description="Of the server, without --base-url.")
-    port: int = Field(8000, description="Of the server, without --base-url.")
+    port: int = Field(8000, ge=1, le=65535, description="Of the server, without --base-url.")
     backend: Literal["openai", "openai-chat", "vllm"] = "openai"
     """openai: completions (vllm is the same); openai-chat: chats."""
     endpoint: str | None = Field(None, description="Path; default: the backend's.")
@@ -299,7 +299,9 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
 
 
 def _connect(server: ServerOptions, api_key: str | None) -> RunningServer:
-    url = server.base_url or f"http://{server.host}:{server.port}"
+    url = server.base_url
+    if url is None:
+        url = f"http://{server.host}:{server.port}"
     headers = dict(_pair(each, "header") for each in server.header)
     return RunningServer(
         url, api_key=api_key, headers=headers, verify=not server.insecure, field="base_url"

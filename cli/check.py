@@ -61,8 +61,8 @@ def check(
                 "config", f"{file} is part of a checkpoint; give its folder, {file.parent}"
             )
         is_model = file.is_dir() or file.suffix.lower() == ".gguf"
-        given = {"model": str(file)} if is_model else {"config": file}
-        engine = engine.model_copy(update=given)
+        given = ("model", str(file)) if is_model else ("config", file)
+        engine = engine.with_argument(*given)
     if cluster and nodes is not None:
         raise ConfigError.at("nodes", "--cluster plans for the nodes that run; give one of them")
     config = engine.resolve()

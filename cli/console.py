@@ -188,8 +188,8 @@ def check_writable(path: Path | None, field: str) -> None:
     """
     if path is None:
         return
-    is_new = not path.exists()
     try:
+        is_new = not path.exists()  # raises where the name is too long
         path.open("a", encoding="utf-8").close()
         if is_new:
             path.unlink()

@@ -59,7 +59,7 @@ def drafter(
 ) -> None:
     """Draft models that the engines of a Ray cluster share, by the group's name."""
     if checkpoint is not None:
-        engine = engine.model_copy(update={"model": checkpoint})
+        engine = engine.with_argument("model", checkpoint)
     has_model = engine.model is not None or engine.config is not None
     options.check(has_model=has_model)
     if not has_model:

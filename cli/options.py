@@ -278,6 +278,16 @@ class EngineOptions(
     engine_key: list[str] | None = Field(None, json_schema_extra={"hidden": True})
     """KEY=VALUE of another engine's configuration."""
 
+    def with_argument(self, field: str, value: Any) -> EngineOptions:
+        """With a command's argument (raises `ConfigError` where the option says otherwise)."""
+        option = getattr(self, field)
+        if option is not None and str(option) != str(value):
+            said = f"{spelling(field)[0]} {option}"
+            raise ConfigError.at(
+                field, f"{said} contradicts the argument {value}; give one of them"
+            )
+        return self.model_copy(update={field: value})
+
     def resolve(self, **forced: Any) -> EngineConfig:
         """`settings`, with folders in place of ids and addresses (raises alike)."""
         return _with_folders(self.settings(**forced))

@@ -52,7 +52,9 @@ def run_batch(
     ] = True,
 ) -> None:
     """Answers a file of OpenAI's batch API; a second run goes on where the first one ended."""
-    config = engine.resolve(**({} if checkpoint is None else {"model": checkpoint}))
+    if checkpoint is not None:
+        engine = engine.with_argument("model", checkpoint)
+    config = engine.resolve()
     num_lines = sum(1 for _ in requests_of(input_file, check_ids=True))
     check_writable(output_file, "output_file")
     if output_file.exists() and output_file.samefile(input_file):

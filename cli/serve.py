@@ -140,7 +140,7 @@ def serve(
     if engine.executor == "local":
         raise ConfigError.at("executor", "serve runs on Ray; leave it out")
     if checkpoint:
-        engine = engine.model_copy(update={"model": checkpoint})
+        engine = engine.with_argument("model", checkpoint)
     config = engine.resolve(executor="ray")
     check_acceptance(config)
     section, own_key = access.apply(serve_section(engine, {"port": _PORT, **deploy.given()}))

@@ -46,3 +46,24 @@ def test_help_on_a_narrow_terminal_names_options_in_full(outrider_cli, monkeypat
     assert "--spec-ngram-map-k4v-min-hits" in shown
     assert "--enable-prefix-caching" in shown
     assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("serve", "a", "-m", "b"), "model: --model b contradicts the argument a"),
+        (("drafter", "a", "-m", "b", "--name", "g"), "model: --model b contradicts"),
+        (("check", "a.yaml", "--config", "b.yaml"), "config: --config b.yaml contradicts"),
+        (("run-batch", "a", "-m", "b", "-i", "i", "-o", "o"), "model: --model b contradicts"),
+        (("bench", "serve", "--base-url", ""), "base_url: expected a server's URL, got ''"),
+        (("simulate", "--json", "x" * 5000), "json: cannot write"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_be_used(outrider_cli, args, message):
+    result = outrider_cli(*args)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_a_port_that_is_none_is_a_usage_error(outrider_cli):
+    assert outrider_cli("bench", "serve", "--port", 99999).exit_code == 2
