@@ -31,14 +31,21 @@ class HfOverrides(Strict):
         return self.model_dump(mode="json", exclude_none=True)
 
 
+def _is_here(source: str) -> bool:
+    try:
+        return Path(source).exists()
+    except OSError:  # the name is too long
+        return False
+
+
 def is_hub_id(source: str) -> bool:
     """Whether `source` names a repository on the Hub; a folder of that name comes first."""
-    return _ID.fullmatch(source) is not None and not Path(source).exists()
+    return _ID.fullmatch(source) is not None and not _is_here(source)
 
 
 def is_address(source: str) -> bool:
     """Whether `source` is in object storage, as `s3://bucket/model`; what is here comes first."""
-    return _ADDRESS.fullmatch(source) is not None and not Path(source).exists()
+    return _ADDRESS.fullmatch(source) is not None and not _is_here(source)
 
 
 def needs_folder(source: str) -> bool:

@@ -117,3 +117,10 @@ def test_an_engine_of_ids_with_a_draft_model(hub):
         assert engine.info.model_name == "acme/target"
     finally:
         engine.shutdown()
+
+
+def test_a_name_that_no_file_can_have():
+    for name in ("x" * 300, "org/" + "x" * 300, "é" * 200):
+        with pytest.raises(CheckpointError, match="longer than any name of a file") as error:
+            local_folder(name, "tokenizer")
+        assert error.value.field == "tokenizer"

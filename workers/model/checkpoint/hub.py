@@ -22,6 +22,7 @@ from typing import Any, Final, TypedDict, Unpack
 
 from ....config.hub import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError
+from ....scheduler.sampling import shown_value
 from .storage import address_of, cache_folder, fetched, locked
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _PICKLES = ["pytorch_model*.bin", "*lm_head*.pt", "model*.pt"]  # of models and heads
+_LONGEST_NAME: Final = 255  # bytes of a part of a path
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
@@ -55,6 +57,8 @@ def local_folder(
     """
     code = ["*.py"] if trust_remote_code else []
     patterns = [*_PATTERNS, *code, *(_PICKLES if allow_pickle else [])]
+    if max(map(len, os.fsencode(source).split(b"/"))) > _LONGEST_NAME:
+        raise CheckpointError.at(field, f"{shown_value(source)} is longer than any name of a file")
     if not Path(source).exists():
         source = unpacked_from(Path(source)) or source
     if source.startswith("file:"):
