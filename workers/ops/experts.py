@@ -134,8 +134,9 @@ class PanelMixture:
         assert chosen.is_contiguous(), chosen.stride()
         assert scores.is_contiguous(), scores.stride()
         states, out = states.contiguous(), torch.empty_like(states)
-        order = np.argsort(chosen.numpy(), axis=None, kind="stable")
-        order = order[np.count_nonzero(chosen.numpy() < 0) :]  # without those of other ranks
+        numbers = chosen.numpy()
+        order = np.argsort(numbers, axis=None, kind="stable")
+        order = order[np.count_nonzero(numbers < 0) :]  # without those of other ranks
         scratch = self._scratch_of(mixing_bytes(num_rows, self._weights, states.itemsize))
         self._kernel(
             states.data_ptr(), num_rows, len(order), top, chosen.data_ptr(),

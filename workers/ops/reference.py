@@ -328,7 +328,6 @@ def _within_groups(
 def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
     """A `Mixture`: the chosen experts' weighted sum, over rows sorted by expert."""
     pairs = chosen.flatten()
-    absent = pairs < 0
     if experts.is_part:
         pairs = pairs.clamp(min=0)
     order = pairs.argsort(stable=True)
@@ -348,5 +347,5 @@ def mix(states: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Ten
     placed = torch.empty_like(wide)
     placed[order] = wide
     if experts.is_part:
-        placed.masked_fill_(absent[:, None], 0)
+        placed.masked_fill_(chosen.flatten()[:, None] < 0, 0)
     return placed.unflatten(0, chosen.shape).sum(1).to(states.dtype)
