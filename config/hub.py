@@ -11,8 +11,8 @@ from pydantic import Field
 
 from .strict import Strict
 
-# One slash is left where an address has been a path.
-_ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,2}[^/].*")
+# One slash is left where an address has been a path; `file:///` has three.
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/{1,3}[^/].*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 

@@ -18,6 +18,7 @@ from outrider.tests.helpers.models import BLOCK, CPU, TABLES, full_logits
 from outrider.workers.collective import Collective
 from outrider.workers.model.family import spec
 from outrider.workers.model.info import TESTED, check_numbers, check_type, describe
+from outrider.workers.model.sharding import is_experts
 from outrider.workers.model.target import load_model
 
 # By the names that configurations have; a type takes those that it knows.
@@ -120,14 +121,14 @@ def write(kind: str, folder: Path, **own: Any) -> Any:
 
 @pytest.fixture
 def check(tmp_path, part, build_step, run_ranks):
-    """`check(kind, size)`: every kind of step equals transformers' forward."""
+    """`check(kind, size)`: every kind of step equals transformers' forward; gives its model."""
 
-    def check(kind, size):
+    def check(kind, size, **options):
         oracle = write(kind, tmp_path)
         steps = script(TEXTS, part, build_step)
 
         def work(collective):
-            model = load_model(tmp_path, device=CPU, collective=collective)
+            model = load_model(tmp_path, device=CPU, collective=collective, **options)
             cache = model.new_cache(num_blocks=24, block_size=BLOCK)
             return [model.forward(step, cache) for step, _ in steps]
 
@@ -135,6 +136,7 @@ def check(tmp_path, part, build_step, run_ranks):
             for mine, (_, expected) in zip(logits, steps, strict=True):
                 wanted = torch.stack([full_logits(oracle, text)[row] for text, row in expected])
                 torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+        return oracle
 
     return check
 
@@ -158,7 +160,10 @@ def check_prompt(tmp_path, part, build_step):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", sorted(TESTED - spec._READERS.keys()))
 def test_every_type_that_is_claimed(check, kind, size):
-    check(kind, size)
+    """Of a mixture, two ranks also share out whole experts."""
+    oracle = check(kind, size)
+    if size > 1 and any(map(is_experts, oracle.modules())):
+        check(kind, size, whole_experts=True)
 
 
 @pytest.mark.parametrize("kind", ["glm4", "olmo3", "laguna", "gemma3n_text", "gemma4_text"])

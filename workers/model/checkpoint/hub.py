@@ -2,10 +2,10 @@
 through ours.
 
 `org/name` or `org/name@revision` is fetched, and so is `s3://bucket/model` (`storage.py`); a GGUF
-file is unpacked once. A rank on another node
-is given the folder of the engine's node: where that is a snapshot in the Hub's cache, the same
-commit is fetched into the cache of the rank's own node; where it is an unpacked GGUF file, its path
-within the cache is the file's own, and the rank's node unpacks the file that it has there.
+file is unpacked once. A rank on another node is given the folder of the engine's node: where that
+is a snapshot in the Hub's cache, the same commit is fetched into the cache of the rank's own node,
+as is the same version of an address; where it is an unpacked GGUF file, its path within the cache
+is the file's own, and the rank's node unpacks the file that it has there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from typing import Any, Final, TypedDict, Unpack
 from ....config.hub import is_address, is_hub_id, only_pickled
 from ....errors import CheckpointError
 from ....scheduler.sampling import shown_value
-from .storage import address_of, cache_folder, fetched, locked
+from .storage import cache_folder, copied, fetched, locked
 
 log = logging.getLogger(__name__)
 
 # Weights that are read, configurations, tokenizers, chat templates; code only where it is allowed.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_CODE = ["*.py"]
 _PICKLES = ["pytorch_model*.bin", "*lm_head*.pt", "model*.pt"]  # of models and heads
+_EVERY = [*_PATTERNS, *_CODE, *_PICKLES]
 _LONGEST_NAME: Final = 255  # bytes of a part of a path
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
@@ -55,18 +57,18 @@ def local_folder(
         CheckpointError: there is no such repository or revision, no right to read it, or no
             network and nothing in the cache; a GGUF file is damaged or not read; names `field`.
     """
-    code = ["*.py"] if trust_remote_code else []
-    patterns = [*_PATTERNS, *code, *(_PICKLES if allow_pickle else [])]
+    code, pickles = _CODE if trust_remote_code else [], _PICKLES if allow_pickle else []
+    patterns = [*_PATTERNS, *code, *pickles]
     if max(map(len, os.fsencode(source).split(b"/"))) > _LONGEST_NAME:
         raise CheckpointError.at(field, f"{shown_value(source)} is longer than any name of a file")
     if not Path(source).exists():
         source = unpacked_from(Path(source)) or source
     if source.startswith("file:"):
         source = "/" + source.removeprefix("file:").lstrip("/")
-    if copy := address_of(source):
-        source = str(fetched(copy[0], field, patterns, copy[1]))
+    if copy := copied(source, field, patterns, _EVERY):
+        source = str(copy)
     elif is_address(source):
-        source = str(fetched(source, field, patterns))
+        source = str(fetched(source, field, patterns, _EVERY))
     if _is_gguf(Path(source)):
         return _unpacked(Path(source), field, needs_tokenizer=needs_tokenizer)
     if Path(source).exists():

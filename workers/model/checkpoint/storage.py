@@ -1,7 +1,8 @@
 """Checkpoints in object storage: addresses such as `s3://bucket/model`, through fsspec.
 
 What a model needs is fetched once into the user's cache, into a folder whose name follows from the
-sizes and versions of the files, so that other weights under the same address are fetched anew.
+sizes and versions of all files that models may need, so that other weights under the same address
+are fetched anew, and one that may read more of the same files fetches only these.
 Pieces of several files are under way at a time; a transfer that breaks off goes on where it ended.
 Where the storage does not answer, the copy that was fetched last is served.
 
@@ -32,7 +33,7 @@ from ....errors import CheckpointError
 log = logging.getLogger(__name__)
 
 _FETCHED = re.compile(r"/outrider/storage/([a-z0-9+]+)/(.+)/([0-9a-f]{16})(?:/([^/]+\.gguf))?/?$")
-_WHOLE: Final = ".whole"  # a file in a copy that has all its files
+_FILES: Final = ".files.json"  # in a copy: the names of what its storage has
 _PIECE: Final = 16 << 20  # bytes of one request
 _UNDER_WAY: Final = 8  # pieces
 _ATTEMPTS: Final = 4  # for each piece
@@ -71,25 +72,29 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def address_of(path: str) -> tuple[str, str] | None:
-    """The address and the version of which `path`, a folder or a GGUF file, is to be a copy.
+def copied(path: str, field: str, patterns: Sequence[str], every: Sequence[str]) -> Path | None:
+    """The copy that `path`, a folder or a GGUF file in the cache of a node, is on this one.
 
-    None where it is no such path, and where the copy is there.
+    None where it is no such path. Raises as `fetched`, whose arguments these are.
     """
     if (found := _FETCHED.search(path)) is None:
         return None
-    copy = Path(path)
-    if ((copy.parent if found[4] else copy) / _WHOLE).exists():
-        return None
     scheme, where, version, file = found.groups()
-    return f"{scheme}://{where}" + (f"/{file}" if file else ""), version
+    at = Path(path)
+    if _is_whole(at.parent if file else at, [_parts_of(file)] if file else patterns):
+        return at
+    address = f"{scheme}://{where}" + (f"/{file}" if file else "")
+    return fetched(address, field, patterns, every, version)
 
 
-def fetched(address: str, field: str, patterns: Sequence[str], version: str = "") -> Path:
+def fetched(
+    address: str, field: str, patterns: Sequence[str], every: Sequence[str], version: str = ""
+) -> Path:
     """The copy of a folder's files by `patterns`, or of a GGUF file and its other parts.
 
     Args:
-        version: what a copy elsewhere has; another one is an error.
+        every: patterns of all files that any model may need, on which the version depends.
+        version: of the copy that another node has: another one is an error.
 
     Raises:
         CheckpointError: no such kind of storage, no right, nothing there, another version, no room,
@@ -101,28 +106,31 @@ def fetched(address: str, field: str, patterns: Sequence[str], version: str = ""
     is_file = where.lower().endswith(".gguf")
     home = cache_folder("storage") / scheme / (where.rpartition("/")[0] if is_file else where)
     name = where.rpartition("/")[2] if is_file else ""
+    if is_file:
+        patterns = every = [_parts_of(name)]
     try:
         system, root = _file_system(address)
-        objects = _listed(system, root, [_parts_of(name)] if is_file else patterns)
-        if not objects:
+        objects = _listed(system, root, every)
+        if not any(_fits(each.name, patterns) for each in objects):
             raise FileNotFoundError
     except (ImportError, ValueError) as error:  # no such scheme, or its package is not installed
         raise CheckpointError.at(field, f"{address!r}: {error}") from None
     except Exception as error:  # noqa: BLE001, each file system has its own
-        copies = sorted(home.glob(f"[0-9a-f]*/{_WHOLE}"), key=lambda each: each.stat().st_mtime)
-        copies = [each for each in copies if version in ("", each.parent.name)]
-        copies = [each for each in copies if (each.parent / name).exists()]
+        lists = sorted(
+            home.glob(f"{version or '*'}/{_FILES}"), key=lambda each: each.stat().st_mtime
+        )
+        copies = [each.parent for each in lists if _is_whole(each.parent, patterns)]
         if not copies or isinstance(error, (FileNotFoundError, PermissionError)):
             raise CheckpointError.at(field, f"{address!r} cannot be read: {_why(error)}") from None
         log.warning("%s cannot be read (%s); a copy of it serves", address, _why(error))
-        return copies[-1].parent / name
+        return copies[-1] / name
     folder = home / _key(objects)
     if version not in ("", folder.name):
         raise CheckpointError.at(
             field, f"{address!r} has changed since the engine's node read it; start again"
         )
     try:
-        _fetch(system, objects, folder, address)
+        _fetch(system, objects, patterns, folder, address)
     except CheckpointError as error:
         raise CheckpointError.at(field, error.message) from None
     except OSError as error:
@@ -151,13 +159,25 @@ def _file_system(address: str) -> tuple[Any, str]:
     return system, path
 
 
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_whole(folder: Path, patterns: Sequence[str]) -> bool:
+    """Whether a copy has all files that fit a pattern: they get their names once they are whole."""
+    if not (folder / _FILES).exists():
+        return False
+    names = json.loads((folder / _FILES).read_text())
+    return all((folder / name).exists() for name in names if _fits(name, patterns))
+
+
 def _listed(system: Any, root: str, patterns: Sequence[str]) -> list[_Object]:
     """The files right below a folder that fit a pattern; for a pattern of parts, beside it."""
     folder = root.rpartition("/")[0] if root.lower().endswith(".gguf") else root
     found = []
     for each in system.ls(folder, detail=True):
         name = each["name"].rstrip("/").rpartition("/")[2]
-        if each.get("type") == "directory" or not any(fnmatch(name, one) for one in patterns):
+        if each.get("type") == "directory" or not _fits(name, patterns):
             continue
         facts = each if each.get("size") is not None else system.info(each["name"])
         if facts.get("size") is None:
@@ -181,19 +201,20 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _fetch(system: Any, objects: list[_Object], folder: Path, address: str) -> None:
+def _fetch(
+    system: Any, objects: list[_Object], patterns: Sequence[str], folder: Path, address: str
+) -> None:
     """Makes `folder` whole; a process that begins meanwhile waits, and finds it so.
 
     Raises:
         CheckpointError: a piece cannot be read after all attempts, or there is no room.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / _WHOLE).exists():
+    wanted = [each for each in objects if _fits(each.name, patterns)]
+    if _is_whole(folder, patterns):
         return
     with locked(folder / ".lock"):
-        if (folder / _WHOLE).exists():
-            return
-        missing = [each for each in objects if not (folder / each.name).exists()]
+        missing = [each for each in wanted if not (folder / each.name).exists()]
         partial = {each: folder / f"{each.name}.partial" for each in missing}
         had = sum(path.stat().st_size for path in partial.values() if path.exists())
         needed, free = sum(each.size for each in missing) - had, shutil.disk_usage(folder).free
@@ -202,9 +223,13 @@ def _fetch(system: Any, objects: list[_Object], folder: Path, address: str) -> N
                 f"{address!r} needs {needed / 2**30:,.2f} GiB, and {free / 2**30:,.2f} GiB are "
                 f"free at {folder}; XDG_CACHE_HOME chooses another folder for caches"
             )
-        log.warning("%s (%.2f GiB) is fetched to %s", address, needed / 2**30, folder)
-        _fetch_pieces(system, partial, needed, address)
-        (folder / _WHOLE).touch()
+        if missing:
+            log.warning("%s (%.2f GiB) is fetched to %s", address, needed / 2**30, folder)
+            _fetch_pieces(system, partial, needed, address)
+        names = json.dumps([each.name for each in objects])
+        written = folder / f"{_FILES}.{os.getpid()}"  # whole at once: others read it without a lock
+        written.write_text(names)
+        written.rename(folder / _FILES)
 
 
 def _fetch_pieces(system: Any, partial: dict[_Object, Path], num_bytes: int, address: str) -> None:

@@ -58,7 +58,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """`bucket://models/small`, and an empty cache."""
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     system = fsspec.filesystem("bucket", skip_instance_cache=True)
-    for name, data in {**FILES, "notes.md": b"not read", "model.bin": b"nor this"}.items():
+    for name, data in {**FILES, "notes.md": b"not read", "weights.bin": b"nor this"}.items():
         system.pipe_file(f"/models/small/{name}", data)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(storage, "_PIECE", 1000)
@@ -104,8 +104,7 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_ended(bucket: Bucket, fault
 
 def test_another_node_fetches_the_same_version(bucket: Bucket, tmp_path: Path) -> None:
     folder = local_folder("bucket://models/small")
-    (Path(folder) / storage._WHOLE).unlink()  # a copy that was interrupted is not served
-    (Path(folder) / "config.json").unlink()
+    (Path(folder) / "config.json").unlink()  # a copy that is not whole is not served
     assert local_folder(folder) == folder
     assert names(folder) == FILES
     shutil.rmtree(tmp_path / "cache")
@@ -116,6 +115,23 @@ def test_another_node_fetches_the_same_version(bucket: Bucket, tmp_path: Path) -
     bucket.pipe_file("/models/small/config.json", b"[]")
     with pytest.raises(CheckpointError, match="has changed since the engine's node read it"):
         local_folder(folder)
+
+
+def test_what_may_be_read_is_fetched_beside_what_is_there(bucket: Bucket) -> None:
+    """The version does not depend on it: nodes agree, whatever else a reader may do."""
+    bucket.pipe_file("/models/small/modeling.py", b"code")
+    folder = local_folder("bucket://models/small")
+    assert names(folder) == FILES
+    bucket.asked.clear()
+    assert local_folder("bucket://models/small", trust_remote_code=True) == folder
+    assert local_folder(folder, allow_pickle=True) == folder
+    assert {name for name, _ in bucket.asked} == {"modeling.py"}
+    Bucket.down = TimeoutError("no answer")
+    assert local_folder(folder) == local_folder("bucket://models/small") == folder
+
+
+def test_a_file_s_address_is_its_path(tmp_path: Path) -> None:
+    assert local_folder(f"file://{tmp_path}") == str(tmp_path)
 
 
 def test_a_copy_serves_where_the_storage_does_not_answer(bucket: Bucket) -> None:
