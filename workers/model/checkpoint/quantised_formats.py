@@ -1,6 +1,7 @@
 """Which quantised formats are read, from `config.json` alone; every other is refused by name.
 
-- fp8 in blocks with `weight_scale_inv` (DeepSeek-V3's README_WEIGHTS.md, Qwen3's FP8 models).
+- fp8 in blocks with `weight_scale_inv` (DeepSeek-V3's README_WEIGHTS.md, Qwen3's FP8 models), or
+  with one `weight_scale` for a tensor (AutoFP8).
 - compressed-tensors' `float-quantized`, `int-quantized`, `naive-quantized` (a stored value times
   the scale of its block) and `pack-quantized` (`compressed_tensors/compressors/pack_quantized`).
 - AWQ as AutoAWQ's "gemm" packing; GPTQ as AutoGPTQ and GPTQModel write it ("gptq", "gptq_v2").
@@ -43,7 +44,9 @@ STORED = {
 """Last part of the name of a weight's codes."""
 SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = {
-    "weight": (*SCALES, "weight_zero_point", "input_scale", "activation_scale"),
+    "weight": (
+        *SCALES, "weight_zero_point", "input_scale", "activation_scale", "k_scale", "v_scale",
+    ),
     "weight_packed": (
         "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
     ),
@@ -118,13 +121,15 @@ def find_format(path: Path) -> WeightFormat | None:
 
 def _read(section: Any, path: Path) -> WeightFormat:
     method = section.get("quant_method") if isinstance(section, dict) else None
-    allowed = "fp8 (in blocks), compressed-tensors, awq, gptq"
+    allowed = "fp8, compressed-tensors, awq, gptq"
     known = isinstance(method, str) and method in _READERS
     _require(known, path, "quant_method", method, allowed)
     return _READERS[method](section, path)
 
 
 def _read_fp8(section: Any, path: Path) -> WeightFormat:
+    if section.get("weight_block_size") is None:
+        return WeightFormat("fp8", "fp8 with a scale per tensor")
     block = _block(section.get("weight_block_size"), path, "weight_block_size")
     return WeightFormat("fp8", f"fp8 in blocks of {block[0]} x {block[1]}", block)
 

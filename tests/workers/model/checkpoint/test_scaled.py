@@ -35,6 +35,10 @@ def compressed(kind: str, strategy: str, **weights) -> dict:
 
 FORMATS = {
     "fp8 blocks": (BLOCKS, (128, 128), torch.float8_e4m3fn, "weight_scale_inv"),
+    "fp8 tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        (None, None), torch.float8_e4m3fn, "weight_scale",
+    ),
     "fp8 channel": (
         compressed("float-quantized", "channel", type="float"),
         (1, None), torch.float8_e4m3fn, "weight_scale",
@@ -71,6 +75,8 @@ def pair(request, tmp_path):
             stored[name], scale, tensors[name] = quantise(tensor, block, dtype)
             scale = scale.reshape(1) if block == (None, None) else scale
             stored[name.replace("weight", leaf)] = scale
+        if settings.get("activation_scheme") == "static" and "_proj.weight" in name:
+            stored[name.replace("weight", "input_scale")] = torch.tensor(0.5)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
     rewrite(packed, settings)
@@ -104,7 +110,7 @@ def test_slices_are_read_with_the_scales_of_their_blocks(pair):
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"quant_method": "fp8"}, "weight_block_size is None"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (compressed("marlin-24", "group", num_bits=4), "format is 'marlin-24'"),
         (compressed("int-quantized", "channel", num_bits=4), "group_0.weights.num_bits is 4"),
         (compressed("int-quantized", "channel", symmetric=False), "weights.symmetric is False"),
