@@ -5,6 +5,7 @@ At the edge they become OpenAI-shaped HTTP errors or, on the command line, a mes
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -66,6 +67,21 @@ def in_words(complaint: Mapping[str, Any]) -> str:
     if kind == "string_pattern_mismatch":
         return f"expected text of the form {context['pattern']}"
     return str(complaint["msg"]).removeprefix("Value error, ")
+
+
+_MAX_SHOWN = 80  # characters of a user's name or value in a message
+
+
+def shown_value(value: Any) -> str:
+    """`value` in a message: cut where it is long, or nested deeply."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = _MAX_SHOWN
+    return brief.repr(value)
+
+
+def shortened(name: str) -> str:
+    """A field's name in a message: users may write megabytes."""
+    return name if len(name) <= _MAX_SHOWN else name[: _MAX_SHOWN - 3] + "..."
 
 
 class OutriderError(Exception):

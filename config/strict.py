@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ..errors import ConfigError, in_words
+from ..errors import ConfigError, in_words, shown_value
 
 Model = TypeVar("Model", bound=BaseModel)
 _AT_KEY = "at_key"
@@ -76,7 +76,7 @@ def _as_error(model: type[BaseModel], first: Any) -> ConfigError:
     if first["type"] == "union_tag_not_found":
         return ConfigError(f"{name}.decoding_type: this key is required", field=name)
     value = first["input"]
-    shown = "a mapping" if isinstance(value, dict) else repr(value)
+    shown = "a mapping" if isinstance(value, dict) else shown_value(value)
     field = section.model_fields.get(names[-1]) if section and names else None
     such = f", such as {field.examples[0]}" if field and field.examples else ""
     return ConfigError.at(name, f"{in_words(first)}{such} (got {shown})")
@@ -120,7 +120,7 @@ def unknown_name(path: str, what: str, name: Any, allowed: Iterable[str]) -> Con
     near = nearest(name, allowed) if isinstance(name, str) else None
     hint = f"did you mean {near!r}? " if near else ""
     names = ", ".join(dict.fromkeys(allowed))
-    return ConfigError.at(path, f"unknown {what} {name!r}; {hint}allowed: {names}")
+    return ConfigError.at(path, f"unknown {what} {shown_value(name)}; {hint}allowed: {names}")
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..config.hub import needs_folder
-from ..errors import InvalidRequestError, PromptTooLongError
-from ..scheduler.sampling import SamplingParams, shown_value
+from ..errors import InvalidRequestError, PromptTooLongError, shown_value
+from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import FloatArray, IntArray, Request, SpeculationOptions, ints
 from ..workers.model.checkpoint.pooling import Pooling, read_pooling
 from .chat.chat_text import ChatText

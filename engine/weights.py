@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ..config import ComposeConfig, NoSpeculation, SpeculationBase
 from ..config.compat.translate import translate_section
 from ..config.speculation import SHARED_KEYS
-from ..errors import CheckpointError, ConfigError, InvalidRequestError, OutriderError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    OutriderError,
+    shown_value,
+)
 from ..workers.spec import SentWeights, TrainerLink
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ def checked_mode(mode: Any) -> PauseMode:
 def checked_sleep(level: Any) -> int:
     """A level of sleep (raises `InvalidRequestError`)."""
     if type(level) is not int or level not in (1, 2):
-        raise InvalidRequestError.at("level", f"expected 1 or 2, got {level!r}")
+        raise InvalidRequestError.at("level", f"expected 1 or 2, got {shown_value(level)}")
     return level
 
 
@@ -276,7 +282,8 @@ class DrafterChange:
             if self.replaces not in names:
                 known = ", ".join(map(repr, names)) or "none"
                 raise InvalidRequestError.at(
-                    "replaces", f"no drafter {self.replaces!r} is served; there is {known}"
+                    "replaces",
+                    f"no drafter {shown_value(self.replaces)} is served; there is {known}",
                 )
             place = names.index(self.replaces)
             del members[place]

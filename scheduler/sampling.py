@@ -6,7 +6,6 @@ The scheduler turns it into rows of `SamplingRows`.
 from __future__ import annotations
 
 import json
-import reprlib
 from typing import Annotated, Any
 
 from pydantic import (
@@ -19,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..errors import InvalidRequestError, in_words
+from ..errors import InvalidRequestError, in_words, shortened, shown_value
 
 MAX_GRAMMAR_CHARS = 2**16  # of a schema, a pattern, a grammar, or all choices together
 MAX_CHOICES = 4096
@@ -122,7 +121,6 @@ MAX_STOPS = 16  # stop strings of a request
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 2**16  # of all bad words together
 MAX_ALLOWED_IDS = 2**18
-_MAX_SHOWN = 80  # characters of a user's name or value in an error's message
 
 
 def _as_list(value: Any) -> Any:
@@ -243,15 +241,3 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     value = first.get("input")
     shown = "" if first["type"] == "missing" else f" (got {shown_value(value)})"
     return InvalidRequestError.at(name, f"{in_words(first)}{shown}")
-
-
-def shown_value(value: Any) -> str:
-    """`value` in a message: cut where it is long, or nested deeply."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = _MAX_SHOWN
-    return brief.repr(value)
-
-
-def shortened(name: str) -> str:
-    """A field's name in a message: users may write megabytes."""
-    return name if len(name) <= _MAX_SHOWN else name[: _MAX_SHOWN - 3] + "..."

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, ConfigError, InvalidRequestError
-from ...scheduler.sampling import shown_value
+from ...errors import CheckpointError, ConfigError, InvalidRequestError, shown_value
 
 Message = dict[str, Any]
 

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from ...errors import InvalidRequestError
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
@@ -219,16 +219,17 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         for text in wanted.choice:
             check_text(text)
-        texts = " | ".join(json.dumps(text) for text in wanted.choice)
-        return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+        # One terminal: of rules the library's parser takes 2000 at once.
+        texts = " | ".join(json.dumps(text) for text in dict.fromkeys(wanted.choice))
+        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     assert wanted.grammar is not None, wanted
     _check_nesting(wanted.grammar)
     try:
         lark = any_to_lark(wanted.grammar)
-        check_lark(lark)
-        return str(LLMatcher.grammar_from_lark(lark))
-    except GbnfToLarkError as error:
+    except Exception as error:  # noqa: BLE001 - a rule that is missing, or there twice
         raise ValueError(str(error)) from None
+    check_lark(lark)
+    return str(LLMatcher.grammar_from_lark(lark))
 
 
 def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str = "") -> None:

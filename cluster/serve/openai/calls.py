@@ -20,8 +20,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 
 from ....engine.frontend import Frontend
-from ....errors import InvalidRequestError, ModelNotFoundError
-from ....scheduler.sampling import shortened
+from ....errors import InvalidRequestError, ModelNotFoundError, shortened
 from ..access.access import Access, Call, answering, current
 from ..metrics import EdgeMetrics
 from ..telemetry import Tracing

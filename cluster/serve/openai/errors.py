@@ -81,9 +81,13 @@ def messages_error_body(error: OutriderError) -> dict[str, Any]:
     return {"type": "error", "error": shown}
 
 
+_MAX_CHARS = 4096
+
+
 def _sendable(text: str) -> str:
-    """Half of a surrogate pair, quoted from a request, has no UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """`text`, cut where it quotes much; half of a surrogate pair, quoted too, has no UTF-8."""
+    shown = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
+    return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_response(error: OutriderError, path: str) -> Response:

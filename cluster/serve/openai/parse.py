@@ -19,8 +19,8 @@ from starlette.datastructures import QueryParams
 
 from ....config.compat.table import REQUEST, Ignored, Refused, hint
 from ....config.strict import nearest, walk
-from ....errors import InvalidRequestError, OutriderError, in_words
-from ....scheduler.sampling import MAX_STOPS, invalid_request, shortened, shown_value
+from ....errors import InvalidRequestError, OutriderError, in_words, shortened, shown_value
+from ....scheduler.sampling import MAX_STOPS, invalid_request
 
 log = logging.getLogger(__name__)
 # Items that are looked at: pydantic holds the interpreter's lock until it is done with all.

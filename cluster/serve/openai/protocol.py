@@ -20,7 +20,7 @@ from ....engine.chat.lark import Function
 from ....engine.chat.template import Message
 from ....engine.frontend import RequestOptions
 from ....engine.weights import PauseMode
-from ....errors import InvalidRequestError
+from ....errors import InvalidRequestError, shown_value
 from ....scheduler.sampling import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
@@ -511,7 +511,7 @@ class Conversation(Strict):
         if isinstance(self.tool_choice, NamedTool) and not tools:
             name = self.tool_choice.function.name
             raise InvalidRequestError.at(
-                "tool_choice.function.name", f"tools have no function {name!r}"
+                "tool_choice.function.name", f"tools have no function {shown_value(name)}"
             )
         if self.tool_choice == "required" and not tools:
             raise InvalidRequestError.at("tool_choice", "it needs tools")
@@ -598,7 +598,7 @@ class InitGroupBody(Strict):
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: Annotated[int, Field(ge=1)] = 1
-    world_size: Annotated[int, Field(ge=2)]
+    world_size: Annotated[int, Field(ge=2, le=2**16)]
     group_name: Annotated[str, Field(min_length=1)] = "weights"
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0

@@ -35,7 +35,7 @@ from ....engine.weights import (
     checked_tags,
     sent_weights,
 )
-from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
+from ....errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, shown_value
 from ....workers.spec import TrainerLink
 from .. import page
 from ..access.access import AccessGate
@@ -163,7 +163,7 @@ def admin_routes(models: Models) -> list[Route]:
         for name in ("path", "drafter"):
             given = getattr(body, name)
             if given is not None and not os.path.isabs(given):
-                raise InvalidRequestError.at(name, f"{given!r} is not absolute")
+                raise InvalidRequestError.at(name, f"{shown_value(given)} is not absolute")
         client = models.find(body.model).client
         with named({"weights": "path"}):
             count = await client.update_weights(body.path or "", body.drafter or "", body.mode)
@@ -230,7 +230,7 @@ def _pausing(query: QueryParams) -> tuple[PauseMode]:
 
 def _sleeping(query: QueryParams) -> tuple[int, PauseMode]:
     level = query.get("level", "1")
-    return checked_sleep(int(level) if level.isdecimal() else level), *_pausing(query)
+    return checked_sleep(int(level) if level in ("1", "2") else level), *_pausing(query)
 
 
 def _waking(query: QueryParams) -> tuple[tuple[str, ...]]:
@@ -263,7 +263,7 @@ def _adapter_routes(models: Models) -> list[Route]:
         if body.lora_name not in served:
             known = ", ".join(map(repr, served)) or "none"
             raise ModelNotFoundError(
-                f"lora_name: no adapter {body.lora_name!r} is served; there is {known}",
+                f"lora_name: no adapter {shown_value(body.lora_name)} is served; there is {known}",
                 field="lora_name",
             )
         return await changed(edge, {n: path for n, path in served.items() if n != body.lora_name})
@@ -440,7 +440,8 @@ def page_routes() -> list[Route]:
 
     async def file(request: Request) -> Response:
         path = _PAGE / request.path_params["name"]
-        if path.suffix not in _PAGE_SUFFIXES or not path.is_file():
+        # By its listing: asking for a name that no file can have raises.
+        if path.suffix not in _PAGE_SUFFIXES or path not in _PAGE.iterdir():
             raise HTTPException(404, "Not Found")
         return FileResponse(path, headers=_PAGE_HEADERS)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 
-from outrider.engine.structured.grammar import check, min_length
+from outrider.engine.structured.grammar import check, grammar_of, min_length, parser_limits
 from outrider.errors import InvalidRequestError
 from outrider.scheduler.sampling import SamplingParams, StructuredOutputs
 from outrider.workers.transport.wire import decode, encode
@@ -50,6 +52,10 @@ def refused(wanted: dict, **options) -> InvalidRequestError:
         {"grammar": 'root ::= "' + "a" * 8193 + '"'},
         {"grammar": "start: nothing"},
         {"grammar": "root ::= ("},
+        {"grammar": "root ::= missing"},
+        {"grammar": 'rule ::= "a"'},
+        {"grammar": 'root ::= "a"\nroot ::= "b"'},
+        {"grammar": " "},
         {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
     ],
     ids=lambda wanted: str(wanted)[:40],
@@ -86,6 +92,16 @@ def test_what_is_large_within_the_bounds_is_allowed():
         {"grammar": 'start: /a{3}/ "b{10000}" // /a{10000}/'},
     ):
         check(SamplingParams(structured_outputs=wanted), (1,))
+
+
+def test_as_many_choices_as_there_may_be(tokenizer):
+    """Of more than 2000 rules at once the library's parser gives up in the middle of a text."""
+    choices = [f"{index}" for index in range(4096)]
+    grammar = grammar_of(StructuredOutputs(choice=choices))
+    matcher = LLMatcher(from_tokenizer(tokenizer), grammar, log_level=0, limits=parser_limits())
+    for token in tokenizer.encode("4095"):
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
 
 from ....config.hub import is_address, is_hub_id, only_pickled
-from ....errors import CheckpointError
-from ....scheduler.sampling import shown_value
+from ....errors import CheckpointError, shown_value
 from .storage import cache_folder, copied, fetched, locked
 
 log = logging.getLogger(__name__)

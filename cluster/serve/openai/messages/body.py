@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from .....engine.frontend import Frontend
-from .....errors import InvalidRequestError, in_words
-from .....scheduler.sampling import MAX_STOPS, shown_value
+from .....errors import InvalidRequestError, in_words, shown_value
+from .....scheduler.sampling import MAX_STOPS
 from .. import chat
 from ..generation import Generation
 from ..parse import MANY, Strict, at_most, check_kind, objects_of, renamed
@@ -201,13 +201,14 @@ class ConversationBody(Strict):
                         f"{field}.tool_use_id",
                         f"no tool_use before it has the id {shown_value(block.tool_use_id)}",
                     )
-        for edit in (self.context_management or {}).get("edits") or ():
-            # Earlier thinking is kept or dropped by the chat template.
-            if edit != {"type": "clear_thinking_20251015", "keep": "all"}:
-                raise InvalidRequestError.at(
-                    "context_management.edits",
-                    "nothing is removed from messages here; send those that the model should get",
-                )
+        edits = (self.context_management or {}).get("edits") or []
+        # Earlier thinking is kept or dropped by the chat template.
+        kept = {"type": "clear_thinking_20251015", "keep": "all"}
+        if not isinstance(edits, list) or any(edit != kept for edit in edits):
+            raise InvalidRequestError.at(
+                "context_management.edits",
+                "nothing is removed from messages here; send those that the model should get",
+            )
         return self
 
     @classmethod

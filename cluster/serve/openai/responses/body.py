@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from .....errors import InvalidRequestError
-from .....scheduler.sampling import shown_value
+from .....errors import InvalidRequestError, shown_value
 from .. import chat
 from ..generation import Generation
 from ..parse import (
@@ -213,7 +212,7 @@ class TextFormat(Strict):
     """Any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
+    name: str | None = Field(None, max_length=256)
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None

@@ -156,6 +156,11 @@ def test_nested_and_endless_values_are_refused_in_short(server: Server) -> None:
         ("/v1/chat/completions", {"messages": [1] * 200_000}),
         ("/tokenize", {"prompt": "the cat" * 10**5}),
         ("/detokenize", {"tokens": ["a"] * 200_000}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tool_choice": {"type": "function", "function": {"name": long}}},
+        ),
+        ("/admin/drafters", {"replaces": long}),
     ):
         answer = server.post(path, **body)
         assert answer.status_code in (400, 404), answer.text[:2000]

@@ -192,6 +192,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"stop_sequences": ["a"] * 200}, "stop_sequences"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers.0"),
         ({"context_management": {"edits": [{"type": "x"}]}}, "context_management.edits"),
+        ({"context_management": {"edits": 1}}, "context_management.edits"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"max_token": 5}, "max_token"),
         ({"model": "other"}, "model"),

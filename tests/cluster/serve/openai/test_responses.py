@@ -126,6 +126,10 @@ def test_refused_by_name(server: Server) -> None:
         ("reasoning.effort", {"effort": "high"}),
         ("reasoning.summary", {"summary": "detailed"}),
         ("reasoning.context", {"context": "all_turns"}),
+        (
+            "text.format.name",
+            {"format": {"type": "json_schema", "name": "a" * 300, "schema": {}}},
+        ),
         ("prompt", {"id": "p"}),
         ("max_output_tokens", 0),
         ("max_output_tokens", 9999),

@@ -637,6 +637,7 @@ def test_sleep(server: Server) -> None:
         ("/sleep?level=3", "level"),
         ("/sleep?level=-1", "level"),
         ("/sleep?level=deep", "level"),
+        ("/sleep?level=" + "9" * 5000, "level"),
         ("/sleep?mode=now", "mode"),
         ("/sleep?levle=2", "levle"),
         ("/sleep?mode=keep&mode=wait", "mode"),

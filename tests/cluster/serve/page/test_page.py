@@ -96,6 +96,7 @@ def test_text_of_a_model_is_never_markup(site: Site) -> None:
             assert "unsafe" not in policy
         assert client.get("/page/routes.py").status_code == 404
         assert client.get("/page/..%2Froutes.py").status_code == 404
+        assert client.get("/page/" + "a" * 300 + ".js").status_code == 404
 
 
 def build_http_only(site: Site) -> Any:
