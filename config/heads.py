@@ -56,13 +56,17 @@ def best_first_nodes(num_levels: int, max_total_draft_tokens: int | None) -> int
         ValueError: they are fewer than one path has.
     """
     count = min(max_total_draft_tokens or 2 * num_levels, LONGEST_DRAFT)
-    if count < num_levels:
+    check_whole_path(count, num_levels)
+    return count
+
+
+def check_whole_path(num_nodes: int, num_levels: int, path: str = "path (max_draft_len)") -> None:
+    """Raises `ValueError` where a tree has fewer nodes than one path of it."""
+    if num_nodes < num_levels:
         raise at_key(
             "max_total_draft_tokens",
-            f"max_total_draft_tokens ({count}) is below the {num_levels} tokens of one path "
-            "(max_draft_len)",
+            f"max_total_draft_tokens ({num_nodes}) is below the {num_levels} tokens of one {path}",
         )
-    return count
 
 
 def expand(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
@@ -206,12 +210,7 @@ class TreeDraftingConfig(HeadConfig):
             is_said = key == "max_total_draft_tokens" and value == self.max_nodes
             if not (self._bounds(key) or is_said or self.is_default(key)):
                 raise at_key(key, f"{key} ({value}) belongs to use_dynamic_tree, which is false")
-        if self.max_nodes < self.draft_len:
-            raise at_key(
-                "max_total_draft_tokens",
-                f"max_total_draft_tokens ({self.max_nodes}) is below the {self.draft_len} "
-                "tokens of one path (max_draft_len)",
-            )
+        check_whole_path(self.max_nodes, self.draft_len)
         return self
 
 
@@ -448,12 +447,7 @@ class ReDrafterConfig(HeadConfig):
                 f"redrafter_draft_len_per_beam ({self.redrafter_draft_len_per_beam}) and "
                 f"max_draft_len ({self.max_draft_len}) say the same; give one of the two",
             )
-        if self.max_nodes < self.draft_len:
-            raise at_key(
-                "max_total_draft_tokens",
-                f"max_total_draft_tokens ({self.max_nodes}) is below the {self.draft_len} tokens "
-                "of one beam (redrafter_draft_len_per_beam)",
-            )
+        check_whole_path(self.max_nodes, self.draft_len, "beam (redrafter_draft_len_per_beam)")
         return self
 
     @property

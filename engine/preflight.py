@@ -607,21 +607,12 @@ def _check_vocabulary(
     """
     from ..workers.model.info import outline
 
-    target, draft = config.model, section.speculative_model
+    draft = section.speculative_model
     try:
         info = outline(Path(draft), draft_size(config, section), **trust(config))
-        theirs = _vocabulary(Path(draft))
     except ConfigError as error:
         raise type(error).at(field, error.message) from None
-    if info.vocab_size != vocab_size:
-        raise ConfigError.at(
-            field,
-            f"{draft} has a vocabulary of {info.vocab_size} tokens, the target "
-            f"{target} one of {vocab_size}; a drafter must share the target's",
-        )
-    ours = _vocabulary(Path(config.tokenizer or target))
-    if theirs is not None and ours is not None:
-        _check_tokens(ours, theirs, field, draft, target)
+    _compare_vocabularies(config, field, draft, draft, (info.vocab_size, vocab_size))
 
 
 def check_members(config: EngineConfig, name: str, members: DraftMembers, vocab_size: int) -> None:
@@ -630,33 +621,40 @@ def check_members(config: EngineConfig, name: str, members: DraftMembers, vocab_
     Raises:
         ConfigError: it has another vocabulary; names `speculative_config.drafter_group`.
     """
-    field = "speculative_config.drafter_group"
-    if members.vocab_size != vocab_size:
+    field, sizes = "speculative_config.drafter_group", (members.vocab_size, vocab_size)
+    _compare_vocabularies(config, field, f"the draft model of {name!r}", members.folder, sizes)
+
+
+def _compare_vocabularies(
+    config: EngineConfig, field: str, name: str, folder: str, sizes: tuple[int, int]
+) -> None:
+    """Raises `ConfigError` where a draft model's ids are not the target's, or stand for others.
+
+    Args:
+        name: of the draft model, in a message.
+        folder: its files, which need not be on this node.
+        sizes: of its vocabulary and of the target's.
+    """
+    target = config.model
+    if sizes[0] != sizes[1]:
         raise ConfigError.at(
             field,
-            f"the draft model of {name!r} has a vocabulary of {members.vocab_size} tokens, the "
-            f"target {config.model} one of {vocab_size}; a drafter must share the target's",
+            f"{name} has a vocabulary of {sizes[0]} tokens, the target "
+            f"{target} one of {sizes[1]}; a drafter must share the target's",
         )
-    theirs = _vocabulary(Path(members.folder))  # where this node sees the folder
-    ours = _vocabulary(Path(config.tokenizer or config.model))
-    if theirs is not None and ours is not None:
-        _check_tokens(ours, theirs, field, members.folder, config.model)
-
-
-def _check_tokens(
-    ours: vocabulary.Vocabulary,
-    theirs: vocabulary.Vocabulary,
-    field: str,
-    draft: str,
-    target: str,
-) -> None:
-    """Raises `ConfigError` where ids stand for other tokens."""
+    try:
+        theirs = _vocabulary(Path(folder))
+    except ConfigError as error:
+        raise type(error).at(field, error.message) from None
+    ours = _vocabulary(Path(config.tokenizer or target))
+    if theirs is None or ours is None:
+        return
     differing = vocabulary.differing(ours, theirs)
     if differing:
         first = differing[0]
         raise ConfigError.at(
             field,
-            f"{draft} has another tokenizer than the target {target}: "
+            f"{folder} has another tokenizer than the target {target}: "
             f"{len(differing)} of {len(ours.tokens)} tokens differ, the first is {first}: "
             f"{theirs.tokens.get(first)!r}, not {ours.tokens.get(first)!r}",
         )

@@ -109,7 +109,21 @@ class Swap:
     _started: dict[int, WorkerGroup] = field(default_factory=dict)  # alike, not yet a drafter's
     _groups: dict[int, WorkerGroup] = field(default_factory=dict)  # alike, of kept ones
     _replaced: list[Drafter] = field(default_factory=list)
-    _is_matched: bool = False
+
+    def __post_init__(self) -> None:
+        """Finds which drafters stay."""
+        target = self.host.config.model
+        apart, left = self.host.apart(), dict[tuple[Any, ...], SpeculationBase]()
+        before = self.host.config.speculative_config
+        served = self.host.served_sections(before)
+        for old, section in zip(before.sections, served.sections, strict=True):
+            left[_identity(section, target)] = old
+        for section in self.config.speculative_config.sections:
+            known = left.pop(_identity(section, target), None)
+            if known is not None:
+                self._kept[id(section)] = self._ready[id(section)] = self.parts.drafters[id(known)]
+                if id(known) in apart:
+                    self._groups[id(section)] = apart[id(known)]
 
     @classmethod
     def of(cls, host: EngineHost, parts: Parts, given: Mapping[str, Any]) -> Swap:
@@ -134,7 +148,6 @@ class Swap:
 
     def check_code(self) -> None:
         """Raises `ConfigError` where a drafter of the user's own comes that did not serve."""
-        self._match()
         for section in self.config.speculative_config.sections:
             if isinstance(section, UserConfig) and id(section) not in self._kept:
                 raise ConfigError.at(
@@ -160,7 +173,6 @@ class Swap:
             OutriderError: a drafter cannot be started; `discard` ends the others.
         """
         self.check()
-        self._match()
         for section in self.config.speculative_config.sections:
             if id(section) in self._kept:
                 continue
@@ -173,13 +185,11 @@ class Swap:
 
     def staying(self) -> dict[str, Any]:
         """The `speculative_config` of the drafters that stay, alone."""
-        self._match()
         section = self.config.speculative_config
         return with_members(section, [each for each in section.sections if id(each) in self._kept])
 
     def check_ranks(self) -> None:
         """Has the target's ranks look at what would draft in them (raises `CheckpointError`)."""
-        self._match()
         news = self._news()
         if news is not None:
             self.host.target_group.check_drafters(news)
@@ -283,24 +293,6 @@ class Swap:
         """Ends the drafters that went."""
         for drafter in self._replaced:
             _end(drafter)
-
-    def _match(self) -> None:
-        """Finds which drafters stay."""
-        if self._is_matched:
-            return
-        self._is_matched = True
-        target = self.host.config.model
-        apart, left = self.host.apart(), dict[tuple[Any, ...], SpeculationBase]()
-        before = self.host.config.speculative_config
-        served = self.host.served_sections(before)
-        for old, section in zip(before.sections, served.sections, strict=True):
-            left[_identity(section, target)] = old
-        for section in self.config.speculative_config.sections:
-            known = left.pop(_identity(section, target), None)
-            if known is not None:
-                self._kept[id(section)] = self._ready[id(section)] = self.parts.drafters[id(known)]
-                if id(known) in apart:
-                    self._groups[id(section)] = apart[id(known)]
 
 
 def facts_of(drafting: Drafting, host: EngineHost) -> dict[str, Any]:

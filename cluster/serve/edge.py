@@ -118,10 +118,10 @@ def described(error: OutriderError) -> tuple[str, str, str | None]:
     return type(error).__name__, error.message, error.field
 
 
-def failure_of(check: Callable[[], object]) -> tuple[str, str, str | None] | None:
-    """What `check` raises, as `error_of` takes it; None: nothing."""
+def failure_of(check: Callable[..., object], *arguments: Any) -> tuple[str, str, str | None] | None:
+    """What a call raises, as `error_of` takes it; None: nothing."""
     try:
-        check()
+        check(*arguments)
     except OutriderError as error:
         return described(error)
     return None
@@ -158,25 +158,21 @@ class EngineDoor:
             "count_resumable": store.count,
             "take": self._take,
             "reset_prefix_cache": engine.reset_prefix_cache,
-            "check_weights": self._check_weights,
+            "check_weights": partial(failure_of, engine.check_weights),
             "drafters": engine.drafters,
             "adapters": engine.adapters,
             "plan_drafters": self._plan_drafters,
             "pause": engine.pause,
             "resume": partial(engine.resume, takes_folder=False),
             "num_sent_ranks": engine.num_sent_ranks,
-            "link_trainer": lambda *link: failure_of(
-                partial(engine.link_trainer, TrainerLink(*link))
-            ),
-            "take_weights": lambda *sent: failure_of(
-                partial(engine.take_weights, SentWeights(*sent))
-            ),
+            "link_trainer": lambda *link: failure_of(engine.link_trainer, TrainerLink(*link)),
+            "take_weights": lambda *sent: failure_of(engine.take_weights, SentWeights(*sent)),
             "drop_sent": lambda: engine.take_sent(""),
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
             "record_trace": engine.record_trace,
             "trace": engine.trace,
-            "adapt": lambda action: failure_of(partial(engine.adapt, action)),
+            "adapt": partial(failure_of, engine.adapt),
         }
         # Grammars are compiled, and statistics of other processes awaited, off the readers.
         self.threads = ThreadPoolExecutor(32, thread_name_prefix="outrider-edge")
@@ -250,10 +246,6 @@ class EngineDoor:
         with contextlib.suppress(ValueError):
             self._links.remove(link)
         self.changed()
-
-    def _check_weights(self, target: str, drafter: str) -> Any:
-        """The failure, or None."""
-        return failure_of(partial(self.engine.check_weights, target, drafter))
 
     def _plan_drafters(self, change: dict[str, Any]) -> Any:
         """The `speculative_config` that a change makes, or a `failure` as above."""

@@ -140,8 +140,7 @@ class ServeClient:
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
         board = self.board
-        if not self._engines.links:
-            raise EngineDeadError("no engine is up that could check the weights")
+        self._names("check the weights")
         await self.tell("check_weights", target, drafter)
         before = await asyncio.to_thread(board.read)
         note = WeightsNote(target, drafter, mode).after(before)
@@ -149,9 +148,7 @@ class ServeClient:
         return await self.tell("update_weights")
 
     async def link_trainer(self, link: TrainerLink) -> int:
-        names = sorted(each.name for each in self._engines.links)
-        if not names:
-            raise EngineDeadError("no engine is up that could join the trainer")
+        names = self._names("join the trainer")
         links = [link] * len(names)
         if link.host:
             counts = await self._by_all("num_sent_ranks", dict.fromkeys(names, ()))
@@ -168,9 +165,7 @@ class ServeClient:
         return len(names)
 
     async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
-        names = [each.name for each in self._engines.links]
-        if not names:
-            raise EngineDeadError("no engine is up that could take the weights")
+        names = self._names("take the weights")
         sent = replace(sent, id=uuid.uuid4().hex, until="check")
         await self._by_all("take_weights", dict.fromkeys(names, astuple(sent)))
         staged = astuple(replace(sent, until="stage"))
@@ -186,6 +181,13 @@ class ServeClient:
         await asyncio.to_thread(board.write, note)
         await self._by_all("update_weights", dict.fromkeys(names, ()))
         return len(names)
+
+    def _names(self, purpose: str) -> list[str]:
+        """The engines that are up, in order (raises `EngineDeadError` where none is)."""
+        names = sorted(each.name for each in self._engines.links)
+        if not names:
+            raise EngineDeadError(f"no engine is up that could {purpose}")
+        return names
 
     async def _by_all(self, verb: str, each: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """What these engines answer, by name, each to arguments of its own.
@@ -215,8 +217,7 @@ class ServeClient:
 
     async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
         board = self.board
-        if not self._engines.links:
-            raise EngineDeadError("no engine is up that could check the drafters")
+        self._names("check the drafters")
         served = await self._every("drafters")
         plans = await self._every("plan_drafters", asdict(change))
         for plan in plans.values():
@@ -239,8 +240,7 @@ class ServeClient:
         return found
 
     async def change_adapters(self, adapters: dict[str, str]) -> int:
-        if not self._engines.links:
-            raise EngineDeadError("no engine is up that could change adapters")
+        self._names("change adapters")
         had = await self.adapters()
         note = WeightsNote(adapters=adapters)
         return (await self._announce(note, adapters=had))[0]

@@ -383,7 +383,7 @@ class Generation:
         """The deltas of a job; of a resumable stream, with what the client has of them."""
         request = job.request
         if self._deadline_s is not None:
-            request = replace(request, timeout_s=self._remaining())
+            request = replace(request, timeout_s=self._deadline_s - time.monotonic())
         if self.stream is not None:
             return self.stream.deltas(self.client, request)
         return self.client.generate(request)
@@ -410,9 +410,6 @@ class Generation:
         if not (mine and field.startswith("structured_outputs.")):
             return error
         return InvalidRequestError(error.message.replace(field, mine), field=mine)
-
-    def _remaining(self) -> float | None:
-        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _too_late(self) -> RequestTimeoutError:
         assert self._deadline_s is not None
