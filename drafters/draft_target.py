@@ -55,6 +55,7 @@ from .protocol import (
     DraftMembers,
     DraftModel,
     DraftStep,
+    DraftWait,
     Health,
     Needs,
     OwnWorkers,
@@ -104,7 +105,7 @@ class DraftTarget(OwnWorkers, Drafter):
         self._sequences: dict[str, PagedTokens] = {}  # least recently drafted first
         self._drawn: dict[str, int] = {}  # nodes drawn in a step in flight
         self._step = 0
-        self._timeout_s = config.draft_timeout_s
+        self.wait = DraftWait(config.draft_timeout_s)
         self._pending: _Pending | None = None
         self._waited_ms = 0.0  # for drafts, in the step that runs
         self._prepares: bool | None = None  # in the step that runs; None: it is not known
@@ -254,6 +255,7 @@ class DraftTarget(OwnWorkers, Drafter):
         Args:
             places: by request that several models prepare: which this is, of how many.
         """
+        self.wait.proposed(self.clock())
         cache, prepares = self._cache, self._prepares
         if cache is None or prepares is None:
             return
@@ -300,6 +302,7 @@ class DraftTarget(OwnWorkers, Drafter):
         self._post(step, _Pending(self._step, rows, self.clock(), chains))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.wait.observed(self.clock())
         emitted, starts = verdict.emitted.tolist(), verdict.emitted_start.tolist()
         for row, request_id in enumerate(batch.request_ids):
             sequence, begin, end = self._sequences.get(request_id), starts[row], starts[row + 1]
@@ -529,7 +532,7 @@ class Members(Drafter):
         make: Callable[[DraftModel], DraftTarget],
     ) -> None:
         self._group, self._routing = config.drafter_group, config.drafter_routing
-        self._timeout_s = config.draft_timeout_s
+        self._wait = DraftWait(config.draft_timeout_s)
         self._clock: Clock = time.monotonic
         self._has_cache = config.speculation_cache is not None
         self._source, self._make = members, make
@@ -570,7 +573,7 @@ class Members(Drafter):
         drafts: list[Draft],  # written
     ) -> list[Exception]:
         """Has all members draft at once; together they have the time that one has."""
-        deadline_s = self._clock() + self._timeout_s
+        deadline_s = self._clock() + self._wait.seconds
         shares = [
             share
             for name, drafter in self._drafters.items()
@@ -663,6 +666,7 @@ class Members(Drafter):
             threading.Thread(target=model.shutdown, daemon=True).start()
             return
         self._refusal = ""
+        drafter.wait = self._wait
         if self.cache_counts is not None:
             drafter.share_counts(self.cache_counts)
         self._drafters[name] = drafter

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import WorkerDiedError
 from ..scheduler import tree
 from ..scheduler.types import Batch, Draft, IntArray, NextDrafts, Request, Verdict
-from .protocol import Drafter, DraftFault, HeadAnswer, HeadModel, Needs, OwnWorkers
+from .protocol import Drafter, DraftFault, DraftWait, HeadAnswer, HeadModel, Needs, OwnWorkers
 
 _MAX_OUTSTANDING = 16  # requests; a head that lags catches up with its next answer
 
@@ -82,16 +82,16 @@ class SeparateHead(OwnWorkers, Colocated):
 
     Args:
         name: name of the method in statistics.
-        timeout_s: how long a step waits for drafts.
+        wait: how long a step waits for drafts.
         is_chain: no draft branches.
     """
 
     def __init__(
-        self, name: str, model: HeadModel, timeout_s: float, *, is_chain: bool = False
+        self, name: str, model: HeadModel, wait: DraftWait, *, is_chain: bool = False
     ) -> None:
         super().__init__(name, is_chain=is_chain)
         self._model = model
-        self._timeout_s = timeout_s
+        self.wait = wait
         self._open: set[str] = set()
         self._asked: dict[int, tuple[str, ...]] = {}  # by step, oldest first
 
@@ -108,9 +108,11 @@ class SeparateHead(OwnWorkers, Colocated):
             raise
         if self._model.num_outstanding and not self._late:
             raise self._missed()
+        self.wait.proposed(time.monotonic())
         return super().propose(batch, budgets)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.wait.observed(time.monotonic())
         self.keep(batch.request_ids, None)
         try:
             if not self._down:

@@ -7,6 +7,7 @@ Statistics have the names and format of llama.cpp's (`common/speculative.cpp`).
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -206,14 +207,53 @@ class MissedDeadlineError(TimeoutError):
     """A drafter's workers have not answered in time, as any that are stopped do not."""
 
 
+SHORT_WAIT_S = 0.25
+_NUM_STEPS = 8
+
+
+class DraftWait:
+    """How long a step waits for drafts.
+
+    As long as `draft_timeout_s` says. Without it `short_s`, or the time of a step of the target
+    where that is longer: a draft that takes longer than a step seldom gains anything. The time is
+    the shortest of the last steps, so that a long prompt or a target that hangs does not count.
+    """
+
+    short_s = SHORT_WAIT_S
+
+    def __init__(self, configured_s: float | None) -> None:
+        self._configured_s = configured_s
+        self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._proposed_at: float | None = None
+        self.seconds = self.short_s if configured_s is None else configured_s
+
+    def proposed(self, now_s: float) -> None:
+        """The target computes the step from now on."""
+        self._proposed_at = now_s
+
+    def observed(self, now_s: float) -> None:
+        """The verdict is there."""
+        if self._configured_s is not None or self._proposed_at is None:
+            return
+        self._steps_s.append(now_s - self._proposed_at)
+        self._proposed_at = None
+        if len(self._steps_s) == _NUM_STEPS:
+            self.seconds = max(self.short_s, min(self._steps_s))
+
+
 class OwnWorkers:
     """What drafters share whose model has workers of its own, which may be slow or lost."""
 
     _model: Any  # `DraftModel` or `HeadModel`
-    _timeout_s: float  # how long a step waits for drafts
+    wait: DraftWait
     _late = False  # a deadline was missed: no step waits until an answer is in time
     _down = ""  # why the workers are lost
     _misfit = ""  # why those that came back are not used
+
+    @property
+    def _timeout_s(self) -> float:
+        """How long a step waits for drafts."""
+        return self.wait.seconds
 
     def health(self) -> Health:
         if self._misfit:
@@ -235,7 +275,7 @@ class OwnWorkers:
         """The error of a missed deadline, which is raised once."""
         self._late = True
         return MissedDeadlineError(
-            f"no draft within {self._timeout_s} s (draft_timeout_s); steps run without drafts"
+            f"no draft within {self._timeout_s:g} s (draft_timeout_s); steps run without drafts"
         )
 
     def _recovered(self) -> bool:

@@ -33,7 +33,7 @@ from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
 from .pard import PARD, mask_candidates, mask_token
-from .protocol import Drafter, DraftFault, DraftHost, DraftModel, NoDrafter
+from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
 from .user import User, find
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _colocated_or_separate(config: sections.HeadConfig, host: DraftHost) -> Draf
     if config.placement == "colocated":
         return Colocated(name, is_chain=config.is_chain)
     model = host.head_model(config)
-    return SeparateHead(name, model, config.draft_timeout_s, is_chain=config.is_chain)
+    return SeparateHead(name, model, DraftWait(config.draft_timeout_s), is_chain=config.is_chain)
 
 
 def _draft_model(

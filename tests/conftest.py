@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from outrider.config import EngineConfig
+from outrider.drafters.protocol import DraftWait
 from outrider.scheduler.loop import Loop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
@@ -77,6 +78,12 @@ def pytest_collection_finish() -> None:
     """Garbage is not looked for in what is loaded by now: a second each time, with all tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> None:
+    """Drafters may take longer than by default: a busy machine's pauses are no fault of theirs."""
+    DraftWait.short_s = 1.0
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from outrider.config import DraftTargetConfig, PARDConfig
 from outrider.drafters.draft_target import DraftTarget, Members
 from outrider.drafters.drafting import Drafting
 from outrider.drafters.pard import PARD
+from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait
 from outrider.errors import CheckpointError, WorkerDiedError
 
 from ..helpers.draft_model import FaultyDraftModel, TokenCacheDraftModel
@@ -243,10 +244,8 @@ def test_requests_of_a_member_that_died_move_and_it_gets_new_ones(make_loop, req
     assert drafting.stats.faults == 1
 
 
-@pytest.mark.parametrize("cache", [None, {"outcomes": 6, "adaptive": False}])
-def test_silent_members_together_cost_one_deadline(make_loop, request_of, cache, caplog):
-    group = Group("a", "b", "c")
-    members = members_of(group, draft_timeout_s=0.25, speculation_cache=cache)
+def clocked(members: Members, group: Group) -> list[float]:
+    """The clock of the members, which only waits for silent ones advance."""
     now = [0.0]
     members._clock = lambda: now[0]
     for name, model in group.models.items():
@@ -258,6 +257,18 @@ def test_silent_members_together_cost_one_deadline(make_loop, request_of, cache,
             return own(timeout_s)
 
         model.answer = answer
+    return now
+
+
+@pytest.mark.parametrize("cache", [None, {"outcomes": 6, "adaptive": False}])
+@pytest.mark.parametrize("timeout_s", [None, 0.5])
+def test_silent_members_together_cost_one_deadline(
+    make_loop, request_of, cache, timeout_s, caplog, monkeypatch
+):
+    monkeypatch.setattr(DraftWait, "short_s", SHORT_WAIT_S)
+    group = Group("a", "b", "c")
+    members = members_of(group, draft_timeout_s=timeout_s, speculation_cache=cache)
+    now = clocked(members, group)
     loop = make_loop(200, drafting=Drafting(members, VOCAB))
     for index in range(3):
         add(loop, group, request_of(str(index), (1, index), 60), 60)
@@ -270,10 +281,39 @@ def test_silent_members_together_cost_one_deadline(make_loop, request_of, cache,
         before = now[0]
         loop.step()
         waits.append(now[0] - before)
-    assert waits == pytest.approx([0.25, 0, 0, 0])
+    assert waits == pytest.approx([timeout_s or 0.25, 0, 0, 0])
     assert members.health().state == "late"
     (record,) = [each for each in caplog.records if "no draft within" in each.getMessage()]
     assert record.exc_info is None, "it is expected of workers that may be stopped"
+
+
+@pytest.mark.parametrize(("timeout_s", "waited_s"), [(None, 0.6), (0.3, 0.3), (2.0, 2.0)])
+def test_a_slow_target_waits_for_a_slow_drafter(
+    make_loop, request_of, timeout_s, waited_s, monkeypatch
+):
+    """By default as long as its steps take, but not as a step with a long prompt; else exactly."""
+    monkeypatch.setattr(DraftWait, "short_s", SHORT_WAIT_S)
+    group = Group("a")
+    members = members_of(group, draft_timeout_s=timeout_s)
+    now = clocked(members, group)
+    drafting = Drafting(members, VOCAB)
+    loop = make_loop(200, drafting=drafting)
+    verify, steps_s = loop.target.verify, iter([9.0, 0.6, 0.8, 7.0])
+
+    def slow(*arguments):
+        now[0] += next(steps_s, 0.7)
+        return verify(*arguments)
+
+    loop.target.verify = slow
+    add(loop, group, request_of("0", (1, 2), 60), 60)
+    for _ in range(8):
+        loop.step()
+    assert drafting.stats.faults == 0
+    group.models["a"].silent = True
+    before = now[0]
+    loop.step()
+    assert now[0] - before == pytest.approx(waited_s + 0.7)
+    assert drafting.stats.faults == 1
 
 
 def test_a_model_that_does_not_fit_any_more_is_named(make_loop, request_of, drive):
