@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import subprocess
@@ -85,6 +86,21 @@ def _beat(silence_s: float, more: list[str]) -> None:
         except OSError as error:
             log.warning("the watchdog's process has ended, or does not start: %s", error)
         time.sleep(PERIOD_S)
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """No garbage is looked for in what is imported here, now or later.
+
+    Imports make objects that stay. To look through them again and again takes a sixth of the time
+    that torch and transformers take.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 _HIDDEN = ("torch", "torchvision", "torchaudio")

@@ -26,7 +26,7 @@ from ..errors import WorkerError
 from ..workers.spec import DeviceStepReport, Leased, RankLocation, WorkerReport, WorkerSpec
 from ..workers.transport import framing, wire
 from ..workers.transport.socket_channel import SharedEnd, beat, serve
-from .process import keep_trimmed, start_thread, start_watchdog
+from .process import keep_trimmed, start_thread, start_watchdog, without_collecting
 
 if TYPE_CHECKING:
     from ..workers.worker import Worker
@@ -38,6 +38,8 @@ _PARENT_POLL_S = 1.0
 _KEEPER_POLL_S, _KEEPER_TIMEOUT_S = 2.0, 10.0
 _STOPPED = 0.4  # of `heartbeat_timeout_s`: a network that is down for a moment ends no rank
 _LAST_STEP_S = 5.0  # that a rank may still compute when its engine is gone
+# Read when torch is loaded. As a `runtime_env`, Ray would start a process for it where one waits.
+_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Rank:
     """
 
     def __init__(self, spec: WorkerSpec, keeper: Any = None) -> None:
+        os.environ.update(_ENV)
         self._spec = spec
         self._keeper = keeper
         if keeper is not None:
@@ -86,11 +89,12 @@ class Rank:
         Args:
             models: also makes the models without weights, whose modules it imports.
         """
-        import torch
+        with without_collecting():
+            import torch
 
-        from ..workers import worker as _  # noqa: F401 - its imports take most of the time
-        from ..workers.model.bridge import build_meta
-        from ..workers.model.info import read_config
+            from ..workers import worker as _  # noqa: F401 - its imports take most of the time
+            from ..workers.model.bridge import build_meta
+            from ..workers.model.info import read_config
 
         for spec in (self._spec.target, self._spec.draft):
             if models and spec is not None:

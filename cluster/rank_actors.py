@@ -45,7 +45,6 @@ _RENEW_TIMEOUT_S = 10.0  # beyond it, new ranks are the faster way
 _SPARE_TIMEOUT_S = 60.0  # one that still warms up is ahead of a fresh process
 _MAX_BEGUN = 2  # processes for one place
 _SPARE_DELAY_S = 5.0  # after the ranks: what they and the engine do first has the cores
-_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def accelerator(spec: WorkerSpec, resources: ResourcesConfig) -> str | None:
@@ -329,7 +328,6 @@ class RankActors:
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_concurrency=4,
-                runtime_env={"env_vars": _ENV},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._formed.placement, placement_group_bundle_index=index // per_bundle
                 ),

@@ -8,8 +8,10 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from outrider.cluster import rank_actors
 from outrider.config import ResourcesConfig
@@ -46,6 +48,11 @@ def end(cluster, group, rank: int = 0) -> None:
     process = process_of(group, rank)
     cluster.kill(group._ranks[rank])
     wait_for(lambda: is_dead(process))
+
+
+def surroundings(_: Any) -> tuple[str, str]:
+    """What a rank's process was told about threads, and the environment that Ray made for it."""
+    return os.environ["OMP_WAIT_POLICY"], ray.get_runtime_context().get_runtime_env_string()
 
 
 def draft_section(tiny) -> dict:
@@ -310,6 +317,8 @@ def test_colocated_drafter_over_two_ranks(cluster, tiny, plain):
     with engine_of(tiny.target, section, executor="ray", tensor_parallel_size=2) as engine:
         assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
         assert engine.stats()["drafters"]["draft_target"]["num_acc_tokens"] > 0
+        for rank in engine._host.target_group._ranks:  # a worker that Ray had waiting does
+            assert cluster.get(rank.__ray_call__.remote(surroundings)) == ("PASSIVE", "{}")
 
 
 def test_too_many_deaths_end_the_engine_with_a_reason(cluster, tiny):

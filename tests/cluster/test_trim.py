@@ -1,13 +1,14 @@
-"""Free memory between blocks in use is given back."""
+"""Free memory between blocks in use is given back; what imports leave is not looked through."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
 import pytest
 
-from outrider.cluster.process import keep_trimmed, trim
+from outrider.cluster.process import keep_trimmed, trim, without_collecting
 
 
 def resident_mb() -> float:
@@ -35,3 +36,16 @@ def test_it_happens_by_itself(monkeypatch):
     while len(calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(calls) >= 2
+
+
+def test_what_imports_make_is_not_looked_through():
+    num_frozen = gc.get_freeze_count()
+    try:
+        with without_collecting():
+            assert not gc.isenabled()
+            kept = [[index] for index in range(100)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= num_frozen + len(kept)
+    finally:
+        if not num_frozen:
+            gc.unfreeze()
