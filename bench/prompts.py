@@ -69,8 +69,8 @@ def json_record(source: Path, number: int, line: str, field: str) -> dict[str, A
     """
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError.at(field, f"{source}, line {number}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError.at(field, f"{source}, line {number}: not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError.at(field, f"{source}, line {number}: expected an object")
     return record

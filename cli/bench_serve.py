@@ -41,6 +41,7 @@ _OWNERS = {
     "spec_bench_": ("spec_bench",),
 }
 _Percent = Annotated[float, Field(ge=0, le=100)]
+_MOST, _LONGEST = 10**6, 10**7  # requests of a run, tokens of a prompt or an answer
 
 
 class ServerOptions(Options):
@@ -72,17 +73,21 @@ class DatasetOptions(Options):
     """random words; sharegpt: JSON of conversations; custom: .jsonl with `prompt`, or a prompt a
     line; humaneval: its .jsonl; spec_bench: .jsonl with `turns`."""
     dataset_path: Path | None = Field(None, description="The file; .gz is read too.")
-    num_prompts: int = Field(1000, ge=1, description="Requests.")
+    num_prompts: int = Field(1000, ge=1, le=_MOST, description="Requests.")
     seed: int = Field(0, ge=0, description="Of prompts, their order and arrivals.")
     disable_shuffle: bool = Field(False, description="Keep the file's order.")
     oversample: bool = Field(True, description="Repeat prompts where the file has too few.")
-    input_len: int | None = Field(None, ge=1, description="Same as --random-input-len.")
-    output_len: int | None = Field(None, ge=1, description="Tokens of every answer.")
-    random_input_len: int = Field(1024, ge=1, description="Tokens of a random prompt.")
-    random_output_len: int = Field(128, ge=1, description="Tokens of its answer.")
+    input_len: int | None = Field(
+        None, ge=1, le=_LONGEST, description="Same as --random-input-len."
+    )
+    output_len: int | None = Field(None, ge=1, le=_LONGEST, description="Tokens of every answer.")
+    random_input_len: int = Field(1024, ge=1, le=_LONGEST, description="Tokens of a random prompt.")
+    random_output_len: int = Field(128, ge=1, le=_LONGEST, description="Tokens of its answer.")
     random_range_ratio: float = Field(0.0, ge=0, le=1)
     """Lengths vary by this part, up and down."""
-    random_prefix_len: int = Field(0, ge=0, description="Tokens that all begin with, on top.")
+    random_prefix_len: int = Field(
+        0, ge=0, le=_LONGEST, description="Tokens that all begin with, on top."
+    )
     sharegpt_output_len: int | None = Field(None, ge=1, description="Default: as recorded.")
     custom_output_len: int | None = None
     """Tokens of an answer, also of humaneval and spec_bench; default: the line's `output_tokens`,
@@ -102,11 +107,13 @@ class LoadOptions(Options):
     """How requests come."""
 
     panel = "Load"
-    request_rate: float = Field(float("inf"), gt=0, description="Requests a second.")
-    burstiness: float = Field(1.0, gt=0, allow_inf_nan=False)
+    request_rate: float = Field(
+        float("inf"), gt=0, allow_inf_nan=True, description="Requests a second."
+    )
+    burstiness: float = Field(1.0, gt=0)
     """Shape of the gaps between arrivals (Gamma): 1 is a Poisson process, more is more even."""
     max_concurrency: int | None = Field(None, ge=1, description="Most requests in flight.")
-    num_warmups: int = Field(0, ge=0, description="Requests before the run.")
+    num_warmups: int = Field(0, ge=0, le=_MOST, description="Requests before the run.")
 
 
 class AnswerOptions(Options):

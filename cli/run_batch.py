@@ -62,7 +62,10 @@ def run_batch(
     done = continued(output_file)
     with ExitStack() as stack:
         llm = loaded(config, stack)
-        file = stack.enter_context(output_file.open("a", encoding="utf-8"))
+        # Half of a surrogate pair, which an id may be, is written as JSON's escape of it.
+        file = stack.enter_context(
+            output_file.open("a", encoding="utf-8", errors="backslashreplace")
+        )
         waiting = (each for each in requests_of(input_file) if each["custom_id"] not in done)
         num_waiting = sum(each["custom_id"] not in done for each in requests_of(input_file))
         num_failed = asyncio.run(_answer_all(llm, waiting, num_waiting, file, progress))
@@ -100,7 +103,7 @@ def requests_of(path: Path, *, check_ids: bool = False) -> Iterator[dict[str, An
 def _request(line: str, number: int) -> dict[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _of_line(number, f"it is not JSON: {error}") from None
     if not isinstance(request, dict):
         raise _of_line(number, "it has to be a JSON object")
@@ -130,7 +133,7 @@ def continued(path: Path) -> set[str]:
                 break
             try:
                 found.add(str(json.loads(line)["custom_id"]))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise ConfigError.at(
                     "output_file", f"line {number} of {path} is not of a batch's output"
                 ) from None

@@ -45,11 +45,11 @@ class SimulateOptions(Options):
     speculative section; several: all combinations."""
     json_path: Path | None = Field(None, description="Write all figures.")
     num_requests: int = Field(1000, ge=1, description="Requests in all.")
-    rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+    rate: float | None = Field(None, gt=0)
     """Requests a second, at random; default: closed loops."""
     streams: int | None = Field(None, ge=1)
     """Closed loops: requests in flight in all; default: 8 per engine."""
-    think_ms: float = Field(0.0, ge=0, allow_inf_nan=False)
+    think_ms: float = Field(0.0, ge=0)
     """Closed loops: from an answer to the stream's next request."""
     one_client: bool = False
     """Closed loops: one client submits for all streams and waits until each request is taken, as
@@ -64,14 +64,14 @@ class SimulateOptions(Options):
     step_ms: str | None = None
     """A step of the target: 25, or by rows (tokens and draft nodes) 1:20,64:30,512:90; default
     25."""
-    context_ms: float | None = Field(None, ge=0, allow_inf_nan=False)
+    context_ms: float | None = Field(None, ge=0)
     """More per 1,000 tokens in the KV cache."""
     draft_ms: str | None = None
     """A forward of the draft model, of which a chain takes one per token: 2, or by rows; default
     2."""
-    round_ms: float | None = Field(None, ge=0, allow_inf_nan=False)
+    round_ms: float | None = Field(None, ge=0)
     """More per round of a draft model; of a look-up or a head, all that it takes."""
-    link_ms: float = Field(0.0, ge=0, allow_inf_nan=False)
+    link_ms: float = Field(0.0, ge=0)
     """A message to a separate drafter, or from it."""
     acceptance: str | None = None
     """Of a node whose predecessors were accepted, by depth: 0.8,0.7,0.6; the last holds for

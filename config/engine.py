@@ -31,7 +31,7 @@ class ResourcesConfig(Strict):
     """Ray's name of the GPU that every worker needs: H100."""
     drafter_accelerator_type: str | None = Field(None, min_length=1)
     """The same for the workers of a separate drafter: L4; default: `accelerator_type`."""
-    threads_per_worker: int | None = Field(None, ge=1)
+    threads_per_worker: int | None = Field(None, ge=1, le=4096)
     """Threads of a worker; default: cores / workers of the node."""
     spin_s: float = Field(0.002, ge=0, le=0.1)
     """Seconds for which an engine and its workers look for each other's messages before they sleep;
@@ -66,7 +66,7 @@ class LoraModule(Strict):
         name, equals, path = given.partition("=")
         try:
             return {"name": name, "path": path} if equals and name[:1] != "{" else json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError("expected name=path, or JSON with name and path") from None
 
 
@@ -83,7 +83,7 @@ class OnlineAdaptationConfig(Strict):
     """Rounds begin by themselves; false: only where one is asked for."""
     min_tokens: int = Field(20_000, ge=64)
     """New output tokens after which a round begins."""
-    interval_s: float = Field(60.0, ge=0, allow_inf_nan=False)
+    interval_s: float = Field(60.0, ge=0)
     """Least seconds from the end of a round to the next."""
     max_tokens: int = Field(400_000, ge=1024)
     """Recent tokens that are kept in memory to learn from; the oldest texts go first."""
@@ -97,7 +97,7 @@ class OnlineAdaptationConfig(Strict):
     """AdamW's learning rate; default: that of `outrider train adapt`."""
     muon_lr: float | None = Field(None, gt=0)
     """Muon's learning rate; default: that of `outrider train adapt`."""
-    min_gain: float = Field(0.02, ge=0, allow_inf_nan=False)
+    min_gain: float = Field(0.02, ge=0)
     """Tokens of a draft that have to be accepted more than of the present head, on average."""
     trial_drafts: int = Field(500, ge=0)
     """Live drafts, of requests that ended, after which a head that is accepted less often than the
@@ -108,7 +108,7 @@ class OnlineAdaptationConfig(Strict):
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where it trains: cpu, cuda.")
     cuda_visible_devices: str | None = Field(None, min_length=1)
     """The GPU that it trains on, such as a drafter's; default: the engine's first."""
-    round_timeout_s: float = Field(3600.0, gt=0, allow_inf_nan=False)
+    round_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a round is given up."""
     num_kept: int = Field(4, ge=2)
     """Adapted heads of an engine whose folders stay."""

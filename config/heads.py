@@ -232,7 +232,7 @@ class EagleConfig(TreeDraftingConfig):
     """A fixed tree, as paths of ranks."""
     eagle3_layers_to_capture: tuple[Layer, ...] | None = Field(None, min_length=1)
     """Target layers whose outputs the head reads; default: the checkpoint's."""
-    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    rope_theta: float | None = Field(None, gt=0)
     """Base of the head's rotary positions; default: the checkpoint's."""
     rope_layout: Literal["half", "interleaved"] | None = None
     """Dimensions that are rotated together; default: the checkpoint's."""
@@ -299,7 +299,7 @@ class BlockConfig(HeadConfig):
     """Whether a row of the block sees only those before; default: the checkpoint's, by layer."""
     output_layer: Literal["own", "target"] | None = None
     """Output layer that drafts are drawn from; default: the checkpoint's own, if it has one."""
-    rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    rope_theta: float | None = Field(None, gt=0)
     """Base of the head's rotary positions; default: the checkpoint's."""
     rope_layout: Literal["half", "interleaved"] | None = None
     """Dimensions that are rotated together; default: the checkpoint's."""

@@ -61,11 +61,11 @@ class SpeculationBase(Strict):
     """Confirms a rule that changes the output: typical, relaxed, synthetic."""
     posterior_threshold: float = Field(0.09, gt=0, le=1)
     """typical: the probability that is always enough for a token."""
-    posterior_alpha: float = Field(0.3, gt=0, allow_inf_nan=False)
+    posterior_alpha: float = Field(0.3, gt=0)
     """typical: factor of exp(-entropy)."""
     relaxed_topk: int = Field(1, ge=1, le=1024)
     """relaxed: most likely tokens that may be accepted."""
-    relaxed_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
+    relaxed_delta: float = Field(0.0, ge=0)
     """relaxed: how far below the best token's probability."""
     begin_thinking_phase_token: int = Field(128798, ge=0, lt=2**31)
     """relaxed: id that begins the thinking phase."""
@@ -83,7 +83,7 @@ class SpeculationBase(Strict):
     except of `Lookahead`, whose window guesses nothing."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
-    acceptance_length_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
+    acceptance_length_threshold: float = Field(0.0, ge=0)
     """Accepted tokens per step below which drafting ends."""
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError, in_words, shown_value
@@ -25,10 +25,29 @@ _TYPE = re.compile(
 )
 
 
-class Strict(BaseModel):
-    """Frozen, and an unknown key is an error; a field's docstring is its description."""
+_SHORTEST_S, _LONGEST_S = 1e-6, 1e8  # the clocks of Python and C take no more than 300 years
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+class Strict(BaseModel):
+    """Frozen, and an unknown key is an error; a field's docstring is its description.
+
+    Numbers are finite, and those of seconds (`*_s`, `*_sec`) are what can be waited for.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _seconds(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, float) or not str(info.field_name).endswith(("_s", "_sec")):
+            return value
+        if value > _LONGEST_S:
+            raise ValueError(f"at most {_LONGEST_S:g} seconds")
+        if 0 < value < _SHORTEST_S:
+            raise ValueError(f"at least {_SHORTEST_S:g} seconds")
+        return value
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -88,7 +88,7 @@ def _stored(folder: Path, field: str) -> dict[str, object]:
     """The checkpoint's `config.json`."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError.at(
             field, f"config.json of {str(folder)!r} cannot be read: {error}"
         ) from None

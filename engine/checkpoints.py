@@ -269,7 +269,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
         return {}
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.at(
             "generation_config", f"{str(file)!r} cannot be read: {error}"
         ) from None
@@ -296,7 +296,9 @@ def load_tokenizer(config: EngineConfig) -> Any:
         return AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    ) as error:  # fmt: skip
         check_tokenizer_files(Path(path))
         why = reason(error, path)
         if why.endswith(":") or " one of: " in why:  # a list of ways, all of which failed

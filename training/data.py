@@ -160,7 +160,7 @@ class Reader:
     def _line(self, line: str) -> Iterator[tuple[Any, Any]]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _BadValueError(f"not JSON: {error}") from None
         keys = [key for key in _FORMS if isinstance(row, dict) and key in row]
         if len(keys) != 1:

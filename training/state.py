@@ -79,7 +79,7 @@ class Folder:
             before = json.loads(self.run.read_text(encoding="utf-8"))
         except OSError:
             raise ConfigError.at("resume", f"{self.path} holds no training run") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError.at("resume", f"{self.run} is damaged: {error}") from None
         now = json.loads(json.dumps(identity))
         for key in [*now, *sorted(before.keys() - now.keys())]:  # the method first

@@ -242,6 +242,8 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     except json.JSONDecodeError as error:
         reason = f"{path}, line {error.lineno}: not JSON: {error.msg}"
         raise ConfigError.at(_FIELD, reason) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits
+        raise ConfigError.at(_FIELD, f"{path}: not JSON: {error}") from None
     if not isinstance(data, list):
         raise ConfigError.at(_FIELD, f"{path}: expected a list of conversations")
     for index, entry in enumerate(data):

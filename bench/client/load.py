@@ -104,8 +104,10 @@ def parse(index: int, exchange: Exchange) -> Answer:
             continue
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Answer(None, f"an event that is not JSON: {data[:80]!r}")
+        if not isinstance(event, dict):
+            return Answer(None, f"an event that is no object: {data[:80]!r}")
         if "error" in event:
             return Answer(None, f"an error event: {_message(event)}")
         usage = event.get("usage") or usage
@@ -235,7 +237,7 @@ def _acceptance(speculation: dict[str, Any] | None) -> Acceptance | None:
 def _reason(text: str) -> str:
     try:
         return _message(json.loads(text))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return text[:200]
 
 

@@ -48,7 +48,7 @@ def read_result(path: Path) -> Result:
     """
     try:
         scores = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.at("compare", f"cannot read {path}: {error}") from None
     if not isinstance(scores, dict) or not isinstance(scores.get("output_throughput"), int | float):
         raise ConfigError.at("compare", f"{path} is no result: it has no `output_throughput`")

@@ -131,7 +131,7 @@ def model_len(config: EngineConfig) -> int:
     path = Path(config.model) / "config.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path}: {error}", field="model") from None
     data = data.get("text_config") or data
     return int(data.get("max_position_embeddings") or _FALLBACK_MODEL_LEN)

@@ -500,7 +500,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """The checkpoint's configuration; empty where it cannot be read, which loading reports."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 

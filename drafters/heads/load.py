@@ -208,7 +208,7 @@ def _mapping(file: Path) -> dict[str, Any]:
         held = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise fail(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise fail(f"{file} is not JSON: {error}") from None
     if not isinstance(held, dict):
         raise fail(f"{file} must hold a mapping, got {type(held).__name__}")

@@ -65,5 +65,8 @@ def test_options_that_would_be_ignored_or_cannot_be_used(outrider_cli, args, mes
     assert result.stderr.startswith(f"error: {message}")
 
 
-def test_a_port_that_is_none_is_a_usage_error(outrider_cli):
-    assert outrider_cli("bench", "serve", "--port", 99999).exit_code == 2
+@pytest.mark.parametrize(
+    ("option", "value"), [("--port", 99999), ("--num-prompts", 10**23), ("--input-len", 10**23)]
+)
+def test_a_port_or_a_number_that_is_none_is_a_usage_error(outrider_cli, option, value):
+    assert outrider_cli("bench", "serve", option, value).exit_code == 2

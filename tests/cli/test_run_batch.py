@@ -46,6 +46,7 @@ def test_every_line_has_its_answer_or_its_error(outrider_cli, model, tmp_path):
         {**line("h"), "bodies": {}},
         {**line("i"), "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "j", "url": "/v1/completions"},
+        line("\ud800", url="/v1/\ud800"),
     ]
     output = tmp_path / "out.jsonl"
     path = write(tmp_path / "in.jsonl", lines)
@@ -70,7 +71,7 @@ def test_every_line_has_its_answer_or_its_error(outrider_cli, model, tmp_path):
         assert found[name]["error"]["message"] == response["body"]["error"]["message"]
     if found["i"]["error"] is not None:  # the model may have no chat template
         assert "chat template" in found["i"]["error"]["message"]
-    assert "10 requests: 0 answered before" in result.stderr
+    assert "11 requests: 0 answered before" in result.stderr
 
 
 def test_a_second_run_goes_on(outrider_cli, model, tmp_path):
@@ -99,6 +100,7 @@ def test_the_documented_example_runs(outrider_cli, model, tmp_path):
     ("text", "named"),
     [
         ("{", "error: input_file: line 1: it is not JSON"),
+        ("[" * 10**5, "error: input_file: line 1: it is not JSON"),
         ("[]", "error: input_file: line 1: it has to be a JSON object"),
         ('\n{"custom_id": 3}', "error: input_file: line 2: custom_id: expected a text, got 3"),
         ('{"custom_id": "a"}\n{"custom_id": "a"}', "line 2: custom_id: a second line has 'a'"),

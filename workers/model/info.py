@@ -309,7 +309,7 @@ def _stated(path: Path) -> dict[str, Any]:
     try:
         data = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return dict(data.get("text_config") or data)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
 
 

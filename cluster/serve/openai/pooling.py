@@ -36,7 +36,7 @@ class PooledBody(Strict):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1
     )  # the last so many tokens; -1: what fits
-    timeout: float | None = Field(None, gt=0)
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     def options(self) -> RequestOptions:
         return RequestOptions(priority=self.priority, tenant=self.cache_salt, pools=True)

@@ -120,6 +120,8 @@ def test_lines_of_prompts(tmp_path):
         ("custom", "a.txt", "\n", "dataset_path", "has none"),
         ("humaneval", "a.jsonl.gz", "no gzip", "dataset_path", "cannot read"),
         ("sharegpt", "a.json", "[\n{", "dataset_path", "line 2: not JSON"),
+        ("sharegpt", "a.json", "[" * 10**5, "dataset_path", "not JSON"),
+        ("custom", "a.jsonl", "[" * 10**5, "dataset_path", "line 1: not JSON"),
         ("sharegpt", "a.json", "{}", "dataset_path", "a list of conversations"),
         ("sharegpt", "a.json", '[{"conversations": 3}]', "dataset_path", "entry 0: no list"),
         ("sharegpt", "a.jsonl", '{"conversations": ["a"]}', "dataset_path", "line 1: no list"),

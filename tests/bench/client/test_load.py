@@ -130,6 +130,7 @@ def test_speculation_is_read_from_usage():
     [
         (events({"error": {"message": "no room"}}), "an error event: no room"),
         (events("{", "[DONE]"), "an event that is not JSON: b'{'"),
+        (events("[1]", "[DONE]"), "an event that is no object: b'[1]'"),
         (events({"choices": []}, "[DONE]"), NO_TEXT),
         (b"", "the stream ended before [DONE]"),
     ],

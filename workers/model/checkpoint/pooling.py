@@ -188,7 +188,7 @@ def _chain(path: Path) -> list[tuple[str, Path]]:
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))
         return [(str(each["type"]).rpartition(".")[2], path / each["path"]) for each in modules]
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise CheckpointError(f"{file} is no list of modules: {error}") from None
 
 

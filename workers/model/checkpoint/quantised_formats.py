@@ -107,7 +107,7 @@ def find_format(path: Path) -> WeightFormat | None:
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # reported by whoever reads the configuration
     if not isinstance(config, dict):
         return None
