@@ -332,7 +332,10 @@ class Frontend:
             InvalidRequestError: empty prompt, an id outside the vocabulary, or an invalid option.
         """
         options = options or RequestOptions()
+        _check_options(options)
         check_text("cache_salt", options.tenant)
+        if options.pools and not isinstance(self.pooling, Pooling):
+            raise InvalidRequestError.at("pools", f"{self.model_name!r} generates text alone")
         if not options.pools and isinstance(self.pooling, Pooling) and not self.pooling.generates:
             raise InvalidRequestError.at(
                 "model",
@@ -490,6 +493,47 @@ class Frontend:
                     field,
                     f"token id {token_id} is not in the vocabulary (0 to {self.vocab_size - 1})",
                 )
+
+
+_SWITCHES = ("enabled", "trace", "isolated")  # of `SpeculationOptions`
+
+
+def _check_options(options: RequestOptions) -> None:
+    """Refuses values that are none, before a scheduler that computes with them (from Python alone:
+    bodies of HTTP have types)."""
+    wish = options.speculation
+    names, length = getattr(wish, "drafters", None), getattr(wish, "max_draft_len", None)
+    switches = {f"speculation.{each}": getattr(wish, each, True) for each in _SWITCHES}
+    for name, value, is_right, wanted in (
+        *(
+            (name, value, isinstance(value, bool), "true or false")
+            for name, value in {"pools": options.pools, **switches}.items()
+        ),
+        ("priority", options.priority, _is_int(options.priority), "an integer"),
+        ("tenant", options.tenant, isinstance(options.tenant, str), "a text"),
+        ("adapter", options.adapter, isinstance(options.adapter, str), "a text"),
+        ("shown_ids", options.shown_ids, isinstance(options.shown_ids, frozenset), "a frozenset"),
+        ("speculation", wish, isinstance(wish, SpeculationOptions), "SpeculationOptions"),
+        (
+            "speculation.max_draft_len",
+            length,
+            length is None or (_is_int(length) and length >= 0),
+            "an integer of at least 0, or None",
+        ),
+        (
+            "speculation.drafters",
+            names,
+            names is None
+            or (isinstance(names, (list, tuple)) and all(isinstance(each, str) for each in names)),
+            "a tuple of names, or None",
+        ),
+    ):
+        if not is_right:
+            raise InvalidRequestError.at(name, f"expected {wanted} (got {shown_value(value)})")
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**31
 
 
 def paired(

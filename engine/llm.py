@@ -27,6 +27,7 @@ from ..errors import (
     OutriderError,
     OverloadedError,
     WorkerError,
+    shown_value,
 )
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.types import Delta, FloatArray, Request
@@ -600,8 +601,9 @@ class LLM(Upkeep):
         lora_request: AdapterWish | Sequence[AdapterWish],
     ) -> Run:
         """Everything checked, nothing queued yet."""
-        if on_error not in get_args(OnError):
-            raise InvalidRequestError.at("on_error", f"'raise' or 'return', got {on_error!r}")
+        if not isinstance(on_error, str) or on_error not in get_args(OnError):
+            shown = shown_value(on_error)
+            raise InvalidRequestError.at("on_error", f"'raise' or 'return', got {shown}")
         if sampling is None:
             sampling = self.frontend.with_defaults(SamplingParams())
         self.engine.check()

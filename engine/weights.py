@@ -65,8 +65,14 @@ def checked_sleep(level: Any) -> int:
 def checked_tags(tags: Any) -> tuple[str, ...]:
     """What is to wake; None: all (raises `InvalidRequestError`)."""
     given = SLEEP_TAGS if tags is None else tags
-    if not isinstance(given, (list, tuple)) or not given or not set(given) <= set(SLEEP_TAGS):
-        raise InvalidRequestError.at("tags", f"expected some of {list(SLEEP_TAGS)}, got {tags!r}")
+    if (
+        not isinstance(given, (list, tuple))
+        or not given
+        or any(each not in SLEEP_TAGS for each in given)
+    ):
+        raise InvalidRequestError.at(
+            "tags", f"expected some of {list(SLEEP_TAGS)}, got {shown_value(tags)}"
+        )
     return tuple(given)
 
 

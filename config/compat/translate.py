@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shown_value
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
 from ..strict import check_foreign_names, nearest, unknown_key, unknown_name
@@ -337,6 +337,9 @@ def _spellings(own: frozenset[str], kinds: Sequence[Any]) -> list[str]:
 
 def heeded(data: Mapping[str, Any], table: Mapping[str, Entry], at: str) -> dict[str, Any]:
     """`data` without the keys that have no effect; a warning names each, unless it is null."""
+    if not isinstance(data, Mapping):
+        where = at.rstrip(".") or "config"
+        raise ConfigError.at(where, f"expected a mapping, got {shown_value(data)}")
     left = dict(data)
     for key, value in data.items():
         entry = table.get(key)

@@ -46,6 +46,29 @@ def test_a_least_probability_is_checked(frontend: Frontend, wrong: Any) -> None:
     assert caught.value.field == "speculation.min_prob"
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (RequestOptions(SpeculationOptions(max_draft_len="4")), "speculation.max_draft_len"),  # type: ignore[arg-type]
+        (RequestOptions(SpeculationOptions(max_draft_len=-1)), "speculation.max_draft_len"),
+        (RequestOptions(SpeculationOptions(drafters="ngram")), "speculation.drafters"),  # type: ignore[arg-type]
+        (RequestOptions({"enabled": False}), "speculation"),  # type: ignore[arg-type]
+        (RequestOptions(priority="high"), "priority"),  # type: ignore[arg-type]
+        (RequestOptions(priority=2**40), "priority"),
+        (RequestOptions(SpeculationOptions(enabled="no")), "speculation.enabled"),  # type: ignore[arg-type]
+        (RequestOptions(pools=True), "pools"),
+        (RequestOptions(tenant=None), "tenant"),  # type: ignore[arg-type]
+        (RequestOptions(shown_ids=[1]), "shown_ids"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_of_another_type_never_reach_the_scheduler(
+    frontend: Frontend, options: RequestOptions, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        frontend.requests("r", frontend.text_prompt("a"), SamplingParams(), options)
+    assert caught.value.field == field
+
+
 def test_the_engines_seed_is_that_of_requests_without_one(config: Any, limits: Any) -> None:
     def seeds(seed: int | None) -> list[int]:
         own = Frontend(config.model_copy(update={"seed": seed}), limits)
