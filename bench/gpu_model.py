@@ -397,6 +397,14 @@ class Tape(TorchDispatchMode):
         rows = [each for key, each in given.items() if not key.startswith(of_seats)]
         return Operation(name, _num_bytes(rows) + _num_bytes(given["tables"]))
 
+    def move(self, name: str, given: dict[str, Any]) -> Operation:
+        """A chain's nodes stay where they are."""
+        return Operation(name, _num_bytes([given["source"], given["target"]]))
+
+    def keep(self, name: str, given: dict[str, Any]) -> Operation:
+        """Of the seats, those of the step's sequences."""
+        return Operation(name, _num_bytes(given["tokens"]) + 2 * _num_bytes(given["outcome"]))
+
     def draft_slots(self, name: str, given: dict[str, Any]) -> Operation:
         """Those of each draft's context."""
         written = self._batch * (self._context_len + given["room"])
@@ -458,6 +466,8 @@ _KERNELS: dict[str, Callable[[Tape, str, dict[str, Any]], Operation]] = {
     "schedule_kernel": Tape.schedule,
     "lay_out_kernel": Tape.lay_out,
     "settle_kernel": Tape.settle,
+    "move_kernel": Tape.move,
+    "keep_kernel": Tape.keep,
     "draft_slots_kernel": Tape.draft_slots,
     "draft_level_kernel": Tape.draft_level,
     "_combine_kernel": Tape.combine,

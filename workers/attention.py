@@ -66,6 +66,14 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(storage.numel() * storage.element_size() for storage in self._storages)
 
+    @property
+    def places(self) -> Tensor:  # [num_layers * 2 at most, 2] int64, on the device
+        """Every layer's address of keys or of values, and the bytes of a slot there."""
+        views = [view for storage in self._storages for view in storage if storage.numel()]
+        sizes = [(view.data_ptr(), view[0].numel() * view.element_size()) for view in views]
+        assert all(size % 4 == 0 for _, size in sizes), sizes  # whole words are moved
+        return torch.tensor(sizes, dtype=torch.int64).view(-1, 2).to(self.device)
+
     def write(
         self,
         layer: int,

@@ -377,10 +377,9 @@ class BlockHead:
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         read = self.read(start, host)
         tokens = self._chain(start, read, min(depth, self._length), host)
-        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
         before = torch.cat([start.emitted[:, None], tokens[:, :-1]], dim=1)
         chances = self.module.confidence(read[:, : tokens.shape[1]], before)
-        return Trees(tokens, parents.expand_as(tokens), chances=chances)
+        return Trees(tokens, None, chances=chances)
 
     def read(self, start: DraftStart, host: HeadHost) -> Tensor:
         """What the output layer reads of every drafted token: [num_drafts, length, hidden_size]."""

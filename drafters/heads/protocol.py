@@ -215,7 +215,8 @@ class Trees:
     """Drafts on the device, parents first."""
 
     tokens: Tensor  # [num_drafts, num_nodes], the target's ids
-    parents: Tensor  # [num_drafts, num_nodes], within a draft; -1 is the root
+    # [num_drafts, num_nodes], within a draft; -1 is the root. None: drafts are chains.
+    parents: Tensor | None
     sizes: Tensor | None = None  # [num_drafts], the first so many are nodes; None: all
     chances: Tensor | None = None  # [num_drafts, num_nodes] float32, as of `Draft`
 

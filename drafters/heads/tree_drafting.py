@@ -234,18 +234,17 @@ class TreeDraftingHead:
             return Trees(*self._fixed(fixed_tree(self._nodes, start.base.device), start, host))
         if self._config.use_dynamic_tree:
             return self._dynamic(start, host)
-        return Trees(*self._chain(start, min(depth, self._config.draft_len), host))
+        return Trees(self._chain(start, min(depth, self._config.draft_len), host), None)
 
-    def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> tuple[Tensor, Tensor]:
-        state, device = Level(start.feature[:, None], start.read[:, None]), start.base.device
+    def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> Tensor:
+        state = Level(start.feature[:, None], start.read[:, None])
         drawn: list[Tensor] = []
         only = start.base.new_zeros(len(start.base), 1)
         for level in range(depth):
             if level:
                 state = self._advance(start, state, drawn[-1][:, None], only, host)
             drawn.append(start.draw(state.read, level)[:, 0])
-        tokens = torch.stack(drawn, dim=1)
-        return tokens, torch.arange(-1, depth - 1, device=device).expand_as(tokens)
+        return torch.stack(drawn, dim=1)
 
     def _fixed(self, tree: FixedTree, start: DraftStart, host: HeadHost) -> tuple[Tensor, Tensor]:
         """A static tree: each node is a rank among its parent's likeliest tokens."""
@@ -351,11 +350,15 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         draw_from,
     )
     trees = head.expand(start, depth, host)
-    parts = [trees.tokens, trees.parents]
+    num_nodes, parts = trees.tokens.shape[1], [trees.tokens]
+    if trees.parents is not None:
+        parts.append(trees.parents)
     if trees.sizes is not None:
         parts.append(trees.sizes[:, None])
-    num_nodes, values = trees.tokens.shape[1], ints(torch.cat(parts, dim=1).cpu().numpy())
-    tokens, parents = values[:, :num_nodes], values[:, num_nodes : 2 * num_nodes]
+    values = ints(torch.cat(parts, dim=1).cpu().numpy())
+    tokens, parents = values[:, :num_nodes], ints(np.arange(-1, num_nodes - 1))
+    if trees.parents is not None:
+        parents = values[:, num_nodes : 2 * num_nodes]
     sizes = None if trees.sizes is None else values[:, -1]
     chances = None if trees.chances is None else trees.chances.float().cpu().numpy()
     return drafts_of(step, ends, tokens, parents, sizes, chances)

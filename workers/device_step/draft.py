@@ -14,19 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows, Trees
+from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
-from ..ops import DeviceLayout, DeviceOps, DraftLevel
+from ..ops import DeviceLayout, DeviceOps, DraftLevel, KeptDrafts
 from ..verify.device_settings import DeviceSettings, Settled
 from .layout import Share, best_of_ranks, seat_settings
 from .seats import DeviceSeats
 from .shape import MAX_NODES, Sampler, StepShape
-
-DeviceDrafts = tuple[Tensor, ...]
-"""What a head drafts for the next step: counts [num_seqs], tokens and parents [num_seqs, width],
-all int32, -1 is the root; of a head with chances, the bits of those [num_seqs, width]."""
 
 
 def head_obstacle(head: HeadRunner, num_nodes: int) -> str:
@@ -108,19 +104,25 @@ class DeviceHead:
         settled: Settled,
         rows: tuple[Tensor, Tensor],  # as `rows` returns them
         shape: StepShape,
-    ) -> DeviceDrafts:
+        outcome: Tensor,  # int32, written from its beginning, as of `KeptDrafts`
+    ) -> None:
         """Drafts for the next step; after the compaction."""
         feature, read = (part.index_select(0, settled.last) for part in rows)
         levels = self._levels(layout, settled) if self._head.room else None
         draws = self._drawing(layout, settled.base, shape)
+        ops = cast(DeviceOps, self._planned.ops)
         start = DraftStart(settled.base, settled.emitted, feature, read, levels, *draws)
         trees = self._head.expand(start, shape.num_nodes, self._service)
         seats = self._seats
-        drafts = self._cut(trees, seats.step_room(shape))
-        kept = (seats.draft_counts, *seats.drafts)
-        for held, made in zip(kept, drafts[: len(kept)], strict=True):
-            held.index_copy_(0, layout.seats, made)
-        return drafts
+        assert not seats.sizes.has_chances or trees.chances is not None, "the head has chances"
+        words = shape.num_seqs * sum(seats.sizes.draft_parts)
+        kept = KeptDrafts(
+            trees.tokens, trees.parents, trees.sizes,
+            trees.chances if seats.sizes.has_chances else None,
+            seats.step_room(shape), layout.seats, seats.draft_counts, seats.drafts,
+            outcome[:words],
+        )  # fmt: skip
+        ops.keep_on_device(kept)
 
     def drop(self, layout: DeviceLayout) -> None:
         """For a step without room for nodes: its seats have no drafts."""
@@ -138,23 +140,6 @@ class DeviceHead:
         rows = CommittedRows(slots, settled.known, settled.base, sizes.width)
         place = (self._planned, cache, self._service.first_layer)
         return DeviceLevels(*place, rows, room, branches=self._head.branches)
-
-    def _cut(self, trees: Trees, room: Tensor) -> DeviceDrafts:
-        """Drafts of the width that seats and outcome have, and of what each has room for."""
-        num_nodes, width = trees.tokens.shape[1], self._seats.sizes.num_draft_nodes
-        missing = (0, width - num_nodes)
-        counts = room.clamp(max=num_nodes)
-        if trees.sizes is not None:
-            counts = counts.minimum(trees.sizes.to(torch.int32))
-        parts = [
-            torch.nn.functional.pad(trees.tokens.to(torch.int32), missing),
-            torch.nn.functional.pad(trees.parents.to(torch.int32), missing, value=-1),
-        ]
-        if self._seats.sizes.has_chances:
-            assert trees.chances is not None, "the head has chances"
-            bits = trees.chances.to(torch.float32).contiguous().view(torch.int32)
-            parts.append(torch.nn.functional.pad(bits, missing))
-        return counts, *parts
 
     def _drawing(
         self,

@@ -31,9 +31,14 @@ def seat_settings(seats: DeviceSeats, who: Tensor) -> DeviceSettings:  # [num_ro
 
 
 def walk_of(
-    seats: DeviceSeats, layout: DeviceLayout, shape: StepShape, *, counts_tokens: bool = False
+    seats: DeviceSeats,
+    layout: DeviceLayout,
+    shape: StepShape,
+    outcome: Tensor,  # [num_rows] int32
+    *,
+    counts_tokens: bool = False,
 ) -> DeviceWalk:
-    """What the walk reads, and the seats that it updates."""
+    """What the walk reads, and the seats and the outcome that it writes."""
     plan, tables = layout.plan, seats.edits
     return DeviceWalk(
         token_ids=plan.token_ids,
@@ -48,6 +53,7 @@ def walk_of(
         tokens=seats.tokens,
         lengths=seats.lengths,
         counts=tables.counts if counts_tokens and tables is not None else None,
+        outcome=outcome,
         spare_slot=seats.sizes.spare_slot,
         query_len=shape.query_len,
     )

@@ -40,7 +40,7 @@ from ..ops import DeviceLayout, DeviceOps
 from ..spec import DeviceStepReport
 from ..verify.device_settings import DeviceEdits, DeviceSettings
 from ..verify.process import joined_logprobs
-from .draft import DeviceDrafts, DeviceHead
+from .draft import DeviceHead
 from .layout import Share, best_of_ranks, walk_of
 from .seats import LOGPROB_WORDS, DeviceSeats, SeatSizes, read_logprobs
 from .shape import Sampler, StepShape, all_shapes
@@ -72,6 +72,7 @@ class DeviceStep:
         drafted = seats.sizes.draft_parts
         num_words = max(outcome_words(*size, drafted) for size in seats.sizes.step_sizes)
         num_scores = LOGPROB_WORDS * seats.sizes.max_rows if seats.sizes.has_edits else 0
+        self._places = cache.places
         self.words = torch.zeros(num_words + num_scores, dtype=torch.int32, device=seats.device)
         self.outcome, self.logprobs = self.words[:num_words], self.words[num_words:]
 
@@ -89,18 +90,16 @@ class DeviceStep:
         drawn = self._draw(states, layout, shape)
         rows = head.rows(layout, drawn, hidden) if head else None
         sampled = shape.sampler is not Sampler.PLAIN  # with it, requests that have penalties
-        walk = walk_of(self.seats, layout, shape, counts_tokens=sampled)
+        outcome, left = self.outcome[: shape.num_rows], self.outcome[shape.num_rows :]
+        walk = walk_of(self.seats, layout, shape, outcome, counts_tokens=sampled)
         settled = self._ops.settle_on_device(drawn, walk)
         if shape.num_nodes:
-            self.cache.move(settled.source, settled.target)
-        drafts: DeviceDrafts = ()
+            starts = layout.plan.query_start
+            self._ops.move_on_device(self.cache, self._places, settled, starts, shape.query_len)
         if head and rows and shape.num_nodes:
-            drafts = head.draft(layout, settled, rows, shape)
+            head.draft(layout, settled, rows, shape, left)
         elif head:
             head.drop(layout)
-        parts = [settled.outcome, *(part.view(-1) for part in drafts)]
-        words = sum(len(part) for part in parts)
-        torch.cat(parts, out=self.outcome[:words])
 
     def _draw(
         self,

@@ -16,7 +16,7 @@ import torch
 from ...errors import ConfigError
 from .cpu import KERNEL_DTYPES, CpuOps
 from .invariant import InvariantOps
-from .plan import DeviceLayout, DraftLevel, PagedStep, StagedStep, plan_step
+from .plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep, plan_step
 from .protocol import DeviceOps, Ops, PlannedOps
 from .reference import ReferenceOps
 from .torch_ops import TorchOps
@@ -25,6 +25,7 @@ __all__ = [
     "DeviceLayout",
     "DeviceOps",
     "DraftLevel",
+    "KeptDrafts",
     "Ops",
     "PagedStep",
     "PlannedOps",

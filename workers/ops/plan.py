@@ -205,6 +205,23 @@ class DeviceLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptDrafts:
+    """Drafts for the next step, and where they are left: in the seats, and in the outcome."""
+
+    tokens: Tensor  # [num_drafts, num_nodes]
+    parents: Tensor | None  # [num_drafts, num_nodes]; None: of chains
+    sizes: Tensor | None  # [num_drafts], nodes of each; None: all
+    chances: Tensor | None  # [num_drafts, num_nodes] float32
+    room: Tensor  # [num_drafts] int32, nodes that the next step has room for
+    seats: Tensor  # [num_drafts] int64
+    counts: Tensor  # [num_seats + 1] int32, written
+    drafts: tuple[Tensor, Tensor]  # tokens, parents [num_seats + 1, width] int32, written
+    # [num_drafts * (1 + 2 * width)] int32, written: counts, tokens, parents; with chances their
+    # bits as well, [num_drafts * width].
+    outcome: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class DraftLevel:
     """New rows of drafts that grow level by level, and what is before them."""
 

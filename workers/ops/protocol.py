@@ -24,7 +24,7 @@ from torch import Tensor
 from ...scheduler.types import StepInput
 from ..attention import KVCache
 from ..verify.device_settings import DeviceEdits, DeviceSettings, DeviceWalk, Settled
-from .plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
+from .plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a step's rows, each [num_tokens, rotary_dim / 2] float32."""
@@ -284,6 +284,19 @@ class DeviceOps(Ops, Protocol):
         """The coupled rule's walk (the host's: `workers/verify/rules.py`): accepts a root, and a
         node that its parent's draw equals, if its ancestors are accepted. What is drawn at an
         accepted row is emitted: appended to its seat and counted."""
+
+    def move_on_device(
+        self,
+        cache: KVCache,
+        places: Tensor,  # of the cache
+        settled: Settled,
+        query_start: Tensor,  # [num_seqs + 1] int32
+        query_len: int,  # rows of a sequence, at most
+    ) -> None:
+        """Moves accepted nodes' keys and values to where a chain's would be, in every layer."""
+
+    def keep_on_device(self, kept: KeptDrafts) -> None:
+        """Writes drafts to seats and outcome, padded by 0, parents by -1."""
 
     def draft_slots_on_device(
         self,

@@ -79,15 +79,15 @@ class DeviceWalk:
     tokens: Tensor  # [num_seats + 1, width] int32, written
     lengths: Tensor  # [num_seats + 1] int32, written
     counts: Tensor | None  # [num_seats + 1, vocab] int32, written; None: tokens are not counted
+    outcome: Tensor  # [num_rows] int32, written: the draw; `~token` where it is not emitted
     spare_slot: int  # whose keys mean nothing
     query_len: int  # rows of a sequence, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What a step leaves, beside the seats."""
+    """What a step leaves, beside seats and outcome."""
 
-    outcome: Tensor  # [num_rows] int32, the draw; `~token` where it is not emitted
     source: Tensor  # [num_rows] int64, slots of accepted nodes that move; others' are spare
     target: Tensor  # [num_rows] int64, to where a chain's would be; with nodes alone
     last: Tensor  # [num_seqs] int64, the deepest accepted row

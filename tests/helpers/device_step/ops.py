@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from outrider.tests.helpers.device_step.rows import (
     draft_level_by_tensors,
     draft_slots_by_tensors,
+    keep_by_tensors,
     lay_out_by_tensors,
     settle_by_tensors,
 )
@@ -58,6 +59,12 @@ class TensorOps(ReferenceOps):
 
     def settle_on_device(self, drawn, walk):
         return settle_by_tensors(drawn, walk)
+
+    def move_on_device(self, cache, places, settled, query_start, query_len):
+        cache.move(settled.source, settled.target)
+
+    def keep_on_device(self, kept):
+        keep_by_tensors(kept)
 
     def draft_slots_on_device(self, *rows):
         return draft_slots_by_tensors(*rows)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from outrider.workers.ops import DeviceLayout, DraftLevel, PagedStep, StagedStep
+from outrider.workers.ops import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
 from outrider.workers.ops.plan import WORD_BITS
 from outrider.workers.verify.device_settings import DeviceSettings, DeviceWalk, Settled
 
@@ -144,8 +145,32 @@ def settle_by_tensors(drawn: Tensor, walk: DeviceWalk) -> Settled:
     last = roots.scatter_reduce(0, seqs, rows * accepted, "amax")
     known = walk.context_lens + walk.depths.index_select(0, last) + 1
     walk.lengths.index_add_(0, row_seats, numbers)
-    outcome, emitted = torch.where(accepted, drawn, ~drawn), drawn.index_select(0, last).long()
-    return Settled(outcome, source, target, last, emitted, known, known.long() - 1)
+    torch.where(accepted, drawn, ~drawn, out=walk.outcome)
+    emitted = drawn.index_select(0, last).long()
+    return Settled(source, target, last, emitted, known, known.long() - 1)
+
+
+def keep_by_tensors(kept: KeptDrafts) -> None:
+    """Drafts in the seats and in the outcome."""
+    (num_drafts, num_nodes), width = kept.tokens.shape, kept.drafts[0].shape[1]
+    parents, missing = kept.parents, (0, width - num_nodes)
+    if parents is None:
+        above = torch.arange(-1, num_nodes - 1, device=kept.tokens.device)
+        parents = above.expand(num_drafts, -1)
+    counts = kept.room.clamp(max=num_nodes)
+    if kept.sizes is not None:
+        counts = counts.minimum(kept.sizes.to(torch.int32))
+    parts = [
+        counts,
+        pad(kept.tokens.to(torch.int32), missing),
+        pad(parents.to(torch.int32), missing, value=-1),
+    ]
+    for held, made in zip((kept.counts, *kept.drafts), parts, strict=True):
+        held.index_copy_(0, kept.seats, made)
+    if kept.chances is not None:
+        bits = kept.chances.to(torch.float32).contiguous().view(torch.int32)
+        parts.append(pad(bits, missing))
+    torch.cat([part.reshape(-1) for part in parts], out=kept.outcome)
 
 
 def draft_slots_by_tensors(

@@ -37,7 +37,7 @@ from ...verify.device_settings import (
     DeviceWalk,
     Settled,
 )
-from ..plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
+from ..plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
 from ..protocol import (
     AttentionSpec,
     Experts,
@@ -57,7 +57,7 @@ from .draw import draw, gumbel_argmax, num_parts, share
 from .elementwise import facts
 from .experts import CudaMixture
 from .linear import INTERPRETED, TiledProduct
-from .step_rows import draft_level, draft_slots, lay_out, settle
+from .step_rows import draft_level, draft_slots, keep, lay_out, move, settle
 
 
 @triton.jit
@@ -554,6 +554,19 @@ class CudaOps(ReferenceOps):
 
     def settle_on_device(self, drawn: Tensor, walk: DeviceWalk) -> Settled:
         return settle(drawn, walk)
+
+    def move_on_device(
+        self,
+        cache: KVCache,
+        places: Tensor,
+        settled: Settled,
+        query_start: Tensor,
+        query_len: int,
+    ) -> None:
+        move(places, settled, query_start, query_len)
+
+    def keep_on_device(self, kept: KeptDrafts) -> None:
+        keep(kept)
 
     def draft_slots_on_device(
         self,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...verify.device_settings import DeviceSettings, DeviceWalk, Settled
-from ..plan import DeviceLayout, DraftLevel, PagedStep, StagedStep
+from ..plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
 
 _COLUMNS = 1024  # of a block table that a program copies
 
@@ -298,7 +298,6 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
     num_rows, num_seqs = len(drawn), len(walk.seats)
     make = partial(torch.empty, device=drawn.device)
     made = Settled(
-        make(num_rows, dtype=torch.int32),
         make(num_rows, dtype=torch.int64), make(num_rows, dtype=torch.int64),
         make(num_seqs, dtype=torch.int64), make(num_seqs, dtype=torch.int64),
         make(num_seqs, dtype=torch.int32), make(num_seqs, dtype=torch.int64),
@@ -308,7 +307,7 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
         drawn, walk.token_ids, walk.parents, walk.ancestors, walk.depths, walk.slots,
         walk.query_start, walk.context_lens, walk.seats, walk.appends,
         walk.tokens, walk.lengths, walk.lengths if counts is None else counts,
-        made.outcome, made.source, made.target, made.last, made.emitted, made.known,
+        walk.outcome, made.source, made.target, made.last, made.emitted, made.known,
         made.base,
         walk.tokens.shape[1], len(walk.tokens) - 1, num_rows,
         0 if counts is None else counts.shape[1], walk.spare_slot,
@@ -318,7 +317,105 @@ def settle(drawn: Tensor, walk: DeviceWalk) -> Settled:
     return made
 
 
-# -- levels of a draft
+@triton.jit(do_not_specialize_on_alignment=["query_start"])
+def move_kernel(
+    places,  # as of `KVCache`, written where they point to
+    source, target,  # [num_rows], slots
+    query_start,  # [num_seqs + 1]
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs, number of places). Nodes move in order, each to where one before it was or
+    stayed, so that none is overwritten before it is read."""
+    begin = tl.load(query_start + tl.program_id(0))
+    end = tl.load(query_start + tl.program_id(0) + 1)
+    lane = tl.arange(0, BLOCK)
+    inside = begin + lane < end
+    read = tl.load(source + begin + lane, mask=inside, other=0)
+    written = tl.load(target + begin + lane, mask=inside, other=0)
+    left = tl.where(read != written, lane, BLOCK)
+    following = tl.min(left, axis=0)
+    if following < BLOCK:
+        place = places + tl.program_id(1) * 2
+        slots = tl.load(place).to(tl.pointer_type(tl.int32))
+        width = tl.load(place + 1) // 4
+        while following < BLOCK:
+            is_next = lane == following
+            first = tl.sum(tl.where(is_next, read, 0), axis=0) * width
+            last = tl.sum(tl.where(is_next, written, 0), axis=0) * width
+            for at in range(0, width, WIDTH):
+                column = at + tl.arange(0, WIDTH)
+                held = tl.load(slots + first + column, mask=column < width)
+                tl.store(slots + last + column, held, mask=column < width)
+            left = tl.where(is_next, BLOCK, left)
+            following = tl.min(left, axis=0)
+
+
+_WIDTH = 256  # words of a slot that are copied at once
+
+
+def move(places: Tensor, settled: Settled, query_start: Tensor, query_len: int) -> None:
+    """As `DeviceOps.move_on_device`."""
+    move_kernel[(len(query_start) - 1, len(places))](
+        places, settled.source, settled.target, query_start,
+        _num_lanes(query_len), _WIDTH, num_warps=1,
+    )  # fmt: skip
+
+
+# -- drafts: what the next step begins with, and their levels
+
+
+_KEPT = ["to_tokens", "token_step", "to_parents", "parent_step", "to_chances", "num_nodes", "width"]
+
+
+@triton.jit(do_not_specialize=_KEPT, do_not_specialize_on_alignment=["room", "counts", "drafted",
+            "above", "outcome", "sizes"])  # fmt: skip
+def keep_kernel(
+    tokens, parents, sizes, chances,  # as of `KeptDrafts`; None: there are none
+    room, seats,
+    counts, drafted, above,  # of all seats, written
+    outcome,  # written: counts, tokens, parents, chances
+    to_tokens, token_step, to_parents, parent_step, to_chances, num_nodes, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_drafts,)."""
+    draft, num_drafts = tl.program_id(0), tl.num_programs(0)
+    seat = tl.load(seats + draft)
+    count = tl.minimum(tl.load(room + draft), num_nodes)
+    if sizes is not None:
+        count = tl.minimum(count, tl.load(sizes + draft).to(tl.int32))
+    tl.store(counts + seat, count)
+    tl.store(outcome + draft, count)
+    lane = tl.arange(0, BLOCK)
+    inside, is_node = lane < width, lane < num_nodes
+    token = tl.load(tokens + draft * to_tokens + lane * token_step, mask=is_node, other=0)
+    parent = lane - 1
+    if parents is not None:
+        place = parents + draft * to_parents + lane * parent_step
+        parent = tl.load(place, mask=is_node, other=0).to(tl.int32)
+    parent = tl.where(is_node, parent, -1)
+    tl.store(drafted + seat * width + lane, token.to(tl.int32), mask=inside)
+    tl.store(above + seat * width + lane, parent, mask=inside)
+    row = outcome + num_drafts + draft * width + lane
+    tl.store(row, token.to(tl.int32), mask=inside)
+    tl.store(row + num_drafts * width, parent, mask=inside)
+    if chances is not None:
+        chance = tl.load(chances + draft * to_chances + lane, mask=is_node, other=0.0)
+        chance = chance.to(tl.float32).to(tl.int32, bitcast=True)
+        tl.store(row + 2 * num_drafts * width, chance, mask=inside)
+
+
+def keep(kept: KeptDrafts) -> None:
+    """As `DeviceOps.keep_on_device`."""
+    tokens, parents, chances = kept.tokens, kept.parents, kept.chances
+    width = kept.drafts[0].shape[1]
+    assert chances is None or chances.stride(1) == 1, chances.stride()
+    keep_kernel[(len(tokens),)](
+        tokens, parents, kept.sizes, chances, kept.room, kept.seats, kept.counts, *kept.drafts,
+        kept.outcome,
+        *tokens.stride(), *((0, 0) if parents is None else parents.stride()),
+        0 if chances is None else chances.stride(0), tokens.shape[1], width,
+        max(32, triton.next_power_of_2(width)), num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_columns", "block_size", "total", "first_spare", "room"])

@@ -256,14 +256,36 @@ def launch_step_rows(shape, num_draft_nodes=0):
     from outrider.workers.device_step.layout import walk_of
     from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
     from outrider.workers.device_step.shape import Sampler
-    from outrider.workers.ops.cuda.step_rows import lay_out, settle
+    from outrider.workers.ops.cuda.step_rows import lay_out, move, settle
 
     seats = DeviceSeats(SeatSizes(64, 4096, 1 << 12, 16, num_draft_nodes, 4096), CPU)
     layout = lay_out(seats.staged(shape))
-    walk = walk_of(seats, layout, shape, counts_tokens=shape.sampler is not Sampler.PLAIN)
+    outcome = torch.zeros(shape.num_rows, dtype=torch.int32)
+    sampled = shape.sampler is not Sampler.PLAIN
+    walk = walk_of(seats, layout, shape, outcome, counts_tokens=sampled)
     settled = settle(torch.zeros(shape.num_rows, dtype=torch.int32), walk)
+    if shape.num_nodes:
+        places = torch.zeros(8, 2, dtype=torch.int64)
+        move(places, settled, walk.query_start, shape.query_len)
     if num_draft_nodes:
         launch_levels(layout, settled, num_draft_nodes)
+        launch_keep(seats, layout, shape, num_draft_nodes)
+
+
+def launch_keep(seats, layout, shape, num_nodes):
+    """A chain's drafts, and a tree's."""
+    from outrider.workers.ops.cuda.step_rows import keep
+    from outrider.workers.ops.plan import KeptDrafts
+
+    tokens = torch.zeros(shape.num_seqs, num_nodes, dtype=torch.int64)
+    outcome = torch.zeros(shape.num_seqs * (1 + 2 * num_nodes), dtype=torch.int32)
+    for parents in (None, tokens):
+        keep(
+            KeptDrafts(
+                tokens, parents, None, None, seats.step_room(shape), layout.seats,
+                seats.draft_counts, seats.drafts, outcome,
+            )
+        )  # fmt: skip
 
 
 def launch_levels(layout, settled, room):
@@ -292,7 +314,9 @@ def test_step_rows(compiler, compiled, num_nodes):
     for sampler, drafts in ((Sampler.PLAIN, num_nodes), (Sampler.SAMPLED, 0)):
         launch_step_rows(StepShape(2, 1 + num_nodes, 2 * (1 + num_nodes), sampler), drafts)
     rows, levels = ["lay_out_kernel", "settle_kernel"], ["draft_level_kernel"] * 4
-    assert compiled == rows + (["draft_slots_kernel", *levels] if num_nodes else []) + rows
+    rows += ["move_kernel"] * (num_nodes > 0)
+    drafts = ["draft_slots_kernel", *levels, *["keep_kernel"] * 2] if num_nodes else []
+    assert compiled == rows + drafts + rows
     spills_nothing(compiler)
 
 

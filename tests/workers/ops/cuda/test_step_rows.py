@@ -15,13 +15,22 @@ from outrider.tests.helpers.device_step.rows import (
     draft_level_by_tensors,
     draft_slots_by_tensors,
     jumps_of,
+    keep_by_tensors,
     lay_out_by_tensors,
     settle_by_tensors,
 )
+from outrider.workers.attention import KVCache, KVShape
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import MAX_QUERY_LEN
-from outrider.workers.ops import DraftLevel
-from outrider.workers.ops.cuda.step_rows import draft_level, draft_slots, lay_out, settle
+from outrider.workers.ops import DraftLevel, KeptDrafts
+from outrider.workers.ops.cuda.step_rows import (
+    draft_level,
+    draft_slots,
+    keep,
+    lay_out,
+    move,
+    settle,
+)
 from outrider.workers.seats import Seats
 from outrider.workers.verify.device_settings import DeviceWalk
 
@@ -107,7 +116,8 @@ def walk_of(rng, num_nodes: int, rate: float, *, appends: bool, counts: bool):
         torch.from_numpy(rng.permutation(1000)[: starts[-1]]), torch.from_numpy(ints(starts)),
         torch.from_numpy(contexts), torch.from_numpy(seats),
         torch.tensor([appends], dtype=torch.int32), tables[0], tables[1][:, 0],
-        tables[2] if counts else None, 5000, num_nodes + 1,
+        tables[2] if counts else None, torch.full((int(starts[-1]),), -7, dtype=torch.int32), 5000,
+        num_nodes + 1,
     )  # fmt: skip
     return torch.from_numpy(ints(drawn)), walk
 
@@ -119,15 +129,65 @@ def test_what_follows_the_draw(num_nodes, rate, appends, counts):
     for seed in range(3):
         rng = np.random.default_rng(seed)
         drawn, walk = walk_of(rng, num_nodes, rate, appends=appends > 0, counts=counts > 0)
-        tables = {name: getattr(walk, name) for name in ("tokens", "lengths", "counts")}
+        names = ("tokens", "lengths", "counts", "outcome")
+        tables = {name: getattr(walk, name) for name in names}
         held = {name: None if each is None else each.clone() for name, each in tables.items()}
         made, wanted = settle(drawn, walk), settle_by_tensors(drawn, replace(walk, **held))
         same(made, wanted, () if num_nodes else ("source", "target"))
         for name, each in tables.items():
             assert each is None or torch.equal(each, held[name]), name
-        num_accepted = int((made.outcome >= 0).sum()) - 5  # roots
+        num_accepted = int((walk.outcome >= 0).sum()) - 5  # roots
         if rate in (0, 1):  # the fourth sequence has all nodes
             assert (num_accepted > 0) == (num_nodes > 0 and rate == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_nodes", [1, 12, 65])
+def test_accepted_nodes_move_in_every_layer(num_nodes, dtype):
+    """Slots of several sizes, longer than what is copied at once; one is read before and after."""
+    shapes = [KVShape(2, 66, 64), KVShape(3, 200, 0, 5), KVShape(2, 66, 64)]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        drawn, walk = walk_of(rng, num_nodes, 0.8, appends=True, counts=False)
+        settled = settle(drawn, replace(walk, spare_slot=1000))
+        caches = [KVCache(shapes, 251, 4, dtype, CPU) for _ in range(2)]
+        for one, other in zip(*(cache._storages for cache in caches)):
+            one.copy_(torch.from_numpy(rng.normal(size=one.shape)))
+            other.copy_(one)
+        move(caches[0].places, settled, walk.query_start, walk.query_len)
+        caches[1].move(settled.source, settled.target)
+        for one, other in zip(*(cache._storages for cache in caches)):
+            assert torch.equal(one, other)
+    assert num_nodes == 1 or (settled.source != settled.target).any()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5, 40])
+@pytest.mark.parametrize("kind", ["chain", "tree", "sizes", "chances"])
+def test_drafts_are_kept(num_nodes, kind):
+    """Of fewer nodes than there are columns, for seats in any order."""
+    rng, width = np.random.default_rng(num_nodes), 40
+    tokens = torch.from_numpy(rng.integers(0, 1000, (3, num_nodes)))
+    above = torch.from_numpy(rng.integers(-1, num_nodes, (num_nodes, 3)))
+    sizes = torch.from_numpy(rng.integers(0, num_nodes + 1, 3))
+    chances = torch.from_numpy(rng.random((3, num_nodes)))
+
+    def kept():
+        tables = [torch.full((NUM_SEATS + 1, columns), -7, dtype=torch.int32)
+                  for columns in (1, width, width)]  # fmt: skip
+        words = torch.full((3 * (1 + (3 if kind == "chances" else 2) * width),), -7).int()
+        return KeptDrafts(
+            tokens, None if kind in ("chain", "chances") else above.T,
+            sizes if kind == "sizes" else None,
+            chances.bfloat16() if kind == "chances" else None,
+            torch.from_numpy(ints(rng.permutation(40)[:3])), torch.tensor([4, 0, NUM_SEATS]),
+            tables[0][:, 0], (tables[1], tables[2]), words,
+        )  # fmt: skip
+
+    made = kept()
+    wanted = replace(kept(), room=made.room)
+    keep(made)
+    keep_by_tensors(wanted)
+    same(made, wanted)
 
 
 @pytest.mark.parametrize(("room", "widths"), [(3, None), (100, (1, 8, 40, 40)), (20, (5, 5, 5))])

@@ -150,6 +150,8 @@ def test_rows_of_device_steps(seen, num_nodes, most):
     assert len(of(seen, "lay_out_kernel")) <= most
     assert len(of(seen, "settle_kernel")) <= 2 * most  # with counts of tokens or without
     assert len(of(seen, "draft_slots_kernel")) <= 1
+    assert len(of(seen, "move_kernel")) <= most
+    assert len(of(seen, "keep_kernel")) <= 2  # of chains and of trees
     assert len(of(seen, "draft_level_kernel")) <= 3  # of chains; a tree's first and others
 
 
