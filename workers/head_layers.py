@@ -27,6 +27,7 @@ from ..drafters.heads.llama import LlamaModule
 from ..drafters.heads.protocol import (
     Attend,
     BlockView,
+    Entrance,
     FeatureModule,
     Frontier,
     Head,
@@ -64,11 +65,32 @@ class StackedLayers:
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(attend, PagedAttend), type(attend)
         step = self.stack.context(attend.plan, attend.cache)
-        if read is not None:
-            states = states.clone()  # the caller's
         normed, _ = self.stack.run(states, step, attend.first + self.layer, read=read)
         is_reused = self.stack.ops.reuses_results and self.stack.norm is not None
         return states, normed.clone() if is_reused else normed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entered:
+    """`FeatureModule.enter` in operations; the residual stream is not the caller's."""
+
+    ops: Ops
+    parts: Entrance
+    embedding_norm: Norm | None
+    feature_norm: Norm | None
+
+    @staticmethod
+    def of(ops: Ops, parts: Entrance) -> _Entered:
+        found = [None if part is None else norm_of(part)
+                 for part in (parts.embedding_norm, parts.feature_norm)]  # fmt: skip
+        return _Entered(ops, parts, *found)
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
+        both, residual = self.ops.enter(
+            embedded, self.embedding_norm, feature, self.feature_norm,
+            is_residual_normed=self.parts.is_residual_normed,
+        )  # fmt: skip
+        return (residual, both) if self.parts.join is None else (self.parts.join(both), None)
 
 
 class _Normed:
@@ -214,6 +236,7 @@ def _stack(
     for part in module.modules():
         if "RMSNorm" in type(part).__name__:
             object.__setattr__(part, "forward", _Normed(ops, builder.norm(part)))
+    object.__setattr__(module, "enter", _Entered.of(ops, module.entrance()))
     return stack
 
 
@@ -344,6 +367,10 @@ class PagedAttend:
     plan: PagedStep
     cache: KVCache
     first: int  # the head's first layer in the cache
+
+    @property
+    def positions(self) -> Tensor:  # [num_rows] int32
+        return self.plan.positions
 
     def __call__(
         self,

@@ -440,18 +440,23 @@ class PEagleHead(EagleHead):
         assert start.levels is not None, "there is room for masks"
         num_drafts = len(start.base)
         count = num_drafts * num_masks
-        positions = start.base[:, None] + torch.arange(1, num_masks + 1, device=start.base.device)
+        attend = start.levels.chain(num_masks)
         embedded = self._embed(start.base.new_full((1,), self._mask_token), host)
         _, read = self.module(
             embedded.expand(count, -1).contiguous(),
             start.feature.new_empty(count, start.feature.shape[1]).copy_(self._mask_feature),
-            positions.flatten(),
-            start.levels.chain(num_masks),
+            attend.positions,
+            attend,
         )
         return read.unflatten(0, (num_drafts, num_masks))
 
     def _advance(
-        self, start: DraftStart, state: Level, tokens: Tensor, above: Tensor, host: HeadHost
+        self,
+        start: DraftStart,
+        state: Level,
+        tokens: Tensor,
+        above: Tensor | None,
+        host: HeadHost,
     ) -> Level:
         size = start.read.shape[1]
         begin = state.depth * size

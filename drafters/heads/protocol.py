@@ -75,6 +75,14 @@ class Attend(Protocol):
         ...
 
 
+class LevelAttend(Attend, Protocol):
+    """The attention of a level's rows."""
+
+    @property
+    def positions(self) -> Tensor:  # [num_drafts * width]
+        """Of the rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """What the rows of a block see in one layer, beside the context."""
@@ -89,10 +97,10 @@ class DraftLevels(Protocol):
     def level(
         self,
         above: Tensor,  # [num_drafts, width], row of the last level
-    ) -> Attend:
+    ) -> LevelAttend:
         """Attention of `width` new rows per sequence, each a child of a row of the last level."""
 
-    def chain(self, width: int) -> Attend:
+    def chain(self, width: int) -> LevelAttend:
         """Attention of `width` new rows per sequence, each the only child of the one before.
 
         For drafts without branches, whose positions go on from the last level's.

@@ -239,10 +239,9 @@ class TreeDraftingHead:
     def _chain(self, start: DraftStart, depth: int, host: HeadHost) -> Tensor:
         state = Level(start.feature[:, None], start.read[:, None])
         drawn: list[Tensor] = []
-        only = start.base.new_zeros(len(start.base), 1)
         for level in range(depth):
             if level:
-                state = self._advance(start, state, drawn[-1][:, None], only, host)
+                state = self._advance(start, state, drawn[-1][:, None], None, host)
             drawn.append(start.draw(state.read, level)[:, 0])
         return torch.stack(drawn, dim=1)
 
@@ -290,20 +289,20 @@ class TreeDraftingHead:
         start: DraftStart,
         state: Level,
         tokens: Tensor,  # [num_drafts, width], the target's ids
-        above: Tensor,  # [num_drafts, width], parent row in the last level
+        above: Tensor | None,  # [num_drafts, width], parent row in the last level; None: a chain's
         host: HeadHost,
     ) -> Level:
         """One more level, of which `tokens` are the nodes."""
         assert start.levels is not None, "a head with a recurrence attends"
-        depth, width = state.depth + 1, tokens.shape[1]
-        size = state.feature.shape[2]
+        depth, before = state.depth + 1, state.feature
+        if above is None:
+            attend = start.levels.chain(1)
+        else:
+            attend = start.levels.level(above)
+            before = before.gather(1, above[..., None].expand(-1, -1, before.shape[2]))
+        rows = before.flatten(0, 1)
         feature, read = self.advance(
-            depth,
-            tokens.reshape(-1),
-            state.feature.gather(1, above[..., None].expand(-1, -1, size)).flatten(0, 1),
-            (start.base + depth).repeat_interleave(width),
-            start.levels.level(above),
-            host,
+            depth, tokens.reshape(-1), rows, attend.positions, attend, host
         )
         return Level(feature.unflatten(0, tokens.shape), read.unflatten(0, tokens.shape), depth)
 

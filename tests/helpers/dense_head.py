@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,6 +30,17 @@ def attend_densely(head: HeadService) -> None:
     head.attention, head.draft_attention = attention, draft_attention
 
 
+@dataclass(frozen=True, slots=True)
+class DenseAttend:
+    """Implements `LevelAttend`."""
+
+    attend: Attend
+    positions: Tensor  # [num_rows]
+
+    def __call__(self, *rows: Any) -> Tensor:
+        return self.attend(*rows)
+
+
 class DraftAttention:
     """Attention for one draft of each of `num_drafts` sequences."""
 
@@ -38,6 +52,7 @@ class DraftAttention:
         host: HeadService,
         room: int,  # rows that may be added
     ) -> None:
+        self._base, self._depth = on(step.positions[ends.rows], host.target.device), 0
         slots, known = committed(step, verdict, ends, host.block_size, room)
         self._begin = slots.shape[1] - room
         device = host.target.device
@@ -49,7 +64,7 @@ class DraftAttention:
         self._known = (index < on(known, device)[:, None])[:, None]  # [num_drafts, 1, key_len]
         self._seen = self._known.new_zeros(len(known), 1, 0)  # draft rows visible to the last level
 
-    def level(self, above: Tensor) -> Attend:  # [num_drafts, width], row of the last level
+    def level(self, above: Tensor) -> DenseAttend:  # [num_drafts, width], row of the last level
         """Attention of `width` new rows per sequence, each a child of a row of the last level."""
         num_drafts, width = above.shape
         seen = self._seen.gather(1, above[..., None].expand(-1, -1, self._seen.shape[2]))
@@ -72,4 +87,11 @@ class DraftAttention:
             out = out.reshape(num_drafts, query.shape[1], width, -1)
             return out.transpose(1, 2).flatten(0, 1)
 
-        return attend
+        self._depth += 1
+        positions = (self._base[:, None] + self._depth).expand(-1, width).flatten()
+        return DenseAttend(attend, positions)
+
+    def chain(self, width: int) -> DenseAttend:
+        """A row that is the only child of the one before."""
+        assert width == 1, width
+        return self.level(self._base.new_zeros(len(self._base), 1))

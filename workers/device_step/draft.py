@@ -40,13 +40,23 @@ class DeviceLevels(PagedLevels):
     """Levels of which one operation makes all arrays."""
 
     def level(self, above: Tensor) -> PagedAttend:  # [num_drafts, width]
-        rows, width = self._rows, above.shape[1]
+        assert self._branches, "a chain's rows have one above"
+        return self._next(above.shape[1], above)
+
+    def chain(self, width: int) -> PagedAttend:
+        assert not self._branches, "rows that are causal need no bits"
+        attend = self._next(width, None)
+        self._depth += width - 1
+        return attend
+
+    def _next(self, width: int, above: Tensor | None) -> PagedAttend:  # [num_drafts, width]
+        rows = self._rows
         begin, self._size = self._size, self._size + width
         self._depth += 1
         ops = cast(DeviceOps, self._planned.ops)
         plan = ops.draft_level_on_device(
             DraftLevel(
-                rows.slots, rows.known, rows.base, above if self._branches else None, self._seen,
+                rows.slots, rows.known, rows.base, above, self._seen,
                 begin, width, self._depth, self._room,
             )
         )  # fmt: skip

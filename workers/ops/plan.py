@@ -232,7 +232,7 @@ class DraftLevel:
     seen: Tensor | None  # [num_drafts, last width, num_words] int64; None: the parent is the root
     begin: int  # rows of a draft before these
     width: int
-    depth: int  # 1 is the first below the root
+    depth: int  # 1 is the first below the root; of a chain the first row's, of others all rows'
     room: int  # rows of a draft
 
     @property

@@ -205,6 +205,18 @@ class Ops(Protocol):
         Without `before`, the result is `residual` itself.
         """
 
+    def enter(
+        self,
+        embedded: Tensor,  # [num_tokens, embedding_size]
+        embedding_norm: Norm | None,
+        feature: Tensor,  # [num_tokens, hidden_size]
+        feature_norm: Norm | None,
+        *,
+        is_residual_normed: bool,
+    ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
+        """What a head's first layer reads: both with their norms, side by side; and the residual
+        stream, the feature before or after its norm."""
+
     def rope_store_attend(
         self,
         joined: Tensor,  # [num_tokens, spec.joined_width]: queries, keys, values, head by head

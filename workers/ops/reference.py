@@ -81,6 +81,23 @@ class ReferenceOps:
             residual.add_(update if after is None else self.norm(update, after), alpha=scale)
         return residual if before is None else self.norm(residual, before)
 
+    def enter(
+        self,
+        embedded: Tensor,  # [num_tokens, embedding_size]
+        embedding_norm: Norm | None,
+        feature: Tensor,  # [num_tokens, hidden_size]
+        feature_norm: Norm | None,
+        *,
+        is_residual_normed: bool,
+    ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
+        size = embedded.shape[1]
+        both = feature.new_empty(len(feature), size + feature.shape[1])
+        first = embedded if embedding_norm is None else self.norm(embedded, embedding_norm)
+        both[:, :size].copy_(first)
+        both[:, size:].copy_(feature if feature_norm is None else self.norm(feature, feature_norm))
+        kept = both[:, size:] if is_residual_normed else feature
+        return both, kept.clone(memory_format=torch.contiguous_format)
+
     def rope_store_attend(
         self,
         joined: Tensor,  # [num_tokens, spec.joined_width]

@@ -203,7 +203,8 @@ def draft_level_by_tensors(level: DraftLevel) -> PagedStep:
         if level.seen is not None:
             above = level.above[..., None].expand(-1, -1, level.num_words)
             words = level.seen.gather(1, above) | words
-    positions = (level.base + level.depth).to(torch.int32).repeat_interleave(width)
+    ahead = lanes if level.above is None else torch.zeros_like(lanes)
+    positions = (level.base[:, None] + level.depth + ahead).to(torch.int32).flatten()
     return PagedStep(
         token_ids=positions,
         positions=positions,

@@ -78,6 +78,48 @@ def _add_norm_kernel(
 
 
 @triton.jit
+def _enter_kernel(
+    embedded,  # [num_rows, EMBEDDING], rows `to_embedded` elements apart
+    feature,  # [num_rows, SIZE], rows `to_feature` elements apart
+    both,  # [num_rows, EMBEDDING + SIZE], written
+    residual,  # [num_rows, SIZE], written
+    to_embedded,
+    to_feature,
+    FIRST: tl.constexpr, first_weight, first_eps,  # of `facts`, of the embedding
+    SECOND: tl.constexpr, second_weight, second_eps,  # of the feature
+    EMBEDDING: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORMED: tl.constexpr,  # whether the residual is
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kind = both.dtype.element_ty
+    target = both + row * (EMBEDDING + SIZE)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCK_E)
+        inside = column < EMBEDDING
+        token = tl.load(embedded + row * to_embedded + column, mask=inside, other=0.0)
+        token = token.to(tl.float32)
+        if FIRST:
+            token = _normed(token, first_weight, first_eps, column, inside, EMBEDDING)
+        tl.store(target + column, token.to(kind), mask=inside)
+    else:
+        columns = tl.arange(0, BLOCK)
+        mask = columns < SIZE
+        held = tl.load(feature + row * to_feature + columns, mask=mask, other=0.0)
+        wide = held.to(tl.float32)
+        if SECOND:
+            wide = _normed(wide, second_weight, second_eps, columns, mask, SIZE)
+        normed = wide.to(kind)
+        tl.store(target + EMBEDDING + columns, normed, mask=mask)
+        if NORMED:
+            tl.store(residual + row * SIZE + columns, normed, mask=mask)
+        else:
+            tl.store(residual + row * SIZE + columns, held, mask=mask)
+
+
+@triton.jit
 def tanh(x):
     """By way of exp, which every target has."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
@@ -152,6 +194,28 @@ def add_norm(
             num_warps=num_warps(block),
         )  # fmt: skip
     return out
+
+
+def enter(
+    embedded: Tensor,
+    embedding_norm: Norm | None,
+    feature: Tensor,
+    feature_norm: Norm | None,
+    *,
+    is_residual_normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.enter`."""
+    (num_rows, first), size = embedded.shape, feature.shape[1]
+    assert embedded.stride(1) == feature.stride(1) == 1, (embedded.stride(), feature.stride())
+    both, residual = feature.new_empty(num_rows, first + size), feature.new_empty(num_rows, size)
+    if num_rows:
+        blocks = triton.next_power_of_2(first), triton.next_power_of_2(size)
+        _enter_kernel[(num_rows, 2)](
+            embedded, feature, both, residual, embedded.stride(0), feature.stride(0),
+            *facts(embedding_norm), *facts(feature_norm), first, size, is_residual_normed, *blocks,
+            num_warps=num_warps(max(blocks)),
+        )  # fmt: skip
+    return both, residual
 
 
 def gate(gate_up: Tensor, gate: Gate) -> Tensor:  # [num_rows, 2 * width] -> [num_rows, width]

@@ -497,6 +497,18 @@ class CudaOps(ReferenceOps):
             return residual if before is None else elementwise.norm(residual, before)
         return elementwise.add_norm(residual, update, after, scale, before)
 
+    def enter(
+        self,
+        embedded: Tensor,  # [num_tokens, embedding_size]
+        embedding_norm: Norm | None,
+        feature: Tensor,  # [num_tokens, hidden_size]
+        feature_norm: Norm | None,
+        *,
+        is_residual_normed: bool,
+    ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
+        parts = (embedded, embedding_norm, feature, feature_norm)
+        return elementwise.enter(*parts, is_residual_normed=is_residual_normed)
+
     def rope_store_attend(
         self,
         joined: Tensor,  # [num_tokens, spec.joined_width]

@@ -475,7 +475,6 @@ def draft_level_kernel(
     index = count + begin + lane
     position = (tl.load(base + draft) + depth).to(tl.int32)
     slot = tl.load(slots + draft.to(tl.int64) * to_slots + index, mask=inside)
-    tl.store(positions + row, lane * 0 + position, mask=inside)
     tl.store(row_slots + row, slot, mask=inside)
     tl.store(row_seq + row, lane * 0 + draft, mask=inside)
     tl.store(row_index + row, index, mask=inside)
@@ -483,6 +482,7 @@ def draft_level_kernel(
     tl.store(query_start + draft, draft * width)
     tl.store(query_start + draft + 1, (draft + 1) * width)  # as the next program does
     if BRANCHES:
+        tl.store(positions + row, lane * 0 + position, mask=inside)
         tl.store(tree_start + draft, count)
         node = begin + lane
         if not IS_FIRST:
@@ -497,6 +497,7 @@ def draft_level_kernel(
                 )
             tl.store(ancestors + row * WORDS + word, path, mask=inside)
     else:
+        tl.store(positions + row, position + lane, mask=inside)
         tl.store(tree_start + draft, count + room)
         tl.store(ancestors + row, tl.zeros([BLOCK], tl.int64), mask=inside)
 

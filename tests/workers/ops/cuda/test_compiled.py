@@ -320,7 +320,7 @@ def test_step_rows(compiler, compiled, num_nodes):
     spills_nothing(compiler)
 
 
-def test_norms_gates_and_experts(compiled):
+def test_norms_gates_and_experts(compiler, compiled):
     from outrider.workers.ops.cuda.ops import CudaOps
 
     ops, rows = CudaOps(CPU), torch.zeros(4, 4096, dtype=torch.bfloat16)
@@ -328,6 +328,12 @@ def test_norms_gates_and_experts(compiled):
     ops.norm(rows, norm)
     ops.add_norm(rows, rows.clone(), None, 1.0, norm)
     ops.add_norm(rows, rows.clone(), norm, 1.0, Norm(None, 1e-6))
+    for first, second in ((norm, norm), (None, None)):
+        ops.enter(rows, first, rows, second, is_residual_normed=False)
+    spills_nothing(compiler)
+    if compiler.target.arch == 90:  # four elements a thread and load, or more
+        for made in compiler.of("_enter_kernel"):
+            assert min(loads(made)) >= 8, loads(made)
     for kind in GateKind:
         ops.gate(rows, Gate(kind, 7.0, 1.7))
     for scores_input, biased in ((False, True), (True, False)):

@@ -190,7 +190,7 @@ def test_drafts_are_kept(num_nodes, kind):
     same(made, wanted)
 
 
-@pytest.mark.parametrize(("room", "widths"), [(3, None), (100, (1, 8, 40, 40)), (20, (5, 5, 5))])
+@pytest.mark.parametrize(("room", "widths"), [(4, None), (100, (1, 8, 40, 40)), (20, (5, 5, 5))])
 def test_levels_of_drafts(room, widths):
     """Of chains, and of trees of one word of ancestors and of two."""
     rng = np.random.default_rng(room)
@@ -204,7 +204,7 @@ def test_levels_of_drafts(room, widths):
     for draft, end in enumerate((known + room).tolist()):
         assert torch.equal(slots[draft, :end], wanted[draft, :end])
     seen, begin, base = None, 0, known.long() + 7
-    for depth, width in enumerate(widths or (1, 1, 1), 1):
+    for depth, width in enumerate(widths or (1, 2, 1), 1):
         above = None
         if widths:
             last = 1 if seen is None else seen.shape[1]
