@@ -657,8 +657,8 @@ class LLM(Upkeep):
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """The tokens of a prompt in any form; raises `InvalidRequestError`."""
-        if isinstance(prompt, Prompt):
-            return prompt
+        if isinstance(prompt, Prompt):  # which anybody can make
+            return Prompt(self.frontend.token_prompt(prompt.token_ids).token_ids, prompt.text)
         if isinstance(prompt, str):
             return self.frontend.text_prompt(prompt)
         if isinstance(prompt, dict):

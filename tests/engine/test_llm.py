@@ -12,6 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine import engine as engine_module
+from outrider.engine.frontend import Prompt
 from outrider.errors import EngineDeadError, GenerationError, InvalidRequestError, WorkerError
 
 TEXT = "the cat sat on the mat. "
@@ -63,7 +64,8 @@ def test_arrays(llm: LLM) -> None:
 
 
 def test_a_bad_prompt_runs_nothing(llm: LLM) -> None:
-    for bad in ([9999], "", {"text": "a"}):
+    bad: Any
+    for bad in ([9999], "", {"text": "a"}, Prompt((9999,)), Prompt(("a",))):  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError):
             llm.generate(["fine", bad], use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="sampling_params"):
