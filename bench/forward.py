@@ -3,11 +3,13 @@
     python -m outrider.bench.forward [--model FOLDER] [--dtype bfloat16] [--threads 1] ...
     python -m outrider.bench.forward --prompts 64 170 512 2048 ...
     python -m outrider.bench.forward --deterministic [--tokens 1 8 64] ...
-    python -m outrider.bench.forward --pools [--model FOLDER]
+    python -m outrider.bench.forward --kv-cache-dtype fp8_e4m3 [--context 200 4000] ...
+    python -m outrider.bench.forward --pools [--kv-cache-dtype fp8_e4m3] [--model FOLDER]
 
 One sequence with some context and a random tree of tokens; or prompts, of which only the last row
 gets logits. The three take turns within a round, and with `--deterministic` the family's with
-batch-invariant operations, too: so they meet the same machine. Of all rounds the quickest and the
+batch-invariant operations, with `--kv-cache-dtype` that over such a cache, too: so they meet the
+same machine. Of all rounds the quickest and the
 median count. With one thread
 the clock is that thread's time on a CPU, which other processes disturb less. The bare
 products are oneDNN's with packed weights, joined as the decoder joins them, without anything
@@ -33,7 +35,9 @@ import torch
 
 from ..errors import OutriderError
 from ..scheduler.types import Draft, StepInput, ints
+from ..workers.attention import KV_FORMATS
 from ..workers.collective import Collective
+from ..workers.model.checkpoint.weights import Checkpoint
 from ..workers.model.family.compare import sample_step
 from ..workers.model.fit import check_weights
 from ..workers.model.info import read_config
@@ -147,7 +151,11 @@ def contenders(
         step, num_blocks = make_step(model.info.vocab_size)
         cache = model.new_cache(num_blocks, BLOCK_SIZE)
         for pages in (*cache.keys, *cache.values):
-            pages.normal_()
+            pages.copy_(torch.randn(pages.shape) if pages.is_floating_point() else 0)
+        for layer, code in enumerate(model.kv_codes):
+            if code is not None:
+                for pages in (cache.keys[layer], cache.values[layer]):
+                    pages.copy_(code.format.encode(torch.randn(pages.shape), 1.0))
         found[name] = lambda model=model, step=step, cache=cache: model.forward(step, cache)  # type: ignore[misc]
     found["products"] = lambda: products(len(step.token_ids), len(step.rows))
     return found
@@ -182,6 +190,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, nargs="+", default=[200, 2000, 8000])
     parser.add_argument("--prompts", type=int, nargs="+", help="time prompts of so many tokens")
     parser.add_argument("--deterministic", action="store_true", help="time its operations too")
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=[], choices=list(KV_FORMATS))
     parser.add_argument("--pools", action="store_true", help="print a token's bytes in KV caches")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
@@ -199,8 +208,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def _models(path: Path, dtype: str, names: Sequence[str]) -> dict[str, PagedModel]:
     """The model over each of these forwards."""
-    return {
-        name: load_model(
+    models: dict[str, PagedModel] = {}
+    for name in names:
+        models[name] = load_model(
             path,
             dtype=DTYPES[dtype],
             device=torch.device("cpu"),
@@ -208,15 +218,17 @@ def _models(path: Path, dtype: str, names: Sequence[str]) -> dict[str, PagedMode
             forward="bridge" if name == "bridge" else "family",
             deterministic=name == "deterministic",
         )
-        for name in names
-    }
+        if name in KV_FORMATS:
+            models[name].keep_kv_as(KV_FORMATS[name], Checkpoint(path), 0)
+    return models
 
 
 def _pools(options: argparse.Namespace) -> None:
     """Prints a token's bytes in the caches of both forwards."""
-    table = Rows("dtype", "bridge", "family", "bridge / family")
+    names = ("bridge", "family", *options.kv_cache_dtype)
+    table = Rows("dtype", *names, "bridge / family")
     for dtype in options.dtype:
-        models = _models(options.model, dtype, ("bridge", "family"))
+        models = _models(options.model, dtype, names)
         sizes = [pool_bytes_per_token(each) for each in models.values()]
         table.add(dtype, *(f"{each:,.0f}" for each in sizes), f"{sizes[0] / sizes[1]:.2f}")
 
@@ -230,9 +242,10 @@ def main(arguments: list[str] | None = None) -> None:
         _pools(options)
         return
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    names = ["bridge", "family", *["deterministic"] * options.deterministic]
+    others = [*["deterministic"] * options.deterministic, *options.kv_cache_dtype]
+    names = ["bridge", "family", *others]
     ratios = ["family / bridge", "/ products", "/ one token"]
-    ratios += ["deterministic / family"] * options.deterministic
+    ratios += [f"{name} / family" for name in others]
     sys.stdout.write(f"Milliseconds, quickest (median) of {options.rounds} rounds\n\n")
     table = Rows("dtype", "context", "tokens", *names, "products", *ratios)
     for dtype in options.dtype:
@@ -246,10 +259,9 @@ def main(arguments: list[str] | None = None) -> None:
             own = best["family"]
             if num_tokens == 1:
                 alone[context_len] = own
-            others = best["bridge"], best["products"], alone.get(context_len)
-            cells += ["-" if each is None else f"{own / each:.2f}" for each in others]
-            if options.deterministic:
-                cells.append(f"{best['deterministic'] / own:.2f}")
+            besides = best["bridge"], best["products"], alone.get(context_len)
+            cells += ["-" if each is None else f"{own / each:.2f}" for each in besides]
+            cells += [f"{best[name] / own:.2f}" for name in others]
             table.add(dtype, context_len, num_tokens, *cells)
 
 

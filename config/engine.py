@@ -215,6 +215,9 @@ class EngineConfig(Strict):
     """Share of a GPU's memory to use, weights included."""
     kv_cpu_bytes: int = Field(2**30, ge=2**20)
     """Bytes of KV cache per worker, on a CPU."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """How the target's keys and values are kept: auto (in the model's dtype), fp8 or fp8_e4m3,
+    fp8_e5m2: floats of one byte."""
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal beginnings.")
     executor: Literal["ray", "local"] = "ray"
     """ray (an actor per rank), local (this process)."""
@@ -250,6 +253,11 @@ class EngineConfig(Strict):
                 "the name is empty; give a folder, a GGUF file, a Hugging Face id or an address"
             )
         return model
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _in_full(cls, name: str) -> str:
+        return "fp8_e4m3" if name == "fp8" else name
 
     @field_validator("enable_expert_parallel", mode="before")
     @classmethod

@@ -104,6 +104,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
         max_model_len=config.max_model_len,
         num_stages=config.pipeline_parallel_size,
         adapters=opened_adapters(config),
+        kv_dtype=config.kv_cache_dtype,
     )
     made, extra = [], 0
     for field, section in draft_sections(config):
@@ -167,6 +168,7 @@ class _Model:
         max_model_len: int | None = None,
         num_stages: int = 1,
         adapters: Sequence[Adapter] = (),
+        kv_dtype: str = "auto",
     ) -> None:
         from ..workers.model.bridge import build_meta
         from ..workers.model.checkpoint.quantised_formats import find_format
@@ -185,7 +187,7 @@ class _Model:
         self.on_cuda = config.device == "cuda" or (
             config.device == "auto" and num_gpus >= num_ranks
         )
-        serving = _serving(config, on_cuda=self.on_cuda)
+        serving = _serving(config, on_cuda=self.on_cuda, kv_dtype=kv_dtype)
         model_config, self.info = read_model(Path(folder), size, serving.dtype, **trust(config))
         model = build_meta(
             model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
@@ -237,7 +239,7 @@ class _Model:
         )
 
 
-def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
+def _serving(config: EngineConfig, *, on_cuda: bool, kv_dtype: str) -> Serving:
     import torch
 
     from ..workers.devices import dtype_of
@@ -253,6 +255,7 @@ def _serving(config: EngineConfig, *, on_cuda: bool) -> Serving:
         has_kernels=kernels,
         keeps_quantised=config.keep_quantised == "auto",
         whole_experts=config.enable_expert_parallel,
+        kv_dtype=kv_dtype,
     )
 
 

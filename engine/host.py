@@ -447,6 +447,7 @@ class EngineHost:
             target=replace(
                 self._model_spec(model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
+                kv_dtype=config.kv_cache_dtype,
                 whole_experts=config.enable_expert_parallel,
                 hf_overrides=tuple(config.hf_overrides.given().items()),
                 adapters=_adapters(config),

@@ -2,18 +2,70 @@
 
 A slot holds one token: `slot = block * block_size + offset`. Which slots belong to whom is the
 scheduler's business (`scheduler/blocks.py`); every rank holds its own heads of the same slots.
+
+A layer may keep codes of one byte in place of the model's dtype (`KVCode`). They are written from
+what attention would have read, `code = round(clamp(value / scale))`, and whatever reads a slot
+gets `code * scale`, rounded to the model's dtype: also of rows that the same step has written, so
+that a row's result does not depend on the step that computes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..scheduler.types import IntArray
 from .states import StateCache
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """Floats of one byte: a sign, an exponent, and `mantissa_bits`."""
+
+    dtype: torch.dtype
+    mantissa_bits: int
+
+    @property
+    def largest(self) -> float:
+        """What larger values become."""
+        return torch.finfo(self.dtype).max
+
+    def encode(self, values: Tensor, scale: float) -> Tensor:  # uint8, of the same shape
+        """To nearest even; `scale` divides by way of its inverse in float32."""
+        scaled = values.float() * float(np.float32(1) / np.float32(scale))
+        return scaled.clamp(-self.largest, self.largest).to(self.dtype).view(torch.uint8)
+
+    def decode(self, codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """What attention reads; of the same shape."""
+        return (codes.view(self.dtype).float() * float(np.float32(scale))).to(dtype)
+
+
+KV_FORMATS = {
+    "fp8_e4m3": KVFormat(torch.float8_e4m3fn, 3),
+    "fp8_e5m2": KVFormat(torch.float8_e5m2, 2),
+}
+"""By the name in the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCode:
+    """How one layer's keys and values are kept, where that is not the model's dtype."""
+
+    format: KVFormat
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    def keys(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """What attention reads; of the same shape."""
+        return self.format.decode(codes, self.key_scale, dtype)
+
+    def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Likewise."""
+        return self.format.decode(codes, self.value_scale, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +76,28 @@ class KVShape:
     head_dim: int
     value_dim: int
     num_spare: int = 0  # slots after those of the blocks, for rows that no later step reads
+    format: KVFormat | None = None  # None: the model's dtype
 
     @property
     def num_elements(self) -> int:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token, in a model of that dtype."""
+        return self.num_elements * (dtype.itemsize if self.format is None else 1)
+
+
+def coded_layers(
+    shapes: Sequence[KVShape], codes: Sequence[KVCode]
+) -> tuple[tuple[KVShape, ...], tuple[KVCode | None, ...]]:
+    """Layers that keep codes, and these; a latent is key and value, and has the key's scale."""
+    kept: list[KVCode | None] = []
+    for shape, code in zip(shapes, codes, strict=True):
+        own = code if shape.value_dim else replace(code, value_scale=code.key_scale)
+        kept.append(own if shape.num_elements else None)
+    forms = (None if code is None else code.format for code in kept)
+    coded = [replace(shape, format=form) for shape, form in zip(shapes, forms, strict=True)]
+    return tuple(coded), tuple(kept)
 
 
 class KVCache:
@@ -41,8 +111,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: StateCache | None = None,
+        codes: Sequence[KVCode | None] = (),  # of the first layers
     ) -> None:
         self.states = states  # of layers without keys and values
+        self.codes = [*codes, *[None] * (len(shapes) - len(codes))]
+        """Per layer; None: the model's dtype."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
@@ -52,12 +125,15 @@ class KVCache:
         self.values: list[Tensor] = [torch.empty(0)] * len(shapes)
         """Per layer [num_slots + its spare ones, num_kv_heads, value_dim]: views of `_storages`."""
         self._storages: list[Tensor] = []  # [num_layers of one shape, num_slots, heads, dim]
+        for shape, code in zip(shapes, self.codes, strict=True):
+            assert shape.format == (None if code is None else code.format), (shape, code)
         for shape in dict.fromkeys(shapes):
             layers = [index for index, other in enumerate(shapes) if other == shape]
             for views, dim in ((self.keys, shape.head_dim), (self.values, shape.value_dim)):
                 num_slots = self.num_slots + shape.num_spare
                 size = (len(layers), num_slots, shape.num_kv_heads, dim)
-                storage = torch.zeros(size, dtype=dtype, device=device)
+                kept = dtype if shape.format is None else torch.uint8
+                storage = torch.zeros(size, dtype=kept, device=device)
                 self._storages.append(storage)
                 for layer, view in zip(layers, storage.unbind(0), strict=True):
                     views[layer] = view
@@ -79,11 +155,15 @@ class KVCache:
         layer: int,
         slots: Tensor,  # [num_tokens] int64
         key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        value: Tensor | None,  # [num_tokens, num_kv_heads, value_dim]; None: the key is it, too
     ) -> None:
         """Put new tokens' keys and values of one layer into their slots."""
+        if (code := self.codes[layer]) is not None:
+            key = code.format.encode(key, code.key_scale)
+            value = None if value is None else code.format.encode(value, code.value_scale)
         self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        if value is not None:
+            self.values[layer].index_copy_(0, slots, value)
 
     def apply_moves(self, kv_moves: IntArray) -> None:  # [num_moves, 2], (source, destination)
         """Copy slots to slots in every layer; every read comes before every write."""

@@ -28,6 +28,7 @@ class ModelSpec:
     allow_pickle: bool = False  # read pickled weights where there are no safetensors
     forward: Literal["auto", "family", "bridge"] = "auto"  # which decoder computes the model
     deterministic: bool = False  # rows do not depend on the batch
+    kv_dtype: str = "auto"  # of a target's keys and values: "auto", or one of `KV_FORMATS`
     keeps_quantised: bool = True  # weights stay quantised where operations take them so
     num_scratch_blocks: int = 0  # of a draft model, beside `num_blocks`
     num_checkpoints: int = 0  # of a target's recurrent states, beside those of `max_num_seqs`

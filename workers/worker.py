@@ -21,6 +21,7 @@ from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..drafters.registry import captured_layers, check_head
 from ..errors import ConfigError, OutriderError
 from ..scheduler.types import StepPlan, Verdict
+from .attention import KV_FORMATS
 from .collective import Agreement, Collective, TrainerGroup, gpu_of
 from .device_step.draft import head_obstacle
 from .device_step.seats import SeatSizes, reserved_bytes
@@ -31,11 +32,13 @@ from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
 from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
+from .model.checkpoint.weights import Checkpoint
 from .model.fit import (
     ServedModel,
     Serving,
     check_adapters,
     check_blocks,
+    check_kv_format,
     check_weights,
     received_problem,
     room_of,
@@ -347,7 +350,9 @@ class Worker:
             dtype = dtype_of(spec.dtype)
             if sent is not None:  # the one that is served, whatever the trainer's is
                 dtype = self._infos[name].dtype
-            folder = spec.folder
+            folder, form = spec.folder, KV_FORMATS.get(spec.kv_dtype)
+            if form is not None:
+                check_kv_format(self._device)
             self._models[name] = load_model(
                 folder,
                 dtype=dtype,
@@ -364,6 +369,10 @@ class Worker:
                 max_model_len=spec.max_model_len,
                 **spec.trust,
             )
+            if form is not None:
+                stage, count = self._stage, self._models[name].info.num_layers
+                first = 0 if stage is None else stage.layers(count).start
+                self._models[name].keep_kv_as(form, Checkpoint(folder, **spec.trust), first)
             if name == "draft" and self._models[name].keeps_states:
                 raise ConfigError.at(
                     "speculative_config.speculative_model",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, ConfigError, OutriderError
+from ..attention import KV_FORMATS
 from ..ops import ReferenceOps, max_latent_heads
 from ..ops.cpu import keeps_codes
 from ..spec import ModelSpec, SentWeights
@@ -52,6 +53,11 @@ class Serving:
     has_kernels: bool | None = None  # for that device; None: as this machine has
     keeps_quantised: bool = True  # where the operations do
     whole_experts: bool = False
+    kv_dtype: str = "auto"  # as `ModelSpec.kv_dtype`
+
+    def kv_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of a number in the KV cache of a model of that dtype."""
+        return 1 if self.kv_dtype in KV_FORMATS else dtype.itemsize
 
     def coded(self, path: Path, config: Any, info: ModelInfo) -> dict[str, float]:
         """Weights of a GGUF file's folder that stay quantised, with their bytes per weight."""
@@ -202,12 +208,15 @@ def kv_bytes_per_token(
     """Of one rank with these layers, or all; None for models that look at values, which the meta
     device does not have."""
     layers = range(info.num_layers) if layers is None else layers
-    latent = _latent_elements(model.config, info, serving)
+    latent, itemsize = (
+        _latent_elements(model.config, info, serving),
+        serving.kv_itemsize(info.dtype),
+    )
     if latent is not None:
-        return int(len(layers) * latent * info.dtype.itemsize)
+        return int(len(layers) * latent * itemsize)
     if recurrent_layers(model.config):  # whose modules look at values
         count = len(set(layers) - without_attention(model.config))
-        return 2 * count * info.num_kv_heads * info.head_dim * info.dtype.itemsize
+        return 2 * count * info.num_kv_heads * info.head_dim * itemsize
     fuse_norms(model)
     try:
         shapes = BridgeRunner(model, info, ReferenceOps()).kv_shapes
@@ -216,7 +225,7 @@ def kv_bytes_per_token(
     total_heads = max(shape.num_kv_heads for shape in shapes)
     held = -(-total_heads // size)
     elements = sum(shapes[layer].num_elements for layer in layers)
-    return elements * info.dtype.itemsize * held // total_heads
+    return elements * itemsize * held // total_heads
 
 
 _MAMBA = (
@@ -436,6 +445,14 @@ def check_blocks(
             f"{num_blocks} blocks of {block_size} tokens take "
             f"{wanted / 2**30:,.1f} GiB, and there are {room / 2**30:,.1f} GiB of memory; at most "
             f"{most} blocks, less what the weights need",
+        )
+
+
+def check_kv_format(device: torch.device) -> None:
+    """Raises `ConfigError` where the KV cache cannot be kept as codes on such a device."""
+    if device.type != "cpu":
+        raise ConfigError.at(
+            "kv_cache_dtype", f"only 'auto' is available on {device.type!r}; fp8 needs device 'cpu'"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache, KVShape
+from ..attention import KVCache, KVCode, KVFormat, KVShape, coded_layers
 from ..collective import Collective
 from ..ops import PlannedOps
 from ..ops.protocol import AttentionSpec
@@ -22,6 +22,7 @@ from ..states import StateCache, StateShape
 from .info import ModelInfo
 
 if TYPE_CHECKING:
+    from .checkpoint.weights import Checkpoint
     from .family import Adapters
 
 
@@ -84,6 +85,7 @@ class PagedModel:
         self.adapters = adapters  # None: it takes none
         self.runner = runner
         self.kv_shapes = runner.kv_shapes
+        self.kv_codes: tuple[KVCode | None, ...] = (None,) * len(self.kv_shapes)
         self.info = info
         first = max(self.kv_shapes, key=lambda shape: shape.num_elements > 0)
         if first.num_elements:  # a stage may have no attention
@@ -94,6 +96,18 @@ class PagedModel:
         """Its embedding and output layer; collective where they are sharded."""
         module: Any = self.module
         return module.get_input_embeddings(), module.get_output_embeddings()
+
+    def keep_kv_as(self, form: KVFormat, checkpoint: Checkpoint, first: int) -> None:
+        """Has the caches that are made from now on keep keys and values in codes.
+
+        Args:
+            checkpoint: whose scales are taken; where it has none they are 1.
+            first: the first layer that is here.
+        """
+        scales, shapes = checkpoint.kv_scales(), self.runner.kv_shapes
+        layers = range(first, first + len(shapes))
+        codes = [KVCode(form, *scales.get(layer, (1.0, 1.0))) for layer in layers]
+        self.kv_shapes, self.kv_codes = coded_layers(shapes, codes)
 
     def new_cache(
         self,
@@ -117,7 +131,7 @@ class PagedModel:
             states = StateCache(
                 kept, num_slots, block_size, dtype, device, num_seats, num_checkpoints
             )
-        return KVCache(shapes, num_blocks, block_size, dtype, device, states)
+        return KVCache(shapes, num_blocks, block_size, dtype, device, states, self.kv_codes)
 
     @property
     def keeps_states(self) -> bool:
@@ -137,7 +151,7 @@ class PagedModel:
 
     def kv_bytes_per_token(self) -> int:
         """Of this rank, all layers."""
-        return sum(shape.num_elements for shape in self.kv_shapes) * self.info.dtype.itemsize
+        return sum(shape.num_bytes(self.info.dtype) for shape in self.kv_shapes)
 
     def forward(
         self, step: StepInput, cache: KVCache

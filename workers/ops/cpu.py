@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
+from ..attention import KVCache, KVCode
 from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_kernel
 from .kernels import (
     FLOAT,
@@ -138,7 +138,7 @@ class CpuOps(TorchOps):
         self.dtype = dtype
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
-        self._layers: dict[AttentionSpec, DescribedLayer] = {}
+        self._layers: dict[tuple[AttentionSpec, KVCode | None], DescribedLayer] = {}
         self.keeps_gguf = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
@@ -239,7 +239,7 @@ class CpuOps(TorchOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        found = self.described(spec)
+        found = self.described(spec, cache.codes[layer])
         if not found.has_kernel:
             return super().rope_store_attend(
                 joined, rotation, temperature, plan, cache, layer, spec
@@ -268,11 +268,15 @@ class CpuOps(TorchOps):
         kernels.attend(start, keys, values, out.data_ptr(), scratch, step, integers, floats, *ALONE)
         return out
 
-    def described(self, spec: AttentionSpec) -> DescribedLayer:
-        """A layer's attention as kernels read it; made once."""
-        found = self._layers.get(spec)
+    def described(self, spec: AttentionSpec, code: KVCode | None = None) -> DescribedLayer:
+        """A layer's attention as kernels read it; made once.
+
+        Args:
+            code: of its keys and values; None: they are as the activations.
+        """
+        found = self._layers.get((spec, code))
         if found is None:
-            found = self._layers[spec] = _describe(spec, self._kernels.width)
+            found = self._layers[spec, code] = _describe(spec, code, self._kernels.width)
         return found
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
@@ -305,7 +309,7 @@ def has_attention_kernel(spec: AttentionSpec, width: int) -> bool:
     return rest == 0 and units >= QUAD and group <= MAX_QUERIES
 
 
-def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
+def _describe(spec: AttentionSpec, code: KVCode | None, width: int) -> DescribedLayer:
     kept = [
         None if norm is None or norm.weight is None else norm.weight.float().contiguous()
         for norm in (spec.query_norm, spec.key_norm)
@@ -328,10 +332,14 @@ def _describe(spec: AttentionSpec, width: int) -> DescribedLayer:
         norms_all_heads=spec.norms_all_heads,
         norms_after_rotation=spec.norms_after_rotation,
         shared_values=spec.shared_values,
+        code_bits=0 if code is None else code.format.mantissa_bits,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         query_eps=spec.query_norm.eps if spec.query_norm else 0.0,
         key_eps=spec.key_norm.eps if spec.key_norm else 0.0,
+        key_scale=1.0 if code is None else code.key_scale,
+        value_scale=1.0 if code is None else code.value_scale,
+        largest=0.0 if code is None else code.format.largest,
     )
     integers = np.array(layer[:NUM_INTEGERS], dtype=np.int64)
     floats = np.array(layer[NUM_INTEGERS:], dtype=np.float64)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attention import KVCache
+from ..attention import KVCache, KVCode
 from .cpu import (
     GATE_KERNELS,
     CodedProjection,
@@ -104,7 +104,7 @@ class Program:
     unembed: PanelProjection | None  # None: the output layer has no kernel
     hidden_size: int
     scratch_bytes: int  # of a thread
-    _made: dict[tuple[Tail, bool], Ints] = field(default_factory=dict)
+    _made: dict[tuple[Tail, bool, tuple[KVCode | None, ...]], Ints] = field(default_factory=dict)
     _own: _Memory = field(default_factory=lambda: _Memory())
 
     @staticmethod
@@ -177,10 +177,11 @@ class Program:
         num_chosen = num_rows if rows is None else len(rows)
         own = self._own
         variables, buffers = own.of(self, num_rows, dtype)
-        phases = self._made.get((tail, read is not None))
+        codes = tuple(cache.codes[first : first + len(self.layers)])
+        phases = self._made.get((tail, read is not None, codes))
         if phases is None:
-            phases = self._phases(tail, read)
-            self._made[tail, read is not None] = phases
+            phases = self._phases(tail, read, codes)
+            self._made[tail, read is not None, codes] = phases
         captured: list[Tensor] = []
         if tail.captured:
             captured = list(torch.empty(len(tail.captured), *residual.shape, dtype=dtype))
@@ -216,17 +217,19 @@ class Program:
         sizes = (self.hidden_size, joined, attended, self.hidden_size, 2 * inner, inner)
         return dict(zip(_BUFFERS, (*sizes, self.hidden_size, self.hidden_size), strict=True))
 
-    def _phases(self, tail: Tail, read: Tensor | None) -> Ints:  # [num_phases, NUM_OPERANDS]
+    def _phases(
+        self, tail: Tail, read: Tensor | None, codes: Sequence[KVCode | None]
+    ) -> Ints:  # [num_phases, NUM_OPERANDS]
         phases = Phases(self.ops, self.hidden_size, self.scale)
         update, after = 0, None
-        for index, layer in enumerate(self.layers):
+        for index, (layer, code) in enumerate(zip(self.layers, codes, strict=True)):
             phases.add_norm(update, after, layer.before_attention)
             if index in tail.captured:
                 phases.copy(RESIDUAL, _CAPTURES + tail.captured.index(index))
             source = phases.states
             if index == 0 and read is not None:
                 source = READ
-            phases.layer(layer, CACHES + 2 * index, source)
+            phases.layer(layer, CACHES + 2 * index, source, code)
             update, after = UPDATE, layer.after_mlp
         phases.add_norm(update, after, self.norm if tail.normed else None)
         if len(self.layers) in tail.captured:
@@ -343,10 +346,17 @@ class Phases:
         self._add(BEST, rows, source, out, size, names)
 
     def prepare(
-        self, spec: AttentionSpec, joined: int, cache: int, *, rotates: bool, is_tempered: bool
+        self,
+        spec: AttentionSpec,
+        joined: int,
+        cache: int,
+        *,
+        rotates: bool,
+        is_tempered: bool,
+        code: KVCode | None = None,  # of keys and values
     ) -> None:
         """Rows [queries, keys, values] in place, then keys and values into the cache."""
-        integers, floats = self._ops.described(spec).addresses
+        integers, floats = self._ops.described(spec, code).addresses
         cos = sin = 0
         if rotates and spec.rotary_dim:
             cos, sin = self._rotations, self._rotations + 1
@@ -356,15 +366,15 @@ class Phases:
             spec.joined_width * self._width,
         )  # fmt: skip
 
-    def layer(self, layer: LayerParts, cache: int, source: int) -> None:
+    def layer(self, layer: LayerParts, cache: int, source: int, code: KVCode | None = None) -> None:
         """From what the first product reads to the update of the second block."""
         spec, rows = layer.spec, self._num_rows
         self.product(layer.joined, source, JOINED, rows)
         own, self._rotations = self._rotations, self._rotations + 2 * (layer.rope or 0)
         rotates, is_tempered = layer.rope is not None, layer.is_tempered
-        self.prepare(spec, JOINED, cache, rotates=rotates, is_tempered=is_tempered)
+        self.prepare(spec, JOINED, cache, rotates=rotates, is_tempered=is_tempered, code=code)
         self._rotations = own
-        integers, floats = self._ops.described(spec).addresses
+        integers, floats = self._ops.described(spec, code).addresses
         self._add(ATTEND, rows, self._step, JOINED, cache, cache + 1, ATTENDED, integers, floats)
         self.product(layer.output, ATTENDED, UPDATE, rows)
         self.add_norm(UPDATE, layer.after_attention, layer.before_mlp)

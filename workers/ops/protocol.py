@@ -353,6 +353,7 @@ class PlannedOps:
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """`Ops.rope_store_attend` of queries and keys that others have prepared."""
         joined = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
-        assert joined.dtype == cache.keys[layer].dtype, (joined.dtype, cache.keys[layer].dtype)
+        kept, code = cache.keys[layer].dtype, cache.codes[layer]
+        assert code is not None or joined.dtype == kept, (joined.dtype, kept)
         out = self.ops.rope_store_attend(joined, None, None, plan, cache, layer, spec)
         return out.unflatten(1, (spec.num_heads, spec.value_dim))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
+from ..attention import KVCache, KVCode
 from .plan import WORD_BITS, PagedStep, plan_step
 from .protocol import (
     AttentionSpec,
@@ -109,15 +109,13 @@ class ReferenceOps:
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
         query, key, value = prepared_heads(joined, rotation, temperature, spec)
-        slots, keys, values = plan.slots.long(), cache.keys[layer], cache.values[layer]
+        keys, values, code = cache.keys[layer], cache.values[layer], cache.codes[layer]
+        cache.write(layer, plan.slots.long(), key, None if spec.shared_values else value)
         if spec.shared_values:
-            keys.index_copy_(0, slots, key)
             values = keys[..., : spec.value_dim]
-        else:
-            cache.write(layer, slots, key, value)
         if plan.turn is not None:
             plan.turn.stored()
-        return self.attend(query, keys, values, plan, spec).flatten(1)
+        return self.attend(query, keys, values, plan, spec, code).flatten(1)
 
     def attend(
         self,
@@ -126,6 +124,7 @@ class ReferenceOps:
         values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         plan: PagedStep,
         spec: AttentionSpec,
+        code: KVCode | None = None,  # of keys and values
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """Attention over keys that are in their slots."""
         lanes = torch.arange(plan.max_query_len, device=query.device)
@@ -136,7 +135,10 @@ class ReferenceOps:
         hidden = ~visible(plan, rows, index, spec)[:, None, None]
         fold = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads)
         grouped = query[rows].unflatten(2, fold)  # [num_seqs, query_len, kv heads, fold, dim]
-        scores = torch.einsum("sqhgd,skhd->shgqk", grouped.float(), keys[slots].float())
+        keys, values = keys[slots], values[slots]
+        if code is not None:
+            keys, values = code.keys(keys, query.dtype), code.values(values, query.dtype)
+        scores = torch.einsum("sqhgd,skhd->shgqk", grouped.float(), keys.float())
         scores = scores * spec.scale
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
@@ -146,7 +148,7 @@ class ReferenceOps:
             sinks = spec.sinks.float().view(1, *fold, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(dim=-1)[..., : plan.max_key_len]
-        out = torch.einsum("shgqk,skhd->sqhgd", weights, values[slots].float())
+        out = torch.einsum("shgqk,skhd->sqhgd", weights, values.float())
         lane = torch.arange(plan.num_tokens, device=query.device) - plan.query_start[plan.row_seq]
         return out[plan.row_seq, lane].flatten(1, 2).to(query.dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
+from ..attention import KVCache, KVCode
 from .plan import PagedStep, part_of
 from .protocol import AttentionSpec, Norm
 from .reference import ReferenceOps, visible
@@ -44,6 +44,7 @@ class SequenceRows:
         values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         spec: AttentionSpec,
         out: Tensor,  # [num_tokens of the step, num_heads, value_dim], written
+        code: KVCode | None = None,  # of keys and values
     ) -> None:
         """Attention to keys and values that are in their slots.
 
@@ -62,10 +63,13 @@ class SequenceRows:
         if is_folded:
             lines = lines.reshape(shape[0], shape[1] * num_rows, -1)
             mask = None if mask is None else mask.repeat(shape[1], 1)
+        keys, values = keys.index_select(0, self.slots), values.index_select(0, self.slots)
+        if code is not None:
+            keys, values = code.keys(keys, query.dtype), code.values(values, query.dtype)
         found = functional.scaled_dot_product_attention(
             lines[None],
-            keys.index_select(0, self.slots)[None].transpose(1, 2),
-            values.index_select(0, self.slots)[None].transpose(1, 2),
+            keys[None].transpose(1, 2),
+            values[None].transpose(1, 2),
             mask,
             is_causal=is_triangle,
             scale=spec.scale,
@@ -120,13 +124,14 @@ class TorchOps(ReferenceOps):
         values: Tensor,  # [num_slots, num_kv_heads, value_dim]
         plan: PagedStep,
         spec: AttentionSpec,
+        code: KVCode | None = None,
     ) -> Tensor:  # [num_tokens, num_heads, value_dim]
         """Sequence by sequence, so that none is padded."""
         out = query.new_empty(plan.num_tokens, spec.num_heads, spec.value_dim)
         for each in plan.passes or passes_of(plan):
             if suits_torch(spec):
-                each.attend(query, keys, values, spec, out)
+                each.attend(query, keys, values, spec, out, code)
                 continue
             rows = slice(each.begin, each.begin + each.plan.num_tokens)
-            out[rows] = super().attend(query[rows], keys, values, each.plan, spec)
+            out[rows] = super().attend(query[rows], keys, values, each.plan, spec, code)
         return out

@@ -15,7 +15,7 @@ import torch
 from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.scheduler.types import ints
 from outrider.tests.helpers.steps import assert_close, assert_norms
-from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import make_ops
 from outrider.workers.ops.cpu import CpuOps, PackedProjection, PanelProjection
 from outrider.workers.ops.protocol import AttentionSpec, Gate, GateKind, Norm
@@ -27,18 +27,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = ReferenceOps()
 
 
-def attend_both(spec, dtype, step, num_blocks, block_size, seed, temperature=None, filled=True):
+def attend_both(
+    spec, dtype, step, num_blocks, block_size, seed, temperature=None, code=None, make=CpuOps
+):
     """(kernel's, reference's) output, and the two caches."""
     torch.manual_seed(seed)
-    shape = KVShape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
-    device = torch.device("cpu")
-    caches = [KVCache([shape] * 2, num_blocks, block_size, dtype, device) for _ in range(2)]
+    value_dim = 0 if spec.shared_values else spec.value_dim
+    form = None if code is None else code.format
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, value_dim, format=form)
+    device, codes = torch.device("cpu"), (code, code)
+    caches = [
+        KVCache([shape] * 2, num_blocks, block_size, dtype, device, codes=codes) for _ in range(2)
+    ]
     for mine, theirs in zip(caches[0]._storages, caches[1]._storages):
-        mine.normal_()
+        filled = torch.randn(mine.shape)
+        mine.copy_(filled if form is None else form.encode(filled, 1.0))
         theirs.copy_(mine)
     joined = torch.randn(len(step.token_ids), spec.joined_width).to(dtype)
     results = []
-    for ops, cache in zip((CpuOps(dtype), REFERENCE), caches):
+    for ops, cache in zip((make(dtype), REFERENCE), caches):
         plan = ops.plan(step, cache)
         turned = None
         if spec.rotary_dim:
@@ -101,6 +108,67 @@ def test_attention(name, dtype):
             assert_close(mine, theirs)
             for kept, expected in zip(caches[0]._storages, caches[1]._storages):
                 assert_close(kept, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_codes_round_as_torch_does(name, dtype):
+    """Every bfloat16, and products of floats that lie between the codes."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = torch.cat([values[~values.isnan()], torch.linspace(-0.03, 0.03, 9999)]).to(dtype)
+    num_rows = len(values) // 32
+    spec, code = AttentionSpec(1, 1, 16, 16, 0.25), KVCode(KV_FORMATS[name], 0.37, 1.0)
+    step, num_blocks = step_of(np.random.default_rng(0), [(0, num_rows)], [[]], 16)
+    shape = KVShape(1, 16, 16, format=code.format)
+    caches = [
+        KVCache([shape], num_blocks, 16, dtype, torch.device("cpu"), codes=[code]) for _ in range(2)
+    ]
+    joined = torch.zeros(num_rows, 48, dtype=dtype)
+    joined[:, 16:] = values[: num_rows * 32].view(num_rows, 32)
+    for ops, cache in zip((CpuOps(dtype), REFERENCE), caches):
+        plan = ops.plan(step, cache)
+        if ops is REFERENCE:
+            key, value = (
+                joined[:, 16:32].unflatten(1, (1, 16)),
+                joined[:, 32:].unflatten(1, (1, 16)),
+            )
+            cache.write(0, plan.slots.long(), key, value)
+        else:
+            ops.rope_store_attend(joined.clone(), None, None, plan, cache, 0, spec)
+    for kept, expected in zip(caches[0]._storages, caches[1]._storages):
+        assert torch.equal(kept, expected)
+
+
+CODED = {name: LAYERS[name] for name in ("demo", "narrow values", "no whole quads", "window")} | {
+    "no kernel in bfloat16": LAYERS["no kernel in bfloat16"],
+    "latents": AttentionSpec(8, 1, 80, 64, 0.1, shared_values=True),
+    "sinks": LAYERS["sinks"],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("form", KV_FORMATS)
+def test_attention_over_codes(form, name, dtype):
+    """Rows of the same step are read as they are kept, in prompts, chains and trees."""
+    rng, spec = np.random.default_rng(len(name)), replace(CODED[name], rotary_dim=0)
+    scales = (0.25, 0.25) if spec.shared_values else (0.25, 1.7)
+    code = KVCode(KV_FORMATS[form], *scales)
+    makers = [CpuOps] if spec.shared_values else [CpuOps, lambda dtype: TorchOps()]
+    for lengths, trees in (
+        ([(140, 3), (0, 20), (300, 1)], [[], [], random_tree(rng, 5)]),
+        ([(5, 1), (61, 2)], [[-1, 0, 1], random_tree(rng, 64)]),
+        ([(290, 1)], [[]]),
+        ([(0, 70)], [[]]),
+    ):
+        step, num_blocks = step_of(rng, lengths, trees, 6)
+        for make in makers:
+            (mine, theirs), caches = attend_both(
+                spec, dtype, step, num_blocks, 6, 0, code=code, make=make
+            )
+            assert_close(mine, theirs)
+            for kept, expected in zip(caches[0]._storages, caches[1]._storages):
+                assert torch.equal(kept, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -161,7 +161,11 @@ def _read_compressed(section: Any, path: Path) -> WeightFormat:
     kind, scheme = section.get("format"), section.get("kv_cache_scheme")
     groups, packed = section.get("config_groups"), kind == _PACKED
     _require(kind in (*_SCALED, _PACKED), path, "format", kind, ", ".join((*_SCALED, _PACKED)))
-    _require(scheme is None, path, "kv_cache_scheme", scheme, "null")
+    if scheme is not None:  # of the scales that `Checkpoint.kv_scales` reads
+        held = scheme if isinstance(scheme, dict) else {}
+        of_floats = held.get("num_bits") == 8 and held.get("type") == "float"
+        known = of_floats and held.get("strategy") == "tensor" and not held.get("dynamic")
+        _require(known, path, "kv_cache_scheme", scheme, "null, static float8 per tensor")
     has_groups = isinstance(groups, dict) and bool(groups)
     _require(has_groups, path, "config_groups", groups, "a mapping of groups")
     found, blocks, bits = [], [], 8

@@ -7,7 +7,9 @@ read piece by piece.
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +167,14 @@ class Joined:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
 
+# The names that vLLM reads, and the older one of both: of a layer's attention or of what it is
+# computed by, and `output_scale` of llm-compressor's calibration.
+_KV_SCALE = re.compile(
+    r"\blayers\.(?P<layer>\d+)\.(?:self_attn|attention|attn|mixer)\.(?:attn\.)?"
+    r"(?:(?:[kv]_proj\.|qkv_proj\.)?(?P<which>k|v|kv)_scale|(?P<projection>[kv])_proj\.output_scale)$"
+)
+
+
 class Checkpoint:
     """The weight files of one folder. Counts what is read, so that tests can check it.
 
@@ -195,7 +205,9 @@ class Checkpoint:
         )
         self._index = self._read_index()
         own = self.format.weights(self._index) if self.format else None
-        self._stored = {name: name for name in self._index} if own is None else own
+        stored = {name: name for name in self._index} if own is None else own
+        self._scales = {name: found for name in self._index if (found := _KV_SCALE.search(name))}
+        self._stored = {name: each for name, each in stored.items() if name not in self._scales}
 
     @property
     def names(self) -> list[str]:
@@ -212,6 +224,29 @@ class Checkpoint:
         return make_source(
             name, kind, self._index, self._piece, self.path, keeps=self._keeps_quantised
         )
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """By layer, what its keys and its values are divided by in a cache of codes.
+
+        Raises:
+            CheckpointError: a scale is not one finite number above 0; names it.
+        """
+        found: dict[int, list[float]] = {}
+        for name, match in self._scales.items():
+            tensor = self._piece(name).read(whole_box(self._piece(name).shape))
+            scale = float(tensor) if tensor.numel() == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise CheckpointError(
+                    f"tensor {name!r} of {str(self.path)!r} is a scale of the KV cache, and must "
+                    f"be one number above 0; it has shape {list(tensor.shape)}, and begins with "
+                    f"{tensor.flatten()[:1].tolist()}"
+                )
+            layer, which = int(match["layer"]), match["which"] or match["projection"]
+            pair = found.setdefault(layer, [1.0, 1.0])
+            for place, key in enumerate("kv"):
+                if key in which:
+                    pair[place] = scale
+        return {layer: (keys, values) for layer, (keys, values) in found.items()}
 
     def _require_plain(self, name: str) -> None:
         """Raises `CheckpointError` for values that mean nothing without a scale."""
@@ -289,6 +324,9 @@ class Received(Checkpoint):
     @property
     def names(self) -> list[str]:
         return sorted(self._tensors)
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        return {}
 
     def source(self, name: str) -> TensorSource:
         return Whole(self._tensors[name])

@@ -28,10 +28,12 @@ from .tiles import (
     KeySequence,
     add_panels,
     begin_query,
+    decode_rows,
     find_slots,
     first_visible,
     hide,
     lay_out,
+    number_slots,
     row_of,
     score_panels,
     tile_from,
@@ -345,10 +347,24 @@ def _rows_of(start, head, num_heads, size):
 
 
 @inlined
+def _decode(kind, work, keys, values, slots, tile, layer):
+    """One key head's keys and values of a tile, which the cache has as codes."""
+    decoded, bits, count = work.decoded, layer.code_bits, tile.num_keys
+    decode_rows(kind, keys, slots, count, layer.head_dim, bits, layer.key_scale, decoded.keys)
+    read = Matrix(decoded.keys, layer.head_dim * kind.width)
+    if layer.shared_values:
+        return read, read
+    size, scale = layer.value_dim, layer.value_scale
+    decode_rows(kind, values, slots, count, size, bits, scale, decoded.values)
+    return read, Matrix(decoded.values, size * kind.width)
+
+
+@inlined
 def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequence, step, layer):
     """All keys from the first to the last that any of the rows sees, tile by tile."""
-    key_bytes, value_bytes = layer.head_dim * kind.width, layer.value_dim * kind.width
-    num_quads = key_bytes // UNIT // QUAD
+    num_quads, code_bits = layer.head_dim * kind.width // UNIT // QUAD, layer.code_bits
+    width = 1 if code_bits else kind.width
+    key_bytes, value_bytes = layer.head_dim * width, layer.value_dim * width
     keys = _rows_of(cache.keys, heads.first, layer.num_kv_heads, key_bytes)
     values = _rows_of(cache.values, heads.first, layer.num_kv_heads, value_bytes)
     if layer.shared_values:
@@ -363,10 +379,15 @@ def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequen
         find_slots(next_slots, next_tile, sequence.blocks, block_size)
         for index in range(heads.num_heads):
             quad = index * num_quads
-            ahead = Ahead(keys, values, next_slots, next_tile.num_keys, quad, bits)
+            num_next = 0 if code_bits else next_tile.num_keys  # codes are read in order
+            ahead = Ahead(keys, values, next_slots, num_next, quad, bits)
             own_keys = Matrix(keys.start + index * key_bytes, keys.to_row)
             own_values = Matrix(values.start + index * value_bytes, values.to_row)
-            part = work_of(work, index * num_queries, slots)
+            read = slots
+            if code_bits:
+                own_keys, own_values = _decode(kind, work, own_keys, own_values, slots, tile, layer)
+                read = work.decoded.slots
+            part = work_of(work, index * num_queries, read)
             _attend_tile(
                 kind, part, first_row, num_queries, own_keys, own_values, ahead, tile, sequence,
                 step, layer,
@@ -397,6 +418,8 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
         last = max(last, sequence.key_len if index >= sequence.tree_start else index + 1)
         first = min(first, first_visible(item(step.positions, flat), layer))
 
+    if layer.code_bits:
+        number_slots(work.decoded)
     span = (first, last)
     _attend_tiles(kind, work, rows, num_queries, heads, span, cache, sequence, step, layer)
 

@@ -12,7 +12,19 @@ import numpy as np
 
 from . import LANES, inlined
 from .elementwise import RowNorm, norm_row
-from .vector import FULL, fma, load_one, load_some, mul, splat, store_some, sub
+from .vector import (
+    FULL,
+    fma,
+    larger,
+    load_one,
+    load_some,
+    mul,
+    smaller,
+    splat,
+    store_some,
+    store_some_codes,
+    sub,
+)
 
 INT64, INT32, FLOAT64 = np.int64(0), np.int32(0), np.float64(0)
 
@@ -58,13 +70,17 @@ class Layer(NamedTuple):
     norms_all_heads: int
     norms_after_rotation: int
     shared_values: int  # a key's first columns are its value
+    code_bits: int  # of mantissa, of codes in the cache (`KVCode`); 0: the cache has no codes
     scale: float = 0.0
     softcap: float = 0.0
     query_eps: float = 0.0
     key_eps: float = 0.0
+    key_scale: float = 1.0  # of codes
+    value_scale: float = 1.0
+    largest: float = 0.0  # that has a code
 
 
-NUM_INTEGERS = 16  # of a layer's fields
+NUM_INTEGERS = 17  # of a layer's fields
 
 
 class Angles(NamedTuple):
@@ -112,7 +128,8 @@ def read_layer(row, floats):
         item64(row, 0), item64(row, 1), item64(row, 2), item64(row, 3), item64(row, 4),
         item64(row, 5), item64(row, 6), item64(row, 7), item64(row, 8), item64(row, 9),
         item64(row, 10), item64(row, 11), item64(row, 12), item64(row, 13), item64(row, 14),
-        item64(row, 15), number(floats, 0), number(floats, 1), number(floats, 2), number(floats, 3),
+        item64(row, 15), item64(row, 16), number(floats, 0), number(floats, 1), number(floats, 2),
+        number(floats, 3), number(floats, 4), number(floats, 5), number(floats, 6),
     )  # fmt: skip
 
 
@@ -173,6 +190,16 @@ def _copy(kind, source, target, size):
 
 
 @inlined
+def _encode(kind, source, target, size, scale, layer):
+    factor, most = splat(np.float32(1) / np.float32(scale)), np.float32(layer.largest)
+    high, low = splat(most), splat(-most)
+    for begin in range(0, size, LANES):
+        value = mul(load_some(kind.tag, source + begin * kind.width, size - begin), factor)
+        value = larger(smaller(value, high), low)
+        store_some_codes(target + begin, value, layer.code_bits, size - begin)
+
+
+@inlined
 def prepare_rows(kind, joined, angles, temperature, step, layer, cache):
     width = kind.width
     query_size = layer.num_heads * layer.head_dim
@@ -199,6 +226,11 @@ def prepare_rows(kind, joined, angles, temperature, step, layer, cache):
             factor = load_one(FULL, temperature + row * 4)
             _scale_heads(kind, query, query_size, factor)
         slot = item(step.slots, row)
-        _copy(kind, key, cache.keys + slot * key_size * width, key_size)
-        place = cache.values + slot * value_size * width
-        _copy(kind, key + key_size * width, place, value_size)
+        value = key + key_size * width
+        if layer.code_bits:
+            _encode(kind, key, cache.keys + slot * key_size, key_size, layer.key_scale, layer)
+            place = cache.values + slot * value_size
+            _encode(kind, value, place, value_size, layer.value_scale, layer)
+        else:
+            _copy(kind, key, cache.keys + slot * key_size * width, key_size)
+            _copy(kind, value, cache.values + slot * value_size * width, value_size)

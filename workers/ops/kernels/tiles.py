@@ -15,7 +15,19 @@ from . import GROUP, HAS_TILES, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
 from .amx import whole_steps
 from .panels import FLOATS, QUAD, begin_tiles, group_rows, transpose_quad, zip_rows
 from .prepare import INT64, item, item64
-from .vector import FULL, fetch_lines, load_one, load_some, splat, store, store_one, store_some
+from .vector import (
+    FULL,
+    fetch_lines,
+    load_codes,
+    load_one,
+    load_some,
+    load_some_codes,
+    mul,
+    splat,
+    store,
+    store_one,
+    store_some,
+)
 
 # Which keys a row sees (`ops/plan.py`): those before it, its ancestors in a tree, a window.
 
@@ -108,9 +120,10 @@ def panels_at(start, units):
 
 
 def panel_bytes(width: int, dim: int, value_dim: int) -> int:
-    """Memory behind the address of `panels_at`."""
+    """Memory behind the address of `decoded_at`."""
     wide = -(-value_dim // GROUP) * GROUP
-    return PANEL + 2 * TILE * 8 + TILE * whole_row(dim * width) + TILE * wide * width
+    rows = whole_row(dim * width) + wide * width
+    return PANEL + 2 * TILE * 8 + TILE * rows + PANEL + TILE * (8 + rows)
 
 
 def whole_row(num_bytes: int) -> int:
@@ -121,6 +134,46 @@ def whole_row(num_bytes: int) -> int:
 @inlined
 def whole_vectors(count):
     return (count + LANES - 1) // LANES * LANES
+
+
+# Keys and values of one head of a tile that are kept as codes (`KVCode`), as the kernel reads them.
+
+
+class Decoded(NamedTuple):
+    """Where they lie, of which all are addresses."""
+
+    slots: int  # int64 [TILE], their numbers from 0 on
+    keys: int
+    values: int
+    end: int
+
+
+@inlined
+def decoded_at(start, key_bytes, value_bytes):
+    slots = (start + PANEL - 1) // PANEL * PANEL
+    keys = slots + TILE * 8
+    values = keys + TILE * key_bytes
+    return Decoded(slots, keys, values, values + TILE * value_bytes)
+
+
+@inlined
+def number_slots(decoded):
+    for index in range(TILE):
+        store_one(decoded.slots + index * 8, np.int64(index))
+
+
+@inlined
+def decode_rows(kind, rows, slots, num_rows, size, bits, scale, out):
+    """Rows of codes by their numbers, in whole vectors of rows, one behind the other."""
+    factor, whole = splat(np.float32(scale)), size // LANES * LANES
+    for row in range(whole_vectors(num_rows)):
+        place, target = rows.start + item64(slots, row) * rows.to_row, out + row * size * kind.width
+        for begin in range(0, whole, LANES):
+            values = mul(load_codes(place + begin, bits), factor)
+            store(kind.tag, target + begin * kind.width, values)
+        if whole < size:
+            values = mul(load_some_codes(place + whole, bits, size - whole), factor)
+            store_some(kind.tag, target + whole * kind.width, values, size - whole)
 
 
 @inlined
@@ -230,6 +283,7 @@ class Work(NamedTuple):
     sums: int  # address of [num_queries]
     results: Matrix  # [num_queries, padded]
     panels: Panels
+    decoded: Decoded
 
 
 @inlined
@@ -245,8 +299,12 @@ def work_at(scratch, kind, dim, padded):
     peaks = scores + MAX_QUERIES * TILE * 4
     sums = peaks + MAX_QUERIES * 4
     results = Matrix(sums + MAX_QUERIES * 4, (padded + 4 * LANES) * 4)
-    panels = panels_at(results.start + MAX_QUERIES * results.to_row, units)
-    return Work(Matrix(scratch, to_query), Matrix(scores, TILE * 4), peaks, sums, results, panels)
+    decoded = decoded_at(
+        results.start + MAX_QUERIES * results.to_row, dim * kind.width, padded * kind.width
+    )
+    panels = panels_at(decoded.end, units)
+    queries, scored = Matrix(scratch, to_query), Matrix(scores, TILE * 4)
+    return Work(queries, scored, peaks, sums, results, panels, decoded)
 
 
 @inlined
@@ -260,6 +318,7 @@ def work_of(work, query, slots):
         work.sums + query * 4,
         Matrix(row_of(work.results, query), work.results.to_row),
         panels,
+        work.decoded,
     )
 
 

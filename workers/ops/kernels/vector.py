@@ -25,6 +25,7 @@ FULL = np.float32(0)
 
 F32, I1, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(size) for size in (1, 8, 16, 32, 64))
 VECTOR = ir.VectorType(F32, LANES)
+CODES = ir.VectorType(I8, LANES)
 WORDS = ir.VectorType(I32, LANES)
 
 _SETTINGS: Any = numba.config
@@ -122,7 +123,7 @@ def emit_masked_load(builder: Any, address: Any, kind: Any, align: int, mask: An
     """Zeros where the mask does not hold; nothing is read there."""
     return emit_call(
         builder,
-        f"llvm.masked.load.v{kind.count}{'f32' if kind.element == F32 else 'i16'}.p0",
+        f"llvm.masked.load.v{kind.count}{_name_of(kind.element)}.p0",
         kind,
         pointer(builder, address, kind),
         I32(align),
@@ -133,10 +134,13 @@ def emit_masked_load(builder: Any, address: Any, kind: Any, align: int, mask: An
 
 def emit_masked_store(builder: Any, value: Any, address: Any, align: int, mask: Any) -> None:
     """Writes where the mask holds."""
-    element = "f32" if value.type.element == F32 else "i16"
-    name = f"llvm.masked.store.v{value.type.count}{element}.p0"
+    name = f"llvm.masked.store.v{value.type.count}{_name_of(value.type.element)}.p0"
     place = pointer(builder, address, value.type)
     emit_call(builder, name, ir.VoidType(), value, place, I32(align), mask)
+
+
+def _name_of(element: Any) -> str:
+    return "f32" if element == F32 else f"i{element.width}"
 
 
 def emit_widen(builder: Any, halves: Any) -> Any:
@@ -367,6 +371,97 @@ def power_of_two(_: Any, value: Any) -> Any:
         return _emit_power(builder, rounded, rest, _POWER)
 
     return vector(vector), emit
+
+
+# -- floats of one byte: a sign, an exponent, and so many bits of mantissa (`KVFormat`)
+#
+# With the exponent moved to where a float has it, a code is a float, but for the bias. The smallest
+# have no exponent: they count units, as do the last bits of any float of the right size.
+
+
+class _Bias(NamedTuple):
+    """What follows from the number of mantissa bits; all vectors."""
+
+    shift: Any  # from a code's bits to a float's
+    offset: Any  # of the exponent, in a float's bits
+    least: Any  # float, the smallest with an exponent
+
+    @staticmethod
+    def emit(builder: Any, bits: Any) -> _Bias:
+        """Of `bits`, an int64 that does not change in a loop."""
+        bias = builder.sub(builder.shl(I64(1), builder.sub(I64(6), bits)), I64(1))
+        numbers = [
+            builder.sub(I64(23), bits),
+            builder.shl(builder.sub(I64(127), bias), I64(23)),
+            builder.shl(builder.sub(I64(128), bias), I64(23)),
+        ]
+        shift, offset, least = [emit_splat(builder, builder.trunc(n, I32)) for n in numbers]
+        return _Bias(shift, offset, builder.bitcast(least, VECTOR))
+
+
+def _emit_decode(builder: Any, codes: Any, bits: Any) -> Any:
+    bias, words = _Bias.emit(builder, bits), builder.zext(codes, WORDS)
+    magnitude = builder.shl(builder.and_(words, constant(WORDS, 0x7F)), bias.shift)
+    least_bits = builder.add(magnitude, builder.bitcast(bias.least, WORDS))
+    tiny = builder.fsub(builder.bitcast(least_bits, VECTOR), bias.least)
+    value = builder.bitcast(builder.add(magnitude, bias.offset), VECTOR)
+    is_tiny = builder.icmp_unsigned("<", magnitude, constant(WORDS, 1 << 23))
+    value = builder.bitcast(builder.select(is_tiny, tiny, value), WORDS)
+    sign = builder.shl(builder.and_(words, constant(WORDS, 0x80)), constant(WORDS, 24))
+    return builder.bitcast(builder.or_(value, sign), VECTOR)
+
+
+def _emit_encode(builder: Any, value: Any, bits: Any) -> Any:
+    bias, words = _Bias.emit(builder, bits), builder.bitcast(value, WORDS)
+    magnitude = builder.and_(words, constant(WORDS, 0x7FFFFFFF))
+    one = constant(WORDS, 1)
+    odd = builder.and_(builder.lshr(magnitude, bias.shift), one)
+    half = builder.sub(builder.shl(one, builder.sub(bias.shift, one)), one)
+    rounded = builder.add(magnitude, builder.add(half, odd))
+    code = builder.lshr(builder.sub(rounded, bias.offset), bias.shift)
+    units = builder.add(
+        builder.bitcast(bias.least, WORDS), builder.shl(bias.shift, constant(WORDS, 23))
+    )
+    size = builder.bitcast(magnitude, VECTOR)
+    unit = builder.bitcast(units, VECTOR)
+    counted = builder.bitcast(builder.fadd(size, unit), WORDS)
+    is_tiny = builder.fcmp_ordered("<", size, bias.least)
+    code = builder.select(is_tiny, builder.sub(counted, units), code)
+    sign = builder.and_(builder.lshr(words, constant(WORDS, 24)), constant(WORDS, 0x80))
+    return builder.trunc(builder.or_(code, sign), CODES)
+
+
+@instruction
+def load_codes(_: Any, address: Any, bits: Any) -> Any:
+    """16 values of codes with so many bits of mantissa."""
+    return _defined(vector, types.int64, types.int64)(
+        lambda c, b, s, a: _emit_decode(b, emit_load(b, a[0], CODES, 1), a[1])
+    )
+
+
+@instruction
+def load_some_codes(_: Any, address: Any, bits: Any, count: Any) -> Any:
+    """The first `count` of them; zeros beyond, where nothing is read."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        mask = emit_mask(builder, arguments[2], LANES)
+        codes = emit_masked_load(builder, arguments[0], CODES, 1, mask)
+        return _emit_decode(builder, codes, arguments[1])
+
+    return vector(types.int64, types.int64, types.int64), emit
+
+
+@instruction
+def store_some_codes(_: Any, address: Any, value: Any, bits: Any, count: Any) -> Any:
+    """The codes of the first `count` values, which are not larger than the largest that has one."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes = _emit_encode(builder, arguments[1], arguments[2])
+        mask = emit_mask(builder, arguments[3], LANES)
+        emit_masked_store(builder, codes, arguments[0], 1, mask)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector, types.int64, types.int64), emit
 
 
 # -- keys and values of the next tile, which are fetched from memory while this one is used
