@@ -151,7 +151,8 @@ def contenders(
         step, num_blocks = make_step(model.info.vocab_size)
         cache = model.new_cache(num_blocks, BLOCK_SIZE)
         for pages in (*cache.keys, *cache.values):
-            pages.copy_(torch.randn(pages.shape) if pages.is_floating_point() else 0)
+            if pages.is_floating_point():
+                pages.normal_()
         for layer, code in enumerate(model.kv_codes):
             if code is not None:
                 for pages in (cache.keys[layer], cache.values[layer]):
