@@ -76,6 +76,7 @@ def shown_value(value: Any) -> str:
     """`value` in a message: cut where it is long, or nested deeply."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = _MAX_SHOWN
+    brief.maxlevel = 3
     return brief.repr(value)
 
 

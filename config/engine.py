@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown_value
 from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
 from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
@@ -413,5 +413,6 @@ class EngineConfig(Strict):
         elif speculative is None:
             data.pop("speculative_config", None)
         elif not isinstance(speculative, SpeculationBase):
-            raise ConfigError.at("speculative_config", f"expected a mapping, got {speculative!r}")
+            shown = shown_value(speculative)
+            raise ConfigError.at("speculative_config", f"expected a mapping, got {shown}")
         return parse(cls, data)

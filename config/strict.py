@@ -227,7 +227,8 @@ def read_yaml(text: str, field: str, where: str) -> Any:
     """
     try:
         return yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:  # a date such as 2001-99-99 is a ValueError
+    # A date such as 2001-99-99 is a ValueError, `!!timestamp 5` an AttributeError.
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError.at(field, f"{where} is not YAML: {error}") from None
     except RecursionError:
         raise ConfigError.at(field, f"{where} is nested too deep") from None

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ...config import EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
-from ...errors import ConfigError, in_words
+from ...errors import ConfigError, in_words, shown_value
 
 _SECTIONS = ("serve", "speculative_config", "resources", "kv_cache_config")
 _LATER_THAN_NEXT = 1.1  # Serve varies the period of health checks by a tenth
@@ -192,7 +192,7 @@ def read_args(args: dict[str, Any]) -> tuple[EngineConfig, ServeConfig]:
     data = _structured(args)
     serve = data.pop("serve", None) or {}
     if not isinstance(serve, dict):
-        raise ConfigError.at("serve", f"expected a mapping, got {serve!r}")
+        raise ConfigError.at("serve", f"expected a mapping, got {shown_value(serve)}")
     try:
         section = parse(ServeConfig, serve)
     except ConfigError as error:
@@ -208,7 +208,7 @@ def _structured(args: dict[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     dotted: list[tuple[str, str, Any]] = []
     for key, value in args.items():
-        section, dot, rest = key.partition(".")
+        section, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
         if section not in _SECTIONS:
             data[key] = value
             continue
@@ -221,6 +221,6 @@ def _structured(args: dict[str, Any]) -> dict[str, Any]:
     for section, rest, parsed in dotted:
         given = data.get(section) or {}
         if not isinstance(given, dict):
-            raise ConfigError.at(section, f"expected a mapping, got {given!r}")
+            raise ConfigError.at(section, f"expected a mapping, got {shown_value(given)}")
         data[section] = {**given, rest: parsed}
     return data

@@ -45,10 +45,12 @@ def paths(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value.replace(" ", ""))
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise ValueError("expected a list of paths, as in [[0], [0, 0]]") from None
     if not isinstance(value, (list, tuple)) or not all(isinstance(p, (list, tuple)) for p in value):
         return value  # reported by the check
+    if any(not isinstance(rank, int) for path in value for rank in path):
+        return value
     return [list(path) for path in dict.fromkeys(map(tuple, value))]
 
 

@@ -233,7 +233,7 @@ def translate_engine(data: Mapping[str, Any]) -> dict[str, Any]:
             section[name] = engine.pop(key)
     cache = engine.pop("kv_cache_config", None)
     if not isinstance(cache, dict | None):
-        raise ConfigError.at("kv_cache_config", f"expected a mapping, got {cache!r}")
+        raise ConfigError.at("kv_cache_config", f"expected a mapping, got {shown_value(cache)}")
     for key in cache or {}:
         if key not in TENSORRT_LLM.kv_cache:
             known = [name for name, row in TENSORRT_LLM.kv_cache.items() if isinstance(row, To)]
@@ -361,7 +361,7 @@ def _read(key: str, value: Any, entry: Entry | None, at: str) -> list[Given]:
     try:
         keys = entry.keys(value)
     except ValueError as error:
-        raise ConfigError.at(f"{at}{key}", f"{error} (got {value!r})") from None
+        raise ConfigError.at(f"{at}{key}", f"{error} (got {shown_value(value)})") from None
     return [Given(key, name, each, entry.owner, entry.agrees) for name, each in keys.items()]
 
 

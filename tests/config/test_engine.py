@@ -114,6 +114,18 @@ BAD = [
         "speculative_config.speculative_model",
         "required",
     ),
+    (
+        {
+            "speculative_config": {
+                "decoding_type": "Eagle",
+                "speculative_model": "x",
+                "eagle_choices": [[[]]],
+            }
+        },
+        "speculative_config.eagle_choices.0.0",
+        "an integer",
+    ),
+    ({"speculative_config": "x" * 5000}, "speculative_config", "expected a mapping"),
     ({"step_timeout_s": float("inf")}, "step_timeout_s", "a finite number"),
     ({"heartbeat_timeout_s": 1e300}, "heartbeat_timeout_s", "at most 1e+08 seconds"),
     ({"step_timeout_s": 1e-320}, "step_timeout_s", "at least 1e-06 seconds"),
@@ -196,7 +208,7 @@ def test_keys_that_contradict_are_named(section, key):
     assert caught.value.message.startswith(f"speculative_config.{key}")
 
 
-@pytest.mark.parametrize("text", [b"- a", b"a: [", b"\xff\xfe", None])
+@pytest.mark.parametrize("text", [b"- a", b"a: [", b"\xff\xfe", b"model: !!timestamp 5", None])
 def test_unreadable_files(tmp_path, text):
     path = tmp_path / "config.yaml"
     if text is not None:
