@@ -26,6 +26,7 @@ from .kernels import (
     FLOAT,
     GROUP,
     INT,
+    LANES,
     STRIDE,
     UNIT,
     VOID,
@@ -60,7 +61,7 @@ from .kernels.prepare import (
     read_layer,
     read_step,
 )
-from .kernels.tiles import MAX_QUERIES, TILE, panel_bytes, whole_row
+from .kernels.tiles import BLOCK, MAX_QUERIES, TILE, panel_bytes, whole_row
 from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
 from .protocol import (
@@ -345,7 +346,7 @@ def _describe(spec: AttentionSpec, code: KVCode | None, width: int) -> Described
     floats = np.array(layer[NUM_INTEGERS:], dtype=np.float64)
     padded = -(-spec.value_dim // 16) * 16 + 64
     query_bytes = whole_row(spec.head_dim * width)
-    scratch_bytes = MAX_QUERIES * (query_bytes + (TILE + 2 + padded) * 4)
+    scratch_bytes = MAX_QUERIES * (query_bytes + (1 + LANES + padded) * 4) + BLOCK * TILE * 4
     scratch_bytes += panel_bytes(width, spec.head_dim, spec.value_dim)
     tensors = tuple(each for each in (*kept, sinks) if each is not None)
     addresses = (integers.ctypes.data, floats.ctypes.data)

@@ -67,6 +67,7 @@ LAYERS = {
     "wide": AttentionSpec(8, 1, 128, 128, 0.1, rotary_dim=128),
     "wider": AttentionSpec(2, 2, 256, 256, 0.06, rotary_dim=256),
     "window": AttentionSpec(4, 2, 16, 16, 0.25, rotary_dim=16, window=7),
+    "peaked": AttentionSpec(4, 2, 16, 16, 4.0, rotary_dim=16),
     "wide window": AttentionSpec(4, 2, 16, 16, 0.25, rotary_dim=16, window=150),
     "chunk": AttentionSpec(4, 2, 16, 16, 0.25, rotary_dim=16, chunk=13),
     "soft cap": AttentionSpec(4, 2, 16, 16, 2.0, rotary_dim=16, softcap=5.0, window=40),

@@ -4,9 +4,11 @@ Of each sequence, up to `MAX_QUERIES` rows times heads are computed in one pass 
 `TILE` of them at a time. The heads of a key are neighbours in memory, so all that a pass has take
 their turns with a tile, while the next one is read from memory in its order (`vector.py`). All
 queries of a key head are computed together, over keys that are laid out first (`tiles.py`) unless
-there are up to four queries (`score_tile`). Scores and sums are float32; weights are of the
-kernel's kind. A row's results do not depend on what else is in a pass, as long as it begins at the
-same key.
+there are up to four queries (`score_tile`). `BLOCK` queries at a time go from scores to results, so
+that scores stay in the first cache, and leave out the keys behind the last that they see. Scores
+and sums are float32; weights are of the kernel's kind, and those of bfloat16 are as precise as it
+needs (`weight_of`). A row's results do not depend on what else is in a pass, as long as it begins
+at the same key.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import numpy as np
 from numba.core import cgutils, types
 
 from . import GROUP, LANES, UNIT, Matrix, inlined
-from .amx import uses_tiles
-from .panels import QUAD, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
+from .amx import ROWS as TILE_ROWS
+from .amx import STEP, uses_tiles
+from .panels import QUAD, begin_tiles, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
 from .prepare import item
 from .tiles import (
+    BLOCK,
     LOG2_E,
     MAX_QUERIES,
     MINUS,
@@ -33,10 +37,12 @@ from .tiles import (
     first_visible,
     hide,
     lay_out,
+    num_seen,
     number_slots,
     row_of,
     score_panels,
     tile_from,
+    whole_pairs,
     work_at,
     work_of,
 )
@@ -71,6 +77,7 @@ from .vector import (
     sub,
     total,
     unit_done,
+    weight_of,
 )
 
 # -- products of up to four queries with a tile's keys and values where they lie, without panels.
@@ -247,48 +254,53 @@ def cap(scores, num_keys, scale, softcap):
 
 
 @inlined
-def _fill_step(kind, place, num_keys):
-    """Zeros behind the last vector of weights where tiles read two."""
-    end = (num_keys + LANES - 1) // LANES
-    if uses_tiles(kind.tag, 0) and end % 2 == 1:
-        store(kind.tag, place + end * LANES * kind.width, splat(np.float32(0)))
-
-
-@inlined
-def soften(kind, work, query, num_keys, scale, dim):
-    """Scores to weights: a query's running maximum, its sum, and its result so far.
-
-    Weights are of the kernel's kind and lie where the scores began, which are wider or as wide.
-    `scale` is positive, and a power of two is taken: it holds log2(e).
-    """
-    place = row_of(work.scores, query)
-    peak_of, sum_of = work.peaks + query * 4, work.sums + query * 4
-    most = splat(MINUS)
-    for key in range(0, num_keys, LANES):
+def _raise_peak(work, query, num_keys, scale, dim):
+    """A query's running maximum, with its sum and its result so far scaled to fit it."""
+    place, peak_of = row_of(work.scores, query), work.peaks + query * 4
+    most, other = splat(MINUS), splat(MINUS)
+    for key in range(0, num_keys, 2 * LANES):
         most = larger(load(FULL, place + key * 4), most)
-    before = load_one(FULL, peak_of)
-    peak = max(before, greatest(most) * scale)
-    if peak == MINUS:
-        for key in range(0, num_keys, LANES):
-            store(kind.tag, place + key * kind.width, splat(np.float32(0)))
-        _fill_step(kind, place, num_keys)
-        return
-    factor, level, added = splat(scale), splat(-peak), splat(np.float32(0))
-    for key in range(0, num_keys, LANES):
-        weight = power_of_two(fma(load(FULL, place + key * 4), factor, level))
-        store(kind.tag, place + key * kind.width, weight)
-        added = add(added, weight)
-    _fill_step(kind, place, num_keys)
-    if before == peak:
-        store_one(sum_of, load_one(FULL, sum_of) + total(added))
+        other = larger(load(FULL, place + (key + LANES) * 4), other)
+    before, peak = load_one(FULL, peak_of), greatest(larger(most, other)) * scale
+    if not peak > before:
         return
     store_one(peak_of, peak)
-    shrink = power_of_two(add(splat(before), level))
-    store_one(sum_of, load_one(FULL, sum_of) * greatest(shrink) + total(added))
     if before > MINUS:
+        shrink, sums_of = power_of_two(splat(before - peak)), work.sums + query * LANES * 4
+        store(FULL, sums_of, mul(load(FULL, sums_of), shrink))
         for begin in range(0, dim, LANES):
             o = row_of(work.results, query) + begin * 4
             store(FULL, o, mul(load(FULL, o), shrink))
+
+
+@inlined
+def _soften(kind, work, query, num_keys, scale):
+    """Scores to weights, which are of the kernel's kind and lie where the scores began."""
+    tag, width, place = kind.tag, kind.width, row_of(work.scores, query)
+    sums_of, peak = work.sums + query * LANES * 4, load_one(FULL, work.peaks + query * 4)
+    if peak == MINUS:
+        peak = np.float32(0)
+    factor, level = splat(scale), splat(-peak)
+    added, beside = load(FULL, sums_of), splat(np.float32(0))
+    for key in range(0, num_keys, 2 * LANES):
+        first = weight_of(tag, fma(load(FULL, place + key * 4), factor, level))
+        second = weight_of(tag, fma(load(FULL, place + (key + LANES) * 4), factor, level))
+        store(tag, place + key * width, first)
+        store(tag, place + (key + LANES) * width, second)
+        added, beside = add(added, first), add(beside, second)
+    store(FULL, sums_of, add(added, beside))
+
+
+@inlined
+def soften(kind, work, num_queries, num_keys, scale, dim):
+    """Scores to weights, maximum by maximum first: so no query waits for the one before.
+
+    `scale` is positive, and a power of two is taken: it holds log2(e). Scores are pairs of vectors.
+    """
+    for query in range(num_queries):
+        _raise_peak(work, query, num_keys, scale, dim)
+    for query in range(num_queries):
+        _soften(kind, work, query, num_keys, scale)
 
 
 _TILE_BYTES = 2**21  # keys and values of a pass's tile: whole rows of most models
@@ -322,23 +334,36 @@ def _attend_tile(
     dim, value_dim = layer.head_dim, layer.value_dim
     scale, softcap = np.float32(layer.scale), np.float32(layer.softcap)
     factor = LOG2_E if softcap > 0 else scale * LOG2_E
-    few, panels, num_keys = are_few(kind, num_queries, dim), work.panels, tile.num_keys
-    if few:
-        score_few(kind, panels, work.queries, num_queries, keys, ahead, num_keys, dim, work.scores)
-    else:
+    few, panels = are_few(kind, num_queries, dim), work.panels
+    if not few:
         lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim)
-        score_panels(kind, panels, work.queries, num_queries, num_keys, dim, work.scores)
-    for query in range(num_queries):
-        scores = row_of(work.scores, query)
-        if softcap > 0:
-            cap(scores, num_keys, scale, softcap)
-        hide(scores, first_row + query // group, tile, sequence, step, layer)
-        soften(kind, work, query, num_keys, factor, value_dim)
-    weights, results = work.scores, work.results
-    if few:
-        add_few(kind, panels, weights, num_queries, values, num_keys, value_dim, results)
-    else:
-        add_panels(kind, panels, weights, num_queries, num_keys, value_dim, results)
+    for first in range(0, num_queries, BLOCK):
+        count, part = min(BLOCK, num_queries - first), work_of(work, first, panels.slots)
+        num_keys = 0
+        rows = first_row + first // group, first_row + (first + count - 1) // group + 1
+        for row in range(rows[0], rows[1]):
+            num_keys = max(num_keys, num_seen(row, tile, sequence, step, layer))
+        queries, scores = part.queries, part.scores
+        if few:  # reads what comes next meanwhile
+            score_few(kind, panels, queries, count, keys, ahead, tile.num_keys, dim, scores)
+        if num_keys == 0:
+            continue
+        if first == 0 or count < TILE_ROWS:
+            begin_tiles(kind, count, STEP)
+        if not few:
+            score_panels(kind, panels, queries, count, num_keys, dim, scores)
+        for query in range(count):
+            place = row_of(scores, query)
+            if softcap > 0:
+                cap(place, num_keys, scale, softcap)
+            row = first_row + (first + query) // group
+            hide(place, row, num_keys, tile.begin, sequence, step, layer)
+        soften(kind, part, count, whole_pairs(num_keys), factor, value_dim)
+        results = part.results
+        if few:
+            add_few(kind, panels, scores, count, values, num_keys, value_dim, results)
+        else:
+            add_panels(kind, panels, scores, count, num_keys, value_dim, results)
 
 
 @inlined
@@ -427,7 +452,7 @@ def _attend_rows(kind, rows, num_rows, seq, heads, joined, cache, out, scratch, 
         head, rest = heads.first + query // num_queries, query % num_queries
         row, lane = rows + rest // group, head * group + rest % group
         target = out + (row * num_kv_heads * group + lane) * value_dim * width
-        factor = splat(np.float32(1) / load_one(FULL, work.sums + query * 4))
+        factor = splat(np.float32(1) / total(load(FULL, work.sums + query * LANES * 4)))
         for start in range(0, value_dim, LANES):
             value = mul(load(FULL, row_of(work.results, query) + start * 4), factor)
             store_some(kind.tag, target + start * width, value, value_dim - start)

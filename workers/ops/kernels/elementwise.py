@@ -14,16 +14,15 @@ from . import LANES, inlined
 from .vector import (
     FULL,
     add,
-    div,
-    exp,
     fma,
     larger,
     load_some,
     mul,
+    rounded,
+    sigmoid,
     smaller,
     splat,
     store_some,
-    sub,
     total,
 )
 
@@ -39,20 +38,31 @@ class RowNorm(NamedTuple):
 
 
 @inlined
-def _inverse_rms(kind, row, size, eps):
-    """1 / root mean square of a row."""
+def _squares(kind, row, size):
+    """Of a row, whose sum is that of the lanes."""
     squares = splat(np.float32(0))
     for begin in range(0, size, LANES):
         value = load_some(kind.tag, row + begin * kind.width, size - begin)
         squares = fma(value, value, squares)
+    return squares
+
+
+@inlined
+def _inverse_rms(squares, size, eps):
+    """1 / root mean square of a row."""
     return np.float32(1.0 / math.sqrt(np.float64(total(squares)) / size + eps))
 
 
 @inlined
 def norm_row(kind, row, norm, out, size):
     """One row; in place if `out` is `row`."""
+    _scale_row(kind, row, _squares(kind, row, size), norm, out, size)
+
+
+@inlined
+def _scale_row(kind, row, squares, norm, out, size):
     tag, width = kind.tag, kind.width
-    factor = splat(_inverse_rms(kind, row, size, norm.eps))
+    factor = splat(_inverse_rms(squares, size, norm.eps))
     for begin in range(0, size, LANES):
         value = mul(load_some(tag, row + begin * width, size - begin), factor)
         if norm.weight:
@@ -75,22 +85,19 @@ def add_norm_rows(kind, residual, update, scale, after, before, out, num_rows, s
         new = update + row * size * width
         grown = factor
         if after.is_there:
-            grown = mul(factor, splat(_inverse_rms(kind, new, size, after.eps)))
+            squares = _squares(kind, new, size)
+            grown = mul(factor, splat(_inverse_rms(squares, size, after.eps)))
+        squares = splat(np.float32(0))
         for begin in range(0, size, LANES):
             value = load_some(tag, new + begin * width, size - begin)
             if after.is_there and after.weight:
                 value = mul(value, load_some(FULL, after.weight + begin * 4, size - begin))
             value = fma(value, grown, load_some(tag, place + begin * width, size - begin))
             store_some(tag, place + begin * width, value, size - begin)
+            value = rounded(tag, value)
+            squares = fma(value, value, squares)
         if before.is_there:
-            norm_row(kind, place, before, out + row * size * width, size)
-
-
-@inlined
-def sigmoid(value):
-    """1 / (1 + exp(-value))."""
-    one = splat(np.float32(1))
-    return div(one, add(one, exp(sub(splat(np.float32(0)), value))))
+            _scale_row(kind, place, squares, before, out + row * size * width, size)
 
 
 class Activation(NamedTuple):
@@ -102,21 +109,21 @@ class Activation(NamedTuple):
 
 
 @inlined
-def _activated(activation, first, up):
+def _activated(tag, activation, first, up):
     function, limit, alpha = activation
     if function == CLAMPED_SILU:
         first = smaller(first, splat(limit))
         up = larger(smaller(up, splat(limit)), splat(-limit))
         up = add(up, splat(np.float32(1)))
-        return mul(mul(up, first), sigmoid(mul(first, splat(alpha))))
+        return mul(mul(up, first), sigmoid(tag, mul(first, splat(alpha))))
     if function == SILU:
-        return mul(mul(first, sigmoid(first)), up)
+        return mul(mul(first, sigmoid(tag, first)), up)
     if function == RELU:
         return mul(larger(first, splat(np.float32(0))), up)
     # tanh(x) + 1 = 2 sigmoid(2 x)
     cubic = mul(mul(first, first), mul(first, splat(np.float32(0.044715))))
     inner = mul(add(first, cubic), splat(np.float32(2 * math.sqrt(2 / math.pi))))
-    return mul(mul(first, sigmoid(inner)), up)
+    return mul(mul(first, sigmoid(tag, inner)), up)
 
 
 @inlined
@@ -130,4 +137,4 @@ def gate_rows(kind, activation, rows, out, num_rows, size):
             left, offset = size - begin, begin * width
             first = load_some(tag, gates + offset, left)
             up = load_some(tag, ups + offset, left)
-            store_some(tag, to + offset, _activated(activation, first, up), left)
+            store_some(tag, to + offset, _activated(tag, activation, first, up), left)

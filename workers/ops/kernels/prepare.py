@@ -134,18 +134,21 @@ def read_layer(row, floats):
 
 
 @inlined
-def _rotate(kind, head, angles, half):
+def _rotate(kind, heads, count, to_head, angles, half):
+    """The first `half` values of every head with the `half` behind them."""
     tag, width = kind.tag, kind.width
     for begin in range(0, half, LANES):
         left = half - begin
-        low, high = head + begin * width, head + (half + begin) * width
-        first, second = load_some(tag, low, left), load_some(tag, high, left)
         along, across = (
             load_some(FULL, angles.cos + begin * 4, left),
             load_some(FULL, angles.sin + begin * 4, left),
         )
-        store_some(tag, low, sub(mul(first, along), mul(second, across)), left)
-        store_some(tag, high, fma(second, along, mul(first, across)), left)
+        for head in range(count):
+            low = heads + head * to_head + begin * width
+            high = low + half * width
+            first, second = load_some(tag, low, left), load_some(tag, high, left)
+            store_some(tag, low, sub(mul(first, along), mul(second, across)), left)
+            store_some(tag, high, fma(second, along, mul(first, across)), left)
 
 
 @inlined
@@ -176,8 +179,7 @@ def _prepare_heads(kind, layer, heads, count, norm, angles):
     half = layer.rotary_dim // 2
     if angles.cos and half:
         first = heads + layer.rotary_begin * kind.width
-        for head in range(count):
-            _rotate(kind, first + head * layer.head_dim * kind.width, angles, half)
+        _rotate(kind, first, count, layer.head_dim * kind.width, angles, half)
     if layer.norms_after_rotation:
         _norm_heads(kind, heads, count, norm, layer)
 

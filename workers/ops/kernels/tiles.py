@@ -13,7 +13,7 @@ import numpy as np
 
 from . import GROUP, HAS_TILES, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
 from .amx import whole_steps
-from .panels import FLOATS, QUAD, begin_tiles, group_rows, transpose_quad, zip_rows
+from .panels import FLOATS, QUAD, group_rows, transpose_quad, zip_rows
 from .prepare import INT64, item, item64
 from .vector import (
     FULL,
@@ -79,26 +79,46 @@ def first_visible(position, layer):
 
 
 @inlined
-def hide(scores, row, tile, sequence, step, layer):
-    """Minus infinity for what a query's row does not see of the tile's keys."""
-    begin, num_keys = tile.begin, tile.num_keys
+def num_seen(row, tile, sequence, step, layer):
+    """Of a tile's keys, those before the last that a row sees; 0 if it sees none."""
+    index, begin, num_keys = item(step.row_index, row), tile.begin, tile.num_keys
+    if first_visible(item(step.positions, row), layer) >= begin + num_keys:
+        return 0
+    if index >= sequence.tree_start:
+        return num_keys
+    return max(min(index + 1 - begin, num_keys), 0)
+
+
+@inlined
+def _hide_keys(scores, first, end):
+    for key in range(first, end, LANES):
+        store_some(FULL, scores + key * 4, splat(MINUS), end - key)
+
+
+@inlined
+def hide(scores, row, num_keys, begin, sequence, step, layer):
+    """Minus infinity for what a query's row does not see of the keys from `begin` on.
+
+    So do the scores behind them, in pairs of vectors.
+    """
     position, index = item(step.positions, row), item(step.row_index, row)
-    for key in range(num_keys, (num_keys + LANES - 1) // LANES * LANES):
-        store_one(scores + key * 4, MINUS)
     low = min(first_visible(position, layer) - begin, num_keys)
-    for key in range(0, low):
-        store_one(scores + key * 4, MINUS)
-    high = min(min(index + 1, sequence.tree_start) - begin, num_keys)
-    for key in range(max(high, 0), num_keys):
-        node = begin + key - sequence.tree_start
-        seen = False
-        if node >= 0 and node < step.num_words * 64:
-            word = load_one(INT64, step.ancestors + (row * step.num_words + node // 64) * 8)
-            seen = (word >> (node % 64)) & 1 == 1
-            if seen and (layer.window or layer.chunk):
-                seen = _in_reach(_key_position(begin + key, sequence, step), position, layer)
-        if not seen:
-            store_one(scores + key * 4, MINUS)
+    high = max(min(min(index + 1, sequence.tree_start) - begin, num_keys), 0)
+    end = high
+    if index >= sequence.tree_start:
+        end = num_keys
+        for key in range(high, num_keys):
+            node = begin + key - sequence.tree_start
+            seen = False
+            if node < step.num_words * 64:
+                word = load_one(INT64, step.ancestors + (row * step.num_words + node // 64) * 8)
+                seen = (word >> (node % 64)) & 1 == 1
+                if seen and (layer.window or layer.chunk):
+                    seen = _in_reach(_key_position(begin + key, sequence, step), position, layer)
+            if not seen:
+                store_one(scores + key * 4, MINUS)
+    _hide_keys(scores, 0, low)
+    _hide_keys(scores, end, whole_pairs(num_keys))
 
 
 TILE = 256  # keys
@@ -177,6 +197,11 @@ def decode_rows(kind, rows, slots, num_rows, size, bits, scale, out):
 
 
 @inlined
+def whole_pairs(count):
+    return (count + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
+
+
+@inlined
 def tile_from(begin, last, block_size):
     """Neighbouring keys before `last`, whole blocks of them or in one block; there may be none."""
     most = TILE // block_size * block_size if block_size <= TILE else TILE
@@ -244,9 +269,8 @@ def _lay_values(kind, panels, values, num_values, dim):
 
 @inlined
 def score_panels(kind, panels, queries, num_queries, num_keys, dim, scores):
-    """Dots of all queries with the keys of a tile, in whole vectors."""
+    """Dots of all queries with the keys of a tile, in whole vectors; `begin_tiles` was called."""
     units = whole_steps(kind, dim * kind.width // UNIT)
-    begin_tiles(kind, num_queries, units)
     for begin in range(0, num_keys, GROUP):
         keys = panels.keys + begin // GROUP * units * STRIDE
         out = Matrix(scores.start + begin * 4, scores.to_row)
@@ -260,7 +284,6 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
     per_unit = UNIT // kind.width
     to_group = TILE // per_unit * STRIDE
     units = whole_steps(kind, (num_values + per_unit - 1) // per_unit)
-    begin_tiles(kind, num_queries, units)
     for begin in range(0, dim, GROUP):
         values = panels.values + begin // GROUP * to_group
         out = Matrix(results.start + begin * 4, results.to_row)
@@ -271,6 +294,7 @@ def add_panels(kind, panels, weights, num_queries, num_values, dim, results):
 # Scratch memory of a pass of attention: its queries, and what is known of their results so far.
 
 MAX_QUERIES = 256 if HAS_TILES else 64  # rows times heads of a pass
+BLOCK = 32  # queries whose scores are computed at once: they stay in the first cache
 LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -278,9 +302,9 @@ class Work(NamedTuple):
     """Scratch memory of the queries of a pass, head by head; all float32 but the queries."""
 
     queries: Matrix  # [num_queries, dim] of the kernel's kind
-    scores: Matrix  # [num_queries, TILE], of one head after the other
+    scores: Matrix  # [BLOCK, TILE], of one block after the other
     peaks: int  # address of [num_queries]
-    sums: int  # address of [num_queries]
+    sums: int  # address of [num_queries, LANES]
     results: Matrix  # [num_queries, padded]
     panels: Panels
     decoded: Decoded
@@ -296,9 +320,9 @@ def work_at(scratch, kind, dim, padded):
     units = whole_steps(kind, dim * kind.width // UNIT)
     to_query = units * UNIT
     scores = scratch + MAX_QUERIES * to_query
-    peaks = scores + MAX_QUERIES * TILE * 4
+    peaks = scores + BLOCK * TILE * 4
     sums = peaks + MAX_QUERIES * 4
-    results = Matrix(sums + MAX_QUERIES * 4, (padded + 4 * LANES) * 4)
+    results = Matrix(sums + MAX_QUERIES * LANES * 4, (padded + 4 * LANES) * 4)
     decoded = decoded_at(
         results.start + MAX_QUERIES * results.to_row, dim * kind.width, padded * kind.width
     )
@@ -309,13 +333,13 @@ def work_at(scratch, kind, dim, padded):
 
 @inlined
 def work_of(work, query, slots):
-    """The part of a head whose queries begin there; scores are of no use to the next head."""
+    """The part of the queries that begin there; scores are of no use to the next."""
     panels = Panels(slots, work.panels.keys, work.panels.values)
     return Work(
         Matrix(row_of(work.queries, query), work.queries.to_row),
         work.scores,
         work.peaks + query * 4,
-        work.sums + query * 4,
+        work.sums + query * LANES * 4,
         Matrix(row_of(work.results, query), work.results.to_row),
         panels,
         work.decoded,
@@ -330,6 +354,6 @@ def begin_query(work, query, source, size, sink, padded):
         values = load_some(FULL, source + byte, (size - byte) // 4)
         store_some(FULL, target + byte, values, (whole - byte) // 4)
     store_one(work.peaks + query * 4, load_one(FULL, sink) * LOG2_E if sink else MINUS)
-    store_one(work.sums + query * 4, np.float32(1) if sink else np.float32(0))
+    store(FULL, work.sums + query * LANES * 4, splat(np.float32(1 / LANES if sink else 0)))
     for begin in range(0, padded, LANES):
         store(FULL, row_of(work.results, query) + begin * 4, splat(np.float32(0)))

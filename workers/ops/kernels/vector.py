@@ -101,9 +101,8 @@ def emit_offset(builder: Any, base: Any, stride: Any, index: int) -> Any:
 
 def emit_mask(builder: Any, count: Any, lanes: int) -> Any:
     """Which of `lanes` lie below `count`."""
-    kind = ir.VectorType(I64, lanes)
-    lane = ir.Constant(kind, list(range(lanes)))
-    return builder.icmp_signed("<", lane, emit_splat(builder, count, lanes))
+    lane = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", lane, emit_splat(builder, builder.trunc(count, I32), lanes))
 
 
 def emit_splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
@@ -210,6 +209,14 @@ def load(_: Any, kind: Any, address: Any) -> Any:
             lambda c, b, s, a: emit_widen(b, emit_load(b, a[1], halves, 2))
         )
     return _defined(vector, kind, types.int64)(lambda c, b, s, a: emit_load(b, a[1], VECTOR, 4))
+
+
+@instruction
+def rounded(_: Any, kind: Any, value: Any) -> Any:
+    """What a `load` gives of it after a `store`."""
+    if not is_half(kind):
+        return _defined(vector, kind, vector)(lambda c, b, s, a: a[1])
+    return _defined(vector, kind, vector)(lambda c, b, s, a: emit_widen(b, emit_round(b, a[1])))
 
 
 @instruction
@@ -336,20 +343,20 @@ def _emit_at_least(builder: Any, value: Any, least: float) -> Any:
 @instruction
 def exp(_: Any, value: Any) -> Any:
     """e to the value, within three units in the last place; 0 below -87."""
+    return _defined(vector, vector)(lambda c, b, s, a: _emit_exp(b, a[0]))
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        high, rounds = constant(VECTOR, 88.0), constant(VECTOR, _ROUNDS)
-        vanishes = builder.fcmp_ordered("<", arguments[0], constant(VECTOR, -87.0))
-        value = _emit_at_least(builder, arguments[0], -87.0)
-        value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
-        rounded = emit_fma(builder, value, constant(VECTOR, _LOG2_E), rounds)
-        power = builder.fsub(rounded, rounds)
-        rest = emit_fma(builder, power, constant(VECTOR, -_LN2_HIGH), value)
-        rest = emit_fma(builder, power, constant(VECTOR, -_LN2_LOW), rest)
-        power = _emit_power(builder, rounded, rest, _EXP)
-        return builder.select(vanishes, constant(VECTOR, 0.0), power)
 
-    return vector(vector), emit
+def _emit_exp(builder: Any, exponent: Any) -> Any:
+    high, rounds = constant(VECTOR, 88.0), constant(VECTOR, _ROUNDS)
+    vanishes = builder.fcmp_ordered("<", exponent, constant(VECTOR, -87.0))
+    value = _emit_at_least(builder, exponent, -87.0)
+    value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
+    rounded = emit_fma(builder, value, constant(VECTOR, _LOG2_E), rounds)
+    power = builder.fsub(rounded, rounds)
+    rest = emit_fma(builder, power, constant(VECTOR, -_LN2_HIGH), value)
+    rest = emit_fma(builder, power, constant(VECTOR, -_LN2_LOW), rest)
+    power = _emit_power(builder, rounded, rest, _EXP)
+    return builder.select(vanishes, constant(VECTOR, 0.0), power)
 
 
 # The closest to 2 to the f between -1/2 and 1/2, exact at 0; largest relative error 1e-7.
@@ -363,14 +370,63 @@ def power_of_two(_: Any, value: Any) -> Any:
     Below -126 it is less than 2 to the -125, and 0 from -127 down, whose exponent has no bits.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rounds = constant(VECTOR, _ROUNDS)
-        value = _emit_at_least(builder, arguments[0], -127.0)
-        rounded = builder.fadd(value, rounds)
-        rest = builder.fsub(value, builder.fsub(rounded, rounds))
-        return _emit_power(builder, rounded, rest, _POWER)
+    return _defined(vector, vector)(lambda c, b, s, a: _emit_power_of_two(b, a[0]))
 
-    return vector(vector), emit
+
+def _emit_power_of_two(builder: Any, exponent: Any) -> Any:
+    rounds = constant(VECTOR, _ROUNDS)
+    value = _emit_at_least(builder, exponent, -127.0)
+    rounded = builder.fadd(value, rounds)
+    rest = builder.fsub(value, builder.fsub(rounded, rounds))
+    return _emit_power(builder, rounded, rest, _POWER)
+
+
+# -- the same for what is rounded to bfloat16, to a tenth of its last bit
+
+# The closest to 2 to the f between 0 and 1; largest relative error 7.5e-5.
+_SHORT_POWER = (0.07802452, 0.22606716, 0.69583354, 0.99992522)
+
+
+def _emit_short_power(builder: Any, value: Any) -> Any:
+    """2 to any value, 0 below -125: numbers beneath the normal ones take a hundred cycles each.
+
+    AVX-512 takes the whole number below the value apart and puts it back.
+    """
+    zero, all_lanes, current = constant(VECTOR, 0.0), ir.Constant(I16, -1), I32(4)
+    is_normal = builder.fcmp_ordered(">=", value, constant(VECTOR, -125.0))
+    normal = builder.bitcast(is_normal, I16)
+    name, to_floor = "llvm.x86.avx512.mask.reduce.ps.512", I32(9)
+    rest = emit_call(builder, name, VECTOR, value, to_floor, zero, all_lanes, current)
+    power = constant(VECTOR, _SHORT_POWER[0])
+    for factor in _SHORT_POWER[1:]:
+        power = emit_fma(builder, power, rest, constant(VECTOR, factor))
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    return emit_call(builder, name, VECTOR, power, value, zero, normal, current)
+
+
+@instruction
+def weight_of(_: Any, kind: Any, value: Any) -> Any:
+    """`power_of_two` for what is rounded to a tag's type."""
+    emit = _emit_short_power if is_half(kind) and HAS_PAIR_DOT else _emit_power_of_two
+    return _defined(vector, kind, vector)(lambda c, b, s, a: emit(b, a[1]))
+
+
+@instruction
+def sigmoid(_: Any, kind: Any, value: Any) -> Any:
+    """1 / (1 + exp(-value)) for what is rounded to a tag's type, as `weight_of`."""
+    is_short = is_half(kind) and HAS_PAIR_DOT
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        one, value = constant(VECTOR, 1.0), arguments[1]
+        if not is_short:
+            power = _emit_exp(builder, builder.fsub(constant(VECTOR, 0.0), value))
+            return builder.fdiv(one, builder.fadd(one, power))
+        power = _emit_short_power(builder, builder.fmul(value, constant(VECTOR, -_LOG2_E)))
+        name, zero = "llvm.x86.avx512.rcp14.ps.512", constant(VECTOR, 0.0)
+        grown = builder.fadd(one, power)
+        return emit_call(builder, name, VECTOR, grown, zero, ir.Constant(I16, -1))
+
+    return vector(kind, vector), emit
 
 
 # -- floats of one byte: a sign, an exponent, and so many bits of mantissa (`KVFormat`)
