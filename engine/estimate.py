@@ -171,7 +171,6 @@ class _Model:
         kv_dtype: str = "auto",
     ) -> None:
         from ..workers.model.bridge import build_meta
-        from ..workers.model.checkpoint.quantised_formats import find_format
         from ..workers.model.family import read_spec
         from ..workers.model.fit import (
             kv_bytes_per_token,
@@ -192,10 +191,8 @@ class _Model:
         model = build_meta(
             model_config, self.info.dtype, trust_remote_code=config.trust_remote_code
         )
-        form = find_format(Path(folder))
         self.on_family = config.forward != "bridge" and not isinstance(read_spec(model_config), str)
-        keeps = self.on_cuda and self.on_family and config.keep_quantised == "auto"
-        kept = form if keeps else None
+        kept = serving.kept(Path(folder), model_config, self.info, **trust(config))
         coded = serving.coded(Path(folder), model_config, self.info)
         self.whole_ends = rank_weights(model, 1)[1]
         self.parts: list[_Part] = []

@@ -467,7 +467,7 @@ def check_models(config: EngineConfig) -> int:
 
 
 def check_quantization(config: EngineConfig) -> None:
-    """Logs what is dequantised at load.
+    """Logs whether weights are dequantised at load.
 
     Raises:
         ConfigError: the target is not quantised as `quantization` requires.
@@ -487,10 +487,17 @@ def check_quantization(config: EngineConfig) -> None:
         return
     import torch  # a process without a quantised target need not have it
 
+    from ..workers.devices import dtype_of
+    from ..workers.model.checkpoint.weights import Checkpoint
+    from ..workers.ops.table import keeps_codes
+
     # Whether the target's ranks have kernels for quantised weights, as far as is known here.
-    on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if on_cuda and config.forward != "bridge" and config.keep_quantised == "auto":
-        level, fate = logging.INFO, "its weights stay so on CUDA devices"
+    keeps = config.forward != "bridge" and config.keep_quantised == "auto"
+    if keeps and config.device != "cuda" and not torch.cuda.is_available():
+        codes = keeps_codes(dtype_of(config.dtype) or torch.bfloat16)
+        keeps = Checkpoint(Path(config.model), keeps_codes=codes, **trust(config)).keeps
+    if keeps:
+        level, fate = logging.INFO, "its weights stay so in memory"
     else:
         fate = "its weights are dequantised at load and take the memory of an unquantised model"
         level = logging.WARNING

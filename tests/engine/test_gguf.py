@@ -17,7 +17,7 @@ from outrider.config import EngineConfig
 from outrider.engine.preflight import preflight
 from outrider.errors import CheckpointError, ConfigError
 from outrider.workers.collective import Collective
-from outrider.workers.model.checkpoint import gguf_checkpoint
+from outrider.workers.model.checkpoint import quantised
 from outrider.workers.model.checkpoint.hub import local_folder
 from outrider.workers.model.fit import CPU, Serving
 from outrider.workers.model.info import read_model
@@ -110,7 +110,7 @@ def test_a_quantised_file_is_its_dequantised_checkpoint(kind, tmp_path, monkeypa
     file = write_gguf(DEMO / "target", tmp_path / "x.gguf", kind)
     wanted, wanted_of_two = tokens_of(folder), tokens_of(folder, tensor_parallel_size=2)
     assert tokens_of(file, keep_quantised="off") == wanted
-    monkeypatch.setattr(gguf_checkpoint, "FEWEST_CODED", 0)
+    monkeypatch.setattr(quantised, "FEWEST_CODED", 0)
     monkeypatch.setenv(VARIABLE, "avx512_bf16")
     assert tokens_of(file, NGRAM) == wanted
     assert tokens_of(file, TREE) == wanted
@@ -124,12 +124,12 @@ def test_the_weights_of_a_file_stay_quantised_where_that_is_faster(kind, tmp_pat
     config, info = read_model(folder, 1)
     for capability, keeps, fewest, is_kept in (
         ("avx512_bf16", True, 0, True),
-        ("avx512_bf16", True, gguf_checkpoint.FEWEST_CODED, False),
+        ("avx512_bf16", True, quantised.FEWEST_CODED, False),
         ("avx512_bf16", False, 0, False),
         ("avx2", True, 0, False),
     ):
         monkeypatch.setenv(VARIABLE, capability)
-        monkeypatch.setattr(gguf_checkpoint, "FEWEST_CODED", fewest)
+        monkeypatch.setattr(quantised, "FEWEST_CODED", fewest)
         model = load_model(folder, device=CPU, collective=alone, keeps_quantised=keeps)
         decoder = model.runner.model
         products = [decoder.unembed, *(each.mlp.down for each in decoder.layers)]

@@ -21,7 +21,7 @@ from torch import nn
 from ...errors import CheckpointError, ConfigError, OutriderError
 from ..attention import KV_FORMATS
 from ..ops import ReferenceOps, max_latent_heads
-from ..ops.cpu import keeps_codes
+from ..ops.table import keeps_codes
 from ..spec import ModelSpec, SentWeights
 from ..states import StateShape
 from .bridge import BridgeRunner, build_meta, fuse_norms, tied_names, tp_hints
@@ -61,11 +61,26 @@ class Serving:
 
     def coded(self, path: Path, config: Any, info: ModelInfo) -> dict[str, float]:
         """Weights of a GGUF file's folder that stay quantised, with their bytes per weight."""
-        if self.device.type != "cpu" or not self.keeps_quantised or self.forward == "bridge":
-            return {}
-        if isinstance(read_spec(config), str) or not keeps_codes(info.dtype):
+        on_cpu = self.device.type == "cpu" and keeps_codes(info.dtype)
+        if not on_cpu or not self._keeps(config):
             return {}
         return bytes_of_coded(coded_sources(files_of(path)))
+
+    def kept(
+        self, path: Path, config: Any, info: ModelInfo, **trust: Unpack[Trust]
+    ) -> WeightFormat | None:
+        """How a quantised checkpoint's weights stay so; None: they are dequantised at load."""
+        if not self._keeps(config) or (form := find_format(path)) is None:
+            return None
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and not Checkpoint(path, keeps_codes=keeps_codes(info.dtype), **trust).keeps:
+            return None
+        return form
+
+    def _keeps(self, config: Any) -> bool:
+        """Whether what operations take quantised stays so."""
+        on_family = self.forward != "bridge" and not isinstance(read_spec(config), str)
+        return self.keeps_quantised and on_family
 
 
 def check_weights(

@@ -498,7 +498,7 @@ def _load_modules(rank: _Rank, ops: Ops | None = None) -> tuple[Any, ShardPlan]:
         checkpoint = Checkpoint(
             rank.path,
             keeps_quantised=ops is not None and rank.keeps_quantised and ops.keeps_quantised,
-            keeps_gguf=ops is not None and rank.keeps_quantised and ops.keeps_gguf,
+            keeps_codes=ops is not None and rank.keeps_quantised and ops.keeps_codes,
             **rank.trust,
         )
     cut = None if rank.stage is None else StageCut(model, rank.layers)

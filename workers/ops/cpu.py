@@ -76,15 +76,15 @@ from .protocol import (
     Rotation,
     Router,
 )
-from .quantised import QuantisedTensor
+from .quantised import Codes, QuantisedTensor, widened
 from .table import (
-    CODES,
     KERNEL,
     LARGE_WEIGHT,
     ONEDNN,
     SMALL,
     SMALL_WEIGHT,
     filled_rows,
+    keeps_codes,
     way,
 )
 from .torch_ops import TorchOps
@@ -140,7 +140,7 @@ class CpuOps(TorchOps):
         self._kernels = kernels_of(dtype)
         self._own = Buffers()
         self._layers: dict[tuple[AttentionSpec, KVCode | None], DescribedLayer] = {}
-        self.keeps_gguf = keeps_codes(dtype)
+        self.keeps_codes = keeps_codes(dtype)
 
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return self.adopt(plan_step(step, cache.block_size, cache.device))
@@ -170,8 +170,8 @@ class CpuOps(TorchOps):
         if weight.dtype != self.dtype:  # a router's in float32
             return super().pack(weight, bias)
         if isinstance(weight, QuantisedTensor):
-            if has_codes(weight):
-                return CodedProjection(weight, bias)
+            if (codes := kernel_codes(weight)) is not None:
+                return CodedProjection(codes, bias)
             weight = weight.wide()
         what = SMALL_WEIGHT if weight.numel() <= SMALL[self.dtype] else LARGE_WEIGHT
         return pack_weight(weight, bias, what) or super().pack(weight, bias)
@@ -187,6 +187,9 @@ class CpuOps(TorchOps):
         routing_kernel()  # compiled at load, not in a step
         function = GATE_KERNELS.get(experts.gate.kind)
         is_small = experts.gate_up[0].numel() <= SMALL[self.dtype]
+        if is_small:
+            up, down = widened(experts.gate_up), widened(experts.down)
+            experts = replace(experts, gate_up=up, down=down)
         if function is not None and is_small and fits_panels(experts):
             return PanelMixture(experts, function, self._own.scratch_of)
         return PackedMixture(experts, self.pack, self.gate)
@@ -440,15 +443,14 @@ def _column_threads(num_threads: int) -> ThreadPoolExecutor:
 
 
 class CodedProjection(PanelProjection):
-    """A product whose weight stays in codes (`kernels/codes.py`); `has_codes` tells which.
+    """A product whose weight stays in codes (`kernels/codes.py`), from `kernel_codes`.
 
     Its bits are those of a `PanelProjection` by the weight that the codes stand for.
     """
 
-    def __init__(self, weight: QuantisedTensor, bias: Tensor | None) -> None:
-        codes = weight.codes
+    def __init__(self, codes: Codes, bias: Tensor | None) -> None:
         bits = 4 if codes.is_packed else 8
-        self.columns, self.length = weight.shape
+        self.columns, self.length = codes.values.shape[0], codes.num_columns
         self.is_padded, self._bias = False, bias
         self.kernel = coded_kernel(bits, codes.offset, codes.minima is not None)
         self._product = compiled.address_of(product_kernel(torch.bfloat16))
@@ -480,20 +482,38 @@ class CodedProjection(PanelProjection):
         return out
 
 
-def keeps_codes(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies by codes faster than by the weights they stand for."""
-    return dtype == torch.bfloat16 and way(dtype, CODES) == KERNEL
+def kernel_codes(weight: QuantisedTensor) -> Codes | None:
+    """A weight's codes as the kernel reads them; None: it cannot.
 
-
-def has_codes(weight: QuantisedTensor) -> bool:
-    """Whether the kernel takes a weight as it is: whole vectors of codes to a group."""
-    codes = weight.codes
-    is_whole = codes.num_columns % codes.group == 0 and codes.scales.dtype == torch.float16
-    if not is_whole or codes.zeros is not None or weight.dim() != 2:
-        return False
-    if codes.is_packed:
-        return codes.group % 2 == 0 and codes.offset in (0, CENTRE)
-    return codes.group % 2 == 0 and codes.values.dtype == torch.int8 and not codes.offset
+    It reads whole vectors of codes to a group: four bits from 0 or `CENTRE` on, or signed bytes,
+    with scales of float16. What zeros add to a group becomes a minimum of float16, which is rounded
+    unless all zeros are in the middle.
+    """
+    codes = weight.codes.in_whole_groups()
+    scales = codes.scales.half()
+    if (
+        codes.group % 2
+        or weight.dim() != 2
+        or not torch.equal(scales.to(codes.scales.dtype), codes.scales)
+    ):
+        return None
+    values, offset, zeros = codes.values, codes.offset, codes.zeros
+    middle = CENTRE if codes.is_packed else 128
+    if zeros is not None and bool((zeros == middle).all()):
+        offset, zeros = middle, None
+    if values.dtype == torch.uint8 and not codes.is_packed:  # signed, less their middle
+        values, offset = (values ^ 128).view(torch.int8), offset - middle
+        zeros = None if zeros is None else zeros.float() - middle
+    elif values.dtype not in (torch.uint8, torch.int8):
+        return None
+    minima = codes.minima
+    if zeros is not None:
+        minima, offset = (zeros.float() * scales).half(), 0
+        if not torch.isfinite(minima).all():
+            return None
+    if offset not in ((0, CENTRE) if codes.is_packed else (0,)):
+        return None
+    return replace(codes, values=values, scales=scales, zeros=None, offset=offset, minima=minima)
 
 
 class PanelHeads:

@@ -164,8 +164,8 @@ class PackedMixture:
         self._gate, self._unit, self._scores_input = gate, experts.gate, experts.scores_input
         self._gate_up, self._down = (
             [
-                pack(weight, None if biases is None else biases[index])
-                for index, weight in enumerate(weights)
+                pack(weights[index], None if biases is None else biases[index])
+                for index in range(weights.shape[0])  # iterating would widen codes
             ]
             for weights, biases in (
                 (experts.gate_up, experts.gate_up_bias),

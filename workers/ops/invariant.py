@@ -34,7 +34,7 @@ from .cpu import (
     CpuOps,
     PanelProjection,
     has_attention_kernel,
-    has_codes,
+    kernel_codes,
 )
 from .plan import PagedStep
 from .protocol import AttentionSpec, Gate, Projection, Rotation
@@ -63,8 +63,8 @@ class InvariantOps(CpuOps):
         if weight.dtype not in KERNEL_DTYPES:
             raise refused(f"a weight of type {weight.dtype} has no invariant product")
         if isinstance(weight, QuantisedTensor):
-            if has_codes(weight):
-                return CodedProjection(weight, bias)
+            if (codes := kernel_codes(weight)) is not None:
+                return CodedProjection(codes, bias)
             weight = weight.wide()
         return PanelProjection(weight, bias)
 

@@ -152,8 +152,8 @@ class Ops(Protocol):
     """Whether a verb's result lies in a buffer that its next call overwrites."""
     keeps_quantised: bool
     """Whether `pack` and `pack_experts` take the `QuantisedTensor` of a checkpoint as it is."""
-    keeps_gguf: bool
-    """Whether `pack` takes that of a GGUF file as it is."""
+    keeps_codes: bool
+    """Whether `pack` takes that of integers, as in GGUF files, and widens what it cannot."""
     takes_parts: bool
     """Whether threads may compute parts of one step at once (`PagedStep.turn`)."""
     max_latent_heads: int

@@ -66,6 +66,20 @@ class Codes:
         pairs = self.values.contiguous().to(torch.int16)
         return ((pairs | (pairs << NIBBLE)) & 0x0F0F).view(torch.uint8)
 
+    def in_whole_groups(self) -> Codes:
+        """The same in smaller groups, where a cut has left a part of one at the end."""
+        group = math.gcd(self.group, self.num_columns)
+        if group == self.group:
+            return self
+        times, count = self.group // group, self.num_columns // group
+        given = (self.scales, self.zeros, self.minima)
+        scales, zeros, minima = (
+            None if part is None else part.repeat_interleave(times, dim=-1)[..., :count]
+            for part in given
+        )
+        assert scales is not None
+        return replace(self, scales=scales, zeros=zeros, minima=minima, group=group)
+
     def signed(self, group: int, *, has_minima: bool) -> Codes:
         """The same weights in signed bytes without an offset, in groups of `group` columns."""
         values = self.unpacked().to(torch.int8) - self.offset
@@ -145,11 +159,12 @@ class QuantisedTensor(Tensor):
         assert not func._schema.is_mutable, f"{func} of a quantised tensor"
         # A view of a tensor that is none of inference mode's must not be one of them either.
         with torch.inference_mode(False), torch.no_grad():
-            args, kwargs = tree_map(_widened, (tuple(args), kwargs))
+            args, kwargs = tree_map(widened, (tuple(args), kwargs))
             return func(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """A tensor in plain values; anything else as it is."""
     return value.wide() if isinstance(value, QuantisedTensor) else value
 
 

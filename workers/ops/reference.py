@@ -38,7 +38,7 @@ class ReferenceOps:
     is_invariant = False
     reuses_results = False
     keeps_quantised = False
-    keeps_gguf = False
+    keeps_codes = False
     takes_parts = False
     max_latent_heads = 1 << 30
 

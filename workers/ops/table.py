@@ -99,6 +99,11 @@ def way(dtype: torch.dtype, what: str) -> str:
     return TABLE[capability()][dtype][what]
 
 
+def keeps_codes(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies by codes faster than by the weights they stand for."""
+    return dtype == BF16 and way(dtype, CODES) == KERNEL
+
+
 def describe(dtype: torch.dtype) -> str:
     """The entries in use, as a line for people."""
     parts = (f"{what}: {way(dtype, what)}" for what in TABLE[capability()][dtype])

@@ -629,18 +629,13 @@ def read_model(files: list[Path]) -> GgufModel:
     return GgufModel(files, meta, config, _parts(source, found, config))
 
 
-FEWEST_CODED: Final = 1 << 25
-"""Weights of a model from which on its codes are kept: dequantised ones take 64 MiB. What stays in
-the caches is multiplied faster as it is than it is unpacked."""
-
-
 def coded_sources(files: list[Path]) -> dict[str, CodedSource]:
     """The weights of an unpacked folder whose codes its files have, by the folder's names.
 
     Those of products, experts aside; the embedding's are those of an output layer that shares its
     tensor. Empty where there are no files, or few weights.
     """
-    from .quantised import CodedSource
+    from .quantised import CodedSource, are_many
 
     if not files:
         return {}
@@ -659,7 +654,7 @@ def coded_sources(files: list[Path]) -> dict[str, CodedSource]:
             offset, read = 8 * (tensor.kind == "Q4_0"), partial(_codes_of, part)
             rows, width = tensor.shape
             found[name] = CodedSource((rows, width), bits, group, offset, has_minima, read)
-    return found if sum(math.prod(each.shape) for each in found.values()) >= FEWEST_CODED else {}
+    return found if are_many(found.values()) else {}
 
 
 def _codes_of(part: _Part, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

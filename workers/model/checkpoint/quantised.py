@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ WORD = 32  # bits of a packed integer
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of its columns (AutoAWQ's "gemm" packing)."""
 KEPT_TYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-
+FEWEST_CODED = 1 << 25
+"""Weights of a model from which on a CPU keeps its codes: dequantised ones take 64 MiB. What stays
+in the caches is multiplied faster as it is than it is unpacked."""
 
 _BESIDE = {
     "qzeros": "zeros",
@@ -255,6 +257,11 @@ class CodedSource:
         if values.dtype == torch.uint8 and codes.num_columns % 2 == 0:
             codes = codes.packed()
         return QuantisedTensor(codes.map(Tensor.contiguous), torch.float32)
+
+
+def are_many(sources: Iterable[Any]) -> bool:
+    """Whether a CPU keeps the codes of these, in a model that has no others."""
+    return sum(math.prod(each.shape) for each in sources) >= FEWEST_CODED
 
 
 def _cut(groups: Tensor, size: int, left: int, right: int) -> tuple[int, Tensor]:

@@ -65,6 +65,7 @@ class WeightFormat:
     layout: PackLayout = PackLayout.SCALED
     bits: int = 8
     adds_one: bool = False  # GPTQ's first format stores zeros less one
+    is_float: bool = False  # stored values are no integers
 
     def stored_name(self, name: str, names: Container[str]) -> str | None:
         """The codes of tensor `name`; None: it is stored as it is."""
@@ -129,9 +130,9 @@ def _read(section: Any, path: Path) -> WeightFormat:
 
 def _read_fp8(section: Any, path: Path) -> WeightFormat:
     if section.get("weight_block_size") is None:
-        return WeightFormat("fp8", "fp8 with a scale per tensor")
+        return WeightFormat("fp8", "fp8 with a scale per tensor", is_float=True)
     block = _block(section.get("weight_block_size"), path, "weight_block_size")
-    return WeightFormat("fp8", f"fp8 in blocks of {block[0]} x {block[1]}", block)
+    return WeightFormat("fp8", f"fp8 in blocks of {block[0]} x {block[1]}", block, is_float=True)
 
 
 def _read_awq(section: Any, path: Path) -> WeightFormat:
@@ -181,8 +182,14 @@ def _read_compressed(section: Any, path: Path) -> WeightFormat:
     alike = len({text.split(" ")[0] for text in found}) == 1 and len(set(blocks)) == 1
     _require(alike, path, "config_groups", ", ".join(found), "groups of one kind")
     layout = PackLayout.PACKED if packed else PackLayout.SCALED
-    description = f"{kind}: {', '.join(found)}"
-    return WeightFormat("compressed-tensors", description, blocks[0], layout=layout, bits=bits)
+    return WeightFormat(
+        "compressed-tensors",
+        f"{kind}: {', '.join(found)}",
+        blocks[0],
+        layout=layout,
+        bits=bits,
+        is_float=not all(each.startswith("int") for each in found),
+    )
 
 
 def _check_group(weights: Mapping[str, Any], where: str, packed: bool, path: Path) -> int:

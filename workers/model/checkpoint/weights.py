@@ -32,7 +32,7 @@ from .hub import (
     require_checkpoint,
     unreadable,
 )
-from .quantised import CodedSource, make_source
+from .quantised import CodedSource, are_many, make_source
 from .quantised_formats import find_format
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -182,7 +182,8 @@ class Checkpoint:
 
     Args:
         keeps_quantised: quantised weights read as `QuantisedTensor` where they can be kept so.
-        keeps_gguf: likewise those of an unpacked GGUF file, which is there still.
+        keeps_codes: likewise integers, where they are many, and those of an unpacked GGUF file,
+            which is there still.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Checkpoint:
         path: Path,
         *,
         keeps_quantised: bool = False,
-        keeps_gguf: bool = False,
+        keeps_codes: bool = False,
         **trust: Unpack[Trust],
     ) -> None:
         self.path = require_checkpoint(path, **trust)
@@ -198,16 +199,19 @@ class Checkpoint:
         self.num_elements_read = 0
         self._files: dict[str, Any] = {}
         self.format = find_format(self.path)
-        self._keeps_quantised = keeps_quantised
         # By name; a tied output layer's too, which is no tensor of its own otherwise.
         self.coded: dict[str, CodedSource] = (
-            coded_sources(files_of(self.path)) if keeps_gguf else {}
+            coded_sources(files_of(self.path)) if keeps_codes else {}
         )
         self._index = self._read_index()
         own = self.format.weights(self._index) if self.format else None
         stored = {name: name for name in self._index} if own is None else own
         self._scales = {name: found for name in self._index if (found := _KV_SCALE.search(name))}
         self._stored = {name: each for name, each in stored.items() if name not in self._scales}
+        self.keeps = keeps_quantised  # of a quantised format
+        if keeps_codes and (kind := self.format) is not None and not kind.is_float:
+            coded = [each for each in self._stored if kind.stored_name(each, self._index)]
+            self.keeps = are_many(map(self.source, coded))
 
     @property
     def names(self) -> list[str]:
@@ -221,9 +225,7 @@ class Checkpoint:
             weight = self._piece(name)
             self._require_plain(name)
             return weight
-        return make_source(
-            name, kind, self._index, self._piece, self.path, keeps=self._keeps_quantised
-        )
+        return make_source(name, kind, self._index, self._piece, self.path, keeps=self.keeps)
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """By layer, what its keys and its values are divided by in a cache of codes.
