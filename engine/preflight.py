@@ -488,14 +488,12 @@ def check_quantization(config: EngineConfig) -> None:
     import torch  # a process without a quantised target need not have it
 
     from ..workers.devices import dtype_of
-    from ..workers.model.checkpoint.weights import Checkpoint
-    from ..workers.ops.table import keeps_codes
+    from ..workers.model.fit import keeps_on_cpu
 
     # Whether the target's ranks have kernels for quantised weights, as far as is known here.
     keeps = config.forward != "bridge" and config.keep_quantised == "auto"
     if keeps and config.device != "cuda" and not torch.cuda.is_available():
-        codes = keeps_codes(dtype_of(config.dtype) or torch.bfloat16)
-        keeps = Checkpoint(Path(config.model), keeps_codes=codes, **trust(config)).keeps
+        keeps = keeps_on_cpu(Path(config.model), dtype_of(config.dtype), **trust(config))
     if keeps:
         level, fate = logging.INFO, "its weights stay so in memory"
     else:

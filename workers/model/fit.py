@@ -73,14 +73,18 @@ class Serving:
         if not self._keeps(config) or (form := find_format(path)) is None:
             return None
         on_cpu = self.device.type == "cpu"
-        if on_cpu and not Checkpoint(path, keeps_codes=keeps_codes(info.dtype), **trust).keeps:
-            return None
-        return form
+        return form if not on_cpu or keeps_on_cpu(path, info.dtype, **trust) else None
 
     def _keeps(self, config: Any) -> bool:
         """Whether what operations take quantised stays so."""
         on_family = self.forward != "bridge" and not isinstance(read_spec(config), str)
         return self.keeps_quantised and on_family
+
+
+def keeps_on_cpu(path: Path, dtype: torch.dtype | None, **trust: Unpack[Trust]) -> bool:
+    """Whether the weights of a quantised checkpoint stay so on this processor (None: bfloat16)."""
+    codes = keeps_codes(dtype or torch.bfloat16)
+    return Checkpoint(path, keeps_codes=codes, **trust).keeps
 
 
 def check_weights(
