@@ -6,6 +6,7 @@ workers as well, decodes one token and stops them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +19,12 @@ from ..engine.preflight import preflight
 from ..errors import ConfigError
 from .console import err, grid, note, say, table
 from .options import EngineOptions, Options, serve_section
+from .session import check_groups
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..config import EngineConfig
+    from ..config import DrafterGroupConfig, EngineConfig
 
 
 class CheckOptions(Options):
@@ -81,6 +83,12 @@ def check(
     facts = preflight(
         config, is_local=address is None and described is None, in_full=True, errors=errors
     )
+    drafters: list[EngineConfig] = []
+    try:
+        if not errors:
+            drafters = [*check_groups(config, section.drafter_groups)]
+    except ConfigError as error:
+        errors.append(error)
     if errors:
         errors[0].others = errors[1:]
         raise errors[0]
@@ -89,11 +97,14 @@ def check(
             f"{niceness}: this Ray's workers wait for every other process of their machines; "
             "start it with RAY_worker_niceness=0"
         )
+    for group, members in zip(section.drafter_groups, drafters, strict=True):
+        facts[f"drafter group {group.name}"] = members.model
     say(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     table("Checked", facts)
     if described is not None or cluster:
         count = section.num_replicas if isinstance(section.num_replicas, int) else 1
-        _plan(config, described or cluster_nodes(address or ""), count)
+        groups = [*zip(section.drafter_groups, drafters, strict=True)]
+        _plan(config, described or cluster_nodes(address or ""), count, groups)
     if options.load:
         _load(config)
     note("The configuration is sound.")
@@ -118,16 +129,29 @@ def _load(config: EngineConfig) -> None:
     note("The workers started, decoded a token and stopped.")
 
 
-def _plan(config: EngineConfig, nodes: list[Node], num_engines: int) -> None:
-    """Prints where every worker goes and what it holds.
+def _plan(
+    config: EngineConfig,
+    nodes: list[Node],
+    num_engines: int,
+    drafters: Sequence[tuple[DrafterGroupConfig, EngineConfig]],
+) -> None:
+    """Prints where every worker goes and what it holds; of drafter groups, their least members.
 
     Raises:
         ConfigError: what does not fit, by field; each is an error of its own.
     """
-    from ..engine.estimate import estimate
+    from ..engine.estimate import estimate, estimate_members
 
-    groups = estimate(config, sum(node.total.get("GPU", 0.0) for node in nodes))
-    plan = make_plan(groups, nodes, config.resources, num_engines)
+    num_gpus = sum(node.total.get("GPU", 0.0) for node in nodes)
+    members = [
+        (group, own.resources)
+        for index, (each, own) in enumerate(drafters)
+        for group in estimate_members(
+            own, each.name, each.min_members, f"serve.drafter_groups.{index}", num_gpus
+        )
+    ]
+    groups = estimate(config, num_gpus)
+    plan = make_plan(groups, nodes, config.resources, num_engines, members)
     err(wide=True).print(_plan_table(plan, nodes))
     unused = {node.name for node in nodes} - {rank.node for rank in plan.ranks}
     if unused:

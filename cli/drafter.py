@@ -10,21 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
+from ..config import GroupAutoscalingConfig, parse
 from ..config.speculation import GROUP_NAME
 from ..errors import ConfigError
 from .console import note, say
-from .options import EngineOptions, Options
+from .options import EngineOptions, options_of
 
 if TYPE_CHECKING:
-    from ..cluster.drafters import GroupFacts
+    from ..cluster.drafters import GroupFacts, Size
 
 _POLL_S = 2.0
+_PANEL = "Drafter group"
+_Autoscaling: Any = options_of(
+    GroupAutoscalingConfig, _PANEL, GroupAutoscalingConfig.model_fields.keys()
+)
 
 
-class GroupOptions(Options):
+class GroupOptions(_Autoscaling):
     """Which group, and what becomes of it."""
 
-    panel = "Drafter group"
+    panel = _PANEL
     name: str | None = Field(None, description="The group's name; default: lists all.")
     members: int | None = Field(None, ge=0)
     """Draft models, each over --tensor-parallel-size ranks; of a group that runs: as many from now
@@ -41,12 +46,30 @@ class GroupOptions(Options):
         name = self.name
         if name is not None and not re.match(GROUP_NAME, name):
             raise ConfigError.at("name", f"{name!r}: letters, digits, '.', '_' and '-', at most 64")
-        if name is None and (has_model or self.members is not None or self.stop):
+        given = self.members is not None or bool(self._limits())
+        if name is None and (has_model or given or self.stop):
             raise ConfigError.at("name", "give the group a --name")
         if has_model and self.stop:
             raise ConfigError.at("stop", "it ends a group that runs; leave the model out")
-        if self.stop and self.members is not None:
+        if self.stop and given:
             raise ConfigError.at("members", "--stop ends all of them; leave it out")
+        if self.members is not None and self._limits():
+            raise ConfigError.at(
+                "members", "it fixes their number; leave out what scales it by load"
+            )
+
+    def size(self) -> Size | None:
+        """How many members are asked for; None: nothing is said.
+
+        Raises:
+            ConfigError: the limits are wrong.
+        """
+        limits = self._limits()
+        return parse(GroupAutoscalingConfig, limits) if limits else self.members
+
+    def _limits(self) -> dict[str, Any]:
+        found = {key: getattr(self, key) for key in GroupAutoscalingConfig.model_fields}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def drafter(
@@ -62,6 +85,7 @@ def drafter(
         engine = engine.with_argument("model", checkpoint)
     has_model = engine.model is not None or engine.config is not None
     options.check(has_model=has_model)
+    size = options.size()
     if not has_model:
         given = {
             **engine.given(),
@@ -77,7 +101,7 @@ def drafter(
     _join(options.address)
     from ..cluster import drafters
 
-    name, members = options.name, options.members
+    name = options.name
     if name is None:
         for each in drafters.group_names():
             say(_line(drafters.facts_of(drafters.find_group(each, "name"))))
@@ -86,7 +110,7 @@ def drafter(
         group = drafters.start_group(
             name,
             config,
-            num_members=1 if members is None else members,
+            num_members=1 if size is None else size,
             max_engines=options.max_engines or 4,
         )
         if not options.detach:
@@ -97,8 +121,8 @@ def drafter(
         drafters.end_group(group)
         note(f"Drafter group {name} has ended.")
         return
-    if members is not None:
-        drafters.scale_group(group, members)
+    if size is not None:
+        drafters.scale_group(group, size)
     say(_line(drafters.facts_of(group)))
 
 
@@ -117,11 +141,14 @@ def _join(address: str | None) -> None:
 
 
 def _line(facts: GroupFacts) -> str:
-    up = sum(not reason for reason in facts.members.values())
     why = "; ".join(sorted({reason for reason in facts.members.values() if reason}))
+    limits, size = "", facts.size
+    if isinstance(size, GroupAutoscalingConfig):
+        limits = f" ({size.min_members} to {size.max_members} by load)"
+    held = f", of {', '.join(facts.applications)}" if facts.applications else ""
     return (
-        f"{facts.name}: {facts.folder}, {up} of {len(facts.members)} members up, "
-        f"{facts.max_engines} engines each{f' ({why})' if why else ''}"
+        f"{facts.name}: {facts.folder}, {facts.num_up} of {len(facts.members)} members up{limits}, "
+        f"{facts.max_engines} engines each{held}{f' ({why})' if why else ''}"
     )
 
 

@@ -155,7 +155,14 @@ def serve(
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
         set_detection()  # for a Ray started here
         begin = partial(_start_serve, section, stack)
-        prepare(config, stack, address=address, num_engines=replicas, on_ray=begin)
+        prepare(
+            config,
+            stack,
+            address=address,
+            num_engines=replicas,
+            groups=section.drafter_groups,
+            on_ray=begin,
+        )
         with suppress(KeyboardInterrupt):  # how a server ends
             with err().status("Starting the workers..."):
                 _deploy(config, section)

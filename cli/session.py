@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cluster.local_ray import find_ray, start_ray
-from ..engine.preflight import check_files, check_request, preflight, require_checkpoints
+from ..cluster.local_ray import find_ray, num_cpus_of, start_ray
+from ..engine.checkpoints import draft_outline, resolved, trust
+from ..engine.preflight import (
+    check_files,
+    check_members,
+    check_request,
+    preflight,
+    require_checkpoints,
+)
 from ..errors import ConfigError
 from .console import err
 
 if TYPE_CHECKING:
     from ..cluster.backend import LLM
-    from ..config import EngineConfig
+    from ..config import DrafterGroupConfig, EngineConfig
 
 
 Adapter = Annotated[
@@ -46,6 +54,7 @@ def prepare(
     *,
     address: str | None = None,
     num_engines: int = 1,
+    groups: Sequence[DrafterGroupConfig] = (),
     adapter: str | None = None,
     prompts: Sequence[str] = (),
     max_tokens: int | None = None,
@@ -59,6 +68,7 @@ def prepare(
     the others mostly wait. A cluster of others is joined when all checks have passed.
 
     Args:
+        groups: drafter groups that start beside the engines.
         adapter: the one that the command asks for; None: none.
         prompts, max_tokens: of requests that the command will make, as far as it knows them.
 
@@ -73,12 +83,18 @@ def prepare(
         raise ConfigError.at("adapter", f"{adapter!r} is not served; there is {known}")
 
     def join() -> None:
-        if start_ray(config, address=address, num_engines=num_engines):
+        beside = sum(each.max_members * num_cpus_of(each.engine) for each in groups)
+        if start_ray(config, address=address, num_engines=num_engines, num_cpus_beside=beside):
             import ray
 
             stack.callback(ray.shutdown)
         if on_ray is not None:
             on_ray()
+
+    def check(*, is_local: bool) -> None:
+        preflight(config, is_local=is_local)
+        for _ in check_groups(config, groups):
+            pass
 
     require_checkpoints(config)
     check_request(config, prompts, max_tokens or 0)
@@ -89,12 +105,34 @@ def prepare(
             err().status("Checking the checkpoints, starting Ray..."),
             ThreadPoolExecutor(1, "outrider-checks") as checks,
         ):
-            checked = checks.submit(preflight, config, is_local=True)
+            checked = checks.submit(check, is_local=True)
             join()
             checked.result()
         return
     with err().status("Checking the checkpoints..."):
-        preflight(config, is_local=config.executor == "local")
+        check(is_local=config.executor == "local")
     if config.executor == "ray":
         with err().status("Joining Ray..."):
             join()
+
+
+def check_groups(
+    config: EngineConfig, groups: Sequence[DrafterGroupConfig]
+) -> Iterator[EngineConfig]:
+    """The settings of drafter groups in full, once their models are found to draft for the target.
+
+    Raises:
+        ConfigError, CheckpointError: one cannot; names its section.
+    """
+    from ..workers.model.info import outline
+
+    config = resolved(config) if groups else config
+    for index, each in enumerate(groups):
+        try:
+            members, vocab_size = draft_outline(each.engine)
+        except ConfigError as error:
+            raise error.below(f"serve.drafter_groups.{index}") from None
+        if each.name in config.drafter_groups:
+            target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
+            check_members(config, each.name, members.model, vocab_size, target.vocab_size)
+        yield members

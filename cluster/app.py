@@ -21,6 +21,7 @@ from ..config import EngineConfig, Strict, parse
 from ..config.strict import at_key, read_mapping
 from ..errors import ConfigError
 from .serve.args import DeploymentConfig, ServeConfig, check_acceptance, read_args
+from .serve.drafters import DRAFTERS, DrafterGroups
 from .serve.ingress import INGRESS, Ingress, LLMServer
 from .serve.models import ENGINE, SETTLE_S, ServedModel
 from .serve.replica import EngineReplica
@@ -94,7 +95,7 @@ def assemble(
     Raises:
         ConfigError: as `check_acceptance`.
     """
-    engines = {}
+    engines, groups = {}, _drafter_groups(models, section)
     for model in models:
         check_acceptance(model.config)
         deployment = serve.deployment(
@@ -102,7 +103,7 @@ def assemble(
             **model.serve_options(),
         )(EngineReplica)
         engines[model.name] = deployment.bind(
-            model, section.resume_window_s, section.resume_max_values
+            model, section.resume_window_s, section.resume_max_values, groups
         )
     ingress = serve.deployment(
         name=INGRESS if name is None else name,
@@ -114,6 +115,35 @@ def assemble(
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(Ingress) if name is None else LLMServer)
     return ingress.bind(engines, list(models), section)
+
+
+def _drafter_groups(models: Sequence[ServedModel], section: ServeConfig) -> dict[str, Application]:
+    """The deployment that holds the application's drafter groups, by their names.
+
+    Raises:
+        ConfigError: more engines may use a group than its members take.
+    """
+    if not section.drafter_groups:
+        return {}
+    for index, group in enumerate(section.drafter_groups):
+        most = sum(
+            model.max_engines for model in models if group.name in model.config.drafter_groups
+        )
+        if most > group.max_engines:
+            raise ConfigError.at(
+                f"serve.drafter_groups.{index}.max_engines",
+                f"{group.max_engines}, and the application may have {most} engines that draft with "
+                f"{group.name!r}",
+            )
+    held = serve.deployment(
+        name=DRAFTERS,
+        num_replicas=1,
+        health_check_period_s=section.health_check_period_s,
+        health_check_timeout_s=section.health_check_timeout_s,
+        ray_actor_options={"num_cpus": 0},
+    )(DrafterGroups)
+    bound = held.bind(list(section.drafter_groups))
+    return {each.name: bound for each in section.drafter_groups}
 
 
 # -- arguments in the fields of Ray Serve LLM: `llm_configs`, one entry per model

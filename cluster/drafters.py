@@ -6,19 +6,22 @@ rank 0 of every member (`SharedEnd`); no step passes Ray. A member that died is 
 the same id; members come and go while engines draft with them (`Members` in
 `drafters/draft_target.py`). An actor that died is started again by Ray, and takes over the members
 that are noted at Ray's head: engines draft with them meanwhile.
+
+A group that Serve applications hold (`serve/drafters.py`) ends when none does any more; one of
+`outrider drafter` ends when it is told to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -30,9 +33,9 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from ..config import EngineConfig
+from ..config import GROUP_KEYS, EngineConfig, GroupAutoscalingConfig
 from ..drafters.protocol import DraftModel
-from ..engine.checkpoints import of_another_kind, resolved
+from ..engine.checkpoints import draft_outline
 from ..engine.host import MembersAsk, model_spec, worker_spec
 from ..errors import ConfigError, OutriderError, WorkerDiedError, WorkerError
 from ..workers.group import BACKOFF_S, GroupDraftModel
@@ -50,13 +53,15 @@ _POLL_S = 5.0  # of an engine that waits for members to come or go
 _RETRY_S = 1.0
 _CONNECT_S = 10.0
 _MAX_CALLS = 256  # at once, nearly all of which wait
-_KEYS = {  # of an engine's configuration, which a draft model has as well
-    *("model", "revision", "trust_remote_code", "allow_pickle", "dtype", "device", "forward"),
-    *("tensor_parallel_size", "symmetric_memory", "resources", "executor"),
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("block_size", "num_kv_blocks", "kv_memory_fraction", "kv_cpu_bytes"),
-    *("step_timeout_s", "heartbeat_timeout_s"),
-}
+_LOOK_S = 0.5  # of the actor, at load and at applications
+_REPORT_S = 1.0  # of engines, how many requests draft, where that decides
+_SILENT_S = 15.0  # after which an engine counts as gone
+_LEAVE_S = 2.0  # for engines to move the requests of a member that leaves
+_LEAST_KEEP_S = 15.0  # without an application that names the group
+STARTING = "it is being started"
+RESTARTING = "a rank died; it is started again"
+Size = int | GroupAutoscalingConfig
+"""How many members a group has: a number, or limits that load decides between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class _Note:
 
     mark: str
     count: int
+    size: Size
     members: dict[str, tuple[Formed, MemberPlace] | None]  # by id; None: it was being started
 
     @classmethod
@@ -110,7 +116,55 @@ class GroupFacts:
     vocab_size: int
     max_engines: int
     block_size: int
+    size: Size
+    applications: tuple[str, ...]  # that name it
     members: dict[str, str] = field(default_factory=dict)  # by id: "" where it is up, or why not
+
+    @property
+    def num_up(self) -> int:
+        return sum(not reason for reason in self.members.values())
+
+
+class MemberScaling:
+    """How many members a group should have, by the requests that its engines report.
+
+    As Serve's autoscaler for engines: one member for every `target` requests, within the limits,
+    once this has been more or fewer than there are for the configured time.
+    """
+
+    def __init__(
+        self,
+        config: GroupAutoscalingConfig,
+        max_num_seqs: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._clock = config, clock
+        self._target = config.target_ongoing_requests or max_num_seqs
+        self._reports: dict[str, tuple[float, int]] = {}  # by engine: when, how many
+        self._begin_s = self._since_s = clock()
+        self._direction = 0
+
+    def report(self, engine: str, num_requests: int) -> None:
+        """An engine drafts for so many requests now."""
+        self._reports[engine] = self._clock(), num_requests
+
+    def wanted(self, num_members: int) -> int:
+        """How many members are to be there now, of `num_members` that are."""
+        now_s, config = self._clock(), self._config
+        oldest_s = now_s - _SILENT_S
+        self._reports = {name: each for name, each in self._reports.items() if each[0] > oldest_s}
+        if not self._reports and self._begin_s > oldest_s:
+            return num_members  # engines may not have reported yet
+        needed = math.ceil(sum(count for _, count in self._reports.values()) / self._target)
+        needed = min(max(needed, config.min_members), config.max_members)
+        direction = (needed > num_members) - (needed < num_members)
+        if direction != self._direction:
+            self._direction, self._since_s = direction, now_s
+        delay_s = config.upscale_delay_s if direction > 0 else config.downscale_delay_s
+        if not direction or now_s - self._since_s < delay_s:
+            return num_members
+        self._direction = 0
+        return needed
 
 
 class DrafterGroup:
@@ -119,11 +173,26 @@ class DrafterGroup:
     Args:
         config: of the members: its model is the draft model.
         max_engines: that may share a member.
+        application: that starts the group and holds it; "": the group stays until it is ended.
     """
 
-    def __init__(self, name: str, config: EngineConfig, max_engines: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        max_engines: int,
+        vocab_size: int,
+        size: Size,
+        application: str,
+    ) -> None:
         self._name, self._config, self._max_engines = name, config, max_engines
         self._vocab_size = vocab_size
+        self._size = self._asked = size  # now, and as the application has asked for it
+        self._scaling: MemberScaling | None = None
+        self._is_held, self._is_over, self._begin_s = bool(application), False, time.monotonic()
+        self._claims = {application: self._begin_s} if application else {}
+        self._keep_s = max(config.resources.keep_workers_s, _LEAST_KEEP_S)
+        self._leaving: list[_Member] = []
         self._itself = ray.get_runtime_context().current_actor
         self._node = ray.get_runtime_context().get_node_id()
         self._members: dict[str, _Member] = {}
@@ -133,6 +202,9 @@ class DrafterGroup:
         self._version = secrets.randbits(31)  # engines may have that of the process before
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._take_over()
+        else:
+            self.scale(size)
+        start_thread("looking", self._look_after)
 
     def recall(self) -> None:
         """Ranks ask for this, to see whether their owner is there."""
@@ -140,8 +212,8 @@ class DrafterGroup:
     def facts(self) -> GroupFacts:
         """What the group is, and who is up."""
         members = {
-            name: "" if each.place else each.reason or "it is being started"
-            for name, each in self._members.items()
+            name: "" if each.place else each.reason or STARTING
+            for name, each in list(self._members.items())
         }
         config = self._config
         return GroupFacts(
@@ -150,26 +222,112 @@ class DrafterGroup:
             self._vocab_size,
             self._max_engines,
             config.block_size,
+            self._size,
+            tuple(sorted(self._claims)),
             members,
         )
 
-    def scale(self, num_members: int) -> None:
-        """Starts members, or ends the newest, until there are so many; does not wait for them."""
+    def scale(self, size: Size) -> None:
+        """Has so many members from now on, without waiting for those that start."""
         with self._changed:
-            while len(self._members) > num_members:
-                _, member = self._members.popitem()
-                member.is_ending = True
-                start_thread("ending", member.ranks.shutdown)
-            while len(self._members) < num_members:
-                self._count += 1
-                self._add(f"{self._mark}-{self._count}")
-            self._note_change()
+            self._size, self._scaling, num_members = size, None, size
+            if isinstance(size, GroupAutoscalingConfig):
+                self._scaling = MemberScaling(size, self._config.max_num_seqs)
+                num_members = min(max(len(self._members), size.min_members), size.max_members)
+            assert isinstance(num_members, int), num_members
+            self._resize(num_members)
 
-    def members(self, version: int, timeout_s: float) -> tuple[int, list[str]]:
-        """The members that are up, by their ids, once that is another version than the given."""
+    def _resize(self, num_members: int) -> None:
+        """Starts members, or ends the newest, until there are so many."""
+        while len(self._members) > num_members:
+            _, member = self._members.popitem()
+            member.is_ending = True
+            self._leaving.append(member)
+            start_thread("ending", self._part, member)
+        while len(self._members) < num_members:
+            self._count += 1
+            self._add(f"{self._mark}-{self._count}")
+        self._note_change()
+
+    def _part(self, member: _Member) -> None:
+        """Ends a member once its requests draft with others."""
+        time.sleep(_LEAVE_S)
+        member.ranks.shutdown()
         with self._changed:
+            if member in self._leaving:
+                self._leaving.remove(member)
+
+    def members(
+        self, version: int, timeout_s: float, engine: str = "", num_requests: int = 0
+    ) -> tuple[int, list[str]]:
+        """The members that are up, by their ids, once that is another version than the given.
+
+        Args:
+            num_requests: that `engine` drafts for.
+        """
+        with self._changed:
+            if self._scaling is not None:
+                timeout_s = min(timeout_s, _REPORT_S)
+                if engine:
+                    self._scaling.report(engine, num_requests)
             self._changed.wait_for(lambda: self._version != version, timeout_s)
             return self._version, [name for name, each in self._members.items() if each.place]
+
+    def claim(
+        self, application: str, config: EngineConfig, max_engines: int, size: Size
+    ) -> tuple[str, bool]:
+        """An application names this group, as it does again and again while it lives.
+
+        Returns:
+            How the group differs from the one that is named ("": it does not), and whether the
+            application may end it, since it has no other.
+        """
+        with self._changed:
+            others = self._claims.keys() - {application}
+            wrong = self._difference(config, max_engines)
+            if not wrong and self._is_held and size != self._asked:
+                if others:
+                    wrong = f"its number of members is {self._asked!r}, not {size!r}"
+                else:
+                    self._asked = size
+                    self.scale(size)
+            if wrong:
+                return wrong, self._is_held and not others
+            self._claims[application], self._is_over = time.monotonic(), False
+            return "", False
+
+    def release(self, application: str) -> None:
+        """An application ends; a group that none names any more ends with it."""
+        with self._changed:
+            self._claims.pop(application, None)
+            self._is_over = self._is_held and not self._claims
+
+    def _difference(self, config: EngineConfig, max_engines: int) -> str:
+        """The first setting that this group has otherwise."""
+        mine, theirs = self._config.model_dump(), config.model_dump()
+        pairs = [("max_engines", self._max_engines, max_engines)]
+        pairs += [(key, mine[key], theirs[key]) for key in sorted(GROUP_KEYS)]
+        return next((f"its {key} is {a!r}, not {b!r}" for key, a, b in pairs if a != b), "")
+
+    def _look_after(self) -> None:
+        """Follows the load; ends the group when no application has named it for long."""
+        while True:
+            time.sleep(_LOOK_S)
+            with self._changed:
+                if self._scaling is not None:
+                    before = len(self._members)
+                    wanted = self._scaling.wanted(before)
+                    if wanted != before:
+                        log.info("drafter group %s: %d members, not %d", self._name, wanted, before)
+                        self._resize(wanted)
+                oldest_s = time.monotonic() - self._keep_s
+                self._claims = {name: at for name, at in self._claims.items() if at > oldest_s}
+                is_forgotten = self._is_held and not self._claims and self._begin_s <= oldest_s
+                if self._is_over or is_forgotten:
+                    break
+        log.info("drafter group %s ends: no application names it", self._name)
+        self.end()
+        ray.kill(self._itself)
 
     def place(self, member: str) -> MemberPlace | None:
         """Where a member is; None: it is not up, or there is none of that id."""
@@ -179,7 +337,7 @@ class DrafterGroup:
     def end(self) -> None:
         """Ends all members."""
         with self._changed:
-            ended = [*self._members.values()]
+            ended = [*self._members.values(), *self._leaving]
             self._members.clear()
             for member in ended:
                 member.is_ending = True
@@ -208,6 +366,9 @@ class DrafterGroup:
         if note is None:
             return
         self._mark, self._count = note.mark, note.count
+        self._size = self._asked = note.size
+        if isinstance(note.size, GroupAutoscalingConfig):
+            self._scaling = MemberScaling(note.size, self._config.max_num_seqs)
         kept = [found[0].placement for found in note.members.values() if found is not None]
         ids = {each.id.hex() for each in kept if each is not None}
         for placement_id, row in placement_group_table().items():
@@ -244,7 +405,7 @@ class DrafterGroup:
             for name, each in self._members.items()
         }
         try:
-            _Note(self._mark, self._count, members).write(self._name)
+            _Note(self._mark, self._count, self._size, members).write(self._name)
         except RayError as error:  # the next change notes everything again
             log.warning("drafter group %s could not be noted: %s", self._name, error)
 
@@ -270,7 +431,7 @@ class DrafterGroup:
                 ray.get(ray.wait(sentinels, num_returns=1)[0])
             if member.is_ending:
                 break
-            member.reason = "a rank died; it is started again"
+            member.reason = RESTARTING
             self._set_place(member, None)
         member.ranks.shutdown()
 
@@ -304,33 +465,30 @@ class DrafterGroup:
 
 
 def start_group(
-    name: str, config: EngineConfig, *, num_members: int = 1, max_engines: int = 4
+    name: str,
+    config: EngineConfig,
+    *,
+    num_members: Size = 1,
+    max_engines: int = 4,
+    application: str = "",
 ) -> Any:
     """Starts a drafter group; its actor. Members start behind it.
 
     Args:
         config: of the members; its model is the draft model.
         max_engines: that may share a member, each with an equal part of its KV cache.
+        application: that holds it; "": it stays until it is ended.
 
     Raises:
         ConfigError: there is a group of this name, or a key is set that no draft model has.
         CheckpointError: the model's files are damaged, or are those of a head.
     """
-    from ..workers.model.info import outline
-
-    for key in sorted(config.model_fields_set - _KEYS):
+    for key in sorted(config.model_fields_set - GROUP_KEYS - {"executor"}):
         if getattr(config, key) != EngineConfig.model_fields[key].get_default():
             raise ConfigError.at(key, "it is a target's, and no drafter group has it")
     if name in group_names():
         raise ConfigError.at("name", f"there is a drafter group {name!r} already")
-    config = resolved(config)
-    if (error := of_another_kind(config).get("model")) is not None:
-        raise error
-    trust = {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
-    found = outline(Path(config.model), config.tensor_parallel_size, **trust)
-    config = config.model_copy(update={"model": str(Path(config.model).resolve())})
-    resources = config.resources.model_copy(update={"spare_workers": False})
-    config = config.model_copy(update={"resources": resources})
+    found, vocab_size = of_members(config)
     actor: Any = (
         ray.remote(DrafterGroup)
         .options(
@@ -341,10 +499,21 @@ def start_group(
             max_concurrency=_MAX_CALLS,
             max_restarts=-1,
         )
-        .remote(name, config, max_engines, found.vocab_size)
+        .remote(name, found, max_engines, vocab_size, num_members, application)
     )
-    scale_group(actor, num_members)
+    facts_of(actor)
     return actor
+
+
+def of_members(config: EngineConfig) -> tuple[EngineConfig, int]:
+    """The settings of a group's members in full, and the vocabulary of their model.
+
+    Raises:
+        CheckpointError: the model's files are damaged, or are those of a head.
+    """
+    config, vocab_size = draft_outline(config)
+    resources = config.resources.model_copy(update={"spare_workers": False})
+    return config.model_copy(update={"resources": resources}), vocab_size
 
 
 def group_names() -> list[str]:
@@ -371,13 +540,28 @@ def facts_of(actor: Any) -> GroupFacts:
     return found
 
 
-def scale_group(actor: Any, num_members: int) -> None:
+def scale_group(actor: Any, num_members: Size) -> None:
     """Has members join or leave a group that runs; does not wait until those that join are up.
 
     Raises:
         WorkerDiedError: it has ended, or does not answer.
     """
     _answer(actor.scale.remote, num_members)
+
+
+def claim_group(
+    actor: Any, application: str, config: EngineConfig, max_engines: int, size: Size
+) -> tuple[str, bool]:
+    """As `DrafterGroup.claim` (raises `WorkerDiedError` as `facts_of`)."""
+    found: tuple[str, bool] = _answer(actor.claim.remote, application, config, max_engines, size)
+    return found
+
+
+def release_group(name: str, application: str) -> None:
+    """An application names a group no more; one that nobody holds ends."""
+    with contextlib.suppress(RayError, ValueError):
+        actor = ray.get_actor(_PREFIX + name, namespace=NAMESPACE)
+        ray.get(actor.release.remote(application), timeout=_ANSWER_S)
 
 
 def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -474,7 +658,8 @@ class GroupLink:
 
     def __init__(self, ask: MembersAsk) -> None:
         self._ask = ask
-        self.reason = ""
+        self._mark = secrets.token_hex(8)
+        self.reason, self.num_requests = "", 0
         self._known: set[str] = set()
         self._news: queue.SimpleQueue[tuple[str, DraftModel | None]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -531,7 +716,7 @@ class GroupLink:
 
     def _look(self, timeout_s: float, *, is_first: bool = False) -> None:
         """Takes in who has come or gone, and waits for that."""
-        asked = self._actor.members.remote(self._version, timeout_s)
+        asked = self._actor.members.remote(self._version, timeout_s, self._mark, self.num_requests)
         version, names = ray.get(asked, timeout=timeout_s + _ANSWER_S)
         if self._take(names, is_first=is_first):
             self._version = version

@@ -114,11 +114,20 @@ def _send_token() -> None:
         setup._enable_token_auth()
 
 
-def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: int = 1) -> bool:
+def start_ray(
+    config: EngineConfig,
+    *,
+    address: str | None = None,
+    num_engines: int = 1,
+    num_cpus_beside: float = 0.0,
+) -> bool:
     """Joins the cluster that `find_ray` finds, or starts one; whether it did either.
 
     A cluster has the CPUs that it has. One that is started here, for this process alone, is given
     as many as the workers ask for: they share the cores, which is slower than having them.
+
+    Args:
+        num_cpus_beside: that workers of no engine ask for.
 
     Raises:
         ConfigError: there is no Ray at `address`.
@@ -132,7 +141,8 @@ def start_ray(config: EngineConfig, *, address: str | None = None, num_engines: 
     if found is not None:
         _send_token()
     else:
-        num_cpus, cores = num_engines * num_cpus_of(config), len(os.sched_getaffinity(0))
+        num_cpus = num_engines * num_cpus_of(config) + num_cpus_beside
+        cores = len(os.sched_getaffinity(0))
         own = {"num_cpus": max(cores, math.ceil(num_cpus)), "include_dashboard": False}
         if _NICENESS not in os.environ:
             own["_system_config"] = {"worker_niceness": 0}

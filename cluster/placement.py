@@ -209,8 +209,13 @@ def make_plan(
     nodes: Sequence[Node],
     resources: ResourcesConfig,
     num_engines: int = 1,
+    members: Sequence[tuple[GroupEstimate, ResourcesConfig]] = (),
 ) -> Plan:
-    """Places every group of every engine, in the order in which engines start them."""
+    """Places every group of every engine, in the order in which engines start them.
+
+    Args:
+        members: of drafter groups, which come last.
+    """
     left = [
         _Left(node, dict(node.free), _gpus(node), [0] * (len(_gpus(node)) + 1)) for node in nodes
     ]
@@ -219,15 +224,29 @@ def make_plan(
         of_engine = f" of engine {engine}" if num_engines > 1 else ""
         target_tokens = 0
         for group in groups:
-            found = _place(group, left, resources, plan)
             named = replace(group, role=group.role + of_engine)
-            ranks = [_hold(named, rank, *at, target_tokens) for rank, at in enumerate(found)]
-            plan.ranks += ranks
+            ranks = _add(plan, named, left, resources, target_tokens)
             if group is groups[0]:
                 held = [rank.kv_tokens for rank in ranks if rank.kv_tokens is not None]
                 target_tokens = min(held, default=0)
+    for group, own in members:
+        _add(plan, group, left, own, 0)
     plan.problems += filter(None, map(_misfit, plan.runs()))
     return plan
+
+
+def _add(
+    plan: Plan,
+    group: GroupEstimate,
+    left: list[_Left],
+    resources: ResourcesConfig,
+    target_tokens: int,
+) -> list[Rank]:
+    """The ranks of a group, which the plan has from now on."""
+    found = _place(group, left, resources, plan)
+    ranks = [_hold(group, rank, *at, target_tokens) for rank, at in enumerate(found)]
+    plan.ranks += ranks
+    return ranks
 
 
 def _gpus(node: Node) -> list[float]:

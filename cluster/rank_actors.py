@@ -115,7 +115,7 @@ def _no_place(
     field = "pipeline_parallel_size" if spec.stages > 1 else "tensor_parallel_size"
     if spec.head_target is not None:
         field = "speculative_config.placement"
-    elif spec.target is None:
+    elif spec.target is None and not spec.num_leases:  # a drafter group's are its own
         field = "speculative_config.draft_tensor_parallel_size"
     return ResourcesError.at(
         field,

@@ -1,6 +1,9 @@
 """Configuration: read once, checked strictly, frozen."""
 
+from .engine import GROUP_KEYS as GROUP_KEYS
+from .engine import DrafterGroupConfig as DrafterGroupConfig
 from .engine import EngineConfig as EngineConfig
+from .engine import GroupAutoscalingConfig as GroupAutoscalingConfig
 from .engine import LoraModule as LoraModule
 from .engine import OnlineAdaptationConfig as OnlineAdaptationConfig
 from .engine import ResourcesConfig as ResourcesConfig

@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from ..errors import ConfigError, shown_value
 from .compat.translate import FOREIGN, check_placed, translate_engine, translate_section
 from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
-from .speculation import NoSpeculation, SpeculativeConfig
+from .speculation import GROUP_NAME, NoSpeculation, SpeculativeConfig
 from .strict import Strict, at_key, check_foreign_names, parse, read_mapping
 
 
@@ -382,6 +382,12 @@ class EngineConfig(Strict):
         return bool(self.lora_modules) or self.enable_lora is True
 
     @property
+    def drafter_groups(self) -> frozenset[str]:
+        """Names of the drafter groups that draft for it."""
+        names = (getattr(each, "drafter_group", None) for each in self.speculative_config.sections)
+        return frozenset(name for name in names if name is not None)
+
+    @property
     def num_checkpoints(self) -> int:
         """States of recurrent layers that are kept for cached prefixes."""
         return self.max_num_seqs if self.enable_prefix_caching else 0
@@ -416,3 +422,91 @@ class EngineConfig(Strict):
             shown = shown_value(speculative)
             raise ConfigError.at("speculative_config", f"expected a mapping, got {shown}")
         return parse(cls, data)
+
+
+# Keys of an engine's configuration that a drafter group has as well.
+GROUP_KEYS = frozenset(
+    {
+        *("model", "revision", "trust_remote_code", "allow_pickle", "dtype", "device", "forward"),
+        *("tensor_parallel_size", "symmetric_memory", "resources"),
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        *("block_size", "num_kv_blocks", "kv_memory_fraction", "kv_cpu_bytes"),
+        *("step_timeout_s", "heartbeat_timeout_s"),
+    }
+)
+
+
+class GroupAutoscalingConfig(Strict):
+    """How many members a drafter group has, by the requests that engines draft for."""
+
+    min_members: int = Field(1, ge=1, description="Members at least; it starts with these.")
+    max_members: int = Field(ge=1, description="Members at most.")
+    target_ongoing_requests: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Requests of all engines for each member; default: the group's max_num_seqs."""
+    upscale_delay_s: float = Field(30.0, ge=0, allow_inf_nan=False)
+    """Seconds for which more members are needed before some join."""
+    downscale_delay_s: float = Field(600.0, ge=0, allow_inf_nan=False)
+    """Seconds for which fewer members are needed before some leave."""
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> GroupAutoscalingConfig:
+        if self.min_members > self.max_members:
+            raise at_key(
+                "min_members",
+                f"min_members ({self.min_members}) must not exceed max_members "
+                f"({self.max_members})",
+            )
+        return self
+
+
+_member_fields: Any = {
+    key: (field.annotation, field)
+    for key, field in EngineConfig.model_fields.items()
+    if key in GROUP_KEYS
+}
+_MemberFields: Any = create_model("_MemberFields", __base__=Strict, **_member_fields)
+
+
+class DrafterGroupConfig(_MemberFields):
+    """A drafter group that an application has; the keys of its members are the engine's."""
+
+    name: str = Field(pattern=GROUP_NAME, description="Name by which engines find it.")
+    num_members: int = Field(1, ge=1, description="Draft models, each over its own ranks.")
+    autoscaling_config: GroupAutoscalingConfig | None = None
+    """Members by load, in place of num_members; default: a fixed number."""
+    max_engines: int = Field(4, ge=1)
+    """Engines that may share a member, each with an equal part of its KV cache."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> DrafterGroupConfig:
+        if self.autoscaling_config is not None and "num_members" in self.model_fields_set:
+            raise at_key("num_members", "give either num_members or autoscaling_config, not both")
+        try:
+            _ = self.engine
+        except ConfigError as error:
+            raise at_key(error.field or "model", error.message) from None
+        return self
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The configuration of its members: of an engine whose model is the draft model."""
+        return EngineConfig.load(
+            {key: getattr(self, key) for key in self.model_fields_set if key in GROUP_KEYS}
+        )
+
+    @property
+    def size(self) -> int | GroupAutoscalingConfig:
+        """How many members it has."""
+        return self.autoscaling_config or self.num_members
+
+    @property
+    def min_members(self) -> int:
+        """Members that it starts with."""
+        scaling = self.autoscaling_config
+        return self.num_members if scaling is None else scaling.min_members
+
+    @property
+    def max_members(self) -> int:
+        """Members at most."""
+        scaling = self.autoscaling_config
+        return self.num_members if scaling is None else scaling.max_members

@@ -548,6 +548,7 @@ class Members(Drafter):
         for request in requests:
             tokens = TokenBuffer(request.prompt, request.emitted)
             self._routes[request.id] = _Routed(request, tokens)
+        self._source.num_requests = len(self._routes)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         self._take_changes()
@@ -624,6 +625,7 @@ class Members(Drafter):
     def close(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._routes.pop(request_id, None)
+        self._source.num_requests = len(self._routes)
         for drafter in self._drafters.values():
             drafter.close(request_ids)
 

@@ -352,6 +352,7 @@ class DraftMembers(Protocol):
     folder: str  # of the draft model, which this node need not see
     vocab_size: int
     reason: str  # why there are no members; "": unknown
+    num_requests: int  # written: that the engine has, by which the group may grow or shrink
 
     def changes(self) -> Sequence[tuple[str, DraftModel | None]]:
         """Members by their ids that have joined, or left (None), since the last call."""

@@ -389,3 +389,19 @@ def continuing() -> list[str]:
     from ..drafters.registry import METHODS
 
     return [name for name, section in SECTIONS.items() if METHODS[section].continues]
+
+
+def draft_outline(config: EngineConfig) -> tuple[EngineConfig, int]:
+    """The settings of a draft model that belongs to no target, with its folder, and its vocabulary.
+
+    Raises:
+        ConfigError, CheckpointError: its files are damaged, or those of a head; names the key.
+    """
+    from ..workers.model.info import outline
+
+    config = resolved(config)
+    if (error := of_another_kind(config).get("model")) is not None:
+        raise error
+    found = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
+    folder = str(Path(config.model).resolve())
+    return config.model_copy(update={"model": folder}), found.vocab_size

@@ -143,6 +143,33 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
     return [group, *made]
 
 
+def estimate_members(
+    config: EngineConfig, name: str, num_members: int, place: str, num_gpus: float
+) -> list[GroupEstimate]:
+    """The members of a drafter group in a cluster of `num_gpus`.
+
+    Args:
+        place: of the group's section, for errors.
+
+    Raises:
+        CheckpointError, ConfigError: as `estimate`.
+    """
+    size = config.tensor_parallel_size
+    model = _Model(
+        config,
+        config.model,
+        size,
+        num_gpus,
+        num_blocks=config.num_kv_blocks,
+        max_model_len=config.max_model_len,
+    )
+    field = f"{place}.tensor_parallel_size"
+    return [
+        GroupEstimate(f"{name} {index + 1}", field, config.device, size, model.rank(), drafts=True)
+        for index in range(num_members)
+    ]
+
+
 @dataclass(slots=True)
 class _Part:
     """What a rank of a stage holds of models, in bytes."""

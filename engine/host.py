@@ -178,7 +178,9 @@ class EngineHost:
             MembersAsk(
                 name,
                 f"{self._config.model_name}-{os.getpid()}",
-                lambda members: check_members(self._config, name, members, self.vocab_size),
+                lambda members: check_members(
+                    self._config, name, members.folder, members.vocab_size, self.vocab_size
+                ),
                 lambda block_size: _scratch_blocks(config, block_size),
                 self._config.max_num_batched_tokens,
                 self._config.step_timeout_s,

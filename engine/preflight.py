@@ -40,7 +40,6 @@ from .checkpoints import (
 if TYPE_CHECKING:
     import torch
 
-    from ..drafters.protocol import DraftMembers
     from ..workers.model.checkpoint.adapters import Adapter
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo, ModelOutline
@@ -624,14 +623,16 @@ def _check_vocabulary(
     _compare_vocabularies(config, field, draft, draft, (info.vocab_size, vocab_size))
 
 
-def check_members(config: EngineConfig, name: str, members: DraftMembers, vocab_size: int) -> None:
-    """Whether the draft model of a drafter group can draft for the target.
+def check_members(
+    config: EngineConfig, name: str, folder: str, their_size: int, vocab_size: int
+) -> None:
+    """Whether the draft model of a drafter group, in `folder`, can draft for the target.
 
     Raises:
         ConfigError: it has another vocabulary; names `speculative_config.drafter_group`.
     """
-    field, sizes = "speculative_config.drafter_group", (members.vocab_size, vocab_size)
-    _compare_vocabularies(config, field, f"the draft model of {name!r}", members.folder, sizes)
+    field, sizes = "speculative_config.drafter_group", (their_size, vocab_size)
+    _compare_vocabularies(config, field, f"the draft model of {name!r}", folder, sizes)
 
 
 def _compare_vocabularies(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ...config import EngineConfig, Strict, parse, unknown_key
+from ...config import DrafterGroupConfig, EngineConfig, Strict, parse, unknown_key
 from ...config.access import AccessConfig
 from ...config.strict import at_key, read_yaml
 from ...errors import ConfigError, in_words, shown_value
@@ -148,6 +148,8 @@ class ServeConfig(DeploymentConfig):
         None, pattern=r"^https?://", examples=["http://collector:4318"]
     )
     """URL that OpenTelemetry spans are sent to."""
+    drafter_groups: tuple[DrafterGroupConfig, ...] = ()
+    """Drafter groups that the application has: draft models that its engines share."""
     access: AccessConfig = Field(AccessConfig(), description="API keys, their limits, and CORS.")
 
     @model_validator(mode="after")
@@ -155,6 +157,15 @@ class ServeConfig(DeploymentConfig):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise at_key("ssl_certfile", "ssl_keyfile needs ssl_certfile as well")
         return self
+
+    @field_validator("drafter_groups")
+    @classmethod
+    def _names_once(cls, groups: tuple[DrafterGroupConfig, ...]) -> tuple[DrafterGroupConfig, ...]:
+        names = [each.name for each in groups]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise at_key(f"{index}.name", f"a second drafter group {name!r}")
+        return groups
 
     @property
     def num_ingresses(self) -> int:

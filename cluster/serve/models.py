@@ -142,6 +142,13 @@ class ServedModel:
         return f"{ENGINE}:{self.name.replace('/', '--').replace('#', '-')}"
 
     @property
+    def max_engines(self) -> int:
+        """Engines at most."""
+        count, scaling = self.deployment.num_replicas, self.serve_options()
+        most = scaling.get("autoscaling_config", {}).get("max_replicas", count)
+        return int(most)
+
+    @property
     def max_completions(self) -> int | None:
         """Requests that an ingress may queue at once; None: any number."""
         queued = self.deployment.max_queued_requests

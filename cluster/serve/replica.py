@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..backend import backend_of
 from ..keeper import Successors
 from ..process import keep_trimmed, start_thread, start_watchdog, without_torch
 from .args import LOAD
+from .drafters import await_groups
 from .edge import EngineDoor, failure_of
 from .metrics import RayMetrics
 from .models import UPDATE_TIMEOUT_S, HeldCheck, ServedModel, WeightsBoard, WeightsNote
@@ -47,7 +48,14 @@ class EngineReplica:
         ConfigError, CheckpointError, ResourcesError, WorkerError: it cannot start.
     """
 
-    def __init__(self, model: ServedModel, resume_window_s: float, resume_max_values: int) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        resume_window_s: float,
+        resume_max_values: int,
+        groups: Mapping[str, Any],
+    ) -> None:
+        """`groups` are the application's drafter groups, by name, which another deployment has."""
         config, section = model.config, model.deployment
         start_watchdog(section.hung_after_s)
         keep_trimmed()
@@ -61,6 +69,7 @@ class EngineReplica:
         with without_torch(unless=_may_compute(config)):
             import transformers  # noqa: F401
         deployment = str(replica.deployment_id)
+        await_groups(config, groups)
         successors = Successors(deployment, model.settings, config.resources.keep_workers_s)
         backend = backend_of(config, successors)
         engine = Engine.start(config, backend)

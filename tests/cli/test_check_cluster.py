@@ -111,3 +111,21 @@ def test_a_running_cluster_is_planned_for(outrider_cli, target, monkeypatch):
         assert not ray.is_initialized()
     finally:
         cluster.shutdown()
+
+
+def test_members_of_drafter_groups_have_places_of_their_own(
+    outrider_cli, config_file, target, model
+):
+    group = f"{{name: small, model: {model}, autoscaling_config: {{min_members: 2, max_members: 3}}"
+    used = "speculative_config: {decoding_type: DraftTarget, drafter_group: small}\n"
+    text = f"model: {target}\ndevice: cuda\n{used}serve: {{drafter_groups: ["
+    path = config_file(f"{text}{group}, device: cuda, resources: {{accelerator_type: L4}}}}]}}\n")
+    result = outrider_cli("check", path, "--nodes", "2xL4-24G,1xH100-80G")
+    assert result.exit_code == 0, result.stderr
+    assert [row[2] for row in rows(result)][1:] == ["small 1 0", "small 2 0"]
+    result = outrider_cli("check", path, "--nodes", "1xL4-24G,1xH100-80G")
+    assert result.exit_code == 1
+    assert "serve.drafter_groups.0.tensor_parallel_size: no place for the small 2" in result.stderr
+    path = config_file(f"{text}{{name: small, model: /nowhere}}]}}\n")
+    result = outrider_cli("check", path)
+    assert "serve.drafter_groups.0.model: model path '/nowhere' does not exist" in result.stderr

@@ -16,6 +16,13 @@ from ..helpers.ports import wait_for
         (("--name", "a b"), "error: name: 'a b'"),
         (("m", "--name", "a", "--stop"), "error: stop: it ends a group that runs"),
         (("--name", "a", "--stop", "--members", "2"), "error: members: --stop ends all of them"),
+        (("--max-members", "2"), "error: name: give the group a --name"),
+        (("--name", "a", "--members", "2", "--max-members", "2"), "error: members: it fixes"),
+        (("--name", "a", "--min-members", "2"), "error: max_members: this key is required"),
+        (
+            ("--name", "a", "--min-members", "3", "--max-members", "2"),
+            "error: min_members (3) must not exceed max_members (2)",
+        ),
         (
             ("--name", "a", "--max-engines", "2"),
             "error: max_engines: it is chosen as a group starts",
@@ -56,6 +63,9 @@ def test_a_group_is_started_listed_scaled_and_ended(outrider_cli, model, tmp_pat
         result = outrider_cli("drafter", "--name", "small", "--members", "0")
         assert "small: " in result.stdout
         assert "0 of 0 members up" in result.stdout
+        limits = ("--max-members", "4", "--target-ongoing-requests", "2")
+        result = outrider_cli("drafter", "--name", "small", *limits)
+        assert "0 of 1 members up (1 to 4 by load)" in result.stdout, result.stdout
         result = outrider_cli("drafter", "--name", "other", "--members", "2")
         assert result.stderr.startswith("error: name: there is no drafter group 'other'")
         assert "has ended" in outrider_cli("drafter", "--name", "small", "--stop").stderr

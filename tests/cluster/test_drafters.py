@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from outrider.cluster.drafters import (
+    MemberScaling,
     end_group,
     facts_of,
     find_group,
@@ -20,7 +21,7 @@ from outrider.cluster.drafters import (
     scale_group,
     start_group,
 )
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, GroupAutoscalingConfig
 from outrider.engine.weights import DrafterChange
 from outrider.errors import CheckpointError, ConfigError
 
@@ -140,9 +141,17 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
             assert found == [plain]
             assert {delta.finish_reason for delta in last.values()} == {"length"}
             wait_for(lambda process=process: members_are_up(group, one, 2, process), 240)
-        scale_group(group, 3)
+        faults = counts(one)["faults"] + counts(other)["faults"]
+        limits = {"max_members": 3, "target_ongoing_requests": 1, "upscale_delay_s": 0}
+        scale_group(group, GroupAutoscalingConfig(**limits, downscale_delay_s=3))
+        going = threading.Event()
+        load = threading.Thread(target=drafts_until, args=(other, plain, going))
+        load.start()  # four requests
         wait_for(lambda: complete(one, PROMPTS[:1]) and len(members(one)) == 3, 240)
-        scale_group(group, 1)
+        going.set()
+        load.join()
+        wait_for(lambda: len(facts_of(group).members) == 1)
+        assert counts(one)["faults"] + counts(other)["faults"] == faults, "requests moved in time"
         wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and len(members(one)) == 1)
         before = counts(one)["num_acc_tokens"]
         assert complete(one, PROMPTS, **SAMPLED)[0] == plain
@@ -154,6 +163,11 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
         assert health["state"] == "down"
         assert health["reason"].startswith("drafter group 'small': ")
         assert one.stats()["num_restarts"] == other.stats()["num_restarts"] == 0
+
+
+def drafts_until(engine: Any, plain: Any, ends: threading.Event) -> None:
+    while not ends.is_set():
+        assert complete(engine, PROMPTS, **SAMPLED)[0] == plain
 
 
 def members_are_up(group: Any, engine: Any, count: int, gone: int) -> bool:
@@ -306,6 +320,38 @@ def connects(target: str) -> bool:
             return True
     except ConfigError:
         return False
+
+
+def test_members_follow_the_requests_within_limits():
+    """One for every two requests, after the delays; an engine that reports no more has none."""
+    now = [100.0]
+    limits = {"min_members": 1, "max_members": 3, "target_ongoing_requests": 2}
+    limits |= {"upscale_delay_s": 10, "downscale_delay_s": 20}
+    scaling = MemberScaling(GroupAutoscalingConfig(**limits), 64, lambda: now[0])
+
+    def wanted(at_s: float, num_members: int, **loads: int) -> int:
+        now[0] = 100.0 + at_s
+        for engine, count in loads.items():
+            scaling.report(engine, count)
+        return scaling.wanted(num_members)
+
+    assert wanted(1, 2) == 2, "no engine has reported yet"
+    assert wanted(2, 1, a=3, b=0) == 1
+    assert wanted(11, 1, a=3) == 1
+    assert wanted(12, 1, a=3) == 2
+    assert wanted(13, 2, a=9, b=9) == 2
+    assert wanted(18, 2, a=4, b=0) == 2, "it was more for five seconds only"
+    assert wanted(19, 2, a=9, b=9) == 2
+    assert wanted(29, 2, a=9, b=9) == 3, "and no more than three"
+    assert wanted(40, 3, b=9) == 3
+    assert wanted(44, 3, b=1) == 3, "a still counts"
+    assert wanted(45, 3, b=1) == 3
+    assert wanted(64, 3, b=1) == 3
+    assert wanted(65, 3, b=1) == 1
+    assert wanted(200, 1) == 1
+    everyone = MemberScaling(GroupAutoscalingConfig(max_members=9, upscale_delay_s=0), 64)
+    everyone.report("a", 65)
+    assert everyone.wanted(1) == 2, "a full batch each"
 
 
 @pytest.mark.parametrize(

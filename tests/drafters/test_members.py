@@ -24,7 +24,7 @@ from ..helpers.toy import VOCAB, continuation
 class Group:
     """A drafter group whose members join and leave when a test says so."""
 
-    folder, vocab_size, reason = "m", VOCAB, ""
+    folder, vocab_size, reason, num_requests = "m", VOCAB, "", 0
 
     def __init__(self, *names: str, faulty: bool = False, seed: int = 0) -> None:
         self.models: dict[str, TokenCacheDraftModel] = {}
@@ -88,6 +88,7 @@ def test_all_members_draft(make_loop, request_of, drive, routing, cache, kind):
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40)))
         wanted[str(index)] = add(loop, group, request_of(str(index), prompt, 40), 40)
     assert drive(loop) == wanted
+    assert group.num_requests == 0
     assert drafting.stats.faults == 0
     assert drafting.stats.num_acc_tokens > 0.2 * drafting.stats.num_gen_tokens
     for drafter in members._drafters.values():
@@ -282,6 +283,7 @@ def test_silent_members_together_cost_one_deadline(
         loop.step()
         waits.append(now[0] - before)
     assert waits == pytest.approx([timeout_s or 0.25, 0, 0, 0])
+    assert group.num_requests == 3
     assert members.health().state == "late"
     (record,) = [each for each in caplog.records if "no draft within" in each.getMessage()]
     assert record.exc_info is None, "it is expected of workers that may be stopped"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.cluster.drafters import end_group, facts_of, find_group, group_names
 from outrider.cluster.serve.args import ServeConfig
 from outrider.cluster.serve.deployment import (
     RunningServe,
@@ -15,9 +16,13 @@ from outrider.cluster.serve.deployment import (
     start_serve,
     undeploy,
 )
+from outrider.cluster.serve.drafters import HeldGroup
 from outrider.cluster.serve.handle import RefusedError, RefusedPromptError
+from outrider.config import DrafterGroupConfig, parse
 from outrider.config.access import hash_of
-from outrider.errors import AuthenticationError, CheckpointError, ConfigError
+from outrider.errors import AuthenticationError, CheckpointError, ConfigError, ResourcesError
+
+from ...helpers.ports import wait_for
 
 MODEL = Path(__file__).parents[3] / "demo" / "models" / "target"
 KEY = "or-key"
@@ -76,6 +81,48 @@ def test_what_an_engine_raises_is_raised_here_and_others_go_on():
         ray.shutdown()
 
 
+SMALL = {
+    "name": "small",
+    "model": str(MODEL.parent / "draft"),
+    "dtype": "float32",
+    "kv_cpu_bytes": 2**26,
+    "resources": {"cpus_per_worker": 0.25},
+}
+
+
+def check_held_group(args: dict[str, Any]) -> None:
+    """Another application uses a group of the same settings, and is refused one of others."""
+
+    def held(**keys: Any) -> HeldGroup:
+        return HeldGroup(parse(DrafterGroupConfig, {**SMALL, **keys}), "here", "other")
+
+    facts = facts_of(find_group("small", "name"))
+    assert (facts.applications, facts.num_up) == (("test",), 1)
+    scaling = {"max_members": 2}
+    for wrong, message in (
+        ({"max_engines": 3}, "max_engines is 4, not 3"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32', not 'bfloat16'"),
+        ({"autoscaling_config": scaling}, "its number of members is 1, not"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            held(**wrong).hold()
+        assert caught.value.field == "here.name"
+    with pytest.raises(CheckpointError) as caught:
+        held(model="/nowhere")
+    assert caught.value.field == "here.model"
+    other = held()
+    assert facts_of(other.hold()).applications == ("other", "test")
+    other.release()
+    assert facts_of(find_group("small", "name")).applications == ("test",)
+    new = held(name="new", resources={"cpus_per_worker": 99, "placement_timeout_s": 0.5})
+    try:
+        with pytest.raises(ResourcesError, match="here: .*tensor_parallel_size: 1 workers of"):
+            new.wait(new.hold())
+    finally:
+        new.release()
+    wait_for(lambda: group_names() == ["small"])
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(280)
@@ -98,14 +145,19 @@ def test_another_application_composes_with_the_ingress_by_its_handle():
         "dtype": "float32",
         "max_model_len": 512,
         "kv_cpu_bytes": 2**26,
-        "speculative_config": {"decoding_type": "NGram", "max_draft_len": 4},
-        "serve": {"port": None, "access": {"keys": [{"hash": hash_of(KEY), "tenant": "caller"}]}},
+        "speculative_config": {"decoding_type": "DraftTarget", "drafter_group": "small"},
+        "serve": {
+            "port": None,
+            "access": {"keys": [{"hash": hash_of(KEY), "tenant": "caller"}]},
+            "drafter_groups": [SMALL],
+        },
     }
     body = {"prompt": "def main(", "max_tokens": 8, "temperature": 0, "logprobs": 1}
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         start_serve()
         serve.run(build_app(args), name="test")
+        check_held_group(args)
         call = serve.run(Caller.bind(), name="caller", route_prefix="/caller")
         answer = call.remote("/v1/completions", body, KEY).result()
         assert answer["status"] == 200
@@ -147,6 +199,17 @@ def test_another_application_composes_with_the_ingress_by_its_handle():
             list(streaming.completions.remote(wrong, key=KEY))
         with pytest.raises(AuthenticationError):
             handle.completions.remote(body).result()
+
+        def drafts() -> bool:
+            longer = {**body, "max_tokens": 64}
+            found = handle.completions.remote(longer, key=KEY).result()["usage"]["speculation"]
+            return found["num_accepted_tokens"] > 0
+
+        wait_for(drafts)
+        end_group(find_group("small", "name"))
+        wait_for(lambda: group_names() == ["small"] and drafts())  # its application has it again
+        serve.delete("test")
+        wait_for(lambda: not group_names())
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -1,0 +1,169 @@
+"""`DrafterGroups`: the Serve deployment that holds the drafter groups of an application.
+
+A group that runs already is used, if its settings are those of the section; otherwise it is
+started. Groups are named again every few seconds (`HeldGroup.hold`), so that one that was ended is
+there again, and one of an application that is gone ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+
+from ...config import DrafterGroupConfig, EngineConfig
+from ...errors import ConfigError, OutriderError, ResourcesError, WorkerDiedError
+from ..drafters import (
+    RESTARTING,
+    STARTING,
+    claim_group,
+    end_group,
+    facts_of,
+    find_group,
+    group_names,
+    of_members,
+    release_group,
+    start_group,
+)
+from ..process import keep_trimmed, start_thread, without_torch
+from .deployment import running_serve
+
+log = logging.getLogger(__name__)
+DRAFTERS = "DrafterGroups"
+_SECTION = "serve.drafter_groups"
+_HOLD_S = 3.0
+_POLL_S = 0.25
+_PATIENCE_S = 60.0  # with a group that ends while it is named
+_START_S = 120.0  # for the deployment to start a group
+
+
+class HeldGroup:
+    """A group as an application names it.
+
+    Args:
+        place: of its section, for errors.
+
+    Raises:
+        ConfigError, CheckpointError: its model cannot draft.
+    """
+
+    def __init__(self, group: DrafterGroupConfig, place: str, application: str) -> None:
+        self._group, self._place, self._application = group, place, application
+        try:
+            self._config = of_members(group.engine)[0]
+        except ConfigError as error:
+            raise error.below(place) from None
+
+    def hold(self) -> Any:
+        """The group's actor, which is started if there is none.
+
+        Raises:
+            ConfigError: a group of this name has other settings.
+            WorkerDiedError: it does not answer.
+        """
+        group, until = self._group, time.monotonic() + _PATIENCE_S
+        name = group.name
+        while True:
+            try:
+                if name not in group_names():
+                    return self._start()
+                actor = find_group(name, "name")
+                wrong, is_own = claim_group(
+                    actor, self._application, self._config, group.max_engines, group.size
+                )
+            except (ValueError, WorkerDiedError, ConfigError) as error:
+                # Another application was faster, or the group ends.
+                if time.monotonic() > until:
+                    raise WorkerDiedError(f"drafter group {name!r}: {error}") from None
+                time.sleep(_POLL_S)
+                continue
+            if not wrong:
+                return actor
+            if not is_own:
+                raise ConfigError.at(
+                    f"{self._place}.name", f"there is a drafter group {name!r} already, and {wrong}"
+                )
+            log.info("drafter group %s is replaced: %s", name, wrong)
+            end_group(actor)
+
+    def _start(self) -> Any:
+        group = self._group
+        return start_group(
+            group.name,
+            group.engine,
+            num_members=group.size,
+            max_engines=group.max_engines,
+            application=self._application,
+        )
+
+    def wait(self, actor: Any) -> None:
+        """Returns once a member is up (raises `ResourcesError` where none can start)."""
+        while not (facts := facts_of(actor)).num_up:
+            reasons = set(facts.members.values()) - {STARTING, RESTARTING}
+            if reasons:
+                raise ResourcesError.at(self._place, "; ".join(sorted(reasons)))
+            time.sleep(_POLL_S)
+
+    def release(self) -> None:
+        """The application ends."""
+        release_group(self._group.name, self._application)
+
+
+class DrafterGroups:
+    """Starts the groups and names them while the application lives.
+
+    Raises:
+        ConfigError, CheckpointError, ResourcesError: a group cannot be had; names its section.
+    """
+
+    def __init__(self, groups: Sequence[DrafterGroupConfig]) -> None:
+        keep_trimmed()
+        self._ended = threading.Event()
+        self._application = serve.get_replica_context().app_name
+        self._held: list[HeldGroup] = []
+        with without_torch(unless=any(each.engine.trust_remote_code for each in groups)):
+            for index, each in enumerate(groups):
+                self._held.append(HeldGroup(each, f"{_SECTION}.{index}", self._application))
+        try:
+            actors = [each.hold() for each in self._held]
+            for held, actor in zip(self._held, actors, strict=True):
+                held.wait(actor)
+        except OutriderError:
+            self._release()
+            raise
+        start_thread("groups", self._follow)
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_HOLD_S):
+            for each in self._held:
+                try:
+                    each.hold()
+                except (OutriderError, RayError) as error:  # engines go on without it
+                    log.warning("%s", str(error).splitlines()[0])
+
+    def _release(self) -> None:
+        for each in self._held:
+            each.release()
+
+    async def __del__(self) -> None:
+        """Serve calls this as the replica ends: it may be replaced, or the application ends."""
+        ended = getattr(self, "_ended", None)
+        if ended is None or ended.is_set():
+            return
+        ended.set()
+        running = await asyncio.to_thread(running_serve)
+        if running is None or self._application not in running.routes:
+            await asyncio.to_thread(self._release)
+
+
+def await_groups(config: EngineConfig, names: Collection[str]) -> None:
+    """Waits for the groups among `names`, which the application starts, that an engine uses."""
+    wanted, until = config.drafter_groups & set(names), time.monotonic() + _START_S
+    while wanted - set(group_names()) and time.monotonic() < until:
+        time.sleep(_POLL_S)
