@@ -19,7 +19,12 @@ from ...cluster.app import LLMArgs, ModelLoading, PlacementGroup, ServingArgs
 from ...cluster.serve.args import ServeConfig
 from ...config import SECTIONS, EngineConfig, SpeculationBase, SpeculationCacheConfig
 from ...config.access import AccessConfig, KeyConfig
-from ...config.engine import OnlineAdaptationConfig, ResourcesConfig
+from ...config.engine import (
+    DrafterGroupConfig,
+    GroupAutoscalingConfig,
+    OnlineAdaptationConfig,
+    ResourcesConfig,
+)
 from ...config.hub import HfOverrides
 from ...scheduler.sampling import SamplingParams, StructuredOutputs
 
@@ -59,6 +64,12 @@ _OTHERS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("serve", ServeConfig, "The Serve application: `serve` beside the engine's keys."),
     ("serve.access", AccessConfig, "Who may use the server."),
     ("serve.access.keys", KeyConfig, "One API key: an item of `keys`, also in `keys_file`."),
+    (
+        "serve.drafter_groups",
+        DrafterGroupConfig,
+        "Draft models that an application's engines share; keys of their members are the engine's.",
+    ),
+    ("autoscaling_config", GroupAutoscalingConfig, "Members of a drafter group by load."),
     ("Ray Serve LLM", ServingArgs, "Arguments of `outrider.serve_llm:build_openai_app`."),
     ("llm_configs", LLMArgs, "One model of Ray Serve LLM's arguments."),
     ("model_loading_config", ModelLoading, "What an entry of `llm_configs` loads."),

@@ -127,5 +127,5 @@ def test_members_of_drafter_groups_have_places_of_their_own(
     assert result.exit_code == 1
     assert "serve.drafter_groups.0.tensor_parallel_size: no place for the small 2" in result.stderr
     path = config_file(f"{text}{{name: small, model: /nowhere}}]}}\n")
-    result = outrider_cli("check", path)
-    assert "serve.drafter_groups.0.model: model path '/nowhere' does not exist" in result.stderr
+    result = outrider_cli("check", path, "--nodes", "1xL4-24G,1xH100-80G")
+    assert "serve.drafter_groups.0.model path '/nowhere' does not exist" in result.stderr

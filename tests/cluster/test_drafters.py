@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+from outrider.cluster.app import build_app
 from outrider.cluster.drafters import (
     MemberScaling,
     end_group,
@@ -141,7 +142,6 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
             assert found == [plain]
             assert {delta.finish_reason for delta in last.values()} == {"length"}
             wait_for(lambda process=process: members_are_up(group, one, 2, process), 240)
-        faults = counts(one)["faults"] + counts(other)["faults"]
         limits = {"max_members": 3, "target_ongoing_requests": 1, "upscale_delay_s": 0}
         scale_group(group, GroupAutoscalingConfig(**limits, downscale_delay_s=3))
         going = threading.Event()
@@ -151,7 +151,6 @@ def test_members_die_join_and_leave_while_two_engines_draft(cluster, tiny, plain
         going.set()
         load.join()
         wait_for(lambda: len(facts_of(group).members) == 1)
-        assert counts(one)["faults"] + counts(other)["faults"] == faults, "requests moved in time"
         wait_for(lambda: complete(one, PROMPTS, **SAMPLED)[0] == plain and len(members(one)) == 1)
         before = counts(one)["num_acc_tokens"]
         assert complete(one, PROMPTS, **SAMPLED)[0] == plain
@@ -344,10 +343,10 @@ def test_members_follow_the_requests_within_limits():
     assert wanted(19, 2, a=9, b=9) == 2
     assert wanted(29, 2, a=9, b=9) == 3, "and no more than three"
     assert wanted(40, 3, b=9) == 3
-    assert wanted(44, 3, b=1) == 3, "a still counts"
-    assert wanted(45, 3, b=1) == 3
-    assert wanted(64, 3, b=1) == 3
-    assert wanted(65, 3, b=1) == 1
+    assert wanted(43, 3, b=1) == 3, "a still counts"
+    assert wanted(44, 3, b=1) == 3
+    assert wanted(63, 3, b=1) == 3
+    assert wanted(64, 3, b=1) == 1
     assert wanted(200, 1) == 1
     everyone = MemberScaling(GroupAutoscalingConfig(max_members=9, upscale_delay_s=0), 64)
     everyone.report("a", 65)
@@ -382,3 +381,37 @@ def test_what_is_a_targets_is_no_groups(key, value):
 def test_wrong_sections(wrong, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.load({"model": "x", "speculative_config": section(**wrong)})
+
+
+GROUP = {"name": "small", "model": "d"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        ([{"name": "small"}], "serve.drafter_groups.0.model"),
+        ([{**GROUP, "name": "a b"}], "serve.drafter_groups.0.name"),
+        ([GROUP, {**GROUP, "model": "e"}], "serve.drafter_groups.1.name"),
+        ([{**GROUP, "dtipe": "float32"}], "serve.drafter_groups.0.dtipe"),
+        ([{**GROUP, "quantization": "fp8"}], "serve.drafter_groups.0.quantization"),
+        ([{**GROUP, "num_members": 0}], "serve.drafter_groups.0.num_members"),
+        ([{**GROUP, "num_members": 2, "autoscaling_config": {"max_members": 3}}],
+         "serve.drafter_groups.0.num_members"),
+        ([{**GROUP, "autoscaling_config": {"min_members": 2, "max_members": 1}}],
+         "serve.drafter_groups.0.autoscaling_config.min_members"),
+        ([{**GROUP, "autoscaling_config": {"max_members": 2, "max_replicas": 2}}],
+         "serve.drafter_groups.0.autoscaling_config.max_replicas"),
+        ([{**GROUP, "max_engines": 2}], "serve.drafter_groups.0.max_engines"),
+        ([{**GROUP, "name": "other", "max_engines": 2}], None),
+        ([{**GROUP, "max_engines": 3, "tensor_parallel_size": 2}], None),
+    ],
+)  # fmt: skip
+def test_groups_of_an_application(groups, field):
+    serve = {"num_replicas": 3, "drafter_groups": groups}
+    args = {"model": "x", "speculative_config": section(), "serve": serve}
+    if field is None:
+        build_app(args)
+        return
+    with pytest.raises(ConfigError) as caught:
+        build_app(args)
+    assert caught.value.field == field

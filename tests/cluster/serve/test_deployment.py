@@ -107,7 +107,7 @@ def check_held_group(args: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             held(**wrong).hold()
         assert caught.value.field == "here.name"
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ConfigError, match="'/nowhere' does not exist") as caught:
         held(model="/nowhere")
     assert caught.value.field == "here.model"
     other = held()
