@@ -493,12 +493,9 @@ def check_quantization(config: EngineConfig) -> None:
     keeps = config.forward != "bridge" and config.keep_quantised == "auto"
     if keeps and config.device != "cuda" and not torch.cuda.is_available():
         keeps = keeps_on_cpu(Path(config.model), dtype_of(config.dtype), **trust(config))
-    if keeps:
-        level, fate = logging.INFO, "its weights stay so in memory"
-    else:
-        fate = "its weights are dequantised at load and take the memory of an unquantised model"
-        level = logging.WARNING
-    log.log(level, "%s is quantised (%s): %s", config.model, found.description, fate)
+    wide = "are dequantised at load and take the memory of an unquantised model"
+    level, fate = (logging.INFO, "stay so in memory") if keeps else (logging.WARNING, wide)
+    log.log(level, "%s is quantised (%s): its weights %s", config.model, found.description, fate)
 
 
 def _check_overrides(config: EngineConfig) -> None:
