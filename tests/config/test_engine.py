@@ -84,7 +84,7 @@ BAD = [
     ({"tensor_parallel_size": 0}, "tensor_parallel_size", "got 0"),
     ({"resources": {"cpus": 1}}, "resources.cpus", "cpus_per_worker"),
     ({"ep_size": 4, "tp_size": 2}, "enable_expert_parallel", "all 2 of tensor_parallel_size"),
-    ({"kv_cache_config": {"dtype": "fp8"}}, "kv_cache_config.dtype", "model's type"),
+    ({"kv_cache_config": {"dtype": "nvfp4"}}, "kv_cache_dtype", "fp8_e4m3"),
     ({"max_batch_size": 1, "max_num_seqs": 2}, "max_num_seqs", "given twice"),
     ({"speculative_config": "NGram"}, "speculative_config", "mapping"),
     ({"speculative_config": {}}, "speculative_config.decoding_type", "required"),
