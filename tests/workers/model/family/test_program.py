@@ -179,7 +179,7 @@ def test_two_models_at_once(load, steps):
 def test_operands_are_told_from_variables(load):
     """Addresses lie far above the numbers of variables; sizes are no operands of that kind."""
     program = load("llama").runner.model.program
-    phases = program._phases(program_module.Tail(), None)
+    phases = program._phases(program_module.Tail(), None, [None] * len(program.layers))
     addresses = phases[phases[:, 0] == program_module.PRODUCT][:, 4]
     assert (addresses > NUM_VARIABLES).all()
 
