@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,6 +112,19 @@ with LLM({model!r}, num_kv_blocks=64) as llm:
     llm.generate([[1, 2]], use_tqdm=False)
     print(ray.get_runtime_context().gcs_address)
 """
+
+
+def test_a_cluster_that_ends_while_it_is_asked_says_nothing(monkeypatch):
+    import ray
+    from ray.exceptions import LocalRayletDiedError
+
+    def fail(*_, **__):
+        raise LocalRayletDiedError
+
+    monkeypatch.setattr(local_ray, "_joined", lambda _: nullcontext())
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: Mock())
+    monkeypatch.setattr(ray, "get", fail)
+    assert local_ray.worker_niceness("10.0.0.1:6379") == 0
 
 
 @pytest.mark.ray
