@@ -30,17 +30,11 @@ def test_kernels_equal_the_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["test_attention.py", "test_experts.py", "test_decoder.py", "test_linear.py",
-     "test_quantised.py", "test_invariant.py"],
-)  # fmt: skip
-@pytest.mark.timeout(600)
-def test_larger_kernels_equal_the_reference(name):
-    run("not slow", name)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_triples_of_settings_of_attention():
-    run("slow", "test_attention.py")
+def test_larger_kernels_equal_the_reference():
+    """With all triples of settings of attention."""
+    run(
+        "slow or not slow",
+        *("test_attention.py", "test_experts.py", "test_decoder.py", "test_linear.py"),
+        *("test_quantised.py", "test_invariant.py"),
+    )
