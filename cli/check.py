@@ -86,7 +86,7 @@ def check(
     drafters: list[EngineConfig] = []
     try:
         if not errors:
-            drafters = [*check_groups(config, section.drafter_groups)]
+            drafters = check_groups(config, section.drafter_groups)
     except ConfigError as error:
         errors.append(error)
     if errors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,8 +93,7 @@ def prepare(
 
     def check(*, is_local: bool) -> None:
         preflight(config, is_local=is_local)
-        for _ in check_groups(config, groups):
-            pass
+        check_groups(config, groups)
 
     require_checkpoints(config)
     check_request(config, prompts, max_tokens or 0)
@@ -116,9 +115,7 @@ def prepare(
             join()
 
 
-def check_groups(
-    config: EngineConfig, groups: Sequence[DrafterGroupConfig]
-) -> Iterator[EngineConfig]:
+def check_groups(config: EngineConfig, groups: Sequence[DrafterGroupConfig]) -> list[EngineConfig]:
     """The settings of drafter groups in full, once their models are found to draft for the target.
 
     Raises:
@@ -126,7 +123,7 @@ def check_groups(
     """
     from ..workers.model.info import outline
 
-    config = resolved(config) if groups else config
+    config, found = resolved(config) if groups else config, []
     for index, each in enumerate(groups):
         try:
             members, vocab_size = draft_outline(each.engine)
@@ -135,4 +132,5 @@ def check_groups(
         if each.name in config.drafter_groups:
             target = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
             check_members(config, each.name, members.model, vocab_size, target.vocab_size)
-        yield members
+        found.append(members)
+    return found

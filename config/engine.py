@@ -441,11 +441,11 @@ class GroupAutoscalingConfig(Strict):
 
     min_members: int = Field(1, ge=1, description="Members at least; it starts with these.")
     max_members: int = Field(ge=1, description="Members at most.")
-    target_ongoing_requests: float | None = Field(None, gt=0, allow_inf_nan=False)
+    target_ongoing_requests: float | None = Field(None, gt=0)
     """Requests of all engines for each member; default: the group's max_num_seqs."""
-    upscale_delay_s: float = Field(30.0, ge=0, allow_inf_nan=False)
+    upscale_delay_s: float = Field(30.0, ge=0)
     """Seconds for which more members are needed before some join."""
-    downscale_delay_s: float = Field(600.0, ge=0, allow_inf_nan=False)
+    downscale_delay_s: float = Field(600.0, ge=0)
     """Seconds for which fewer members are needed before some leave."""
 
     @model_validator(mode="after")
