@@ -10,6 +10,7 @@ are served in the order in which their steps begin.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +30,7 @@ from ..drafters.draft_target import DraftTarget
 from ..drafters.drafting import Drafting
 from ..drafters.protocol import CacheCounts, Drafter, DraftHost, NoDrafter
 from ..drafters.registry import build
+from ..engine.known_lengths import MadeUpDrafts, measure
 from ..errors import ConfigError, OverloadedError
 from ..scheduler.loop import Loop
 from ..scheduler.sampling import SamplingParams
@@ -333,6 +335,7 @@ class _Simulation:
             )
             for number in range(num_engines)
         ]
+        self._teach()
         self._views = LoadViews(num_engines, num_engines, _max_compared(num_engines))
         self._lives: dict[str, _Life] = {}
         self._ended: list[_Life] = []
@@ -341,6 +344,20 @@ class _Simulation:
         self._num_held = 0  # requests that the only client has not handed over yet
         self._client_free_s = 0.0
         self._num_sent = self._num_refused = self._num_steps = self._num_row_steps = 0
+
+    def _teach(self) -> None:
+        """What engines measure as they start; here a spare one does, in no time."""
+        budgets = [each.loop.scheduler.budget for each in self._engines]
+        if budgets[0].knowledge() is None:
+            return
+        config = self._scenario.config
+        loop = SimulatedEngine(self._scenario, 0, [Device() for _ in self._drafters]).loop
+        if not config.speculative_config.has_model:
+            loop.drafting = MadeUpDrafts(VOCAB, trees=False)
+        lessons = measure(loop, VOCAB, config.max_num_seqs, math.inf)
+        for budget in budgets:
+            for lesson in lessons:
+                budget.teach(lesson)
 
     def run(self) -> None:
         """Until every request has ended."""

@@ -233,6 +233,7 @@ class Drafting:
         self.proposes_trees = drafter.needs.shape == "tree"
         self.stats = DrafterStats(speculation_cache=drafter.cache_counts)
         self._no_guess = replace(tree.EMPTY, source=self.name)
+        self._section = section
         self._gate = AcceptanceGate(section) if section and section.acceptance_window else None
         self._vocab_size = vocab_size
         self._colocated = drafter if ranks_draft and isinstance(drafter, Colocated) else None
@@ -241,6 +242,12 @@ class Drafting:
         # By step in flight: its drafts, and nodes left by row where some were too deep.
         self._steps: dict[int, tuple[list[Draft], dict[int, IntArray]]] = {}
         self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of fault
+
+    def begin_anew(self) -> None:
+        """Forgets what was counted so far, of requests that have all ended."""
+        self.stats = DrafterStats(speculation_cache=self.drafter.cache_counts)
+        if self._section is not None and self._section.acceptance_window:
+            self._gate = AcceptanceGate(self._section)
 
     def open(self, requests: Sequence[Request]) -> None:
         start = time.perf_counter()

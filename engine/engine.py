@@ -40,7 +40,7 @@ from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .adaptation import Adaptation
 from .host import Backend, EngineHost, local_backend
-from .known_lengths import KnownLengths
+from .known_lengths import KnownLengths, MadeUpDrafts, measure, seconds_to_measure
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler
@@ -73,6 +73,7 @@ class Engine(Changing):
         drafting: WithPredictions,
         structured: ConstrainedDrafting,
         report: ModelReport,
+        lengths: KnownLengths,
     ) -> None:
         super().__init__(parts)
         self._config = config
@@ -90,8 +91,7 @@ class Engine(Changing):
         self._traced: list[TraceLog] = []
         self._max_traced_steps = 0  # nothing is recorded
         self._log = StatisticsLog(config.stats_interval_s)
-        self._lengths = KnownLengths(config, report, loop.scheduler.budget)
-        self._lengths.recall()
+        self._lengths = lengths
         self.info = EngineInfo(
             model_name=config.model_name,
             max_model_len=loop.scheduler.max_model_len,
@@ -133,7 +133,8 @@ class Engine(Changing):
             if drafting.proposes_trees:
                 check_trees(config, report.operations)
             overlaps = config.overlap_scheduling and host.target_group.is_concurrent
-            scheduler = Scheduler(
+            make_scheduler = partial(
+                Scheduler,
                 config,
                 target.num_blocks,
                 max_model_len,
@@ -144,12 +145,18 @@ class Engine(Changing):
                 keeps_states=target.keeps_states,
                 num_groups=host.target_group.spec.num_groups if overlaps else 1,
             )
+            scheduler, kind = make_scheduler(), OverlapLoop if overlaps else Loop
+            lengths = KnownLengths(config, report, scheduler.budget)
+            if scheduler.budget.knowledge() is not None and not lengths.recall():
+                _measure(
+                    config, drafting, kind(make_scheduler(), target, drafting), scheduler, host
+                )
             compiler = Compiler(config, report.vocab_size, tuple(report.eos_token_ids))
             predicted = WithPredictions(drafting, report.vocab_size)
             structured = ConstrainedDrafting(predicted, compiler)
-            loop = (OverlapLoop if overlaps else Loop)(scheduler, target, structured)
+            loop = kind(scheduler, target, structured)
             parts = Parts(drafting, made)
-            return cls(config, host, loop, parts, predicted, structured, report)
+            return cls(config, host, loop, parts, predicted, structured, report, lengths)
         except BaseException:
             host.shutdown()
             raise
@@ -554,6 +561,29 @@ class Engine(Changing):
                 message = self._inbox.get_nowait()
                 if message is not None:
                     message()
+
+
+def _measure(
+    config: EngineConfig, drafting: Drafting, loop: Loop, scheduler: Scheduler, host: EngineHost
+) -> None:
+    """Teaches the budget of `scheduler` what steps cost, by steps of `loop`, which then ends."""
+    seconds = seconds_to_measure()
+    if not seconds:
+        return
+    section, vocab_size = host.speculative_config, host.vocab_size
+    computes = len(section.sections) == 1 and section.has_model
+    if not computes:  # look-ups would find nothing, and keep what they see
+        loop.drafting = MadeUpDrafts(vocab_size, trees=drafting.proposes_trees)
+    try:
+        for lesson in measure(loop, vocab_size, config.max_num_seqs, seconds):
+            scheduler.budget.teach(lesson)
+    except WorkerError as error:
+        log.warning("what steps cost is assumed: a step to measure it failed: %s", error.message)
+        loop.drop()
+        if config.num_ranks > 1 or not host.target_group.alive:
+            host.target_group.restart()
+    if computes:
+        drafting.begin_anew()
 
 
 def _fault(error: Exception) -> InternalError:

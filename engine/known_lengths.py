@@ -1,7 +1,8 @@
-"""What draft lengths have learned, kept on disk for the next engine of the same kind.
+"""What draft lengths know before the first request: what an engine of the same kind has learned and
+kept on disk, or else what steps cost, measured at the start.
 
 A file per target, drafters, device and division into ranks, in the user's folder of caches or in
-`OUTRIDER_LENGTHS_DIR` (empty: nothing is kept). It only saves comparisons: whatever is in it, the
+`OUTRIDER_LENGTHS_DIR` (empty: nothing is kept). It only saves measurements: whatever is in it, the
 output is the same, and what no longer holds is measured again. So a file that cannot be read or
 written is no error.
 """
@@ -13,22 +14,31 @@ import json
 import logging
 import os
 import platform
+import time
 import uuid
+from collections.abc import Iterable, Sequence
+from math import log as logarithm
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..config import EngineConfig
+from ..scheduler import tree
 from ..scheduler.budget import DraftBudget
-from ..scheduler.draft_lengths import Knowledge
+from ..scheduler.draft_lengths import Knowledge, Lesson
+from ..scheduler.loop import Loop
+from ..scheduler.sampling import SamplingParams
+from ..scheduler.sequence import Sequence as Running
+from ..scheduler.types import Batch, Draft, Request, Verdict, ints
 from ..workers.spec import ModelReport
 
 log = logging.getLogger(__name__)
 FOLDER: Final = "OUTRIDER_LENGTHS_DIR"
-_LAYOUT: Final = 1  # of the files
+_LAYOUT: Final = 2  # of the files
 _DIGEST_BYTES: Final = 32
-_LEAST_NEW: Final = 8  # comparisons that are worth a file
+_LEAST_NEW: Final = 8  # lessons that are worth a file
 
 
 class KnownLengths:
@@ -48,10 +58,10 @@ class KnownLengths:
         self._key = _key(config, report)
         self._file = folder / f"{self._key}.lengths" if folder is not None else None
 
-    def recall(self) -> None:
-        """Gives the budget what earlier engines have learned, if anything."""
+    def recall(self) -> bool:
+        """Gives the budget what earlier engines have learned; whether there was anything."""
         if self._file is None:
-            return
+            return False
         first = self._budget.knowledge()
         assert first is not None, "there is a file only if lengths are measured"
         sizes = [each.size for each in first]
@@ -59,26 +69,27 @@ class KnownLengths:
             with self._file.open("rb") as file:
                 data = file.read(_DIGEST_BYTES + 4 * sum(sizes) + 1)
         except FileNotFoundError:
-            return
+            return False
         except OSError as error:
             log.warning("%s cannot be read (%s): draft lengths start anew", self._file, error)
-            return
+            return False
         values = data[_DIGEST_BYTES:]
         if len(values) == 4 * sum(sizes) and data[:_DIGEST_BYTES] == self._digest(values):
             parts = np.split(np.frombuffer(values, "<f4").astype(np.float64), np.cumsum(sizes)[:-1])
             known = (part.reshape(each.shape) for part, each in zip(parts, first, strict=True))
             if self._budget.recall(Knowledge(*known)):
-                return
+                return True
         log.warning("%s is damaged or foreign: draft lengths start anew", self._file)
+        return False
 
     def keep(self, budget: DraftBudget) -> None:
         """Writes what `budget`, the scheduler's own, has learned since the last time."""
-        num_new = budget.num_comparisons - self._num_kept
+        num_new = budget.num_lessons - self._num_kept
         if self._file is None or budget is not self._budget or num_new < _LEAST_NEW:
             return
         known = budget.knowledge()
         assert known is not None, "there is a file only if lengths are measured"
-        self._num_kept = budget.num_comparisons
+        self._num_kept = budget.num_lessons
         values = b"".join(each.astype("<f4").tobytes() for each in known)
         partial = self._file.with_name(f"{self._file.name}.{uuid.uuid4().hex}")
         try:
@@ -135,3 +146,170 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+# -- what steps cost, measured
+
+SECONDS: Final = "OUTRIDER_MEASURE_S"
+_SECONDS: Final = 2.0
+_SIZES: Final = (1, 8, 32, 4, 16, 64, 2)  # requests of a step, in order of their use
+_MOST_LENGTHS: Final = 5  # that are measured
+_ROUNDS: Final = 3
+_STEPS: Final = 3  # of each length in a round that are measured
+_SKIPPED: Final = 2  # steps before them, in which drafts of another length may be
+_MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # prompts included
+_PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request, and of its text in the end
+
+
+def seconds_to_measure() -> float:
+    """How long a start may measure, from `OUTRIDER_MEASURE_S`; 0: not at all."""
+    try:
+        return max(float(os.environ.get(SECONDS, _SECONDS)), 0.0)
+    except ValueError:
+        log.warning("%s is no number: %r", SECONDS, os.environ[SECONDS])
+        return _SECONDS
+
+
+def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> list[Lesson]:
+    """What steps cost, by steps of made-up requests.
+
+    Each number of requests is measured with every draft length in turns, so that what slows the
+    machine for a while falls out.
+
+    Args:
+        loop: of a scheduler that serves nothing else; it is not used afterwards.
+        most_requests: that run at a time.
+        seconds: after which no other number of requests is begun.
+
+    Raises:
+        WorkerError: a step failed.
+    """
+    until, found = time.monotonic() + seconds, []
+    crowd = _Crowd(loop, vocab_size)
+    for size in _SIZES:
+        if size <= most_requests and crowd.fits(size) and (not found or time.monotonic() < until):
+            found += crowd.measure(size, until)
+    return found
+
+
+class _Crowd:
+    """Made-up requests that run at a time."""
+
+    def __init__(self, loop: Loop, vocab_size: int) -> None:
+        scheduler = loop.scheduler
+        self._loop, self._pool = loop, scheduler.pool
+        self._fixed = scheduler.budget = _FixedLengths(scheduler.budget)
+        self._limit = min(scheduler.max_model_len - 1, _MOST_TOKENS)
+        most = self._fixed.max_draft_len
+        even = np.linspace(0, most, min(_MOST_LENGTHS, most + 1)).round().astype(int).tolist()
+        self._lengths = sorted({*even, min(most, 1), min(most, 2)})
+        self._tokens = vocab_size // 4, max(vocab_size // 2, 1)
+        self._rng, self._num_begun = np.random.default_rng(0), 0
+        self._running: set[str] = set()
+
+    def fits(self, size: int) -> bool:
+        """Whether so many requests find room, with their prompts and a token."""
+        room = self._pool.num_blocks >= size * self._pool.blocks_for(self._limit)
+        return room and self._limit > _PROMPT_TOKENS + 1
+
+    def measure(self, size: int, until: float) -> list[Lesson]:
+        """What steps of so many requests cost with each length, in one round at least."""
+        found = {length: _Steps([], []) for length in self._lengths}
+        for turn in range(_ROUNDS):
+            for length in self._lengths if turn % 2 else self._lengths[::-1]:
+                kept = self._fixed.begin(found[length], length, size)
+                for _ in range(_MOST_STEPS):
+                    self._fill(size)
+                    deltas = self._loop.step()
+                    self._running -= {each.request_id for each in deltas if each.finish_reason}
+                    if kept.num_left <= 0:
+                        break
+            if time.monotonic() > until:
+                break
+        while self._loop.has_posted:
+            self._loop.settle()
+        for name in self._running:
+            self._loop.abort(name)
+        self._running.clear()
+        steps = ((len(each.logs), each) for each in found.values() if each.logs)
+        return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
+
+    def _fill(self, size: int) -> None:
+        while len(self._running) < size:
+            name, self._num_begun = f"made-up-{self._num_begun}", self._num_begun + 1
+            prompt = ints(self._rng.integers(*self._tokens, _PROMPT_TOKENS))
+            most = self._limit - _PROMPT_TOKENS
+            sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            self._loop.add(Request(name, prompt, sampling, seed=0))
+            self._running.add(name)
+
+
+class _Steps(NamedTuple):
+    logs: list[float]  # of milliseconds
+    nodes: list[float]  # of a request, on the mean
+
+
+class _FixedLengths(DraftBudget):
+    """Grants one length to every request, and keeps the times of steps that drafted so."""
+
+    def __init__(self, budget: DraftBudget) -> None:
+        self.__dict__.update(vars(budget))
+        self.num_left = 0  # steps to measure
+
+    def begin(self, steps: _Steps, length: int, size: int) -> _FixedLengths:
+        """Another length; steps of `size` requests are added to `steps`."""
+        self._steps, self._length, self._size = steps, length, size
+        self._num_skipped, self.num_left = _SKIPPED, _STEPS
+        return self
+
+    def rests(self) -> bool:
+        return self._length == 0
+
+    def wishes(self, sequences: Iterable[Running], num_running: int) -> dict[Running, int]:
+        room = {each: each.limit - each.tokens.size - 1 for each in sequences}
+        return {each: min(left, self._length) for each, left in room.items() if left > 0}
+
+    def end_step(
+        self, batch: Batch, drafts: Sequence[Draft], verdict: Verdict, elapsed_ms: float
+    ) -> None:
+        if batch.num_tokens != batch.num_seqs or batch.num_seqs != self._size:
+            return
+        self._num_skipped -= 1
+        if self._num_skipped < 0 and elapsed_ms > 0:
+            self.num_left -= 1
+            self._steps.logs.append(logarithm(elapsed_ms))
+            self._steps.nodes.append(sum(each.num_nodes for each in drafts) / batch.num_seqs)
+
+
+class MadeUpDrafts:
+    """In the place of look-ups, which find nothing in made-up text; it costs no time.
+
+    Args:
+        trees: whether drafts are trees, of two nodes to a node, or chains.
+    """
+
+    is_idle = ranks_draft = False
+
+    def __init__(self, vocab_size: int, *, trees: bool) -> None:
+        self._vocab_size, self._trees = vocab_size, trees
+
+    def open(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def propose(self, batch: Batch) -> list[Draft]:
+        return [self._draft(each) for each in batch.max_nodes.tolist()]
+
+    def _draft(self, num_nodes: int) -> Draft:
+        tokens = ints(np.arange(num_nodes) % self._vocab_size)
+        if self._trees:
+            return Draft(tokens=tokens, parents=ints((np.arange(num_nodes) - 1) // 2))
+        return tree.chain(tokens, "")
+
+    def drafted(self, batch: Batch) -> list[Draft]:
+        raise AssertionError("ranks do not draft")
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        pass

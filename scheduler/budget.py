@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import SpeculationBase
 from ..errors import ConfigError
-from .draft_lengths import DraftLengths, Knowledge
+from .draft_lengths import DraftLengths, Knowledge, Lesson
 from .sequence import Sequence
 from .types import Batch, Draft, Verdict
 
@@ -142,9 +142,14 @@ class DraftBudget:
             self._lengths.forget(request_id)
 
     @property
-    def num_comparisons(self) -> int:
-        """Of lengths, by which `knowledge` has grown in this run."""
-        return 0 if self._lengths is None else self._lengths.num_comparisons
+    def num_lessons(self) -> int:
+        """About times, by which `knowledge` has grown in this run."""
+        return 0 if self._lengths is None else self._lengths.num_lessons
+
+    def teach(self, lesson: Lesson) -> None:
+        """As `DraftLengths.teach`, where lengths are measured."""
+        if self._lengths is not None:
+            self._lengths.teach(lesson)
 
     def knowledge(self) -> Knowledge | None:
         """What measured lengths have learned; None where they are not measured."""

@@ -24,6 +24,8 @@ from .helpers.toy import OracleDrafting, TokenCacheTarget
 
 # What engines learn about draft lengths stays out of the user's caches and of other tests.
 os.environ["OUTRIDER_LENGTHS_DIR"] = ""
+# Nor does every engine measure what its steps cost, which takes two seconds.
+os.environ.setdefault("OUTRIDER_MEASURE_S", "0")
 pytest_plugins = ["outrider.tests.helpers.frontend"]
 
 

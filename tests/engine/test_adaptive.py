@@ -39,9 +39,10 @@ def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps
     def grant_and_note(self) -> None:
         grant(self)
         # Other lengths than any machine would choose, so that every run meets many.
-        for index, request_id in enumerate(self._granted):
-            self._granted[request_id] = (0, 1, 2, self._most)[(len(granted) // 8 + index) % 4]
-        granted.append(dict(self._granted))
+        for index, lately in enumerate(self._requests.values()):
+            lately.granted = (0, 1, 2, self._most)[(len(granted) // 8 + index) % 4]
+        self._grants_any, self._plan_left = True, 1
+        granted.append([each.granted for each in self._requests.values()])
 
     monkeypatch.setattr(DraftLengths, "_grant", grant_and_note)
     draft = {"decoding_type": "DraftTarget", "speculative_model": tiny.draft, "max_draft_len": 3}
@@ -50,7 +51,7 @@ def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps
         for sampling, wanted in zip(({}, SAMPLED), plain):
             assert complete(engine, PROMPTS, at_once=6, **sampling)[0] == wanted
         stats = engine.stats()["speculation"]["adaptive"]
-    lengths = {each for plan in granted for each in plan.values()}
+    lengths = {each for plan in granted for each in plan}
     assert {0, 1, 2} <= lengths
     assert stats["acceptance"][0] > 0
 

@@ -1,4 +1,6 @@
-"""What draft lengths have learned outlives an engine, in a file that may be missing or damaged."""
+"""What steps cost is measured at a start; what draft lengths have learned outlives an engine, in a
+file that may be missing or damaged.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ from copy import deepcopy
 
 import pytest
 
+from outrider.engine import engine as engines
 from outrider.engine import known_lengths
+from outrider.errors import StepMemoryError
+from outrider.scheduler.step_costs import lengths_of
+from outrider.workers.group import LocalGroup
 
 from ..helpers.engines import complete, engine_of, random_prompts
 
@@ -102,3 +108,67 @@ def test_nothing_is_kept_where_lengths_are_fixed_or_no_folder_is_wanted(tiny, fo
     monkeypatch.setenv(known_lengths.FOLDER, "")
     run(tiny.target)
     assert not folder.exists()
+
+
+DRAFT = {"decoding_type": "DraftTarget", "max_draft_len": 3}
+SECTIONS = {
+    "chain": SECTION,
+    "tree": {"decoding_type": "Suffix", "shape": "tree", "max_draft_len": 8},
+    "both": {"decoding_type": "Compose", "members": [{"decoding_type": "NGram"}, DRAFT]},
+    "draft model": DRAFT,
+}
+
+
+def costs_of(engine):
+    return engine._loop.scheduler.budget._lengths._costs
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch, name, overlaps):
+    """And nothing of it is left: neither in tokens, nor in counts, nor in what look-ups know."""
+    monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
+    section = {**SECTIONS[name], "adaptive_draft_len": True}
+    for each in (section, *section.get("members", ())):
+        if each["decoding_type"] == "DraftTarget":
+            each["speculative_model"] = tiny.draft
+    with engine_of(tiny.target, section, max_num_seqs=8) as engine:
+        assert not costs_of(engine).num_lessons
+        wanted = complete(engine, PROMPTS, at_once=3)[0]
+    monkeypatch.setenv(known_lengths.SECONDS, "60")
+    with engine_of(tiny.target, section, max_num_seqs=8) as engine:
+        found = costs_of(engine).stats(8)
+        assert costs_of(engine).num_lessons >= 4 * 4  # requests, lengths
+        assert set(found) == {"1", "2", "4", "8"}
+        most = engine._loop.scheduler.budget.max_draft_len
+        assert list(found["8"]) == [str(each) for each in lengths_of(most)]
+        assert all(0 < each < 1e4 for row in found.values() for each in row.values())
+        stats = engine.stats()
+        assert stats["steps"]["num_steps"] == stats["requests"]["num_prompt_tokens"] == 0
+        assert not any(any(each["num_calls"]) for each in stats["drafters"].values())
+        assert complete(engine, PROMPTS, at_once=3)[0] == wanted
+
+
+def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, caplog):
+    monkeypatch.setenv(known_lengths.SECONDS, "60")
+
+    def fails(*arguments):
+        raise StepMemoryError("out of memory")
+
+    wanted = run(tiny.target)[0]
+    monkeypatch.setattr(engines, "measure", fails)
+    assert run(tiny.target)[0] == wanted
+    assert "what steps cost is assumed" in caplog.text
+
+
+def test_a_model_without_room_for_made_up_requests_is_served(tiny, monkeypatch):
+    monkeypatch.setenv(known_lengths.SECONDS, "60")
+    with engine_of(tiny.target, SECTION, num_kv_blocks=2, max_model_len=16) as engine:
+        assert not costs_of(engine).num_lessons
+        assert complete(engine, [[3, 4, 5]], max_tokens=4)[0]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("0.5", 0.5), ("0", 0.0), ("-1", 0.0), ("x", 2.0)])
+def test_seconds_to_measure(monkeypatch, given, seconds):
+    monkeypatch.setenv(known_lengths.SECONDS, given)
+    assert known_lengths.seconds_to_measure() == seconds

@@ -1,0 +1,183 @@
+"""How long a step takes by what it computes: measured at an engine's start, then kept current."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from math import exp, log2
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SIZES = tuple(2**octave for octave in range(11))  # requests of a step, for which costs are kept
+_MOST_LENGTHS = 10  # draft lengths for which they are kept, beside 0
+# What is assumed before anything is measured, of logarithms of times: rows of the target that take
+# as long again as what all steps have in common, and what drafts with weights add, once and by
+# node; then deviations from that.
+_EQUAL_ROWS, _BEGUN, _NODE = 32.0, 0.1, 0.05
+_ROWS_SPREAD, _BEND_SPREAD, _DRAFT_SPREAD, _OWN_SPREAD = 0.25, 0.15, 0.2, 0.02
+_BEND_OCTAVES = 1.5  # over which bends of the curve resemble each other
+_MACHINE_SPREAD, _MACHINE_DRIFT = 1.0, 0.02  # of its slowness: at first, and from step to step
+_NOISE, _LEAST_NOISE = 0.1, 0.02  # of one step's time, and of many steps' mean
+_SURPRISE = 3.0  # deviations that count of a surprise
+_FORGET_STEPS = 50_000.0  # after which little is left of what was measured
+_STEPS_BETWEEN_RUNS = 1_000  # that pass for the time between an earlier run and this one
+
+
+def lengths_of(most: int) -> list[int]:
+    """Draft lengths up to `most` for which costs are kept: near each other where they are short."""
+    found, each = [0], 1.0
+    while each < most and len(found) < _MOST_LENGTHS:
+        found.append(int(each))
+        each = max(each + 1, each * 1.5)
+    return [*found, most] if most else found
+
+
+class Lesson(NamedTuple):
+    """Steps that took so long."""
+
+    num_requests: float
+    num_nodes: float  # of each request's drafts, on the mean
+    log_ms: float  # the mean of logarithms of milliseconds
+    num_steps: int
+
+
+class StepCosts:
+    """The logarithm of a step's milliseconds, by its requests and the mean nodes of their drafts.
+
+    A table over numbers of requests and lengths, interpolated between them, and a factor for all
+    that slows the machine for a while. Both are believed as a Gaussian process: costs resemble each
+    other where numbers of rows or lengths are near. Every measurement, of an engine's start or of
+    steps that serve, is an observation of it (Kalman update); with time the belief returns to its
+    first uncertainty.
+
+    Args:
+        most: nodes of a full draft.
+        has_model: whether drafts are computed with weights.
+    """
+
+    def __init__(self, most: int, *, has_model: bool) -> None:
+        self._lengths = np.array(lengths_of(most), dtype=np.float64)
+        self._length_list = self._lengths.tolist()
+        self._has_model = has_model
+        requests = np.array(SIZES, dtype=np.float64)[:, None]
+        rows = (requests * (1.0 + self._lengths)).ravel()
+        drafted = np.tile(self._lengths, len(SIZES))
+        octaves, of_drafts = np.log2(rows), np.log2(1.0 + drafted)
+        kernel = _ROWS_SPREAD**2 * np.outer(octaves, octaves)
+        near = (octaves[:, None] - octaves) / _BEND_OCTAVES
+        kernel += _BEND_SPREAD**2 * np.exp(-0.5 * near**2)
+        drafts_spread = _DRAFT_SPREAD if has_model else _OWN_SPREAD
+        kernel += drafts_spread**2 * np.outer(of_drafts, of_drafts)
+        if has_model:
+            near = (of_drafts[:, None] - of_drafts) / _BEND_OCTAVES
+            some = (drafted > 0).astype(np.float64)
+            kernel += drafts_spread**2 * np.exp(-0.5 * near**2) * np.outer(some, some)
+        kernel += _OWN_SPREAD**2 * np.eye(rows.size)
+        self._first = np.zeros((1 + rows.size, 1 + rows.size))
+        self._first[0, 0], self._first[1:, 1:] = _MACHINE_SPREAD**2, kernel
+        self._covariance = self._first.copy()
+        self._mean = np.zeros(1 + rows.size)
+        self._mean[1:] = np.log1p(rows / _EQUAL_ROWS)
+        if has_model:
+            self._mean[1:] += np.log1p(_BEGUN * (drafted > 0) + _NODE * drafted)
+        self._is_scaled = False  # whether a step has shown the machine's speed
+        self.num_lessons = 0
+
+    def learn(self, lesson: Lesson, *, apart: int) -> None:
+        """Takes in steps that were measured.
+
+        Args:
+            apart: steps since the lesson before, in which the machine may have changed.
+        """
+        num_requests, length, log_ms, num_steps = lesson
+        used, weights = self._cells(num_requests, length)
+        mean, covariance = self._mean, self._covariance
+        expected = float(mean[used] @ weights)
+        if not self._is_scaled:
+            self._is_scaled = True
+            mean[0] += log_ms - expected
+            expected = log_ms
+        covariance[0, 0] = min(covariance[0, 0] + _MACHINE_DRIFT**2 * apart, _MACHINE_SPREAD**2)
+        towards = covariance[:, used] @ weights
+        spread = float(towards[used] @ weights) + _NOISE**2 / num_steps + _LEAST_NOISE**2
+        most = _SURPRISE * float(np.sqrt(spread))
+        mean += towards * (max(min(log_ms - expected, most), -most) / spread)
+        covariance -= np.outer(towards, towards / spread)
+        self.num_lessons += 1
+
+    def _cells(self, num_requests: float, length: float) -> tuple[list[int], Floats]:
+        """What a step's time is the weighted sum of: the machine and four of the table."""
+        octave = min(max(log2(num_requests), 0.0), len(SIZES) - 1.001)
+        row, share = int(octave), octave % 1.0
+        lengths = self._length_list
+        at = max(min(bisect_right(lengths, length), len(lengths) - 1) - 1, 0)
+        if len(lengths) == 1:
+            at, part = 0, 0.0
+        else:
+            part = min((length - lengths[at]) / (lengths[at + 1] - lengths[at]), 1.0)
+        first = 1 + row * len(lengths) + at
+        second = first + len(lengths)
+        weights = [1.0, (1 - share) * (1 - part), (1 - share) * part,
+                   share * (1 - part), share * part]  # fmt: skip
+        return [0, first, first + 1, second, second + 1], np.array(weights)
+
+    def expect(self, num_requests: int, lengths: Floats, deepest: Floats) -> Floats:  # [num_works]
+        """Logarithms of milliseconds of steps of so many requests.
+
+        Args:
+            lengths: nodes of a request, on the mean.
+            deepest: of these, nodes of the request that has most: those of the others are drafted
+                meanwhile.
+        """
+        costs = self._row(num_requests)
+        log_ms = np.interp(lengths, self._lengths, costs)
+        if self._has_model:
+            # Of what drafts add, the part that is not the target's rows.
+            most = self._length_list[-1]
+            added = exp(costs[-1]) - exp(costs[0])
+            of_rows = exp(self._row(num_requests * (1.0 + most))[0]) - exp(costs[0])
+            share = 1.0 - min(max(of_rows / max(added, 1e-9), 0.0), 1.0)
+            uneven = np.exp(np.interp(deepest, self._lengths, costs)) - np.exp(log_ms)
+            log_ms = np.log(np.exp(log_ms) + share * np.maximum(uneven, 0.0))
+        found: Floats = log_ms + self._mean[0]
+        return found
+
+    def _row(self, num_requests: float) -> Floats:  # [num_lengths]
+        """Costs by length; they do not fall with it."""
+        octave = min(log2(num_requests), len(SIZES) - 1.001)
+        table = self._mean[1:].reshape(len(SIZES), -1)
+        at, share = int(octave), octave % 1.0
+        row: Floats = np.maximum.accumulate((1.0 - share) * table[at] + share * table[at + 1])
+        return row
+
+    def forget(self, num_steps: int) -> None:
+        """With time, as requests and the machine change, less is certain."""
+        kept = exp(-num_steps / _FORGET_STEPS)
+        self._covariance *= kept
+        self._covariance += (1.0 - kept) * self._first
+
+    @property
+    def belief(self) -> tuple[Floats, Floats]:
+        """The machine's factor and the table, and their covariance."""
+        return self._mean, self._covariance
+
+    def recall(self, mean: Floats, covariance: Floats) -> None:
+        """Continues from the belief of an earlier run, with a part of its certainty."""
+        self._mean, self._covariance = mean.copy(), covariance.copy()
+        self._covariance[0, :] = self._covariance[:, 0] = 0.0
+        self._covariance[0, 0] = _MACHINE_SPREAD**2
+        self._is_scaled = False
+        self.forget(_STEPS_BETWEEN_RUNS)
+
+    def stats(self, most_requests: int) -> dict[str, dict[str, float]]:
+        """Milliseconds of a step, by the number of requests and by their drafts' length."""
+        found: dict[str, dict[str, float]] = {}
+        for size in SIZES[: 1 + int(log2(max(most_requests, 1)))]:
+            ms: Any = np.exp(self._row(size) + self._mean[0])
+            found[str(size)] = {
+                str(int(length)): round(float(each), 4)
+                for length, each in zip(self._length_list, ms, strict=True)
+            }
+        return found
