@@ -79,8 +79,8 @@ class SpeculationBase(Strict):
     """Most draft nodes by the number of running requests; above the last, none."""
     adaptive_draft_len: bool | None = None
     """Drafts fewer nodes, or none, where that gives more tokens per second, as measured while
-    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`),
-    except of `Lookahead`, whose window guesses nothing."""
+    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`).
+    Of `Lookahead`, all nodes or none."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
     acceptance_length_threshold: float = Field(0.0, ge=0)
@@ -147,8 +147,7 @@ class SpeculationBase(Strict):
     def adapts(self) -> bool:
         """Whether drafts get shorter where that is faster."""
         if self.adaptive_draft_len is None:
-            cut = all(each.shortens for each in self.sections)
-            return self.verification == "coupled" and cut
+            return self.verification == "coupled"
         return self.adaptive_draft_len
 
     @property

@@ -36,9 +36,11 @@ class DraftBudget:
         self.enabled = True
         self._lengths: DraftLengths | None = None
         if config.adapts and config.max_nodes:
-            has_model = any(each.has_model for each in config.sections)
             self._lengths = DraftLengths(
-                config.max_nodes, tree_drafts=tree_drafts, has_model=has_model
+                config.max_nodes,
+                tree_drafts=tree_drafts,
+                has_model=any(each.has_model for each in config.sections),
+                whole=not all(each.shortens for each in config.sections),
             )
 
     def reconfigure(self, speculative: abc.Mapping[str, Any]) -> None:

@@ -222,6 +222,7 @@ _ROWS_PER_COUNT = 16  # requests of a step beyond which not every step is counte
 _MARGIN = 0.01  # by which drafting must be faster, as a logarithm
 _KEPT = 0.004  # by which another price must be
 _FIRST_DRAFTS = 8  # until so many were verified, some requests draft, whether it pays or not
+_FIRST_WHOLE_DRAFTS = 32  # alike: of a window, the first ones guess nothing yet
 _REQUESTS_PER_FIRST = 8  # of which one does
 _TRIAL_NODES = 2  # of a request that nothing would be granted
 _TRIAL_SHARE = 0.004  # of the time, for such trials, at least
@@ -246,15 +247,19 @@ class DraftLengths:
         most: nodes of a full draft.
         tree_drafts: whether a draft may have several nodes to a level.
         has_model: whether drafts are computed with weights, which takes a step to begin again.
+        whole: whether a draft that is cut would be of no use: all is granted, or nothing.
     """
 
-    def __init__(self, most: int, *, tree_drafts: bool, has_model: bool = False) -> None:
+    def __init__(
+        self, most: int, *, tree_drafts: bool, has_model: bool = False, whole: bool = False
+    ) -> None:
         self._most = most
-        num_groups = min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
+        num_groups = 1 if whole else min(most, _TREE_GROUPS if tree_drafts else _MAX_GROUPS)
+        self._first_drafts = _FIRST_WHOLE_DRAFTS if whole else _FIRST_DRAFTS
         edges = np.unique(np.linspace(0, most, num_groups + 1).round().astype(np.int64))
         self._sizes = np.diff(edges)
         self._tree_drafts, self._has_model = tree_drafts, has_model
-        self._trial_nodes = int(edges[1]) if tree_drafts else min(most, _TRIAL_NODES)
+        self._trial_nodes = int(edges[1]) if tree_drafts or whole else min(most, _TRIAL_NODES)
         self._follows = not tree_drafts and not has_model  # grants change with every draft
         self._acceptance = Acceptance(self._sizes, tree_drafts=tree_drafts)
         self._costs = StepCosts(most, has_model=has_model)
@@ -267,6 +272,7 @@ class DraftLengths:
         self._num_choices = 0
         self._price = 0.0  # inf: nothing is drafted
         self._num_chosen_for = 0  # requests for which it was chosen
+        self._gain = 1.0  # by it, of tokens per second, as expected
         self._num_unmeasured = 0  # next steps, which are no measurement
         self._measured = [0, 0.0, 0.0, 0.0]  # steps; sums of requests, of nodes, of times' logs
         self._tried = ""  # a request that was granted nodes for a trial
@@ -412,6 +418,7 @@ class DraftLengths:
             "acceptance": acceptance,
             "nodes": self._sizes.tolist(),
             "price": self._price if self._price < np.inf else None,
+            "gain": self._gain,
             "step_ms": self._costs.stats(2 * len(self._requests)),
         }
 
@@ -465,15 +472,18 @@ class DraftLengths:
         )
         deepest = (nodes * (num_by_state > 0)).max(axis=1)
         log_ms = self._costs.expect(int(num_requests), drafted / num_requests, deepest)
-        scores = np.log(num_requests + accepted) - log_ms - _MARGIN * (prices < np.inf)
+        speeds = np.log(num_requests + accepted) - log_ms
+        scores = speeds - _MARGIN * (prices < np.inf)
         scores[0] += _KEPT
-        return float(prices[scores.argmax()])
+        best = scores.argmax()
+        self._gain = float(np.exp(speeds[best] - speeds[1]))
+        return float(prices[best])
 
     def _grant(self) -> None:
         """Grants what is worth the price, and a few nodes to a request without any now and then."""
         nodes, requests = self._nodes, self._requests
         grants_any, firsts = False, 0  # requests that draft so that anything is known
-        if self._acceptance.num_drafts < _FIRST_DRAFTS:
+        if self._acceptance.num_drafts < self._first_drafts:
             firsts = 1 + (len(requests) - 1) // _REQUESTS_PER_FIRST
             nodes = [0] * NUM_STATES
         for each in requests.values():

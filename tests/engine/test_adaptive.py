@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.config import EngineConfig
 from outrider.scheduler.draft_lengths import DraftLengths
 from outrider.workers.group import LocalGroup
 
@@ -71,9 +70,11 @@ def test_on_unless_a_fixed_length_is_asked_for(tiny):
         assert (found and found["nodes"]) == ([1] * 5 if is_on else None), section
 
 
-def test_a_window_among_the_drafters_is_not_cut():
-    members = [{"decoding_type": "NGram"}, {"decoding_type": "Lookahead"}]
-    for used, adapts in ((members[:1] * 2, True), (members, False)):
-        section = {"decoding_type": "Compose", "members": used}
-        config = EngineConfig.load({"model": "m", "speculative_config": section})
-        assert config.speculative_config.adapts is adapts
+def test_a_window_among_the_drafters_is_whole_or_absent(tiny):
+    window = {"decoding_type": "Lookahead", "max_window_size": 3, "max_ngram_size": 3}
+    members = [{"decoding_type": "NGram", "max_draft_len": 3}, window]
+    for section in (window, {"decoding_type": "Compose", "mode": "merge", "members": members}):
+        with engine_of(tiny.target, {"adaptive_draft_len": None, **section}) as engine:
+            complete(engine, PROMPTS, at_once=3)
+            found = engine.stats()["speculation"]
+        assert found["adaptive"]["nodes"] == [found["max_draft_len"]]

@@ -223,12 +223,16 @@ def test_costs_are_what_was_measured(has_model):
 
     for size in (1, 8, 32):
         for length in (0, 1, 2, 4, 8):
-            costs.learn(Lesson(size, length, log_ms(size, length) + rng.normal(0, 0.02), 9), apart=0)
+            costs.learn(
+                Lesson(size, length, log_ms(size, length) + rng.normal(0, 0.02), 9), apart=0
+            )
     for size in (1, 3, 8, 20, 32, 64):
         lengths = np.array([0.0, 1.0, 3.0, 6.0, 8.0])
         found = costs.expect(size, lengths, lengths)
         wanted = [log_ms(size, each) for each in lengths]
-        assert np.abs((found - found[0]) - (wanted - wanted[0])).max() < (0.12 if size <= 32 else 0.25), size
+        assert np.abs((found - found[0]) - (wanted - wanted[0])).max() < (
+            0.12 if size <= 32 else 0.25
+        ), size
 
 
 def test_uneven_drafts_take_as_long_as_the_deepest_is_drafted():
