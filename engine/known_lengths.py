@@ -27,10 +27,11 @@ import numpy as np
 from ..config import EngineConfig
 from ..scheduler import tree
 from ..scheduler.budget import DraftBudget
-from ..scheduler.draft_lengths import Knowledge, Lesson
+from ..scheduler.draft_lengths import Knowledge
 from ..scheduler.loop import Loop
 from ..scheduler.sampling import SamplingParams
 from ..scheduler.sequence import Sequence as Running
+from ..scheduler.step_costs import Lesson
 from ..scheduler.types import Batch, Draft, Request, Verdict, ints
 from ..workers.spec import ModelReport
 
@@ -184,7 +185,7 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
     Raises:
         WorkerError: a step failed.
     """
-    until, found = time.monotonic() + seconds, []
+    until, found = time.monotonic() + seconds, list[Lesson]()
     crowd = _Crowd(loop, vocab_size)
     for size in _SIZES:
         if size <= most_requests and crowd.fits(size) and (not found or time.monotonic() < until):

@@ -14,8 +14,9 @@ from typing import Any
 
 from ..config import SpeculationBase
 from ..errors import ConfigError
-from .draft_lengths import DraftLengths, Knowledge, Lesson
+from .draft_lengths import DraftLengths, Knowledge
 from .sequence import Sequence
+from .step_costs import Lesson
 from .types import Batch, Draft, Verdict
 
 

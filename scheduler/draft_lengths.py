@@ -221,9 +221,9 @@ _MOST_STEPS_PER_CHOICE = 32  # of a price; the first ones come sooner
 _ROWS_PER_COUNT = 16  # requests of a step beyond which not every step is counted
 _MARGIN = 0.01  # by which drafting must be faster, as a logarithm
 _KEPT = 0.004  # by which another price must be
-_FIRST_DRAFTS = 8  # until so many were verified, some requests draft, whether it pays or not
+_FIRST_DRAFTS = 4  # until so many were verified, some requests draft, whether it pays or not
 _FIRST_WHOLE_DRAFTS = 32  # alike: of a window, the first ones guess nothing yet
-_REQUESTS_PER_FIRST = 8  # of which one does
+_REQUESTS_PER_FIRST = 4  # of which one does
 _TRIAL_NODES = 2  # of a request that nothing would be granted
 _TRIAL_SHARE = 0.004  # of the time, for such trials, at least
 _STEPS_PER_TRIAL = 4
@@ -274,7 +274,8 @@ class DraftLengths:
         self._num_chosen_for = 0  # requests for which it was chosen
         self._gain = 1.0  # by it, of tokens per second, as expected
         self._num_unmeasured = 0  # next steps, which are no measurement
-        self._measured = [0, 0.0, 0.0, 0.0]  # steps; sums of requests, of nodes, of times' logs
+        self._num_measured = 0  # steps
+        self._measured = [0.0, 0.0, 0.0]  # their sums of requests, of nodes, of times' logarithms
         self._tried = ""  # a request that was granted nodes for a trial
         self._trial_time = 0.0  # that trials may take, in steps
         self._success = _FIRST_SUCCESS  # of trials
@@ -347,10 +348,10 @@ class DraftLengths:
             self._num_unmeasured -= 1
         elif elapsed_ms > 0 and batch.num_tokens == batch.num_seqs:
             measured = self._measured
-            measured[0] += 1
-            measured[1] += batch.num_seqs
-            measured[2] += num_nodes
-            measured[3] += log(elapsed_ms)
+            self._num_measured += 1
+            measured[0] += batch.num_seqs
+            measured[1] += num_nodes
+            measured[2] += log(elapsed_ms)
 
     def _count_rows(self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict) -> int:
         """What became of a step's drafts; their nodes."""
@@ -435,12 +436,12 @@ class DraftLengths:
 
     def _choose(self) -> None:
         """Chooses the price of the next steps, by all that was measured."""
-        num_steps, num_requests, num_nodes, log_ms = self._measured
-        if num_steps:
+        num_requests, num_nodes, log_ms = self._measured
+        if num_steps := self._num_measured:
             apart, self._learned_at = self._step - self._learned_at, self._step
             nodes, requests = num_nodes / num_requests, num_requests / num_steps
             self._costs.learn(Lesson(requests, nodes, log_ms / num_steps, num_steps), apart=apart)
-        self._measured = [0, 0.0, 0.0, 0.0]
+        self._num_measured, self._measured = 0, [0.0, 0.0, 0.0]
         self._costs.forget(self._step - self._forgotten_at)
         self._forgotten_at = self._step
         if self._acceptance.learn():
@@ -485,7 +486,7 @@ class DraftLengths:
         grants_any, firsts = False, 0  # requests that draft so that anything is known
         if self._acceptance.num_drafts < self._first_drafts:
             firsts = 1 + (len(requests) - 1) // _REQUESTS_PER_FIRST
-            nodes = [0] * NUM_STATES
+            nodes, self._plan_left = [0] * NUM_STATES, _STEPS_PER_TRIAL
         for each in requests.values():
             granted = nodes[each.state]
             if firsts:

@@ -215,7 +215,7 @@ def test_a_tree_is_granted_for_several_steps():
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_costs_are_what_was_measured(has_model):
-    """Between what was measured as well, and beyond: rows cost what they cost with more requests."""
+    """Between what was measured as well, and beyond: a row costs as much with more requests."""
     rng, costs = np.random.default_rng(0), StepCosts(8, has_model=has_model)
 
     def log_ms(size, length):
@@ -260,7 +260,7 @@ def test_costs_follow_the_steps_that_serve():
     lengths = np.arange(5.0)
     found = np.exp(costs.expect(8, lengths, lengths))
     assert found == pytest.approx(3 * (4 + 2 * lengths), rel=0.1)
-    mean, covariance = costs.belief
+    _, covariance = costs.belief
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
     known = np.diag(covariance).copy()
     costs.forget(200_000)
