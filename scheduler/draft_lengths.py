@@ -217,7 +217,7 @@ _STEPS_PER_PLAN = 8  # a head drafts a step ahead, and its first step computes w
 _MAX_GROUPS = 16
 _TREE_GROUPS = 4
 _MOST_PRICES = 24  # that are weighed
-_MOST_STEPS_PER_CHOICE = 32  # of a price; the first ones come sooner
+_MOST_STEPS_PER_CHOICE = 64  # of a price; the first ones come sooner
 _ROWS_PER_COUNT = 16  # requests of a step beyond which not every step is counted
 _MARGIN = 0.01  # by which drafting must be faster, as a logarithm
 _KEPT = 0.004  # by which another price must be
@@ -276,7 +276,8 @@ class DraftLengths:
         self._num_unmeasured = 0  # next steps, which are no measurement
         self._num_measured = 0  # steps
         self._measured = [0.0, 0.0, 0.0]  # their sums of requests, of nodes, of times' logarithms
-        self._tried = ""  # a request that was granted nodes for a trial
+        self._is_trial = False  # a request was granted nodes for a trial
+        self._tried = ""  # which one, until that has shown whether it should draft
         self._trial_time = 0.0  # that trials may take, in steps
         self._success = _FIRST_SUCCESS  # of trials
         self._trial_share, self._trial_cost = _TRIAL_SHARE, 1.0
@@ -436,12 +437,7 @@ class DraftLengths:
 
     def _choose(self) -> None:
         """Chooses the price of the next steps, by all that was measured."""
-        num_requests, num_nodes, log_ms = self._measured
-        if num_steps := self._num_measured:
-            apart, self._learned_at = self._step - self._learned_at, self._step
-            nodes, requests = num_nodes / num_requests, num_requests / num_steps
-            self._costs.learn(Lesson(requests, nodes, log_ms / num_steps, num_steps), apart=apart)
-        self._num_measured, self._measured = 0, [0.0, 0.0, 0.0]
+        self._take_in()
         self._costs.forget(self._step - self._forgotten_at)
         self._forgotten_at = self._step
         if self._acceptance.learn():
@@ -458,6 +454,15 @@ class DraftLengths:
         self._reprice()
         if not all(self._nodes[:_NUM_LEVELS]):
             self._weigh_trials()
+
+    def _take_in(self) -> None:
+        """What was measured since the last time, of steps alike."""
+        num_requests, num_nodes, log_ms = self._measured
+        if num_steps := self._num_measured:
+            apart, self._learned_at = self._step - self._learned_at, self._step
+            nodes, requests = num_nodes / num_requests, num_requests / num_steps
+            self._costs.learn(Lesson(requests, nodes, log_ms / num_steps, num_steps), apart=apart)
+        self._num_measured, self._measured = 0, [0.0, 0.0, 0.0]
 
     def _best_price(self, num_by_state: Floats) -> float:
         worth = np.unique(self._worth[num_by_state > 0])[::-1]
@@ -483,6 +488,9 @@ class DraftLengths:
     def _grant(self) -> None:
         """Grants what is worth the price, and a few nodes to a request without any now and then."""
         nodes, requests = self._nodes, self._requests
+        if self._is_trial:  # what its steps took is known apart from the others
+            self._take_in()
+            self._tried, self._is_trial = "", False
         grants_any, firsts = False, 0  # requests that draft so that anything is known
         if self._acceptance.num_drafts < self._first_drafts:
             firsts = 1 + (len(requests) - 1) // _REQUESTS_PER_FIRST
@@ -504,6 +512,9 @@ class DraftLengths:
             return
         idle = [name for name, each in requests.items() if not each.granted]
         if idle:
+            self._take_in()
+            self._num_unmeasured = int(self._has_model)  # its first draft is made for the next step
+            self._is_trial = True
             self._tried = min(idle, key=lambda name: requests[name].tried_at)
             tried = requests[self._tried]
             tried.tried_at = tried.granted_at = self._step
