@@ -41,7 +41,8 @@ def explain(
     """Shows the draft of each step: what was proposed, by whom, and what the target accepted.
 
     A line is a step: accepted tokens by origin, then the target's own, then in brackets what it
-    rejected, each alternative behind a bar; with --tree, the draft is drawn below. Figures follow.
+    rejected, each alternative behind a bar; with --tree, the draft is drawn below. Figures follow,
+    and what steps cost, by which lengths are chosen.
     """
     params = sampling.params()
     config = engine.resolve()
@@ -51,6 +52,7 @@ def explain(
         # Plain decoding comes second: a drafter must not find its text where it looks things up.
         output, step_s = _timed(llm, text, params, adapter, enabled=True)
         plain_s = _timed(llm, text, params, adapter, enabled=False)[1] if compare else None
+        adaptive = llm.stats()["speculation"]["adaptive"]
     completion = output.outputs[0]
     trace = completion.speculation_trace or []
     origins = Origins()
@@ -59,6 +61,8 @@ def explain(
         if tree and step["draft"]:
             out().print(_tree(step["draft"], origins), soft_wrap=True)
     _show(trace, len(completion.token_ids), step_s, plain_s)
+    if adaptive:
+        _show_costs(adaptive["step_ms"])
 
 
 def _timed(
@@ -180,3 +184,11 @@ def _show(trace: Trace, num_tokens: int, step_s: float | None, plain_s: float | 
         rows["time of a plain step"] = f"{plain_s * 1e3:.2f} ms"
         rows["speed to plain"] = f"{gain:.2f}"
     table("Speculation", rows)
+
+
+def _show_costs(step_ms: dict[str, dict[str, float]]) -> None:
+    """What steps cost the engine, by which it chooses lengths."""
+    lengths = list(next(iter(step_ms.values())))
+    rows = [(size, *(f"{ms:.2f}" for ms in costs.values())) for size, costs in step_ms.items()]
+    names = ("requests", *(f"{each} nodes" for each in lengths))
+    err().print(grid("Milliseconds of a step by the drafts of its requests", names, rows))

@@ -421,7 +421,7 @@ class DraftLengths:
             "nodes": self._sizes.tolist(),
             "price": self._price if self._price < np.inf else None,
             "gain": self._gain,
-            "step_ms": self._costs.stats(2 * len(self._requests)),
+            "step_ms": self._costs.stats(),
         }
 
     def _update(self) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 SIZES = tuple(2**octave for octave in range(11))  # requests of a step, for which costs are kept
+_NUM_SHOWN = 7  # of these, in statistics: up to 64
 _MOST_LENGTHS = 10  # draft lengths for which they are kept, beside 0
 # What is assumed before anything is measured, of logarithms of times: rows of the target that take
 # as long again as what all steps have in common, and what drafts with weights add, once and by
@@ -171,10 +172,10 @@ class StepCosts:
         self._is_scaled = False
         self.forget(_STEPS_BETWEEN_RUNS)
 
-    def stats(self, most_requests: int) -> dict[str, dict[str, float]]:
+    def stats(self) -> dict[str, dict[str, float]]:
         """Milliseconds of a step, by the number of requests and by their drafts' length."""
         found: dict[str, dict[str, float]] = {}
-        for size in SIZES[: 1 + int(log2(max(most_requests, 1)))]:
+        for size in SIZES[:_NUM_SHOWN]:
             ms: Any = np.exp(self._row(size) + self._mean[0])
             found[str(size)] = {
                 str(int(length)): round(float(each), 4)

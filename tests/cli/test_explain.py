@@ -38,7 +38,7 @@ def test_every_step_is_a_line(outrider_cli, model):
     assert [int(line.split()[0]) for line in lines] == list(range(1, len(lines) + 1))
     texts = [line[6:].partition("  [")[0].partition("   ngram")[0] for line in lines]
     assert "".join(texts) == plain.rstrip("\n").replace("\n", "\\n")
-    for said in ("guess 1", "tokens per step", "time of a plain step", "speed to plain"):
+    for said in ("guess 1", "tokens per step", "time of a plain step", "speed to plain", "4 nodes"):
         assert said in shown.stderr
     drawn = outrider_cli("explain", *args, "--spec-type", "ngram", "--tree", "--no-compare").stdout
     assert drawn.count("      draft\n") == sum(line.endswith("ngram") for line in lines) > 0

@@ -137,9 +137,8 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
         wanted = complete(engine, PROMPTS, at_once=3)[0]
     monkeypatch.setenv(known_lengths.SECONDS, "60")
     with engine_of(tiny.target, section, max_num_seqs=8) as engine:
-        found = costs_of(engine).stats(8)
+        found = costs_of(engine).stats()
         assert costs_of(engine).num_lessons >= 4 * 4  # requests, lengths
-        assert set(found) == {"1", "2", "4", "8"}
         most = engine._loop.scheduler.budget.max_draft_len
         assert list(found["8"]) == [str(each) for each in lengths_of(most)]
         assert all(0 < each < 1e4 for row in found.values() for each in row.values())

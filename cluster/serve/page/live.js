@@ -40,6 +40,7 @@ export class LiveView {
     sparkline(byId("spark-budget"), this.budget, SIZE, "draft nodes", 1);
     showTiles(byId("live-tiles"), this.#tiles(stats, now, recent));
     showRows(byId("drafters"), drafterRows(stats?.engines ?? []), "no drafter");
+    showRows(byId("costs"), costRows(stats?.engines ?? []), "draft lengths do not follow costs");
     showRows(byId("requests"), requestRows(stats?.engines ?? []), "no request runs");
   }
 
@@ -60,6 +61,7 @@ export class LiveView {
         switchedOff ? "off" : number(ratio(emitted.granted, emitted.sampled), 1),
         switchedOff ? "switched off by user_config" : `nodes granted, ${when}`,
       ],
+      ["Expected gain", number(gain(stats?.engines ?? []), 2), "of drafting, to plain decoding"],
       ["Drafted", number(ratio(emitted.drafted, emitted.sampled), 1), `nodes verified, ${when}`],
     ];
   }
@@ -93,6 +95,22 @@ function drafterRows(engines) {
         duration(ratio(each.gen_ms, each.num_calls[1]) / 1e3),
         faults(each),
       ]),
+  );
+}
+
+/** The mean of engines whose draft lengths follow what steps cost. */
+function gain(engines) {
+  const gains = engines.map((engine) => engine.speculation?.adaptive?.gain).filter(Number.isFinite);
+  return ratio(gains.reduce((total, each) => total + each, 0), gains.length);
+}
+
+function costRows(engines) {
+  return engines.flatMap((engine) =>
+    Object.entries(engine.speculation?.adaptive?.step_ms ?? {}).map(([size, { 0: plain, ...drafted }]) => [
+      engines.length > 1 ? `${size} (${engine.replica})` : size,
+      duration(plain / 1e3),
+      Object.entries(drafted).map(([nodes, ms]) => `${nodes}: ${number(ms / plain, 2)}`).join(" · "),
+    ]),
   );
 }
 

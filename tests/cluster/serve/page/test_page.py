@@ -309,7 +309,9 @@ def test_the_live_view(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     health = {"state": "disabled", "reason": "too <few> accepted", "last_fault": "propose: x"}
     stats["drafters"]["fake"].update(health=health, faults=2)
     stats["kv"].update(num_free_blocks=6)
-    stats["speculation"] = {"enabled": True, "max_draft_len": 5}
+    costs = {"1": {"0": 2.0, "1": 2.5, "5": 3.0}, "8": {"0": 4.0, "1": 6.0, "5": 9.0}}
+    adaptive = {"gain": 1.5, "step_ms": costs}
+    stats["speculation"] = {"enabled": True, "max_draft_len": 5, "adaptive": adaptive}
     stats["newest_requests"] = [
         {"id": "cmpl-1", "age_s": 2.0, "num_prompt_tokens": 4, "num_output_tokens": 9,
          "drafter": "fake", "num_steps": 3, "num_drafts": 3, "num_draft_tokens": 9,
@@ -323,6 +325,9 @@ def test_the_live_view(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too <few> accepted" in site.text("#drafters tbody")
     assert "propose: x" in site.text("#drafters tbody")
     row = [cell.text for cell in site.all("#requests tbody td")]
+    costs = [cell.text for cell in site.all("#costs tbody td")]
+    assert costs == ["1", "2.00 ms", "1: 1.25 · 5: 1.50", "8", "4.00 ms", "1: 1.50 · 5: 2.25"]
+    assert site.tile("Expected gain", "#live-tiles") == "1.50"
     assert row == ["cmpl-1", "2.0 s", "4", "9", "fake", "3.0", "3.00", "67 %"]
     assert site.one("#max_draft_len").get_attribute("placeholder") == "engine's 5"
     stats["recovering"] = "a rank died"
