@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from ..config import Eagle3Config
 from ..drafters.heads.block import materialise_constants
 from ..drafters.heads.protocol import TargetFacts
-from ..workers.attention import KVCache
+from ..workers.attention import KVCache, KVCode, KVFormat, coded_layers
 from ..workers.collective import Call, Collective
 from ..workers.device_step.draft import DeviceHead
 from ..workers.device_step.seats import DeviceSeats, SeatSizes
@@ -545,7 +545,12 @@ class Step:
 
 
 def step_of(
-    loaded: Loaded, head: HeadRunner | None, batch: int, num_nodes: int, context_len: int
+    loaded: Loaded,
+    head: HeadRunner | None,
+    batch: int,
+    num_nodes: int,
+    context_len: int,
+    form: KVFormat | None = None,  # of the target's keys and values; None: bfloat16
 ) -> Step:
     """A greedy step of `batch` sequences with `num_nodes` draft nodes each.
 
@@ -554,8 +559,12 @@ def step_of(
     drafted = num_nodes if head else 0
     longest = context_len + 2 + num_nodes
     num_blocks = batch * -(-longest // BLOCK_SIZE)
-    shapes = (*loaded.model.kv_shapes, *(head.kv_shapes if head else ()))
-    cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, torch.bfloat16, META)
+    kept = loaded.model.kv_shapes
+    codes: Sequence[KVCode | None] = ()
+    if form is not None:
+        kept, codes = coded_layers(kept, [KVCode(form)] * len(kept))
+    shapes = (*kept, *(head.kv_shapes if head else ()))
+    cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, torch.bfloat16, META, codes=codes)
     tape = Tape(batch, context_len, None if head else 1 + num_nodes)
     wanted = (batch, 1 + num_nodes, batch * (1 + num_nodes))
     size = smallest(*wanted, max(batch, max(BATCHES)), drafted)
@@ -612,6 +621,7 @@ class Sheet:
     batches: tuple[int, ...] = BATCHES
     context_len: int = CONTEXT_LEN
     floor_us: float = FLOOR_US
+    form: KVFormat | None = None  # of keys and values; None: bfloat16
 
     def rows(self, show: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """A row per target, batch and draft; `show` is told what comes next."""
@@ -623,7 +633,7 @@ class Sheet:
                 plain: dict[str, float] = {}
                 for draft, num_nodes in DRAFTS.items():
                     head = load_head(target, loaded, ops, num_nodes, batch) if num_nodes else None
-                    step = step_of(loaded, head, batch, num_nodes, self.context_len)
+                    step = step_of(loaded, head, batch, num_nodes, self.context_len, self.form)
                     times = [self._times(step, device, plain, loaded) for device in self.devices]
                     yield {
                         "model": target.name,

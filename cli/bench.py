@@ -436,6 +436,8 @@ class GpuModelOptions(Options):
     context_len: int = Field(2048, ge=1, description="Tokens in the cache of each.")
     floor_us: float = Field(2.0, ge=0.0)
     """What a launch takes at least; an assumption."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """How the target's keys and values are kept; auto is bfloat16."""
     json_path: Path | None = Field(None, description="Write all figures.")
 
 
@@ -444,6 +446,7 @@ def gpu_model(options: GpuModelOptions) -> None:
     counts = tuple(numbers("batches", options.batches, PositiveInt, "numbers like 1,8"))
     check_writable(options.json_path, "json")
     from ..bench.gpu_model import Sheet, cells, targets, unusable
+    from ..workers.attention import KV_FORMATS
 
     if reason := unusable():
         raise OutriderError(reason)
@@ -453,6 +456,7 @@ def gpu_model(options: GpuModelOptions) -> None:
         batches=counts,
         context_len=options.context_len,
         floor_us=options.floor_us,
+        form=KV_FORMATS.get(options.kv_cache_dtype),
     )
     with err().status("Loading...") as status:
         rows = list(sheet.rows(status.update))

@@ -244,14 +244,11 @@ def _check_models(
         mistaken: keys whose folders are of another kind.
     """
     from ..workers.devices import dtype_of, pick_device
-    from ..workers.model.fit import CPU, Serving, check_kv_format, check_weights
+    from ..workers.model.fit import CPU, Serving, check_weights
 
     device, target, kv_bytes = None, None, None  # no device: other machines'
     with _noting(errors):
         device = pick_device(config.device) if is_local else None
-    with _noting(errors):
-        if config.kv_cache_dtype != "auto" and device is not None:
-            check_kv_format(device)
     serving = Serving(
         device or CPU,
         dtype_of(config.dtype),

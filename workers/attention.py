@@ -6,7 +6,8 @@ scheduler's business (`scheduler/blocks.py`); every rank holds its own heads of 
 A layer may keep codes of one byte in place of the model's dtype (`KVCode`). They are written from
 what attention would have read, `code = round(clamp(value / scale))`, and whatever reads a slot
 gets `code * scale`, rounded to the model's dtype: also of rows that the same step has written, so
-that a row's result does not depend on the step that computes it.
+that a row's result does not depend on the step that computes it. A GPU's kernels, which multiply
+scores and results by the scales instead, keep the same codes and round no value that they read.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ class KVFormat:
 
     def encode(self, values: Tensor, scale: float) -> Tensor:  # uint8, of the same shape
         """To nearest even; `scale` divides by way of its inverse in float32."""
-        scaled = values.float() * float(np.float32(1) / np.float32(scale))
+        scaled = values.float() * inverse(scale)
         return scaled.clamp(-self.largest, self.largest).to(self.dtype).view(torch.uint8)
 
     def decode(self, codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """What attention reads; of the same shape."""
         return (codes.view(self.dtype).float() * float(np.float32(scale))).to(dtype)
+
+
+def inverse(scale: float) -> float:
+    """What values are multiplied by before they are rounded."""
+    return float(np.float32(1) / np.float32(scale))
 
 
 KV_FORMATS = {
@@ -85,6 +91,12 @@ class KVShape:
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of one token, in a model of that dtype."""
         return self.num_elements * (dtype.itemsize if self.format is None else 1)
+
+
+def moves_whole_words(shape: KVShape) -> bool:
+    """Whether `KVCache.places` serve: a token's keys, and its values, are words of 4 bytes."""
+    dims = (shape.head_dim, shape.value_dim)
+    return shape.format is None or all(shape.num_kv_heads * dim % 4 == 0 for dim in dims)
 
 
 def coded_layers(

@@ -38,7 +38,6 @@ from .model.fit import (
     Serving,
     check_adapters,
     check_blocks,
-    check_kv_format,
     check_weights,
     received_problem,
     room_of,
@@ -351,8 +350,6 @@ class Worker:
             if sent is not None:  # the one that is served, whatever the trainer's is
                 dtype = self._infos[name].dtype
             folder, form = spec.folder, KV_FORMATS.get(spec.kv_dtype)
-            if form is not None:
-                check_kv_format(self._device)
             self._models[name] = load_model(
                 folder,
                 dtype=dtype,

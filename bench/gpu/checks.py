@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...scheduler.types import StepInput
-from ...workers.attention import KVCache, KVShape
+from ...workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from ...workers.ops import Ops, PagedStep, ReferenceOps
 from ...workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
 from ...workers.verify.device_settings import DeviceSettings
@@ -60,13 +60,24 @@ def _equal(found: Tensor, expected: Tensor) -> Row:
 
 
 def caches_of(
-    spec: AttentionSpec, dtype: torch.dtype, num_blocks: int, page: int, device: torch.device
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    num_blocks: int,
+    page: int,
+    device: torch.device,
+    code: KVCode | None = None,
 ) -> list[KVCache]:
     """Two caches of one layer with the same random contents."""
-    shape = KVShape(spec.num_kv_heads, spec.head_dim, 0 if spec.shared_values else spec.value_dim)
-    one, other = (KVCache([shape], num_blocks, page, dtype, device) for _ in range(2))
+    stored, form = (
+        0 if spec.shared_values else spec.value_dim,
+        None if code is None else code.format,
+    )
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
+    one, other = (KVCache([shape], num_blocks, page, dtype, device, codes=[code]) for _ in range(2))
     for kept, copied in zip(one._storages, other._storages, strict=True):
-        copied.copy_(kept.normal_())
+        values = torch.randn(kept.shape, device=device)
+        kept.copy_(values if code is None else code.format.encode(values, code.key_scale))
+        copied.copy_(kept)
     return [one, other]
 
 
@@ -82,7 +93,7 @@ def _step(name: str, rng: np.random.Generator, page: int, *, is_dry: bool) -> tu
     return step_of(rng, [(context // shorter, known) for context, known in lengths], trees, page)
 
 
-def attention(machine: Machine, name: str, kind: str, page: int) -> Row:
+def attention(machine: Machine, name: str, kind: str, page: int, code: KVCode | None = None) -> Row:
     """Preparation, storing and attention of a layer."""
     torch.manual_seed(0)
     spec, device, dtype = SPECS[name], machine.device, machine.dtype
@@ -90,7 +101,8 @@ def attention(machine: Machine, name: str, kind: str, page: int) -> Row:
     joined = torch.randn(len(step.token_ids), spec.joined_width, device=device).to(dtype)
     results = []
     operations: tuple[Ops, Ops] = (machine.ops, REFERENCE)
-    for ops, cache in zip(operations, caches_of(spec, dtype, num_blocks, page, device)):
+    caches = caches_of(spec, dtype, num_blocks, page, device, code)
+    for ops, cache in zip(operations, caches, strict=True):
         plan = ops.plan(step, cache)
         frequencies = 0.5 ** torch.arange(spec.rotary_dim // 2, device=device)
         turned = ops.rotation(plan.positions, frequencies, 1.0)
@@ -219,6 +231,11 @@ def cases(machine: Machine) -> Iterator[Case]:
         for name in SPECS if kind == "trees" else ("llama", "latent"):
             yield f"attention, {name}, {kind}", partial(attention, machine, name, kind, 16)
     yield "attention, llama, trees, blocks of 64", partial(attention, machine, "llama", "trees", 64)
+    for form, each in KV_FORMATS.items():
+        code, kind = KVCode(each, 0.125, 0.125), "mixed" if machine.is_dry else "trees"
+        for name in ("llama", "latent"):
+            run = partial(attention, machine, name, kind, 16, code)
+            yield f"attention, {name}, {kind}, keys in {form}", run
     yield "a captured layer on new data", partial(replayed_layer, machine)
     for num_tokens in (1, 9) if machine.is_dry else (1, 8, 300):
         yield f"experts, {num_tokens} rows", partial(experts, machine, num_tokens)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.config import Eagle3Config
 from outrider.tests.helpers.files import ROOT
-from outrider.workers.attention import KVCache
+from outrider.workers.attention import KV_FORMATS, KVCache
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.draft import DeviceHead
 from outrider.workers.device_step.seats import DeviceSeats, SeatSizes
@@ -72,6 +72,10 @@ def test_weights_of_llama(ops, name, num_params):
         heads = target.keys["num_key_value_heads"] // target.num_ranks
         keys = batch * (CONTEXT_LEN + 1 + num_nodes) * 2 * heads * 128 * 2
         assert step.total("kv_bytes") == keys * target.keys["num_hidden_layers"]
+        form = KV_FORMATS["fp8_e4m3"]
+        coded = gpu_model.step_of(loaded, None, batch, num_nodes, CONTEXT_LEN, form)
+        assert coded.total("kv_bytes") == step.total("kv_bytes") / 2
+        assert coded.names() == step.names()
 
 
 def test_weights_of_deepseek(ops):

@@ -13,12 +13,18 @@ from safetensors.torch import load_file, save_file
 from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
 from outrider.errors import CheckpointError, ConfigError
+from outrider.workers.attention import KV_FORMATS, KVCode, KVShape, coded_layers
+from outrider.workers.collective import Collective
+from outrider.workers.device_step.service import obstacle
 from outrider.workers.model.checkpoint.weights import Checkpoint
+from outrider.workers.model.target import load_model
 
+from ..helpers.device_step.ops import TensorOps
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.head_files import eagle_tensors, write_eagle
 from ..helpers.hybrid import VOCAB, write_hybrid
 from ..helpers.models import write_guessable
+from ..workers.model.conftest import checkpoint  # noqa: F401
 
 PROMPTS = random_prompts(5, 90, longest=40)
 PROMPTS.append([*PROMPTS[0][:16], 5, 7])  # a prefix hit
@@ -138,6 +144,21 @@ def test_a_scale_that_is_none_is_refused(target, tmp_path, scale):
     folder = with_scales(target[0], tmp_path / "scaled", k_scale=scale)
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_scale.*one number above 0"):
         Checkpoint(folder).kv_scales()
+
+
+def test_codes_that_are_no_whole_words_have_no_device_step(checkpoint):  # noqa: F811
+    """Drafts' nodes are moved in words of 4 bytes there."""
+    model = load_model(
+        checkpoint("llama")[0], device=torch.device("cpu"), collective=Collective.single(),
+        ops=TensorOps(),
+    )  # fmt: skip
+    code = KVCode(KV_FORMATS["fp8_e4m3"])
+    for head_dim, reason in ((8, ""), (7, "whole words of 4 bytes")):
+        shape = KVShape(2, head_dim, 8)
+        for codes in ([], [code]):
+            model.kv_shapes = coded_layers([shape], codes)[0] if codes else (shape,)
+            assert (reason if codes else "") in obstacle(model, "coupled")
+            assert bool(obstacle(model, "coupled")) == bool(codes and reason)
 
 
 def test_what_is_not_read_is_refused(target):

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.types import IntArray, NextDrafts, StepPlan, Verdict, ints, starts_of
-from ..attention import KVCache
+from ..attention import KVCache, moves_whole_words
 from ..collective import Agreement, Call, Collective
 from ..head import HeadService
 from ..model.family import FamilyRunner
@@ -460,6 +460,8 @@ def obstacle(model: PagedModel, rule: str) -> str:
         return "some of its layers keep a state, which the host's steps advance"
     if rule != RULE:
         return f"the rule is {rule!r}"
+    if not all(map(moves_whole_words, model.kv_shapes)):
+        return "a token's codes in a layer are no whole words of 4 bytes, as nodes are moved"
     return ""
 
 

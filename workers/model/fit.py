@@ -467,14 +467,6 @@ def check_blocks(
         )
 
 
-def check_kv_format(device: torch.device) -> None:
-    """Raises `ConfigError` where the KV cache cannot be kept as codes on such a device."""
-    if device.type != "cpu":
-        raise ConfigError.at(
-            "kv_cache_dtype", f"only 'auto' is available on {device.type!r}; fp8 needs device 'cpu'"
-        )
-
-
 def room_of(
     spec: ModelSpec,
     kv_bytes_per_token: int,

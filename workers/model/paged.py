@@ -146,8 +146,9 @@ class PagedModel:
 
     def warm_up(self, block_size: int) -> None:
         """Compiles what attention over blocks of that size may need."""
-        runner = self.runner
-        runner.planned.ops.warm_up(runner.attention_specs, self.info.dtype, block_size)
+        runner, forms = self.runner, {code.format for code in self.kv_codes if code is not None}
+        form = forms.pop() if forms else None
+        runner.planned.ops.warm_up(runner.attention_specs, self.info.dtype, block_size, form)
 
     def kv_bytes_per_token(self) -> int:
         """Of this rank, all layers."""

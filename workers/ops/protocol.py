@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache
+from ..attention import KVCache, KVFormat
 from ..verify.device_settings import DeviceEdits, DeviceSettings, DeviceWalk, Settled
 from .plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
 
@@ -165,7 +165,13 @@ class Ops(Protocol):
     def adopt(self, plan: PagedStep) -> PagedStep:
         """A plan whose arrays were made elsewhere, with what the implementation adds to one."""
 
-    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+    def warm_up(
+        self,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        block_size: int,
+        form: KVFormat | None = None,  # of keys and values; None: `dtype`
+    ) -> None:
         """Compiles all that attention of these layers may need, before the first request."""
 
     def pack(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
 from ...scheduler.types import StepInput
-from ..attention import KVCache, KVCode
+from ..attention import KVCache, KVCode, KVFormat
 from .plan import WORD_BITS, PagedStep, plan_step
 from .protocol import (
     AttentionSpec,
@@ -45,7 +45,13 @@ class ReferenceOps:
     def plan(self, step: StepInput, cache: KVCache) -> PagedStep:
         return plan_step(step, cache.block_size, cache.device)
 
-    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+    def warm_up(
+        self,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        block_size: int,
+        form: KVFormat | None = None,  # of keys and values; None: `dtype`
+    ) -> None:
         """There is nothing to compile."""
 
     def adopt(self, plan: PagedStep) -> PagedStep:

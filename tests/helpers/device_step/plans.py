@@ -18,7 +18,8 @@ SIZES = SeatSizes(num_seats=8, max_model_len=60, num_blocks=40, block_size=4, vo
 
 def device_step(model, device=CPU) -> DeviceStep:
     shapes, dtype = model.kv_shapes, model.info.dtype
-    cache = KVCache(shapes, SIZES.num_blocks + 1, SIZES.block_size, dtype, device)
+    num_blocks, codes = SIZES.num_blocks + 1, model.kv_codes
+    cache = KVCache(shapes, num_blocks, SIZES.block_size, dtype, device, codes=codes)
     return DeviceStep(model.runner.model, cache, DeviceSeats(SIZES, device))
 
 

@@ -17,6 +17,7 @@ from outrider.tests.helpers.device_step.plans import (
 )
 from outrider.tests.workers.device_step.conftest import Dispatches, Tape, WeightsOnMeta
 from outrider.tests.workers.model.conftest import checkpoint  # noqa: F401
+from outrider.workers.attention import KV_FORMATS, KVCode, coded_layers
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.model.target import load_model
@@ -53,10 +54,16 @@ def test_it_completes_without_values(llama):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @torch.inference_mode()
 def test_one_tape_for_all_data_of_a_shape(llama, num_nodes, temperature):
-    """Operations, shapes and addresses do not depend on data; a replay computes new data."""
-    step, rng = device_step(llama()), np.random.default_rng(num_nodes)
+    """Operations, shapes and addresses do not depend on data; a replay computes new data. Keys are
+    codes where tokens are sampled."""
+    model, rng = llama(), np.random.default_rng(num_nodes)
+    if temperature:
+        shapes, code = model.kv_shapes, KVCode(KV_FORMATS["fp8_e4m3"])
+        model.kv_shapes, model.kv_codes = coded_layers(shapes, [code] * len(shapes))
+    step = device_step(model)
     for storage in step.cache._storages:
-        storage.copy_(torch.from_numpy(rng.normal(size=storage.shape)))
+        values = torch.from_numpy(rng.normal(size=storage.shape))
+        storage.copy_(values.abs() * 20 if storage.dtype == torch.uint8 else values)
     counts = step.seats.edits.counts
     state = [step.seats.memory, step.outcome, step.logprobs, counts, *step.cache._storages]
     tapes, shapes = [], []

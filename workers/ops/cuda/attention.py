@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention import KVCode
 from ..plan import PagedStep
 from ..protocol import AttentionSpec
 from .elementwise import tanh
-from .linear import dot
+from .linear import FP8, decoded, dot
 from .schedule import schedule_kernel, schedule_of
 
 # Attention over a paged cache: trees, windows, chunks, soft caps, sinks, grouped heads.
@@ -25,6 +26,9 @@ from .schedule import schedule_kernel, schedule_of
 # parts. Which sequence a program belongs to, where its keys begin and end, and what is visible is
 # read on the device; `workers/ops/plan.py` defines it.
 # How many parts a sequence has is decided once a step (`schedule.py`).
+#
+# Codes of a cache (`KVCode`) become values of the queries' type on their way from memory. Their
+# scales are one a layer, so scores and results are multiplied by them, and no value is rounded.
 #
 # Keys that are not a power of two long are multiplied in two parts, for example 96 = 64 + 32 and
 # 576 = 512 + 64 (MLA's latent and its rotated part).
@@ -96,6 +100,15 @@ def _visible(
 
 
 @triton.jit
+def _as(stored, KIND: tl.constexpr):
+    """What the cache holds, in KIND; codes may be bits, where a device has no type for them."""
+    if stored.dtype == tl.uint8:
+        return decoded(stored, FP8).to(KIND)
+    else:
+        return stored.to(KIND)
+
+
+@triton.jit
 def _scores(
     low,  # [BLOCK_M, DIM_LOW]
     high,  # [BLOCK_M, DIM_HIGH], or unused
@@ -114,14 +127,14 @@ def _scores(
     mask = (column < HEAD_DIM)[:, None]
     if MASKED:
         mask = mask & inside[None, :]
-    key = tl.load(place[None, :] + column[:, None], mask=mask, other=0.0)
+    key = _as(tl.load(place[None, :] + column[:, None], mask=mask, other=0.0), low.dtype)
     scores = dot(low, key, tl.zeros([low.shape[0], key.shape[1]], tl.float32))
     if DIM_HIGH:
         column = DIM_LOW + tl.arange(0, DIM_HIGH)
         mask = (column < HEAD_DIM)[:, None]
         if MASKED:
             mask = mask & inside[None, :]
-        rest = tl.load(place[None, :] + column[:, None], mask=mask, other=0.0)
+        rest = _as(tl.load(place[None, :] + column[:, None], mask=mask, other=0.0), low.dtype)
         scores = dot(high, rest, scores)
     scores = scores * scale
     if HAS_CAP:
@@ -193,7 +206,7 @@ def _values(place, key, inside, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
         mask = (column < VALUE_DIM)[None, :]
         if MASKED:
             mask = mask & inside[:, None]
-        return tl.load(place[:, None] + column[None, :], mask=mask, other=0.0)
+        return _as(tl.load(place[:, None] + column[None, :], mask=mask, other=0.0), key.dtype)
 
 
 @triton.jit
@@ -226,11 +239,11 @@ def _store_rows(out, item, real, result, VALUE_DIM: tl.constexpr, BLOCK_V: tl.co
 
 
 @triton.jit
-def _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums,
+def _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums, value_scale,
            VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr):  # fmt: skip
     """The result of each query and head, or its part with the logarithm of the part's sum."""
     known = tl.where(total == 0.0, 1.0, total)
-    result = sums / known[:, None]
+    result = sums / known[:, None] * value_scale
     if IS_SPLIT:
         if num_parts > 1:
             tl.store(sums_out + lane, tl.where(total == 0.0, MINUS, peak + tl.log2(known)), real)
@@ -296,7 +309,7 @@ def attend_kernel(
     query_start, context_lens, tree_start,  # per sequence
     block_tables,  # [num_seqs, max_blocks]
     ancestors,  # [num_rows, num_words] int64
-    num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap,
+    num_seqs, max_blocks, num_words, to_value, to_value_head, scale, softcap, value_scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, SHARED: tl.constexpr, IS_SPLIT: tl.constexpr, SHARE: tl.constexpr,
@@ -361,7 +374,7 @@ def attend_kernel(
         scores, value = _hidden(scores, value, seen)
         peak, total, sums = _accumulate(scores, value, peak, total, sums)
     lane = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums,
+    _store(out, parts, sums_out, item, lane, num_parts, real, peak, total, sums, value_scale,
            VALUE_DIM, BLOCK_V, IS_SPLIT)  # fmt: skip
 
 
@@ -552,7 +565,12 @@ def variants(spec: AttentionSpec, itemsize: int, *, is_fixed: bool) -> list[Vari
 
 
 def warm_up(
-    specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int, *, is_fixed: bool
+    specs: Iterable[AttentionSpec],
+    dtype: torch.dtype,
+    stored: torch.dtype,  # of keys and values
+    block_size: int,
+    *,
+    is_fixed: bool,
 ) -> int:
     """Compiles every variant of these layers and launches none; returns the number of kernels."""
     made: set[int] = set()
@@ -563,9 +581,9 @@ def warm_up(
         for variant in variants(spec, dtype.itemsize, is_fixed=is_fixed):
             sums = torch.float32
             kernel = attend_kernel.warmup(
-                dtype, dtype, dtype, dtype, sums if variant.is_split else dtype,
+                dtype, stored, stored, dtype, sums if variant.is_split else dtype,
                 sums if variant.is_split else dtype, sinks, *[torch.int32] * 7, torch.int64,
-                2, 2, 2, *strides, 1.0, 1.0, *variant.constants(spec, block_size),
+                2, 2, 2, *strides, 1.0, 1.0, 1.0, *variant.constants(spec, block_size),
                 grid=(1,), **variant.options,
             )  # fmt: skip
             made.add(id(kernel))
@@ -593,6 +611,7 @@ def attend(
     spec: AttentionSpec,
     num_processors: int,
     splits: int | None = None,  # None: chosen from shapes; `FIXED`
+    code: KVCode | None = None,  # of keys and values
 ) -> Tensor:  # [num_rows, num_heads, value_dim]
     """Attention over keys that are in their slots."""
     num_rows = query.shape[0]
@@ -619,6 +638,7 @@ def attend(
         num_items = blocks + most
     if spec.shared_values:
         values = keys
+    key_scale, value_scale = (1.0, 1.0) if code is None else (code.key_scale, code.value_scale)
     parts, sums, items = out, out, plan.query_start
     if num_items > blocks:
         variant = Variant.of(spec, max_query_len, itemsize, is_split=True, is_fixed=is_fixed)
@@ -632,8 +652,8 @@ def attend(
         plan.positions, plan.row_index, plan.query_start, plan.context_lens, plan.tree_start,
         plan.block_tables, plan.ancestors,
         plan.num_seqs, plan.block_tables.shape[1], plan.ancestors.shape[1],
-        values.stride(0), values.stride(1), float(spec.scale), float(spec.softcap or 0.0),
-        *variant.constants(spec, plan.block_size), **variant.options,
+        values.stride(0), values.stride(1), spec.scale * key_scale, float(spec.softcap or 0.0),
+        value_scale, *variant.constants(spec, plan.block_size), **variant.options,
     )  # fmt: skip
     if num_items > blocks:  # a row that sees nothing in any part becomes zeros
         _combine_kernel[(num_rows, spec.num_heads)](

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention import KVCache
+from ...attention import KVCache, KVCode, KVFormat, inverse
 from ...verify import device_settings as words_of
 from ...verify.device_settings import (
     MAX_BIASES,
@@ -136,6 +136,29 @@ def _prepared(
     return wide
 
 
+@triton.jit
+def _kept(wide, factor, BITS: tl.constexpr):  # [n]; uint8 with BITS
+    """Values as a cache keeps them: `KVFormat.encode`, in integers that every device rounds alike.
+
+    The smallest have no exponent: as the last bits of a float of the right size, they are counted.
+    """
+    if BITS:
+        BIAS: tl.constexpr = (1 << (6 - BITS)) - 1
+        LARGEST: tl.constexpr = 448.0 if BITS == 3 else 57344.0
+        SHIFT: tl.constexpr = 23 - BITS
+        wide = wide.to(tl.float32) * factor
+        size = tl.minimum(tl.abs(wide), LARGEST)
+        words = size.to(tl.int32, bitcast=True)
+        rounded = words + ((1 << (SHIFT - 1)) - 1) + ((words >> SHIFT) & 1)
+        code = (rounded - ((127 - BIAS) << 23)) >> SHIFT
+        counted = (size + 2.0 ** (24 - BIAS - BITS)).to(tl.int32, bitcast=True)
+        code = tl.where(size < 2.0 ** (1 - BIAS), counted - ((151 - BIAS - BITS) << 23), code)
+        sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return (code | sign).to(tl.uint8)
+    else:
+        return wide
+
+
 @triton.jit(do_not_specialize_on_alignment=["temperature", "slots"])
 def _prepare_kernel(
     joined,  # [num_rows, joined width]: queries, keys, values
@@ -147,6 +170,8 @@ def _prepare_kernel(
     query,  # [num_rows, NUM_HEADS, HEAD_DIM], written
     keys,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], written
     values,  # [num_slots, NUM_KV_HEADS, VALUE_DIM], written
+    key_factor,  # of codes
+    value_factor,
     QUERY_NORM: tl.constexpr, query_weight, query_eps,  # of `facts`
     KEY_NORM: tl.constexpr, key_weight, key_eps,
     NUM_HEADS: tl.constexpr,
@@ -158,6 +183,7 @@ def _prepare_kernel(
     NORM_AFTER: tl.constexpr,
     QUERY_WIDE: tl.constexpr,
     KEY_WIDE: tl.constexpr,
+    BITS: tl.constexpr,  # of mantissa, of codes; 0: the cache holds none
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -187,14 +213,16 @@ def _prepare_kernel(
                 BLOCK,
             )  # fmt: skip
             place = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + columns
-            tl.store(place, wide.to(kind), mask=columns < tl.where(slot >= 0, HEAD_DIM, 0))
+            inside = columns < tl.where(slot >= 0, HEAD_DIM, 0)
+            tl.store(place, _kept(wide.to(kind), key_factor, BITS), mask=inside)
         else:
             head = lane - NUM_HEADS - NUM_KV_HEADS
             wanted = tl.arange(0, BLOCK_V)
             source = begin + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + head * VALUE_DIM
             value = tl.load(source + wanted, mask=wanted < VALUE_DIM, other=0.0)
             target = values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + wanted
-            tl.store(target, value, mask=wanted < tl.where(slot >= 0, VALUE_DIM, 0))
+            is_wanted = wanted < tl.where(slot >= 0, VALUE_DIM, 0)
+            tl.store(target, _kept(value, value_factor, BITS), mask=is_wanted)
 
 
 def prepare_and_store(
@@ -205,6 +233,7 @@ def prepare_and_store(
     keys: Tensor,  # [num_slots, num_kv_heads, head_dim], written
     values: Tensor,  # [num_slots, num_kv_heads, value_dim], written
     spec: AttentionSpec,
+    code: KVCode | None = None,  # of keys and values
 ) -> Tensor:  # [num_rows, num_heads, head_dim]
     """Queries as attention reads them; keys and values are in their slots afterwards."""
     num_rows = joined.shape[0]
@@ -224,12 +253,16 @@ def prepare_and_store(
         triton.next_power_of_2(heads * spec.head_dim) if spec.norms_all_heads else 0
         for heads in (spec.num_heads, spec.num_kv_heads)
     ]
+    bits, factors = 0, [1.0, 1.0]
+    if code is not None:
+        bits = code.format.mantissa_bits
+        factors = [inverse(code.key_scale), inverse(code.value_scale)]
     if num_rows:
         _prepare_kernel[(num_rows, num_lanes)](
             joined, joined.stride(0), cos, sin, temperature, plan.slots,
-            query, keys, values, *facts(spec.query_norm), *facts(spec.key_norm),
+            query, keys, values, *factors, *facts(spec.query_norm), *facts(spec.key_norm),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim,
-            spec.rotary_begin, rotary_dim, spec.norms_after_rotation, *wide,
+            spec.rotary_begin, rotary_dim, spec.norms_after_rotation, *wide, bits,
             triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim),
             num_warps=1,
         )  # fmt: skip
@@ -451,9 +484,11 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device, splits: int | None = None) -> None:
         """`splits`: parts that every context is cut into; None: chosen from each step's shape."""
         self._splits = splits
-        self.num_processors = INTERPRETED_PROCESSORS
+        self.num_processors, self.has_e4m3 = INTERPRETED_PROCESSORS, True
         if device.type == "cuda":
-            self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+            found = torch.cuda.get_device_properties(device)
+            self.num_processors = found.multi_processor_count
+            self.has_e4m3 = torch.version.hip is not None or (found.major, found.minor) >= (8, 9)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if isinstance(weight, QuantisedTensor):
@@ -463,11 +498,23 @@ class CudaOps(ReferenceOps):
     def pack_experts(self, experts: Experts) -> Mixture:
         return CudaMixture(experts)
 
-    def warm_up(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int) -> None:
+    def _read_as(self, form: KVFormat) -> torch.dtype:
+        """The type of codes for Triton, which has e4m3 where the device converts it."""
+        is_known = self.has_e4m3 or form.dtype != torch.float8_e4m3fn
+        return form.dtype if is_known else torch.uint8
+
+    def warm_up(
+        self,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        block_size: int,
+        form: KVFormat | None = None,
+    ) -> None:
         if INTERPRETED.value:  # there is nothing to compile
             return
-        begin = time.perf_counter()
-        count = warm_up(dict.fromkeys(specs), dtype, block_size, is_fixed=self._splits == FIXED)
+        begin, is_fixed = time.perf_counter(), self._splits == FIXED
+        stored = dtype if form is None else self._read_as(form)
+        count = warm_up(dict.fromkeys(specs), dtype, stored, block_size, is_fixed=is_fixed)
         spent_s = time.perf_counter() - begin
         log.info("%d kernels of attention are compiled, in %.1f s", count, spent_s)
 
@@ -519,16 +566,17 @@ class CudaOps(ReferenceOps):
         layer: int,
         spec: AttentionSpec,
     ) -> Tensor:  # [num_tokens, num_heads * value_dim]
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values, code = cache.keys[layer], cache.values[layer], cache.codes[layer]
         if can_prepare(spec):
-            query = prepare_and_store(joined, rotation, temperature, plan, keys, values, spec)
+            query = prepare_and_store(joined, rotation, temperature, plan, keys, values, spec, code)
         else:
             query, key, value = prepared_heads(joined, rotation, temperature, spec)
             query = query.contiguous()
-            keys.index_copy_(0, plan.slots.long(), key)
-            if not spec.shared_values:
-                values.index_copy_(0, plan.slots.long(), value)
-        out = attend(query, keys, values, plan, spec, self.num_processors, self._splits)
+            cache.write(layer, plan.slots.long(), key, None if spec.shared_values else value)
+        if code is not None:
+            kept = self._read_as(code.format)
+            keys, values = keys.view(kept), values.view(kept)
+        out = attend(query, keys, values, plan, spec, self.num_processors, self._splits, code)
         return out.flatten(1)
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 
 from outrider.bench.gpu.inputs import random_tree, step_of
 from outrider.tests.helpers.steps import assert_close, covering
-from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops import PagedStep
 from outrider.workers.ops.cuda import attention
 from outrider.workers.ops.cuda.attention import attend, most_parts, split_dim, tiles
-from outrider.workers.ops.cuda.ops import CudaOps
+from outrider.workers.ops.cuda.ops import CudaOps, prepare_and_store
 from outrider.workers.ops.protocol import AttentionSpec, Norm
 from outrider.workers.ops.reference import ReferenceOps
 
@@ -68,16 +68,22 @@ def reach_of(name):
     }[name]
 
 
-def both(spec, dtype, step, num_blocks, page, splits=None, temperature=None):
+def both(spec, dtype, step, num_blocks, page, splits=None, temperature=None, code=None,
+         has_e4m3=True):  # fmt: skip
     """(kernels', reference's) output, and the two caches' layer."""
     stored = 0 if spec.shared_values else spec.value_dim
-    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored)
-    caches = [KVCache([shape] * 2, num_blocks, page, dtype, CPU) for _ in range(2)]
+    form = None if code is None else code.format
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
+    caches = [KVCache([shape] * 2, num_blocks, page, dtype, CPU, codes=[code] * 2) for _ in "12"]
     for mine, theirs in zip(caches[0]._storages, caches[1]._storages):
-        theirs.copy_(mine.normal_())
+        values = torch.randn(mine.shape)
+        theirs.copy_(values if code is None else form.encode(values, code.key_scale))
+        mine.copy_(theirs)
     joined = torch.randn(len(step.token_ids), spec.joined_width).to(dtype)
     results = []
-    for ops, cache in zip((CudaOps(CPU, splits), REFERENCE), caches):
+    kernels = CudaOps(CPU, splits)
+    kernels.has_e4m3 = has_e4m3
+    for ops, cache in zip((kernels, REFERENCE), caches):
         plan = ops.plan(step, cache)
         turned = None
         if spec.rotary_dim:
@@ -121,6 +127,61 @@ def test_pairs_of_settings(number):
 def test_triples_of_settings(number):
     for index, case in enumerate(covering(OF_TRIPLES, 3, seed=1)[number::12]):
         check(case, index)
+
+
+OF_CODES = {
+    "form": tuple(KV_FORMATS),
+    "has_e4m3": (True, False),
+    "step": ("tree", "mixed"),
+    "name": ("plain", "latent", "normed"),
+    "dtype": AXES["dtype"],
+    "splits": (1, 2),
+}
+
+
+@pytest.mark.parametrize("case", covering(OF_CODES, 2), ids=str)
+def test_codes(case):
+    """The caches' codes are the reference's, bit by bit; also of rows of the same step. Scales that
+    are no powers of two are rounded in the reference's values, which float32 does not show."""
+    torch.manual_seed(0)
+    scale = 0.037 if case["dtype"] == torch.float32 else 0.03125
+    spec = {
+        "plain": AttentionSpec(4, 2, 24, 20, 0.2, softcap=3.0),
+        "latent": AttentionSpec(4, 1, 80, 64, 0.1, shared_values=True),
+        "normed": AttentionSpec(4, 2, 24, 24, 0.2, **NORMS["all heads after rotation"]),
+    }[case["name"]]
+    code = KVCode(KV_FORMATS[case["form"]], scale, scale * (1 if spec.shared_values else 1.5))
+    lengths = lengths_and_trees(case["step"], np.random.default_rng(0), 16)
+    step, num_blocks = step_of(np.random.default_rng(1), *lengths, 16)
+    (mine, theirs), caches = both(
+        spec, case["dtype"], step, num_blocks, 16, case["splits"], code=code,
+        has_e4m3=case["has_e4m3"],
+    )  # fmt: skip
+    assert_close(mine, theirs, 2.0)
+    for kept, expected in zip(caches[0]._storages, caches[1]._storages):
+        assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_codes_round_as_torch_does(name, dtype):
+    """Every bfloat16, and floats that lie between the codes."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = torch.cat([values[~values.isnan()], torch.linspace(-0.03, 0.03, 9999)]).to(dtype)
+    heads = len(values) // 256
+    code = KVCode(KV_FORMATS[name], 0.37, 1.0)
+    spec = AttentionSpec(heads, heads, 128, 128, 0.25)
+    step, num_blocks = step_of(np.random.default_rng(0), [(0, 1)], [[]], 1)
+    shape = KVShape(heads, 128, 128, format=code.format)
+    joined = torch.zeros(1, spec.joined_width, dtype=dtype)
+    joined[:, spec.key_begin :] = values[: heads * 256]
+    cache = KVCache([shape], num_blocks, 1, dtype, CPU, codes=[code])
+    plan = REFERENCE.plan(step, cache)
+    prepare_and_store(joined, None, None, plan, cache.keys[0], cache.values[0], spec, code)
+    key, value = joined[0, spec.key_begin :].view(2, heads, 128)
+    slot = int(plan.slots[0])
+    assert torch.equal(cache.keys[0][slot], code.format.encode(key, code.key_scale))
+    assert torch.equal(cache.values[0][slot], code.format.encode(value, code.value_scale))
 
 
 NORMS = {

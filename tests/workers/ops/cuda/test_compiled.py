@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from outrider.bench.gpu.inputs import KINDS, step_of, weight_of
-from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.ops.protocol import AttentionSpec, Experts, Gate, GateKind, Norm
 
 triton = pytest.importorskip("triton")
@@ -141,14 +141,18 @@ def loads(made) -> Counter[int]:
     return found
 
 
-def launch_attention(spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False):
+def launch_attention(
+    spec, chunk, splits, dtype=torch.bfloat16, *, invariant=False, code=None, has_e4m3=True
+):
     from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
 
     step, num_blocks = step_of(np.random.default_rng(0), [(300, chunk)], [[-1, -1]], 16)
     stored = 0 if spec.shared_values else spec.value_dim
-    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored)
-    cache = KVCache([shape], num_blocks, 16, dtype, CPU)
+    form = None if code is None else code.format
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
+    cache = KVCache([shape], num_blocks, 16, dtype, CPU, codes=[code])
     ops = InvariantCudaOps(CPU) if invariant else CudaOps(CPU, splits)
+    ops.has_e4m3 = has_e4m3
     plan = ops.plan(step, cache)
     turned = None
     if spec.rotary_dim:
@@ -165,6 +169,27 @@ def test_attention_of_an_8b_model(compiled):
     assert {name.strip("_") for name in compiled} >= {
         "prepare_kernel", "attend_kernel", "combine_kernel",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", KV_FORMATS)
+def test_attention_over_codes(compiler, form):
+    """Of the 8B model and of latents; keys and values are loaded 16 bytes at a time."""
+    code, has_e4m3 = KVCode(KV_FORMATS[form], 0.5, 0.5), compiler.target.arch != 80
+    plain = AttentionSpec(32, 8, 128, 128, 0.09, rotary_dim=128)
+    for chunk, splits in ((1, 8), (400, 1)):
+        launch_attention(plain, chunk, splits, code=code, has_e4m3=has_e4m3)
+    if compiler.target.arch == 90:
+        single = compiler.of("attend_kernel")[0]
+        for made in (single, *compiler.of("_prepare_kernel")):
+            used = resources(made)
+            assert used["STACK"] == used["LOCAL"] == 0, (made.metadata.name, used)
+        for made in compiler.of("attend_kernel"):
+            assert loads(made)[16] >= 4, loads(made)
+            assert not loads(made)[1], "a byte at a time"
+    latent = AttentionSpec(
+        128, 1, 576, 512, 0.1, rotary_begin=512, rotary_dim=64, shared_values=True
+    )
+    launch_attention(latent, 1, 4, code=code, has_e4m3=has_e4m3)
 
 
 def test_attention_with_windows_caps_and_sinks(compiled):

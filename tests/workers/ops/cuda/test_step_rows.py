@@ -19,7 +19,7 @@ from outrider.tests.helpers.device_step.rows import (
     lay_out_by_tensors,
     settle_by_tensors,
 )
-from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.device_step.seats import DeviceSeats
 from outrider.workers.device_step.shape import MAX_QUERY_LEN
 from outrider.workers.ops import DraftLevel, KeptDrafts
@@ -145,14 +145,16 @@ def test_what_follows_the_draw(num_nodes, rate, appends, counts):
 @pytest.mark.parametrize("num_nodes", [1, 12, 65])
 def test_accepted_nodes_move_in_every_layer(num_nodes, dtype):
     """Slots of several sizes, longer than what is copied at once; one is read before and after."""
+    code = KVCode(KV_FORMATS["fp8_e4m3"])
     shapes = [KVShape(2, 66, 64), KVShape(3, 200, 0, 5), KVShape(2, 66, 64)]
+    shapes.insert(0, KVShape(2, 66, 64, format=code.format))
     for seed in range(3):
         rng = np.random.default_rng(seed)
         drawn, walk = walk_of(rng, num_nodes, 0.8, appends=True, counts=False)
         settled = settle(drawn, replace(walk, spare_slot=1000))
-        caches = [KVCache(shapes, 251, 4, dtype, CPU) for _ in range(2)]
+        caches = [KVCache(shapes, 251, 4, dtype, CPU, codes=[code]) for _ in range(2)]
         for one, other in zip(*(cache._storages for cache in caches)):
-            one.copy_(torch.from_numpy(rng.normal(size=one.shape)))
+            one.copy_(torch.from_numpy(rng.normal(size=one.shape) * 100))
             other.copy_(one)
         move(caches[0].places, settled, walk.query_start, walk.query_len)
         caches[1].move(settled.source, settled.target)

@@ -18,7 +18,7 @@ from outrider.config import Eagle3Config
 from outrider.scheduler.tree import EMPTY
 from outrider.scheduler.types import Opening, SeatSettings, StepPlan, ints
 from outrider.tests.helpers.files import ROOT
-from outrider.workers.attention import KVCache, KVShape
+from outrider.workers.attention import KV_FORMATS, KVCache, KVCode, KVShape
 from outrider.workers.collective import Collective
 from outrider.workers.device_step.shape import all_shapes
 from outrider.workers.head import HeadService
@@ -99,20 +99,26 @@ def test_300_random_steps_of_a_model(seen):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, "codes"])
 def test_every_launch_of_attention_is_listed(seen, name, invariant):
+    code = KVCode(KV_FORMATS["fp8_e4m3"], 0.3, 0.7) if name == "codes" else None
+    check_listed(seen, SPECS["llama" if code else name], code, invariant=invariant)
+
+
+def check_listed(seen, spec, code, *, invariant):
     from outrider.workers.ops.cuda.ops import CudaOps, InvariantCudaOps
 
-    spec = SPECS[name]
     ops = InvariantCudaOps(CPU) if invariant else CudaOps(CPU)
     ops.num_processors = NUM_PROCESSORS
-    shape = KVShape(spec.num_kv_heads, spec.head_dim, 0 if spec.shared_values else spec.value_dim)
-    ops.warm_up([spec], torch.bfloat16, 16)
+    form = None if code is None else code.format
+    stored = 0 if spec.shared_values else spec.value_dim
+    shape = KVShape(spec.num_kv_heads, spec.head_dim, stored, format=form)
+    ops.warm_up([spec], torch.bfloat16, 16, form)
     listed = set(seen.variants)
     num_listed = len(of(seen, "attend_kernel"))
     assert num_listed <= (3 if invariant else 7)
     for step, num_blocks in random_steps(np.random.default_rng(1), 25, longest=9000):
-        cache = KVCache([shape], num_blocks, 16, torch.bfloat16, CPU)
+        cache = KVCache([shape], num_blocks, 16, torch.bfloat16, CPU, codes=[code])
         joined = torch.zeros(len(step.token_ids), spec.joined_width, dtype=torch.bfloat16)
         ops.rope_store_attend(joined, None, None, ops.plan(step, cache), cache, 0, spec)
     assert {key for key in seen.variants if key[0] != "_prepare_kernel"} <= listed
