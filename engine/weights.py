@@ -26,6 +26,7 @@ from ..errors import (
     OutriderError,
     shown_value,
 )
+from ..workers.model.checkpoint.hub import require_name
 from ..workers.spec import SentWeights, TrainerLink
 
 if TYPE_CHECKING:
@@ -148,11 +149,12 @@ class SavedStates:
 
         Raises:
             InvalidRequestError: `weights` are neither a path nor tensors by name.
-            CheckpointError: the folder cannot be written.
+            CheckpointError: the folder cannot be written, or no path is called so.
         """
         if isinstance(weights, (str, Path)):
             if not str(weights):
                 raise InvalidRequestError.at(name, "the path is empty")
+            require_name(str(weights), name)
             return str(Path(weights).resolve()), None
         made = Path(tempfile.mkdtemp(prefix="outrider-weights-"))
         try:

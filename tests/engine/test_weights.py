@@ -333,6 +333,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "number": (lambda state: 7, "a path, a state dict"),
     "path": (lambda state: "/nowhere/at/all", "/nowhere/at/all.*does not exist"),
     "none": (lambda state: "", "the path is empty"),
+    "surrogate": (lambda state: "a\ud800", "is no name of a file"),
+    "zero": (lambda state: "a\0b", "is no name of a file"),
 }
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....errors import AuthenticationError, OutriderError
+from ....errors import AuthenticationError, OutriderError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,18 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     """What OpenAI's clients expect in an error's body."""
     return {
         "error": {
-            "message": _sendable(error.message),
+            "message": _sendable(_told(error)),
             "type": error.kind,
             "param": error.field and _sendable(error.field),
             "code": error.code,
         }
     }
+
+
+def _told(error: OutriderError) -> str:
+    """The message; of a worker's traceback the last line, as the server's log has the others."""
+    lines = error.message.strip().splitlines()
+    return lines[-1] if isinstance(error, WorkerError) and lines else error.message
 
 
 _MESSAGES = "/v1/messages"

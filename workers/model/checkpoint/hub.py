@@ -58,8 +58,7 @@ def local_folder(
     """
     code, pickles = _CODE if trust_remote_code else [], _PICKLES if allow_pickle else []
     patterns = [*_PATTERNS, *code, *pickles]
-    if max(map(len, os.fsencode(source).split(b"/"))) > _LONGEST_NAME:
-        raise CheckpointError.at(field, f"{shown_value(source)} is longer than any name of a file")
+    require_name(source, field)
     if not Path(source).exists():
         source = unpacked_from(Path(source)) or source
     if source.startswith("file:"):
@@ -80,6 +79,18 @@ def local_folder(
     else:
         return source
     return _fetch(repo, revision, field, patterns)
+
+
+def require_name(source: str, field: str) -> None:
+    """Raises `CheckpointError` for what no file can be called; names `field`."""
+    try:
+        names = os.fsencode(source).split(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair
+        names = [b"\0"]
+    if any(b"\0" in each for each in names):
+        raise CheckpointError.at(field, f"{shown_value(source)} is no name of a file")
+    if max(map(len, names)) > _LONGEST_NAME:
+        raise CheckpointError.at(field, f"{shown_value(source)} is longer than any name of a file")
 
 
 def _fetch(repo: str, revision: str | None, field: str, patterns: list[str]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from outrider.errors import OverloadedError
+from outrider.cluster.serve.openai.errors import error_body
+from outrider.errors import InvalidRequestError, OverloadedError, WorkerError
 
 from ....helpers.ports import completion, connect, wait_for
 from .conftest import COMPLETION, Server
@@ -94,3 +95,9 @@ def test_a_request_out_of_time(start: Callable[..., Server]) -> None:
     assert answer.status_code == 504
     server.engine.gate.set()
     server.wait_idle()
+
+
+def test_a_workers_traceback_stays_in_the_log():
+    error = WorkerError("rank 1 raised:\nTraceback (most recent call last):\n  f()\nValueError: b")
+    assert error_body(error)["error"]["message"] == "ValueError: b"
+    assert error_body(InvalidRequestError("two\nlines"))["error"]["message"] == "two\nlines"
