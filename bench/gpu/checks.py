@@ -94,7 +94,10 @@ def _step(name: str, rng: np.random.Generator, page: int, *, is_dry: bool) -> tu
 
 
 def attention(machine: Machine, name: str, kind: str, page: int, code: KVCode | None = None) -> Row:
-    """Preparation, storing and attention of a layer."""
+    """Preparation, storing and attention of a layer.
+
+    Codes are without rotation, whose last bit may move a number to the next one.
+    """
     torch.manual_seed(0)
     spec, device, dtype = SPECS[name], machine.device, machine.dtype
     step, num_blocks = _step(kind, np.random.default_rng(0), page, is_dry=machine.is_dry)
@@ -105,7 +108,7 @@ def attention(machine: Machine, name: str, kind: str, page: int, code: KVCode | 
     for ops, cache in zip(operations, caches, strict=True):
         plan = ops.plan(step, cache)
         frequencies = 0.5 ** torch.arange(spec.rotary_dim // 2, device=device)
-        turned = ops.rotation(plan.positions, frequencies, 1.0)
+        turned = None if code is not None else ops.rotation(plan.positions, frequencies, 1.0)
         results.append(ops.rope_store_attend(joined.clone(), turned, None, plan, cache, 0, spec))
     return compared(*results)
 
