@@ -13,12 +13,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, DraftModelConfig, EngineConfig, HeadConfig, SpeculationBase
 from ..config.hub import reason
 from ..errors import CheckpointError, ConfigError, InvalidRequestError
 from ..scheduler.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from ..workers.model.checkpoint.adapters import Adapter
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -405,3 +408,13 @@ def draft_outline(config: EngineConfig) -> tuple[EngineConfig, int]:
     found = outline(Path(config.model), config.tensor_parallel_size, **trust(config))
     folder = str(Path(config.model).resolve())
     return config.model_copy(update={"model": folder}), found.vocab_size
+
+
+def opened_adapters(config: EngineConfig) -> list[Adapter]:
+    """The target's LoRA adapters; raises `CheckpointError` where one is not to be served."""
+    if not config.lora_modules:
+        return []
+    from ..workers.model.checkpoint.adapters import open_adapters
+
+    modules = [(each.name, each.path) for each in config.lora_modules]
+    return open_adapters(modules, config.max_lora_rank)

@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +32,15 @@ from .checkpoints import (
     load_tokenizer,
     named_heads,
     of_another_kind,
+    opened_adapters,
     resolved,
     trust,
 )
+from .estimate import at_most, target_facts
 
 if TYPE_CHECKING:
     import torch
 
-    from ..workers.model.checkpoint.adapters import Adapter
     from ..workers.model.fit import Serving
     from ..workers.model.info import ModelInfo, ModelOutline
 
@@ -92,16 +92,6 @@ def check_request(config: EngineConfig, prompts: Sequence[str], max_tokens: int)
         )
     if "" in prompts and not load_tokenizer(config).encode(""):  # of some it has a first token
         raise InvalidRequestError.at("prompt", "it is empty; at least one token")
-
-
-def opened_adapters(config: EngineConfig) -> list[Adapter]:
-    """The target's LoRA adapters; raises `CheckpointError` where one is not to be served."""
-    if not config.lora_modules:
-        return []
-    from ..workers.model.checkpoint.adapters import open_adapters
-
-    modules = [(each.name, each.path) for each in config.lora_modules]
-    return open_adapters(modules, config.max_lora_rank)
 
 
 def added_adapter(config: EngineConfig, name: str, path: str) -> str:
@@ -267,8 +257,7 @@ def _check_models(
             raise _as_given(path, error) from None
     facts: dict[str, Any] = {}
     if target is not None:
-        facts = _facts(config, target, device, kv_bytes) | _state_facts(config, target.dtype)
-        facts |= _gguf_facts(config, target, serving)
+        facts = target_facts(config, target, serving, device, kv_bytes)
         with _noting(errors):
             _check_cache(config, kv_bytes, device)
         with _noting(errors):
@@ -299,12 +288,7 @@ def _check_adapters(config: EngineConfig, serving: Serving) -> dict[str, Any]:
     stages = config.pipeline_parallel_size
     held = check_adapters(path, size, adapters, serving, stages, **trust(config))
     named = ", ".join(f"{each.name} (rank {each.config.max_rank})" for each in adapters)
-    return {"adapters": named, "adapters per rank": f"{_most(config)}{held:,} bytes"}
-
-
-def _most(config: EngineConfig) -> str:
-    """In front of what stages have more and less of."""
-    return "at most " * (config.pipeline_parallel_size > 1)
+    return {"adapters": named, "adapters per rank": f"{at_most(config)}{held:,} bytes"}
 
 
 @contextmanager
@@ -333,109 +317,6 @@ def _named(field: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError.at(field, error.message) from None
-
-
-def _facts(
-    config: EngineConfig, target: ModelInfo, device: torch.device | None, kv_bytes: int | None
-) -> dict[str, Any]:
-    """What the target's configuration contains, for people."""
-    from ..workers.model.checkpoint.pooling import described
-    from ..workers.ops.cpu import KERNEL_DTYPES
-    from ..workers.ops.table import describe
-
-    facts: dict[str, Any] = {
-        "model": config.model,
-        "architecture": target.architecture,
-        "layers": target.num_layers,
-        "vocabulary": target.vocab_size,
-        "context": config.max_model_len or target.max_model_len,
-        "ranks": _ranks(config, target.num_layers),
-        "heads per rank": f"{target.num_heads} ({target.num_kv_heads} of keys and values)",
-        "drafter": config.speculative_config.decoding_type,
-    }
-    if device is not None and device.type == "cpu" and target.dtype in KERNEL_DTYPES:
-        facts["kernels"] = describe(target.dtype)
-    if device is not None:
-        facts |= _gpu_facts(config, device, target.dtype)
-    if device is not None and kv_bytes is not None:
-        facts["KV cache per rank"] = f"{_most(config)}{kv_bytes:,} bytes a token of the target"
-    if pooled := described(Path(config.model), config.hf_overrides.given()):
-        facts["pooling"] = pooled
-    return facts
-
-
-def _gguf_facts(config: EngineConfig, target: ModelInfo, serving: Serving) -> dict[str, Any]:
-    """The file of the target's folder, and what its weights take; nothing of another folder."""
-    from ..workers.model.bridge import build_meta
-    from ..workers.model.checkpoint.hub import unpacked_from
-    from ..workers.model.fit import rank_weights
-    from ..workers.model.info import read_config
-
-    path = Path(config.model)
-    if (file := unpacked_from(path)) is None:
-        return {}
-    num_bytes = (path / "model.safetensors").stat().st_size
-    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
-    coded = serving.coded(path, model_config, target)
-    fate = "and as much in memory: they are dequantised at load"
-    if coded:
-        trusted = config.trust_remote_code
-        model = build_meta(model_config, target.dtype, trust_remote_code=trusted)
-        held = rank_weights(model, 1, coded=coded)[0] / 2**30
-        fate = f"and {held:,.2f} GiB in memory: {len(coded)} matrices stay quantised"
-    return {"GGUF file": f"{file}; unpacked, its weights take {num_bytes / 2**30:,.2f} GiB, {fate}"}
-
-
-def _state_facts(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What recurrent layers of the target keep of a sequence."""
-    from ..workers.model.fit import state_bytes
-    from ..workers.model.info import read_config, stage_layers
-
-    path, size = Path(config.model), config.tensor_parallel_size
-    model = read_config(path, trust_remote_code=config.trust_remote_code)
-    stages = stage_layers(model.num_hidden_layers, config.pipeline_parallel_size)
-    num_bytes = max(state_bytes(model, dtype, size, layers) for layers in stages)
-    if not num_bytes:
-        return {}
-    count = config.max_num_seqs + config.num_checkpoints
-    total = num_bytes * count / 2**30
-    return {
-        "states per rank": f"{_most(config)}{num_bytes:,} bytes a sequence, {total:,.2f} GiB for "
-        f"max_num_seqs and {config.num_checkpoints} of cached prefixes"
-    }
-
-
-def _ranks(config: EngineConfig, num_layers: int) -> str | int:
-    from ..workers.model.info import stage_layers
-
-    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    if stages == 1:
-        return size
-    shares = ", ".join(str(len(each)) for each in stage_layers(num_layers, stages))
-    return f"{config.num_ranks}: {stages} stages of {size}, with {shares} layers"
-
-
-def _gpu_facts(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """What of this machine's GPUs is used, and by which kernels."""
-    import torch
-
-    from ..workers.devices import gpu_obstacle
-    from ..workers.ops import c_compiler, missing_kernels
-
-    if device.type != "cuda":
-        reason = gpu_obstacle() if config.device == "auto" else ""
-        return {"GPU": f"not used: {reason}"} if reason else {}
-    found = torch.cuda.get_device_properties(device)
-    missing = missing_kernels(device, dtype)
-    compiler = c_compiler() or "none, as those of the cache suffice"
-    name = f"{found.name}, capability {found.major}.{found.minor}"
-    return {
-        "GPU": f"{torch.cuda.device_count()} x {name}",
-        "CUDA of torch": torch.version.cuda,
-        "kernels": missing or f"triton {version('triton')}; C compiler: {compiler}",
-    }
 
 
 def check_models(config: EngineConfig) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from outrider.cluster import rank_actors
 from outrider.config import EngineConfig, ResourcesConfig
-from outrider.engine.preflight import _gpu_facts
+from outrider.engine.estimate import _gpu_facts
 from outrider.errors import ConfigError
 from outrider.workers import devices
 from outrider.workers.devices import gpu_obstacle, pick_device, require_cuda
