@@ -149,11 +149,11 @@ def serve(
     check_certificate(section)
     check_port(section.host, section.port)
     url = _url(section)
-    from ..cluster.local_ray import set_detection
+    from ..cluster.local_ray import set_ray_variables
 
     with ExitStack() as stack, _terminable():
         replicas = section.num_replicas if isinstance(section.num_replicas, int) else 1
-        set_detection()  # for a Ray started here
+        set_ray_variables()  # for a Ray started here
         begin = partial(_start_serve, section, stack)
         prepare(
             config,

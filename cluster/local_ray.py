@@ -266,17 +266,19 @@ def num_cpus_of(config: EngineConfig) -> float:
     return num_workers * (1.0 if each is None else each)
 
 
-# How soon deaths are noticed by the Ray that `outrider serve` starts. One that runs already has
-# what `ray start` was given; `docs/operations.md` lists the variables.
-DETECTION = {
+# Of the Ray that `outrider serve` starts. One that runs already has what `ray start` was given;
+# `docs/operations.md` lists the variables.
+RAY_VARIABLES = {
     # A process's answers to all callers wait behind those to one that died, one after the other,
     # each for this time (whole seconds) and for the check behind it.
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "20",
+    # Replicas wake for Serve's own metrics, which Ray exports every 10 s, ten times a second.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
 }
 
 
-def set_detection() -> None:
+def set_ray_variables() -> None:
     """Sets what the environment does not set already, for processes that Ray starts."""
-    for name, value in DETECTION.items():
+    for name, value in RAY_VARIABLES.items():
         os.environ.setdefault(name, value)
