@@ -180,18 +180,18 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
     Args:
         loop: of a scheduler that serves nothing else; it is not used afterwards.
         most_requests: that run at a time.
-        seconds: after which no other number of requests is begun.
+        seconds: after which the step that runs is the last; as long may kernels compile before.
 
     Raises:
         WorkerError: a step failed.
     """
     crowd, found = _Crowd(loop, vocab_size), list[Lesson]()
     if crowd.fits(1):
-        crowd.measure(1, until=0.0)  # kernels are compiled in the first steps
+        crowd.measure(1, time.monotonic() + seconds, rounds=1)  # compiles kernels
     until = time.monotonic() + seconds
     for size in _SIZES:
-        if size <= most_requests and crowd.fits(size) and (not found or time.monotonic() < until):
-            found += crowd.measure(size, until)
+        if size <= most_requests and crowd.fits(size) and time.monotonic() < until:
+            found += crowd.measure(size, until, _ROUNDS)
     return found
 
 
@@ -206,6 +206,8 @@ class _Crowd:
         most = self._fixed.max_draft_len
         even = np.linspace(0, most, min(_MOST_LENGTHS, most + 1)).round().astype(int).tolist()
         self._lengths = sorted({*even, min(most, 1), min(most, 2)})
+        # Where there is time for little, the longest drafts are compared with none.
+        self._first_order = [0, *self._lengths[:0:-1]]
         self._tokens = vocab_size // 4, max(vocab_size // 2, 1)
         self._rng, self._num_begun = np.random.default_rng(0), 0
         self._running: set[str] = set()
@@ -215,20 +217,18 @@ class _Crowd:
         room = self._pool.num_blocks >= size * self._pool.blocks_for(self._limit)
         return room and self._limit > _PROMPT_TOKENS + 1
 
-    def measure(self, size: int, until: float) -> list[Lesson]:
-        """What steps of so many requests cost with each length, in one round at least."""
+    def measure(self, size: int, until: float, rounds: int) -> list[Lesson]:
+        """What steps of so many requests cost with each length, as far as time suffices."""
         found = {length: _Steps([], []) for length in self._lengths}
-        for turn in range(_ROUNDS):
-            for length in self._lengths if turn % 2 else self._lengths[::-1]:
+        for turn in range(rounds):
+            for length in self._lengths if turn % 2 else self._first_order:
                 kept = self._fixed.begin(found[length], length, size)
                 for _ in range(_MOST_STEPS):
+                    if kept.num_left <= 0 or time.monotonic() > until:
+                        break
                     self._fill(size)
                     deltas = self._loop.step()
                     self._running -= {each.request_id for each in deltas if each.finish_reason}
-                    if kept.num_left <= 0:
-                        break
-            if time.monotonic() > until:
-                break
         while self._loop.has_posted:
             self._loop.settle()
         for name in self._running:

@@ -5,12 +5,14 @@ file that may be missing or damaged.
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.engine import engine as engines
 from outrider.engine import known_lengths
 from outrider.errors import StepMemoryError
+from outrider.scheduler.loop import Loop
 from outrider.scheduler.step_costs import lengths_of
 from outrider.workers.group import LocalGroup
 
@@ -158,6 +160,21 @@ def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, ca
     monkeypatch.setattr(engines, "measure", fails)
     assert run(tiny.target)[0] == wanted
     assert "what steps cost is assumed" in caplog.text
+
+
+def test_a_start_measures_no_longer_than_it_may(tiny, monkeypatch):
+    """However long steps take: here a second each, by the measuring's clock."""
+    monkeypatch.setenv(known_lengths.SECONDS, "3")
+    ticks = iter(range(1_000_000))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr(known_lengths, "time", clock)
+    begun = []
+    step = Loop.step
+    monkeypatch.setattr(Loop, "step", lambda self: begun.append(1) or step(self))
+    with engine_of(tiny.target, SECTION) as engine:
+        assert len(begun) <= 10
+        assert engine.stats()["steps"]["num_steps"] == 0
+    assert next(ticks) < 60
 
 
 def test_a_model_without_room_for_made_up_requests_is_served(tiny, monkeypatch):
