@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from ..helpers.ports import free_port
-from ..helpers.serving.forked import forked_workers
-
-
-@pytest.fixture(scope="session", autouse=True)
-def workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the slow suite, workers of a Ray that a test starts are forks; in the quick, Ray's own."""
-    with forked_workers() if request.config.getoption("markexpr") == "slow" else nullcontext():
-        yield
 
 
 @pytest.fixture(scope="module")
