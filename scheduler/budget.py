@@ -149,6 +149,12 @@ class DraftBudget:
         """About times, by which `knowledge` has grown in this run."""
         return 0 if self._lengths is None else self._lengths.num_lessons
 
+    def follow(self, before: DraftBudget) -> None:
+        """Takes the place of `before`, of the same target and other drafters."""
+        self.enabled = before.enabled
+        if self._lengths is not None and before._lengths is not None:
+            self._lengths.follow(before._lengths)
+
     def teach(self, lesson: Lesson) -> None:
         """As `DraftLengths.teach`, where lengths are measured."""
         if self._lengths is not None:

@@ -392,6 +392,11 @@ class DraftLengths:
         """Takes in the time of steps that were measured before any request came."""
         self._costs.learn(lesson, apart=0)
 
+    def follow(self, before: DraftLengths) -> None:
+        """Takes the place of `before`, of the same target and other drafters."""
+        for lesson in before._costs.plain():
+            self.teach(lesson)
+
     @property
     def num_lessons(self) -> int:
         """About times, in this run."""

@@ -464,7 +464,7 @@ class Scheduler:
         Arguments are as at the start.
         """
         budget = DraftBudget(config, self.max_model_len, tree_drafts=tree_drafts)
-        budget.enabled = self.budget.enabled
+        budget.follow(self.budget)
         self.budget = budget
         grows = max(each.reach for each in config.sections) > self._reach
         appends_else = ranks_append != self.ranks_append

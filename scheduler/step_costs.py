@@ -22,6 +22,7 @@ _BEND_OCTAVES = 1.5  # over which bends of the curve resemble each other
 _MACHINE_SPREAD, _MACHINE_DRIFT = 1.0, 0.02  # of its slowness: at first, and from step to step
 _NOISE, _LEAST_NOISE = 0.1, 0.02  # of one step's time, and of many steps' mean
 _SURPRISE = 3.0  # deviations that count of a surprise
+_FEW_STEPS = 4  # whose weight another drafter's costs have
 _FORGET_STEPS = 50_000.0  # after which little is left of what was measured
 _STEPS_BETWEEN_RUNS = 1_000  # that pass for the time between an earlier run and this one
 
@@ -171,6 +172,12 @@ class StepCosts:
         self._covariance[0, 0] = _MACHINE_SPREAD**2
         self._is_scaled = False
         self.forget(_STEPS_BETWEEN_RUNS)
+
+    def plain(self) -> list[Lesson]:
+        """What steps without drafts cost, for drafters that take the place of these."""
+        costs = [float(self._row(size)[0] + self._mean[0]) for size in SIZES[:_NUM_SHOWN]]
+        sizes = zip(SIZES, costs, strict=False) if self._is_scaled else ()
+        return [Lesson(size, 0, log_ms, _FEW_STEPS) for size, log_ms in sizes]
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Milliseconds of a step, by the number of requests and by their drafts' length."""

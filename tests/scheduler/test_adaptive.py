@@ -267,6 +267,18 @@ def test_costs_follow_the_steps_that_serve():
     assert (np.diag(costs.belief[1]) > known).mean() > 0.9
 
 
+def test_other_drafters_begin_with_what_the_target_costs():
+    """A row of a draft costs as much as a row without: nothing pays from the first choice on."""
+    before = Machine([0.2] * 16, 4, compute_bound)
+    before.speed(50)
+    after = Machine([0.2] * 16, 6, compute_bound, taught=False)
+    after.lengths.follow(before.lengths)
+    plain = Machine([0.2] * 16, 6, compute_bound).speed(64, fixed=0)
+    assert after.speed(64) > 0.95 * plain
+    unscaled = DraftLengths(4, tree_drafts=False)
+    DraftLengths(6, tree_drafts=False).follow(unscaled)
+
+
 def test_a_worthless_drafter_costs_little_from_the_first_step():
     """Of an engine that knows what steps cost, and nothing about acceptance."""
     for num_requests in (8, 16, 64):
