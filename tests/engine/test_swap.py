@@ -393,7 +393,8 @@ def test_ranks_that_fail_in_their_caches_are_replaced(tiny, monkeypatch):
 def test_workers_that_replace_others_have_the_new_drafters(guessable, placement):
     one = guessable["one"]
     with engine_of(one, NGRAM) as engine:
-        engine.change_drafters(DrafterChange(whole=head(guessable["head"], placement=placement)))
+        section = head(guessable["head"], placement=placement, adaptive_draft_len=False)
+        engine.change_drafters(DrafterChange(whole=section))
         engine._host.target_group.discard()
         assert complete(engine, PROMPTS)[0] == wanted(one)
         assert engine.stats()["num_restarts"] == 1
