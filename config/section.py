@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
@@ -31,6 +32,18 @@ MaxDraftLen = Annotated[int | None, Field(ge=0, le=LONGEST_DRAFT)]
 _LOSSY = ("typical", "relaxed", "synthetic")  # change what is emitted
 _WITH_PROBS = ("rejection", "block")  # weigh a node by the probability it was drawn with
 _OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
+
+
+MEASURE_S = "OUTRIDER_MEASURE_S"
+_MEASURE_S = 2.0
+
+
+def seconds_to_measure() -> float:
+    """How long a start may measure what steps cost, from `OUTRIDER_MEASURE_S`; 0: not at all."""
+    try:
+        return max(float(os.environ.get(MEASURE_S, _MEASURE_S)), 0.0)
+    except ValueError:
+        return _MEASURE_S
 
 
 class SpeculationBase(Strict):
@@ -79,8 +92,8 @@ class SpeculationBase(Strict):
     """Most draft nodes by the number of running requests; above the last, none."""
     adaptive_draft_len: bool | None = None
     """Drafts fewer nodes, or none, where that gives more tokens per second, as measured while
-    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`).
-    Of `Lookahead`, all nodes or none."""
+    serving; unset: where the output of a seed does not depend on lengths (verification `coupled`),
+    unless `OUTRIDER_MEASURE_S` is 0. Of `Lookahead`, all nodes or none."""
     acceptance_window: int = Field(0, ge=0)
     """Finished requests over which acceptance is averaged; 0: off."""
     acceptance_length_threshold: float = Field(0.0, ge=0)
@@ -147,7 +160,7 @@ class SpeculationBase(Strict):
     def adapts(self) -> bool:
         """Whether drafts get shorter where that is faster."""
         if self.adaptive_draft_len is None:
-            return self.verification == "coupled"
+            return self.verification == "coupled" and seconds_to_measure() > 0
         return self.adaptive_draft_len
 
     @property

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..config import EngineConfig
+from ..config.section import seconds_to_measure
 from ..config.strict import tag
 from ..drafters.drafting import Drafting, WithPredictions
 from ..drafters.registry import build_parts
@@ -40,7 +41,7 @@ from ..workers.group import GroupTarget
 from ..workers.spec import ModelReport
 from .adaptation import Adaptation
 from .host import Backend, EngineHost, local_backend
-from .known_lengths import KnownLengths, MadeUpDrafts, measure, seconds_to_measure
+from .known_lengths import KnownLengths, MadeUpDrafts, measure
 from .preflight import check_room, check_trees
 from .statistics import SYNTHETIC_WARNING, EngineInfo, Recoveries, StatisticsLog, statistics
 from .structured.constraints import Compiler

@@ -151,8 +151,6 @@ def _processor() -> str:
 
 # -- what steps cost, measured
 
-SECONDS: Final = "OUTRIDER_MEASURE_S"
-_SECONDS: Final = 2.0
 _SIZES: Final = (1, 8, 32, 4, 16, 64, 2)  # requests of a step, in order of their use
 _MOST_LENGTHS: Final = 5  # that are measured
 _ROUNDS: Final = 3
@@ -160,15 +158,6 @@ _STEPS: Final = 3  # of each length in a round that are measured
 _SKIPPED: Final = 2  # steps before them, in which drafts of another length may be
 _MOST_STEPS: Final = 4 * (_SKIPPED + _STEPS)  # prompts included
 _PROMPT_TOKENS, _MOST_TOKENS = 16, 512  # of a made-up request, and of its text in the end
-
-
-def seconds_to_measure() -> float:
-    """How long a start may measure, from `OUTRIDER_MEASURE_S`; 0: not at all."""
-    try:
-        return max(float(os.environ.get(SECONDS, _SECONDS)), 0.0)
-    except ValueError:
-        log.warning("%s is no number: %r", SECONDS, os.environ[SECONDS])
-        return _SECONDS
 
 
 def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> list[Lesson]:

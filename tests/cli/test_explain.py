@@ -31,7 +31,8 @@ def test_the_closed_form_is_a_special_case(rate, length):
 def test_every_step_is_a_line(outrider_cli, model):
     args = ("def __init__(self, name):\n        self.name", "-m", model, *LOCAL)
     args += ("--max-tokens", 16, "--ignore-eos")
-    shown = outrider_cli("explain", *args, "--spec-type", "ngram")
+    adaptive = ("--spec-key", "adaptive_draft_len=true")
+    shown = outrider_cli("explain", *args, "--spec-type", "ngram", *adaptive)
     assert shown.exit_code == 0, shown.stderr
     plain = outrider_cli("generate", *args, "--no-stream", "--no-stats").stdout
     lines = shown.stdout.rstrip("\n").split("\n")

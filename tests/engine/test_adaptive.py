@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.config.section import MEASURE_S
 from outrider.scheduler.draft_lengths import DraftLengths
 from outrider.workers.group import LocalGroup
 
@@ -55,10 +56,12 @@ def test_the_plain_tokens_at_any_length(tiny, plain, monkeypatch, name, overlaps
     assert stats["acceptance"][0] > 0
 
 
-def test_on_unless_a_fixed_length_is_asked_for(tiny):
-    """And where lengths decide which of the right tokens a seed draws."""
+@pytest.mark.parametrize("seconds", ["0.01", "0"])
+def test_on_unless_a_fixed_length_is_asked_for(tiny, monkeypatch, seconds):
+    """And where lengths decide which of the right tokens a seed draws, or nothing is measured."""
+    monkeypatch.setenv(MEASURE_S, seconds)
     for section, is_on in (
-        ({}, True),
+        ({}, seconds != "0"),
         ({"adaptive_draft_len": False}, False),
         ({"verification": "rejection"}, False),
         ({"verification": "rejection", "adaptive_draft_len": True}, True),
@@ -74,7 +77,7 @@ def test_a_window_among_the_drafters_is_whole_or_absent(tiny):
     window = {"decoding_type": "Lookahead", "max_window_size": 3, "max_ngram_size": 3}
     members = [{"decoding_type": "NGram", "max_draft_len": 3}, window]
     for section in (window, {"decoding_type": "Compose", "mode": "merge", "members": members}):
-        with engine_of(tiny.target, {"adaptive_draft_len": None, **section}) as engine:
+        with engine_of(tiny.target, {"adaptive_draft_len": True, **section}) as engine:
             complete(engine, PROMPTS, at_once=3)
             found = engine.stats()["speculation"]
         assert found["adaptive"]["nodes"] == [found["max_draft_len"]]

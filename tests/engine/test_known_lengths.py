@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider.config.section import MEASURE_S, seconds_to_measure
 from outrider.engine import engine as engines
 from outrider.engine import known_lengths
 from outrider.errors import StepMemoryError
@@ -137,7 +138,7 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
     with engine_of(tiny.target, section, max_num_seqs=8) as engine:
         assert not costs_of(engine).num_lessons
         wanted = complete(engine, PROMPTS, at_once=3)[0]
-    monkeypatch.setenv(known_lengths.SECONDS, "60")
+    monkeypatch.setenv(MEASURE_S, "60")
     with engine_of(tiny.target, section, max_num_seqs=8) as engine:
         found = costs_of(engine).stats()
         assert costs_of(engine).num_lessons >= 4 * 4  # requests, lengths
@@ -151,7 +152,7 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
 
 
 def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, caplog):
-    monkeypatch.setenv(known_lengths.SECONDS, "60")
+    monkeypatch.setenv(MEASURE_S, "60")
 
     def fails(*arguments):
         raise StepMemoryError("out of memory")
@@ -164,7 +165,7 @@ def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, ca
 
 def test_a_start_measures_no_longer_than_it_may(tiny, monkeypatch):
     """However long steps take: here a second each, by the measuring's clock."""
-    monkeypatch.setenv(known_lengths.SECONDS, "3")
+    monkeypatch.setenv(MEASURE_S, "3")
     ticks = iter(range(1_000_000))
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
     monkeypatch.setattr(known_lengths, "time", clock)
@@ -178,7 +179,7 @@ def test_a_start_measures_no_longer_than_it_may(tiny, monkeypatch):
 
 
 def test_a_model_without_room_for_made_up_requests_is_served(tiny, monkeypatch):
-    monkeypatch.setenv(known_lengths.SECONDS, "60")
+    monkeypatch.setenv(MEASURE_S, "60")
     with engine_of(tiny.target, SECTION, num_kv_blocks=2, max_model_len=16) as engine:
         assert not costs_of(engine).num_lessons
         assert complete(engine, [[3, 4, 5]], max_tokens=4)[0]
@@ -186,5 +187,5 @@ def test_a_model_without_room_for_made_up_requests_is_served(tiny, monkeypatch):
 
 @pytest.mark.parametrize(("given", "seconds"), [("0.5", 0.5), ("0", 0.0), ("-1", 0.0), ("x", 2.0)])
 def test_seconds_to_measure(monkeypatch, given, seconds):
-    monkeypatch.setenv(known_lengths.SECONDS, given)
-    assert known_lengths.seconds_to_measure() == seconds
+    monkeypatch.setenv(MEASURE_S, given)
+    assert seconds_to_measure() == seconds
