@@ -45,8 +45,7 @@ def guessable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def head(folder: str, **keys: Any) -> dict[str, Any]:
-    keys = {"max_draft_len": 3, "adaptive_draft_len": False, **keys}
-    return {**eagle_section(folder, **keys), "decoding_type": "Eagle3"}
+    return {**eagle_section(folder, max_draft_len=3, **keys), "decoding_type": "Eagle3"}
 
 
 class Load:
@@ -121,7 +120,7 @@ def test_changes_under_load(cluster, guessable):
 def test_a_kill_after_a_change_and_during_one(cluster, guessable, placement):
     one = guessable["one"]
     options = {"executor": "ray", "resources": {"cpus_per_worker": 0.25}}
-    section = head(guessable["head"], placement=placement, adaptive_draft_len=False)
+    section = head(guessable["head"], placement=placement)
     with engine_of(one, NGRAM, **options) as engine, Load(engine, one) as load:
         engine.change_drafters(DrafterChange(whole=section))
         target = engine._host.target_group
