@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -395,6 +395,7 @@ class AccessGate:
         headers = Headers(scope=scope)
         try:
             path = route_below(scope)
+            _check_origin(scope["method"], headers, self._access.config.cors_allowed_origins)
             if path in _OPEN or path.startswith(_OPEN_BELOW):
                 identity = Identity("", tenant="", is_admin=False, may_monitor=False)
             else:
@@ -413,6 +414,26 @@ class AccessGate:
         finally:
             if counted:
                 identity.usage.end()
+
+
+# Types of bodies that a page may post to any server; for others, its browser asks it first.
+_UNASKED = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+
+
+def _check_origin(method: str, headers: Headers, allowed: Sequence[str]) -> None:
+    """Raises `PermissionDeniedError` for what another origin's page posts without a preflight.
+
+    The browser hides the answer from the page, but what was asked for would happen.
+    """
+    origin = headers.get("origin")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method != "POST" or origin is None or kind not in _UNASKED or {"*", origin} & {*allowed}:
+        return
+    own = origin.partition("://")[2] == headers.get("host")
+    if not own and headers.get("sec-fetch-site") != "same-origin":
+        raise PermissionDeniedError.at(
+            "origin", f"pages of {origin[:64]!r} may not call it (access.cors_allowed_origins)"
+        )
 
 
 def _authorization(headers: Headers) -> str | None:

@@ -97,7 +97,7 @@ def add(generation: Generation, body: ChatBody, request_id: str) -> None:
             "tools",
             "no tools are served with this model: its chat template has no format of calls "
             "that is known here; set tool_call_parser in the configuration, or make the model "
-            'call with tool_choice "required" or a function\'s name',
+            "call one by tool_choice",
         )
     sampling, options = _constrained(chat, body, text, functions, sampling, body.options())
     prompt = frontend.truncated(prompt, body.truncate_prompt_tokens, sampling)

@@ -229,19 +229,26 @@ def _without_unsupported(body_type: type[Strict], data: dict[str, Any]) -> dict[
     return kept
 
 
+# What OpenAI's endpoints call the same limit.
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+
+
 def _unknown(names: Sequence[str], known: Iterable[str]) -> InvalidRequestError:
     """The error of an unknown field, the last of `names`, with the nearest of `known`."""
     shown = [shortened(name) for name in names]
     is_top = len(names) == 1  # where other engines' fields are
     others = [name for name, row in REQUEST.items() if is_top and not isinstance(row, Refused)]
-    near = nearest(shown[-1], known, 0.7) or nearest(shown[-1], others, 0.7)
+    known = list(known)
+    same = next((name for name in _LIMITS if shown[-1] in _LIMITS and name in known), None)
+    near = same or nearest(shown[-1], known, 0.7) or nearest(shown[-1], others, 0.7)
     hint = f"did you mean {near!r}?" if near else "there is no such field here"
     return InvalidRequestError.at(".".join(shown) or "body", f"unknown field; {hint}")
 
 
+PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
 # Fields that are unions, whose members' complaints would hide what is allowed.
 _ALLOWED = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "prompt": PROMPTS,
     "prompt_token_ids": "a list of token ids, or a list of such lists",
     "stop": f"a string or a list of at most {MAX_STOPS} strings",
     "input": "a string or a list of items",
@@ -266,7 +273,7 @@ def _complaint(body_type: type[Strict], error: ValidationError) -> InvalidReques
         nested = next((each for each in errors if len(each["loc"]) > 2), None)
         if nested is not None:
             return InvalidRequestError.at(_item_field(nested["loc"]), in_words(nested))
-    if name in _ALLOWED:
+    if name in _ALLOWED and (len(location) > 1 or errors[0]["type"] == "too_many"):
         return InvalidRequestError.at(name, f"it has to be {_ALLOWED[name]}")
     if "content" in location:
         many = any(each["type"] == "too_many" for each in errors)

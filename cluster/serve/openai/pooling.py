@@ -7,6 +7,7 @@ Embeddings are OpenAI's; reranking takes the bodies of Cohere and Jina, scores a
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from ....engine.frontend import POOLED, Prompt, RequestOptions, paired
 from ....errors import InvalidRequestError
 from .answers import EmbeddingList, PooledUsage, RankedDocument, Reranking, ScoreList
 from .generation import Generation
-from .parse import Strict, at_most
+from .parse import PROMPTS, Strict, at_most
 from .protocol import IdLists, Ids, Texts
 
 MAX_ITEMS = 2048  # OpenAI's limit of inputs
@@ -49,6 +50,12 @@ class EmbeddingBody(PooledBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool = True
+
+    @classmethod
+    def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
+        """The complaint about the input, which has the forms of a prompt and no items."""
+        is_it = errors[0]["loc"][:2] == ("input", "str")
+        return InvalidRequestError.at("input", f"it has to be {PROMPTS}") if is_it else None
 
 
 class DocumentText(Strict):

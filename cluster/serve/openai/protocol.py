@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     FailFast,
     Field,
     ValidationError,
@@ -32,7 +34,9 @@ from ....scheduler.sampling import (
 from ....scheduler.types import SpeculationOptions
 from .parse import MANY, Strict, at_most
 
-_TokenId = Annotated[int, Field(strict=False)]  # JSON's keys are strings
+# Of a JSON key, which is a string; spelled one way, so that no two keys mean one id.
+_ID = re.compile(r"0|-?[1-9][0-9]{0,99}")
+_TokenId = Annotated[int, BeforeValidator(lambda key: int(key) if _ID.fullmatch(str(key)) else key)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TOOLS = 1024
 _MAX_DRAFTERS = 64
@@ -546,7 +550,7 @@ class ChatBody(GenerationBody, Conversation):
         Raises:
             InvalidRequestError: one is out of range.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError.at("top_logprobs", "it needs logprobs = true")
         limit = self.max_completion_tokens
         if limit is not None and self.max_tokens not in (None, limit):

@@ -205,9 +205,9 @@ class ConversationBody(Strict):
 
     @classmethod
     def complaint(cls, errors: Sequence[Any]) -> InvalidRequestError | None:
-        """The complaint about a block, which names the block's own field."""
+        """The complaint about a block or a choice, which names its own field."""
         nested = max(errors, key=lambda each: len(each["loc"]))
-        if nested["loc"][:1] not in (("messages",), ("system",)):
+        if nested["loc"][:1] not in (("messages",), ("system",), ("tool_choice",)):
             return None
         field = _field(nested["loc"])
         if nested["type"] == "extra_forbidden":

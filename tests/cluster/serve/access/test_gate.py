@@ -222,6 +222,26 @@ def test_browsers_are_refused_unless_their_page_is_allowed(start: Start) -> None
     assert "access-control-allow-origin" not in refused.headers
 
 
+def test_what_pages_post_without_asking_is_refused(start: Start) -> None:
+    server = start()
+
+    def reset(**headers: str) -> int:
+        headers = {"Origin": "https://other.example", **headers}
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return int(server.http.post("/reset_prefix_cache", headers=names).status_code)
+
+    own = str(server.http.base_url).rstrip("/")
+    assert reset() == reset(Origin="null", Sec_Fetch_Site="cross-site") == 403
+    assert reset(Content_Type="Text/Plain; charset=utf-8") == 403
+    assert reset(Origin=own) == reset(Sec_Fetch_Site="same-origin") == 200
+    assert reset(Content_Type="application/json") == 200  # browsers ask before they send it
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    assert server.http.get("/stats", headers={"Origin": "https://other.example"}).status_code == 200
+    for origin in ("*", "https://other.example"):
+        server.access.reconfigure(AccessConfig(cors_allowed_origins=[origin]))
+        assert reset() == 200
+
+
 @pytest.mark.parametrize("logged", [False, True])
 def test_keys_and_prompts_in_logs(
     start: Start, caplog: pytest.LogCaptureFixture, logged: bool

@@ -116,6 +116,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
         "max_tokens",
     ),
     ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
+    ("/v1/completions", {**COMPLETION, "logit_bias": {"05": 1, "5": 2}}, 400, "logit_bias.05"),
     ("/tokenize", {"model": "tiny"}, 400, "prompt"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens"),
 ]
@@ -135,6 +136,27 @@ def test_bad_bodies(server: Server, stream: bool) -> None:
         assert set(error) == {"message", "type", "param", "code"}
         assert param.split(".")[0] in error["message"]
     assert server.engine.submitted == []
+
+
+def test_errors_say_what_this_endpoint_takes(server: Server) -> None:
+    message = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+    for path, body, said in (
+        ("/tokenize", {"prompt": ["a"]}, "prompt: expected a string"),
+        ("/v1/embeddings", {"input": 5}, "input: it has to be a string, a list of strings, a"),
+        ("/v1/embeddings", {}, "input: it is required"),
+        ("/v1/responses", {"input": 5}, "input: it has to be a string or a list of items"),
+        ("/v1/responses", {"input": "a", "max_tokens": 5}, "mean 'max_output_tokens'?"),
+        ("/v1/completions", {**COMPLETION, "max_completion_tokens": 5}, "mean 'max_tokens'?"),
+        ("/v1/chat/completions", {**CHAT, "max_output_tokens": 5}, "mean 'max_"),
+        ("/v1/messages", {**message, "tool_choice": "auto"}, "tool_choice: expected a mapping"),
+        ("/v1/messages", {**message, "tool_choice": {"type": "x"}}, "expected 'auto', 'any', "),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "any"}, "it has to be 'auto', 'required"),
+    ):
+        answer = server.post(path, **body)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+    # SGLang's clients send the default of a field that asks for nothing.
+    assert server.post("/v1/chat/completions", **CHAT, top_logprobs=0).status_code == 200
 
 
 def test_nested_and_endless_values_are_refused_in_short(server: Server) -> None:
