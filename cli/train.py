@@ -80,8 +80,13 @@ def _train(method: str, given: dict[str, Any], own: dict[str, Any]) -> None:
     from ..config import parse
     from ..training.loop import acceptance_table, train
     from ..training.options import METHODS, TrainingOptions
+    from ..workers.model.checkpoint.hub import require_name
 
     out = given["out"]
+    for name, value in {**given, **own}.items():
+        for path in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(path, Path):
+                require_name(str(path), _ARGUMENTS.get(name) or spelling(name)[0])
     target = _folder(given)
     try:
         settings = parse(TrainingOptions, {**given, "target": target})

@@ -20,12 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from ..config import Strict
 from ..config.hub import reason
 from ..errors import CheckpointError, ConfigError
+from ..workers.model.checkpoint.hub import require_checkpoint
+from ..workers.model.info import read_config
 from . import state
 from .data import (
     Batches,
@@ -280,25 +282,22 @@ def _read(options: TrainingOptions) -> tuple[Documents, Documents]:
         CheckpointError: the target's configuration or tokenizer cannot be read.
         ConfigError: a file is invalid, or a window exceeds the target's positions.
     """
-    target = options.target
-    if not (target / "config.json").is_file():
-        raise CheckpointError.at("target", f"{str(target)!r} holds no config.json")
-    trusted = options.trust_remote_code
+    target, trusted = options.target, options.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(
-            target, local_files_only=True, trust_remote_code=trusted
-        ).get_text_config()
+        require_checkpoint(target, trust_remote_code=trusted, allow_pickle=options.allow_pickle)
+        config = read_config(target, trust_remote_code=trusted)
+    except CheckpointError as error:
+        raise CheckpointError.at("target", error.message) from None
+    try:
         tokenizer = AutoTokenizer.from_pretrained(
             target, local_files_only=True, trust_remote_code=trusted
         )
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError.at(
-            "target",
-            f"configuration or tokenizer of {str(target)!r} cannot be read: "
-            f"{reason(error, target)}",
+            "target", f"the tokenizer of {str(target)!r} cannot be read: {reason(error, target)}"
         ) from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and options.window > longest:
+    longest = config.max_position_embeddings
+    if options.window > longest:
         raise ConfigError.at(
             "window",
             f"{options.window} tokens exceed the target's {longest} positions "

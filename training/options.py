@@ -43,8 +43,8 @@ class TrainingOptions(Strict):
     """Temperature of generated texts; 0 is greedy."""
 
     # Optimization.
-    steps: int = Field(1000, ge=1, description="Optimizer steps.")
-    batch: int = Field(16, ge=1, description="Windows in a step, over all processes.")
+    steps: int = Field(1000, ge=1, le=10**9, description="Optimizer steps.")
+    batch: int = Field(16, ge=1, le=2**16, description="Windows in a step, over all processes.")
     micro_batch: int = Field(MICRO_BATCH, ge=1, description="Windows in one forward pass.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random choice.")
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
@@ -68,7 +68,7 @@ class TrainingOptions(Strict):
     dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Data type of the target and of matrix products: bfloat16, float32, auto."""
     num_processes: int = Field(1, ge=1, description="Number of GPUs, or of processes on a CPU.")
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=4096)
     """Threads of a process; default shares out all cores."""
 
     # Reports.
@@ -275,7 +275,7 @@ class DraftOptions(Strict):
     """Model to start from, instead of one of the sizes below."""
     hidden_size: int | None = Field(None, ge=1)
     """Hidden size; default half the target's."""
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=4096)
     """Number of layers; default a quarter of the target's."""
     num_attention_heads: int | None = Field(None, ge=1)
     """Attention heads; default keeps the target's head size."""

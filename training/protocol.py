@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import linear
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from ..config.hub import reason
 from ..drafters.heads.protocol import TargetFacts
 from ..errors import CheckpointError
-from ..workers.model.checkpoint.hub import Trust, require_checkpoint
+from ..workers.model.checkpoint.hub import Trust
+from ..workers.model.fit import check_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,49 @@ class TargetStates:
     logits: Tensor  # [num_windows, window_len, vocab], in the target's dtype
 
 
+def open_model(
+    path: Path, field: str, dtype: torch.dtype | None = None, **trust: Unpack[Trust]
+) -> Any:
+    """transformers' own model of a checkpoint.
+
+    Args:
+        field: the option that names the checkpoint.
+        dtype: None: the checkpoint's.
+
+    Raises:
+        CheckpointError: it is no causal language model; or a tensor is missing or superfluous:
+            transformers makes up random numbers, or leaves it out.
+    """
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust.get("trust_remote_code", False),
+            use_safetensors=None if trust.get("allow_pickle") else True,
+        )
+    except (
+        ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
+        SafetensorError, StrictDataclassError,
+    ) as error:  # fmt: skip
+        _check_fit(path, field, **trust)
+        why = f"{str(path)!r} is no causal language model: {reason(error, path)}"
+        raise CheckpointError.at(field, why) from error
+    model, report = found
+    if report["missing_keys"] or report["unexpected_keys"]:
+        _check_fit(path, field, **trust)
+    return model
+
+
+def _check_fit(path: Path, field: str, **trust: Unpack[Trust]) -> None:
+    """Raises `CheckpointError` where a checkpoint's tensors are not those of its config.json."""
+    try:
+        check_weights(path, **trust)
+    except CheckpointError as error:
+        raise CheckpointError.at(field, error.message) from None
+
+
 class FrozenTarget:
     """The target as used by a method: transformers' own model, unsharded, without a cache.
 
@@ -46,7 +91,7 @@ class FrozenTarget:
         dtype: None: the checkpoint's.
 
     Raises:
-        CheckpointError: the folder holds no causal language model.
+        CheckpointError: as `open_model`.
     """
 
     def __init__(
@@ -57,22 +102,7 @@ class FrozenTarget:
         **trust: Unpack[Trust],
     ) -> None:
         self.path, allow_pickle = path, trust.get("allow_pickle", False)
-        try:
-            require_checkpoint(path, **trust)
-        except CheckpointError as error:
-            raise CheckpointError.at("target", f"{error.message}") from None
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype or "auto",
-                local_files_only=True,
-                trust_remote_code=trust.get("trust_remote_code", False),
-                use_safetensors=None if allow_pickle else True,
-            )
-        except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError.at(
-                "target", f"{str(path)!r} is no causal language model: {reason(error, path)}"
-            ) from error
+        model = open_model(path, "target", dtype, **trust)
         self.model: Any = model.to(device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         self.facts = TargetFacts(

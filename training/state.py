@@ -76,10 +76,10 @@ class Folder:
                 raise ConfigError.at("out", f"{self.path} holds {what}")
             return
         try:
-            before = json.loads(self.run.read_text(encoding="utf-8"))
+            before = dict(json.loads(self.run.read_text(encoding="utf-8")))
         except OSError:
             raise ConfigError.at("resume", f"{self.path} holds no training run") from None
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError.at("resume", f"{self.run} is damaged: {error}") from None
         now = json.loads(json.dumps(identity))
         for key in [*now, *sorted(before.keys() - now.keys())]:  # the method first
@@ -124,11 +124,14 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        stored, optimizers, step = dict(state["module"]), state["optimizers"], int(state["step"])
+    except (
+        RuntimeError, OSError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise CheckpointError.at(
             "resume", f"{path} cannot be read: {error}; delete it to restart the run"
         ) from error
-    stored, wanted = state["module"], module.state_dict()
+    wanted = module.state_dict()
     for name in sorted(stored.keys() | wanted.keys()):
         found = tuple(stored[name].shape) if name in stored else None
         shape = tuple(wanted[name].shape) if name in wanted else None
@@ -137,7 +140,7 @@ def load(path: Path, module: nn.Module) -> tuple[list[dict[str, Any]], int] | No
                 f"resume: tensor {name!r} of {path} has shape {found}, expected {shape}", field=name
             )
     module.load_state_dict(stored)
-    return state["optimizers"], int(state["step"])
+    return optimizers, step
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -147,10 +150,18 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a log; a killed run may have left an incomplete one."""
+    """All complete lines of a log; a killed run may have left an incomplete one.
+
+    Raises:
+        CheckpointError: a line is none of a log.
+    """
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        return [{**row, "step": int(row["step"])} for row in rows]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError.at("resume", f"{path} is damaged: {error!r}") from None
 
 
 def cut_log(path: Path, step: int) -> None:

@@ -90,7 +90,7 @@ def changed(file: Path, **values: object) -> None:
         ("config.json", b"\xff\xfe", "model", "can't decode"),
         ("config.json", {"model_type": "nonesuch"}, "model", "`nonesuch`"),
         ("config.json", {"hidden_size": "many"}, "model", "expected int"),
-        ("config.json", {"hidden_size": -160}, "model", "negative"),
+        ("config.json", {"hidden_size": -160}, "model", "hidden_size is -160; allowed: at least 1"),
         ("config.json", {"hidden_act": "wibble"}, "model", "unknown name 'wibble'"),
         ("config.json", {"rope_scaling": {"rope_type": "wibble"}}, "model", "'wibble'"),
         ("generation_config.json", b"{", "model", "generation_config.json"),

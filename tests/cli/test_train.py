@@ -63,6 +63,8 @@ def test_an_interrupted_run_says_how_to_go_on(outrider_cli, model, text, tmp_pat
         (("--optimizer", "sgd"), "--optimizer: .*'muon'"),
         (("--own-share", 2), "--own-share: "),
         (("--num-heads", 0), "--num-heads: "),
+        (("--threads", 10**6), "--threads: at most 4096"),
+        (("--heldout-file", "x" * 300), "--heldout-file: .* longer than any name of a file"),
         (("--heldout-file", "missing.txt"), "--heldout-file: missing.txt: No such file"),
         (("--window", 1 << 20), "--window: .* positions"),
         (("--window", 1024), "--input: .* tokens are too few"),
@@ -76,6 +78,11 @@ def test_bad_options_are_named(outrider_cli, model, text, tmp_path, args, named)
 
 
 def test_what_is_missing_is_named(outrider_cli, model, text, tmp_path):
+    long = "x" * 300
+    for name, place in (("TARGET", (long, tmp_path / "out")), ("OUT", (tmp_path, long))):
+        result = outrider_cli("train", "draft", *place, "-i", text)
+        assert result.exit_code == 1
+        assert f"{name}: 'xxx" in result.stderr
     result = outrider_cli("train", "draft", tmp_path / "no", tmp_path / "out", "-i", text)
     assert result.exit_code == 1
     assert "TARGET: " in result.stderr

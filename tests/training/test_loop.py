@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import signal
 
 import pytest
@@ -181,13 +183,22 @@ def test_damage_is_named(options):
     out = options("out").out
     train("medusa", options("out", **settings), own)
     checkpoint = out / "training" / "checkpoint.pt"
-    for content in (b"", b"nonsense", checkpoint.read_bytes()[:2000]):
+    other = io.BytesIO()
+    torch.save([1, 2], other)
+    log = out / "log.jsonl"
+    lines = log.read_text()
+    for damage in ("[1]\n", "{}\n", "{\n", '{"step": "x"}\n'):
+        log.write_text(lines + damage)
+        with pytest.raises(CheckpointError, match=r"resume: .*log\.jsonl is damaged"):
+            train("medusa", options("out", resume=True, **settings), own)
+    for content in (b"", b"nonsense", other.getvalue(), checkpoint.read_bytes()[:2000]):
         checkpoint.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"resume: .*checkpoint\.pt cannot be read"):
             train("medusa", options("out", resume=True, **settings), own)
-    (out / "training" / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"resume: .*run\.json is damaged"):
-        train("medusa", options("out", resume=True, **settings), own)
+    for damage in ("{", "[1]", "5"):
+        (out / "training" / "run.json").write_text(damage)
+        with pytest.raises(CheckpointError, match=r"resume: .*run\.json is damaged"):
+            train("medusa", options("out", resume=True, **settings), own)
 
 
 def test_other_files_are_left_alone(options, target_path, tmp_path):
@@ -235,7 +246,7 @@ def test_the_targets_mark(target_path, tmp_path):
 def test_refusals(options, target_path, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown method 'nonsense'; known: medusa"):
         train("nonsense", options("out"), MedusaOptions())
-    with pytest.raises(CheckpointError, match="target: .* holds no config.json"):
+    with pytest.raises(CheckpointError, match="target: .* has no config.json"):
         train("medusa", options("out", target=tmp_path), MedusaOptions())
     with pytest.raises(ConfigError, match="window: 129 tokens exceed the target's 128 positions"):
         train("medusa", options("out", window=129), MedusaOptions())
@@ -248,7 +259,19 @@ def test_refusals(options, target_path, tmp_path, monkeypatch):
     ):
         train("medusa", options("out", device="cuda", num_processes=2), MedusaOptions())
     (tmp_path / "config.json").write_text((target_path / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="target: configuration or tokenizer of"):
+    with pytest.raises(CheckpointError, match=r"target: .* has no \*.safetensors file"):
+        train("medusa", options("out", target=tmp_path), MedusaOptions())
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="target: the tokenizer of"):
+        train("medusa", options("out", target=tmp_path), MedusaOptions())
+    shutil.copytree(target_path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {**config, "num_hidden_layers": config["num_hidden_layers"] + 1}
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    with pytest.raises(CheckpointError, match="target: the tensors of .* missing"):
+        train("medusa", options("out", target=tmp_path), MedusaOptions())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": "x"}))
+    with pytest.raises(CheckpointError, match=r"target: .*config\.json is not a configuration"):
         train("medusa", options("out", target=tmp_path), MedusaOptions())
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")

@@ -31,7 +31,7 @@ from ...drafters.files import write_whole
 from ...drafters.pard import MASK_KEYS
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions, PARDOptions
-from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows
+from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows, open_model
 from ..state import stored_dtype
 from .distil import Agreement, checked_mask, likeliest, rarest, soft_cross_entropy, teacher_of
 
@@ -84,14 +84,7 @@ class DraftMethod(Method):
 
 
 def _opened(folder: Path, target: FrozenTarget) -> Any:
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError.at(
-            "init", f"{str(folder)!r} is no causal language model: {reason(error, folder)}"
-        ) from error
+    model = open_model(folder, "init", torch.float32, allow_pickle=target.facts.allow_pickle)
     size = model.config.get_text_config().vocab_size
     if size != target.facts.vocab_size:
         raise CheckpointError.at(
@@ -112,7 +105,14 @@ def _fresh(options: DraftOptions, target: FrozenTarget) -> Any:
         config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
     if getattr(config, "quantization_config", None) is not None:  # not of what is trained
         del config.quantization_config
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    try:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
+    except RuntimeError as error:
+        raise ConfigError.at(
+            "hidden_size", f"no model of these sizes can be made: {reason(error, target.path)}"
+        ) from error
 
 
 def _sizes(options: DraftOptions, config: Any) -> dict[str, int]:

@@ -7,6 +7,7 @@ needs an outline and no more. transformers is imported where a configuration is 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ NEEDED = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+_MOST = {"num_hidden_layers": 4096}  # each is built, to be compared with the weights
 
 TESTED = frozenset(
     {
@@ -98,6 +101,7 @@ def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
         KeyError,
         TypeError,
         AttributeError,
+        ArithmeticError,
         StrictDataclassError,
     ) as error:
         raise CheckpointError(
@@ -117,6 +121,11 @@ def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
             f"{config.model_type!r} is not a decoder with a plain key-value cache: its "
             f"configuration has no {', '.join(lacking)}"
         )
+    for name in NEEDED:
+        value, most = getattr(config, name), _MOST.get(name, math.inf)
+        if not 1 <= value <= most:
+            bound = f"at most {most}" if value > most else "at least 1"
+            raise CheckpointError(f"{path / 'config.json'}: {name} is {value}; allowed: {bound}")
     if lacks_output_layer(path):
         config.tie_word_embeddings = True
     return config

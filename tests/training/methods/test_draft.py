@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -99,5 +101,10 @@ def test_it_goes_on_from_a_model(target, target_path, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match=f"has 9 tokens, the target has {VOCAB_SIZE}"):
         DraftMethod(DraftOptions(init=tmp_path / "other"), target)
-    with pytest.raises(CheckpointError, match="init: .* is no causal language model"):
+    with pytest.raises(CheckpointError, match="init: .*/none' does not exist"):
         DraftMethod(DraftOptions(init=tmp_path / "none"), target)
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    more = {**config, "num_hidden_layers": 2}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(more))
+    with pytest.raises(CheckpointError, match=r"init: the tensors of .* missing model\.layers\.1"):
+        DraftMethod(DraftOptions(init=tmp_path / "other"), target)

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+import pytest
 from transformers import AutoConfig
 
-from outrider.workers.model.info import describe
+from outrider.errors import CheckpointError
+from outrider.workers.model.info import describe, outline
 
 from .conftest import BASE, VARIANTS
 
@@ -39,3 +41,20 @@ def test_outlines_without_torch(tmp_path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == json.loads(json.dumps(wanted))
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(("num_hidden_layers", each) for each in (-1, 0, 10**9)),
+        *(("num_attention_heads", 0), ("vocab_size", 0)),
+        *(("max_position_embeddings", each) for each in (-1, 0)),  # searching texts never ended
+    ],
+)
+def test_numbers_that_no_model_has(tmp_path, name, number) -> None:
+    AutoConfig.for_model("llama", **BASE).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: number}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        outline(tmp_path)
