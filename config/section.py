@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import ConfigError
 from .strict import Strict, at_key, tag
 
 # Rules with keys of their own: the section's key -> the rule's parameter.
@@ -35,15 +36,24 @@ _OWN_DRAWS = ("coupled", "relaxed")  # compare a node with the target's own draw
 
 
 MEASURE_S = "OUTRIDER_MEASURE_S"
-_MEASURE_S = 2.0
+_MEASURE_S, _MOST_MEASURE_S = 2.0, 3600
 
 
 def seconds_to_measure() -> float:
-    """How long a start may measure what steps cost, from `OUTRIDER_MEASURE_S`; 0: not at all."""
+    """How long a start may measure what steps cost, from `OUTRIDER_MEASURE_S`; 0: not at all.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    given = os.environ.get(MEASURE_S, "").strip()
     try:
-        return max(float(os.environ.get(MEASURE_S, _MEASURE_S)), 0.0)
+        seconds = float(given) if given else _MEASURE_S
     except ValueError:
-        return _MEASURE_S
+        seconds = -1.0
+    if not 0 <= seconds <= _MOST_MEASURE_S:
+        reason = f"{given!r} is no number of seconds, 0 to {_MOST_MEASURE_S}"
+        raise ConfigError.at(MEASURE_S, reason)
+    return seconds
 
 
 class SpeculationBase(Strict):

@@ -580,7 +580,6 @@ def _measure(
             scheduler.budget.teach(lesson)
     except WorkerError as error:
         log.warning("what steps cost is assumed: a step to measure it failed: %s", error.message)
-        loop.drop()
         if config.num_ranks > 1 or not host.target_group.alive:
             host.target_group.restart()
     if computes:

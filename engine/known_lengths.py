@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..config import EngineConfig
+from ..errors import WorkerError
 from ..scheduler import tree
 from ..scheduler.budget import DraftBudget
 from ..scheduler.draft_lengths import Knowledge
@@ -172,15 +173,20 @@ def measure(loop: Loop, vocab_size: int, most_requests: int, seconds: float) -> 
         seconds: after which the step that runs is the last; as long may kernels compile before.
 
     Raises:
-        WorkerError: a step failed.
+        WorkerError: a step failed; drafters keep nothing of the requests.
     """
     crowd, found = _Crowd(loop, vocab_size), list[Lesson]()
-    if crowd.fits(1):
-        crowd.measure(1, time.monotonic() + seconds, rounds=1)  # compiles kernels
-    until = time.monotonic() + seconds
-    for size in _SIZES:
-        if size <= most_requests and crowd.fits(size) and time.monotonic() < until:
-            found += crowd.measure(size, until, _ROUNDS)
+    try:
+        if crowd.fits(1):
+            crowd.measure(1, time.monotonic() + seconds, rounds=1)  # compiles kernels
+        until = time.monotonic() + seconds
+        for size in _SIZES:
+            if size <= most_requests and crowd.fits(size) and time.monotonic() < until:
+                found += crowd.measure(size, until, _ROUNDS)
+    except WorkerError:
+        loop.drop()
+        crowd.end()
+        raise
     return found
 
 
@@ -220,11 +226,15 @@ class _Crowd:
                     self._running -= {each.request_id for each in deltas if each.finish_reason}
         while self._loop.has_posted:
             self._loop.settle()
+        self.end()
+        steps = ((len(each.logs), each) for each in found.values() if each.logs)
+        return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
+
+    def end(self) -> None:
+        """The requests that run end; no step may be posted."""
         for name in self._running:
             self._loop.abort(name)
         self._running.clear()
-        steps = ((len(each.logs), each) for each in found.values() if each.logs)
-        return [Lesson(size, fmean(each.nodes), median(each.logs), num) for num, each in steps]
 
     def _fill(self, size: int) -> None:
         while len(self._running) < size:
@@ -232,8 +242,8 @@ class _Crowd:
             prompt = ints(self._rng.integers(*self._tokens, _PROMPT_TOKENS))
             most = self._limit - _PROMPT_TOKENS
             sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-            self._loop.add(Request(name, prompt, sampling, seed=0))
             self._running.add(name)
+            self._loop.add(Request(name, prompt, sampling, seed=0))
 
 
 class _Steps(NamedTuple):

@@ -340,7 +340,7 @@ class DraftLengths:
             return
         num_nodes = 0
         if self._grants_any or batch.max_nodes.any():
-            num_nodes = self._count_rows(batch, drafts, verdict)
+            num_nodes = self._count_rows(batch, drafts, verdict, stride)
         elif self._num_unmeasured <= 0:
             for lately in self._requests.values():
                 lately.idle(stride)
@@ -354,7 +354,9 @@ class DraftLengths:
             measured[1] += num_nodes
             measured[2] += log(elapsed_ms)
 
-    def _count_rows(self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict) -> int:
+    def _count_rows(
+        self, batch: Batch, drafts: abc.Sequence[Draft], verdict: Verdict, num_steps: int
+    ) -> int:
         """What became of a step's drafts; their nodes."""
         ends, granted = verdict.path_start.tolist(), batch.max_nodes.tolist()
         samples, counted, num_all = batch.samples.tolist(), self._acceptance.count, 0
@@ -365,7 +367,7 @@ class DraftLengths:
             if lately is None or not samples[row]:
                 continue
             if not granted[row]:
-                lately.idle(1)
+                lately.idle(num_steps)
                 continue
             if self._has_model and not nodes and self._step <= lately.granted_at + 2:
                 continue  # its draft is made for the next step

@@ -73,11 +73,12 @@ def test_on_unless_a_fixed_length_is_asked_for(tiny, monkeypatch, seconds):
         assert (found and found["nodes"]) == ([1] * 5 if is_on else None), section
 
 
-def test_a_window_among_the_drafters_is_whole_or_absent(tiny):
+def test_a_window_among_the_drafters_is_whole_or_absent(tiny, plain):
     window = {"decoding_type": "Lookahead", "max_window_size": 3, "max_ngram_size": 3}
     members = [{"decoding_type": "NGram", "max_draft_len": 3}, window]
     for section in (window, {"decoding_type": "Compose", "mode": "merge", "members": members}):
         with engine_of(tiny.target, {"adaptive_draft_len": True, **section}) as engine:
-            complete(engine, PROMPTS, at_once=3)
+            for sampling, wanted in zip(({}, SAMPLED), plain):
+                assert complete(engine, PROMPTS, at_once=3, **sampling)[0] == wanted
             found = engine.stats()["speculation"]
         assert found["adaptive"]["nodes"] == [found["max_draft_len"]]

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.config.section import MEASURE_S, seconds_to_measure
-from outrider.engine import engine as engines
+from outrider.drafters.drafting import Drafting
 from outrider.engine import known_lengths
-from outrider.errors import StepMemoryError
+from outrider.errors import ConfigError, StepMemoryError
 from outrider.scheduler.loop import Loop
+from outrider.scheduler.scheduler import Scheduler
 from outrider.scheduler.step_costs import lengths_of
 from outrider.workers.group import LocalGroup
 
@@ -151,16 +152,32 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
         assert complete(engine, PROMPTS, at_once=3)[0] == wanted
 
 
-def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, caplog):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_start_whose_measuring_fails_serves_all_the_same(tiny, monkeypatch, caplog, overlaps):
+    """And its drafter closes what it opened."""
     monkeypatch.setenv(MEASURE_S, "60")
+    monkeypatch.setattr(LocalGroup, "is_concurrent", overlaps)
+    section = {**DRAFT, "speculative_model": tiny.draft, "adaptive_draft_len": True}
+    wanted = run(tiny.target, section)[0]
+    opened, steps = set(), []
+    add, close, plan = Loop.add, Drafting.close, Scheduler.schedule
+    monkeypatch.setattr(Loop, "add", lambda self, each: opened.add(each.id) or add(self, each))
 
-    def fails(*arguments):
-        raise StepMemoryError("out of memory")
+    def note_and_close(self, names):
+        opened.difference_update(names)
+        close(self, names)
 
-    wanted = run(tiny.target)[0]
-    monkeypatch.setattr(engines, "measure", fails)
-    assert run(tiny.target)[0] == wanted
+    def fails_late(self):
+        steps.append(None)
+        if len(steps) == 20:
+            raise StepMemoryError("out of memory")
+        return plan(self)
+
+    monkeypatch.setattr(Drafting, "close", note_and_close)
+    monkeypatch.setattr(Scheduler, "schedule", fails_late)
+    assert run(tiny.target, section)[0] == wanted
     assert "what steps cost is assumed" in caplog.text
+    assert not opened
 
 
 def test_a_start_measures_no_longer_than_it_may(tiny, monkeypatch):
@@ -185,7 +202,14 @@ def test_a_model_without_room_for_made_up_requests_is_served(tiny, monkeypatch):
         assert complete(engine, [[3, 4, 5]], max_tokens=4)[0]
 
 
-@pytest.mark.parametrize(("given", "seconds"), [("0.5", 0.5), ("0", 0.0), ("-1", 0.0), ("x", 2.0)])
+@pytest.mark.parametrize(("given", "seconds"), [("0.5", 0.5), ("0", 0.0), ("", 2.0)])
 def test_seconds_to_measure(monkeypatch, given, seconds):
     monkeypatch.setenv(MEASURE_S, given)
     assert seconds_to_measure() == seconds
+
+
+@pytest.mark.parametrize("given", ["-1", "x", "nan", "inf", "1e9"])
+def test_what_is_no_time_to_measure(tiny, monkeypatch, given):
+    monkeypatch.setenv(MEASURE_S, given)
+    with pytest.raises(ConfigError, match=f"{MEASURE_S}: '{given}' is no number of seconds"):
+        run(tiny.target)

@@ -111,6 +111,8 @@ def error_response(error: OutriderError, path: str) -> Response:
 
 async def _on_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, OutriderError)
+    if _told(error) != error.message:
+        log.error("%s %s failed: %s", request.method, request.url.path, error.message)
     return error_response(error, request.url.path)
 
 
