@@ -18,7 +18,7 @@ from outrider.scheduler.types import (
     ints,
 )
 from outrider.workers import seats
-from outrider.workers.verify import DrawSettings, block, rejection
+from outrider.workers.verify import DrawSettings, rejection
 from outrider.workers.verify import rules as layouts
 from outrider.workers.verify.rules import match
 
@@ -176,16 +176,16 @@ def rejection_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
 def block_outcomes(target: Target, prefix: Prefix, draft: Draft) -> Law:
     """The same for whole chains; a draft that branches is left to rejection, as the rule does."""
     rows, family, laws, seen = _weighed(target, prefix, draft)
-    if block.branching(rows, family).any():
+    if rejection.branching(rows, family).any():
         return rejection_outcomes(target, prefix, draft)
     law: Law = defaultdict(float)
     if not rows.drafted.any():
         return coupled_outcomes(target, prefix, draft)
-    chances = block.odds(rows, family, seen)
+    chances = rejection.chain_odds(rows, family, seen)
     for coins, chance in _coins(chances.accept, rows.drafted):
 
         def decide(tokens: np.ndarray, spare: np.ndarray, coins: np.ndarray = coins):
-            return block.decide(rows, family, chances, tokens, coins, spare)
+            return rejection.decide_chain(rows, family, chances, tokens, coins, spare)
 
         _enumerate_residual(rows, family, chances, laws, decide, chance, law)
     return law

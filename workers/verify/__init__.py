@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ...errors import ConfigError
-from .block import BlockVerification
 from .lossy import Relaxed, Synthetic, Typical
 from .process import DrawSettings, draw, draw_siblings
-from .rejection import Rejection
+from .rejection import BlockVerification, Rejection
 from .rules import Coupled, Rule, verify
 
 __all__ = ["RULES", "DrawSettings", "Rule", "draw", "draw_siblings", "make_rule", "verify"]

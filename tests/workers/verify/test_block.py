@@ -25,10 +25,10 @@ from outrider.tests.helpers.verification import (
 )
 from outrider.workers.verify import (
     DrawSettings,
-    block,
     draw_siblings,
     make_rule,
     noise,
+    rejection,
     verify,
 )
 from outrider.workers.verify.rules import rows_of
@@ -248,7 +248,7 @@ def test_a_mixed_batch():
 
 def test_coins_of_a_round_are_its_own():
     step = make_step([tree.chain([1, 2], "t")] * 2, sampling_rows(2, seeds=[4, 4]), [5, 6])
-    coins = block._coins(rows_of(step))
+    coins = rejection.round_coins(rows_of(step))
     assert len(set(coins.tolist())) == 6
     again = noise.uniform(np.array([4]), ints([7]), noise.ROUND_COINS + 5).item()
     assert coins[2] == again  # the node at position 6, whose own draw lands at 7
