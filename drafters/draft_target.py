@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DraftTargetConfig
+from ..config import DraftTargetConfig, PARDConfig
 from ..errors import OutriderError, WorkerDiedError, WorkerError
 from ..scheduler import tree
 from ..scheduler.blocks import BlockPool
@@ -61,6 +61,7 @@ from .protocol import (
     OwnWorkers,
 )
 from .speculation_cache import SpeculationCache, chain_of
+from .vocabulary import mask_token
 
 log = logging.getLogger(__name__)
 _ALL = 1 << 20  # more nodes than a sequence has: each is computed in a forward of its own
@@ -484,6 +485,22 @@ class DraftTarget(OwnWorkers, Drafter):
         if self._cache is not None:
             self._cache.clear()
         return True
+
+
+class PARD(DraftTarget):
+    """Drafts a chain in one forward (arXiv:2504.18583).
+
+    The model's input is what the target emitted and a mask token for every drafted token but the
+    first; the rows of the last emitted token and of the masks give the chain. No row depends on a
+    drafted token, so each is drawn from a distribution that is known before. The rows of masks are
+    no part of the model's cache, and an accepted token is computed in the next round.
+    """
+
+    name = "pard"
+
+    def __init__(self, config: PARDConfig, model: DraftModel) -> None:
+        self.mask_token = mask_token(config, model.vocab_size)
+        super().__init__(config, model)
 
 
 @dataclass(slots=True)

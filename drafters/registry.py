@@ -23,7 +23,7 @@ from ..config.speculation import LlamaMapConfig
 from ..scheduler.types import Request
 from . import vocabulary
 from .compose import Compose, Member
-from .draft_target import DraftTarget, Members
+from .draft_target import PARD, DraftTarget, Members
 from .files import check_writable
 from .head_drafters import Colocated, SeparateHead
 from .lookahead import Lookahead
@@ -32,9 +32,9 @@ from .lookup.base import LookupDrafter, Memory
 from .lookup.ngram import ngram, prompt_lookup
 from .lookup.ngram_map import MapK4VMemory, MapKMemory, SimpleMemory
 from .lookup.pool import PoolStore
-from .pard import PARD, mask_candidates, mask_token
 from .protocol import Drafter, DraftFault, DraftHost, DraftModel, DraftWait, NoDrafter
 from .user import User, find
+from .vocabulary import mask_candidates, mask_token
 
 if TYPE_CHECKING:
     from .heads.protocol import Head, TargetFacts

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..config import HeadConfig, PARDConfig
 from ..config.heads import Choice
 from ..drafters.heads.protocol import Head
-from ..drafters.pard import mask_token
+from ..drafters.vocabulary import mask_token
 from ..errors import CheckpointError, ConfigError
 from ..scheduler import tree
 from ..scheduler.types import (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...config import BlockConfig, DSparkConfig
 from ...errors import ConfigError
-from ..pard import MASK_KEYS
+from ..vocabulary import MASK_KEYS
 from .dflash import BlockModule, BlockOptions, Convolutions, even_layers, views_of
 from .llama_files import LlamaReader
 from .load import fail

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...config import Eagle3Config, EagleConfig, PEagleConfig
 from ...errors import ConfigError
-from ..pard import MASK_KEYS
+from ..vocabulary import MASK_KEYS
 from .eagle import BESIDE, Eagle1Module, Eagle3Module, Eagle3Options
 from .llama import LlamaModule, Temperature
 from .llama_files import LlamaReader, Origin

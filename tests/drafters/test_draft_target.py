@@ -7,9 +7,8 @@ import random
 import pytest
 
 from outrider.config import DraftTargetConfig, PARDConfig
-from outrider.drafters.draft_target import DraftTarget
+from outrider.drafters.draft_target import PARD, DraftTarget
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.pard import PARD
 from outrider.errors import WorkerDiedError
 
 from ..helpers.draft_model import (

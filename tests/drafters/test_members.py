@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from outrider.config import DraftTargetConfig, PARDConfig
-from outrider.drafters.draft_target import DraftTarget, Members
+from outrider.drafters.draft_target import PARD, DraftTarget, Members
 from outrider.drafters.drafting import Drafting
-from outrider.drafters.pard import PARD
 from outrider.drafters.protocol import SHORT_WAIT_S, DraftWait
 from outrider.errors import CheckpointError, WorkerDiedError
 

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...config.hub import reason
 from ...drafters.files import write_whole
-from ...drafters.pard import MASK_KEYS
+from ...drafters.vocabulary import MASK_KEYS
 from ...errors import CheckpointError, ConfigError
 from ..options import DraftOptions, PARDOptions
 from ..protocol import FrozenTarget, Losses, Method, TargetStates, Windows, open_model
