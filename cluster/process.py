@@ -33,7 +33,7 @@ def trim() -> bool:
         return False
 
 
-def keep_trimmed(every_s: float = _EVERY_S) -> None:
+def keep_trimmed() -> None:
     """Trims from a thread until the process ends; none of the other threads waits for it.
 
     Tensors of ever different sizes leave gaps in glibc's heap, which grows for hours although what
@@ -42,7 +42,7 @@ def keep_trimmed(every_s: float = _EVERY_S) -> None:
 
     def run() -> None:
         while True:
-            time.sleep(every_s)
+            time.sleep(_EVERY_S)
             trim()
 
     start_thread("trim", run)

@@ -57,7 +57,6 @@ class Sink(Protocol):
 
     def deliver(self, deltas: list[Delta]) -> None:
         """All of a step's deltas for this sink; must not block."""
-        ...
 
 
 class Engine(Changing):

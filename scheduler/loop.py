@@ -27,7 +27,6 @@ class Target(Protocol):
             WorkerError: a rank raised; the step came to nothing.
             WorkerDiedError: a rank is gone.
         """
-        ...
 
 
 class Drafting(Protocol):
@@ -35,33 +34,26 @@ class Drafting(Protocol):
 
     def open(self, requests: Sequence[Request]) -> None:
         """Requests are about to be served."""
-        ...
 
     def propose(self, batch: Batch) -> list[Draft]:
         """One draft per row, of at most `batch.max_nodes` nodes, `batch.max_depth` deep."""
-        ...
 
     @property
     def is_idle(self) -> bool:
         """Whether `propose` would return empty drafts, whatever the target emits."""
-        ...
 
     @property
     def ranks_draft(self) -> bool:
         """Whether the ranks keep every draft, so that a step need not wait for `propose`."""
-        ...
 
     def drafted(self, batch: Batch) -> list[Draft]:
         """The drafts of a step that was planned ahead, once the step before is observed."""
-        ...
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """What the target made of it."""
-        ...
 
     def close(self, request_ids: Sequence[str]) -> None:
         """Requests are done."""
-        ...
 
 
 class Loop:
@@ -147,11 +139,9 @@ class PostedTarget(Target, Protocol):
 
     def post(self, batch: Batch, drafts: Sequence[Draft]) -> None:
         """First half of `verify` (raises `WorkerDiedError`)."""
-        ...
 
     def collect(self) -> Verdict:
         """The verdict on the oldest posted step (raises as `verify` does)."""
-        ...
 
 
 class OverlapLoop(Loop):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..errors import (
@@ -481,17 +481,6 @@ BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 _JOIN_S = 10.0
 
 
-class Restartable(Protocol):
-    """The part of `WorkerGroup` that a restart needs."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    def restart(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
 class Backoff:
     """Pause before each attempt; `reset` after a success."""
 
@@ -524,7 +513,7 @@ class RestartPolicy:
         owned: whether the drafter owns the group, and so restarts it and shuts it down.
     """
 
-    def __init__(self, group: Restartable, *, owned: bool) -> None:
+    def __init__(self, group: WorkerGroup, *, owned: bool) -> None:
         self._group = group
         self._owned = owned
         self._backoff = Backoff()

@@ -39,19 +39,15 @@ class Constraint(Protocol):
             DeadEndError: there are none.
             ConstraintError: they cannot be computed.
         """
-        ...
 
     def forced(self) -> list[int]:
         """The tokens that must come next, whatever the model thinks."""
-        ...
 
     def consume(self, token: int) -> None:
         """Goes on by a token that is allowed and no end token (raises `ConstraintError`)."""
-        ...
 
     def rewind(self, num_tokens: int) -> None:
         """Takes back the last tokens consumed (raises `ConstraintError`)."""
-        ...
 
 
 def packed(allowed: NDArray[np.bool_]) -> IntArray:  # [vocab] -> [num_words]

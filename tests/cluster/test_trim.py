@@ -31,7 +31,8 @@ def test_gaps_are_given_back():
 def test_it_happens_by_itself(monkeypatch):
     calls = []
     monkeypatch.setattr("outrider.cluster.process.trim", lambda: calls.append(1))
-    keep_trimmed(0.01)
+    monkeypatch.setattr("outrider.cluster.process._EVERY_S", 0.01)
+    keep_trimmed()
     deadline = time.monotonic() + 20
     while len(calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

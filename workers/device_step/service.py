@@ -22,7 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -265,18 +265,8 @@ Work = Callable[[], None]
 Result = TypeVar("Result")
 
 
-class GraphApi(Protocol):
-    """What records work on a device for replay."""
-
-    def warm_up(self, work: Work) -> None:
-        """Runs `work` where it is going to be recorded, to compile its kernels."""
-
-    def capture(self, work: Work) -> Work:
-        """Records `work` and returns what replays it; its collectives are not executed."""
-
-
 class CudaGraphs:
-    """CUDA's graphs."""
+    """Records work on a device for replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -284,12 +274,14 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> None:
+        """Runs `work` where it is going to be recorded, to compile its kernels."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def capture(self, work: Work) -> Work:
+        """Records `work` and returns what replays it; its collectives are not executed."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's looks at the events of earlier collectives.
         with torch.cuda.graph(
@@ -326,7 +318,7 @@ class Captured:
     def capture(
         self,
         shapes: Iterable[StepShape],  # largest first
-        make_api: Callable[[], GraphApi],
+        make_api: Callable[[], CudaGraphs],
         stage: Callable[[StepShape], None],  # stages a step of padding alone
         *,
         shows_progress: bool = False,
@@ -350,7 +342,7 @@ class Captured:
             bar.close()
 
     def _captured(
-        self, shape: StepShape, api: GraphApi, stage: Callable[[StepShape], None]
+        self, shape: StepShape, api: CudaGraphs, stage: Callable[[StepShape], None]
     ) -> Work:
         def work() -> None:
             self._run(shape)
@@ -506,7 +498,7 @@ class DeviceStepService:
             )
         self.num_steps = 0
 
-    def capture(self, api: GraphApi | None = None) -> None:
+    def capture(self, api: CudaGraphs | None = None) -> None:
         """Captures every shape that a load can have; before the first step, on all ranks.
 
         A failure is logged, and steps are launched kernel by kernel, on every rank.

@@ -35,19 +35,15 @@ class EngineClient(Protocol):
         Raises:
             InvalidRequestError, OverloadedError, WorkerError, EngineDeadError.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Ends a request early; its generator still gives the last delta."""
-        ...
 
     async def count_resumable(self, stream_id: str, owner: str) -> dict[int, int]:
         """How many tokens of a stream's completions the engines keep; nothing changes."""
-        ...
 
     async def take(self, stream_id: str, owner: str) -> dict[int, ResumeTokens]:
         """What the engines keep of a stream, by completion; its requests end, wherever they run."""
-        ...
 
     async def tell(self, verb: EngineVerb, *arguments: Any) -> int:
         """Every engine does what its method `verb` does; how many engines there are.
@@ -56,7 +52,6 @@ class EngineClient(Protocol):
             EngineDeadError: one did not answer.
             OutriderError: the first that an engine raised.
         """
-        ...
 
     async def update_weights(self, target: str, drafter: str, mode: PauseMode) -> int:
         """Every engine, and those that are started later, serve other weights; how many there are.
@@ -71,7 +66,6 @@ class EngineClient(Protocol):
             CheckpointError, ConfigError: the weights do not fit; nothing has changed.
             WorkerError, EngineDeadError: an engine did not load them; it is going to, or ends.
         """
-        ...
 
     async def link_trainer(self, link: TrainerLink) -> int:
         """The ranks of every engine join a trainer's process group, or leave it; how many engines
@@ -84,7 +78,6 @@ class EngineClient(Protocol):
                 time; none has.
             WorkerError, EngineDeadError: an engine failed.
         """
-        ...
 
     async def take_weights(self, sent: SentWeights, mode: PauseMode) -> int:
         """Every engine serves what a trainer sends to all of them, or none does; how many there
@@ -94,11 +87,9 @@ class EngineClient(Protocol):
             ConfigError: they do not fit, or did not arrive everywhere; nothing has changed.
             WorkerError, EngineDeadError: an engine failed; it serves nothing until it gets others.
         """
-        ...
 
     async def drafters(self) -> dict[str, dict[str, Any]]:
         """`Engine.drafters()` of every replica."""
-        ...
 
     async def change_drafters(self, change: DrafterChange) -> tuple[int, tuple[str, ...]]:
         """Every engine, and those that are started later, draft otherwise.
@@ -114,11 +105,9 @@ class EngineClient(Protocol):
                 serve; those from before do.
             WorkerError, EngineDeadError: an engine did not change.
         """
-        ...
 
     async def adapters(self) -> dict[str, str]:
         """Folders of the LoRA adapters that engines serve, by name."""
-        ...
 
     async def change_adapters(self, adapters: dict[str, str]) -> int:
         """Every engine, and those that are started later, serve these LoRA adapters and no others;
@@ -128,23 +117,18 @@ class EngineClient(Protocol):
             ConfigError, CheckpointError: an adapter cannot be served; those from before are.
             WorkerError, EngineDeadError: an engine did not change.
         """
-        ...
 
     async def traces(self) -> dict[str, dict[str, Any]]:
         """`Engine.trace()` of every replica (raises `EngineDeadError` where one did not answer)."""
-        ...
 
     async def check(self) -> None:
         """Raises `EngineDeadError` where no engine can serve."""
-        ...
 
     async def stats(self) -> dict[str, dict[str, Any]]:
         """`Engine.stats()` of every replica."""
-        ...
 
     async def edge_metrics(self) -> list[Any]:
         """Prometheus families measured at every HTTP edge, this one included."""
-        ...
 
 
 class LocalClient:

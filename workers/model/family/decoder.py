@@ -286,13 +286,11 @@ class StateBlock(Protocol):
     @property
     def state(self) -> StateShape | None:
         """Its size; None: it keeps nothing."""
-        ...
 
     def __call__(
         self, states: Tensor, layer: int, step: StepContext
     ) -> Tensor:  # [num_tokens, hidden_size], alike
         """Reads and advances the states of the step's sequences."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
