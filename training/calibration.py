@@ -82,13 +82,9 @@ class TeacherForcedHead(HeadService):
         return chances.cpu().numpy(), hits.cpu().numpy()
 
     def draw(
-        self,
-        logits: Tensor,  # [num_rows, vocab]
-        sampling: SamplingRows,
-        seqs: NDArray[np.int64],  # [num_rows]
-        positions: IntArray,  # [num_rows]
-        ids: Tensor | None = None,  # [vocab]
-    ) -> Tensor:  # [num_rows]
+        self, logits: Tensor, sampling: SamplingRows, seqs: NDArray[np.int64], positions: IntArray,
+        ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         tokens = ints([self._texts[seq][at] for seq, at in zip(seqs, positions, strict=True)])
         truth = torch.from_numpy(tokens).to(logits.device, torch.int64)
         if ids is None:

@@ -263,13 +263,9 @@ class HeadRunner:
         self._cache.write(self.first_layer + layer, slots, key, value)
 
     def draw(
-        self,
-        logits: Tensor,  # [num_rows, vocab]
-        sampling: SamplingRows,
-        seqs: NDArray[np.int64],  # [num_rows]
-        positions: IntArray,  # [num_rows]
-        ids: Tensor | None = None,  # [vocab]
-    ) -> Tensor:  # [num_rows]
+        self, logits: Tensor, sampling: SamplingRows, seqs: NDArray[np.int64], positions: IntArray,
+        ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         logits = logits.float()
         if self._is_greedy(sampling, seqs):
             best = argmax(logits)

@@ -370,14 +370,9 @@ class EagleHead(TreeDraftingHead):
         )
 
     def advance(
-        self,
-        level: int,
-        token_ids: Tensor,  # [num_rows]
-        feature: Tensor,  # [num_rows, hidden_size]
-        positions: Tensor,  # [num_rows]
-        attend: Attend,
+        self, level: int, token_ids: Tensor, feature: Tensor, positions: Tensor, attend: Attend,
         host: HeadHost,
-    ) -> tuple[Tensor, Tensor]:  # [num_rows, hidden_size] each
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return self.module(self._embed(token_ids, host), feature, positions, attend)
 
     def _embed(self, token_ids: Tensor, host: HeadHost) -> Tensor:
@@ -451,13 +446,8 @@ class PEagleHead(EagleHead):
         return read.unflatten(0, (num_drafts, num_masks))
 
     def _advance(
-        self,
-        start: DraftStart,
-        state: Level,
-        tokens: Tensor,
-        above: Tensor | None,
-        host: HeadHost,
-    ) -> Level:
+        self, start: DraftStart, state: Level, tokens: Tensor, above: Tensor | None, host: HeadHost,
+    ) -> Level:  # fmt: skip
         size = start.read.shape[1]
         begin = state.depth * size
         return Level(state.feature, state.feature[:, :, begin : begin + size], state.depth + 1)

@@ -339,14 +339,9 @@ class MTPHead(TreeDraftingHead):
         return torch.cat(features, dim=-1), first
 
     def advance(
-        self,
-        level: int,
-        token_ids: Tensor,  # [num_rows]
-        feature: Tensor,  # [num_rows, num_modules * hidden_size]
-        positions: Tensor,  # [num_rows]
-        attend: Attend,
+        self, level: int, token_ids: Tensor, feature: Tensor, positions: Tensor, attend: Attend,
         host: HeadHost,
-    ) -> tuple[Tensor, Tensor]:  # [num_rows, num_modules * hidden_size]; [num_rows, hidden_size]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Runs every module whose feature a later level may read; returns the level's output."""
         count = len(self.module)
         above = feature.chunk(count, dim=-1)

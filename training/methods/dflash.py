@@ -304,13 +304,9 @@ class DSparkMethod(BlockMethod):
         return share * (apart * share_of).sum() + (1 - share) * cross
 
     def _further(
-        self,
-        logits: Tensor,
-        target_logits: Tensor,
-        read: Tensor,
-        previous: Tensor,
+        self, logits: Tensor, target_logits: Tensor, read: Tensor, previous: Tensor,
         weights: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The confidence's cross-entropy with the chance of acceptance, sum min(p, q).
 
         Drafts are not learnt from it.

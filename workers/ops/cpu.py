@@ -211,13 +211,9 @@ class CpuOps(TorchOps):
         return out
 
     def add_norm(
-        self,
-        residual: Tensor,  # [num_tokens, hidden_size], written
-        update: Tensor | None,  # [num_tokens, hidden_size]
-        after: Norm | None,
-        scale: float,
+        self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
         before: Norm | None,
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    ) -> Tensor:  # fmt: skip
         if update is None:
             return residual if before is None else self.norm(residual, before)
         num_rows, size = residual.shape
@@ -234,15 +230,9 @@ class CpuOps(TorchOps):
         return out
 
     def rope_store_attend(
-        self,
-        joined: Tensor,  # [num_tokens, spec.joined_width]
-        rotation: Rotation | None,
-        temperature: Tensor | None,  # [num_tokens] float32
-        plan: PagedStep,
-        cache: KVCache,
-        layer: int,
-        spec: AttentionSpec,
-    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
+        self, joined: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
         found = self.described(spec, cache.codes[layer])
         if not found.has_kernel:
             return super().rope_store_attend(

@@ -78,15 +78,9 @@ class InvariantOps(CpuOps):
         return self._angles[key].at(positions)
 
     def rope_store_attend(
-        self,
-        joined: Tensor,  # [num_tokens, spec.joined_width]
-        rotation: Rotation | None,
-        temperature: Tensor | None,  # [num_tokens] float32
-        plan: PagedStep,
-        cache: KVCache,
-        layer: int,
-        spec: AttentionSpec,
-    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
+        self, joined: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
         if spec.shared_values or not has_attention_kernel(spec, self._kernels.width):
             raise refused("its attention (latents, tiny or odd heads, very many per key) varies")
         return super().rope_store_attend(joined, rotation, temperature, plan, cache, layer, spec)

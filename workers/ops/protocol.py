@@ -8,7 +8,8 @@ implementation may return a buffer that its next call of the same verb overwrite
 `plan` and from a projection.
 
 No verb reads a value of a tensor on the host: what varies between steps is in tensors, what an
-implementation may branch on is in the frozen descriptions below and in shapes.
+implementation may branch on is in the frozen descriptions below and in shapes. Shapes are stated
+here, for all implementations.
 """
 
 from __future__ import annotations

@@ -46,12 +46,9 @@ class ReferenceOps:
         return plan_step(step, cache.block_size, cache.device)
 
     def warm_up(
-        self,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        block_size: int,
-        form: KVFormat | None = None,  # of keys and values; None: `dtype`
-    ) -> None:
+        self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
+        form: KVFormat | None = None,
+    ) -> None:  # fmt: skip
         """There is nothing to compile."""
 
     def adopt(self, plan: PagedStep) -> PagedStep:
@@ -76,26 +73,17 @@ class ReferenceOps:
         return rms_norm(states, norm)
 
     def add_norm(
-        self,
-        residual: Tensor,  # [num_tokens, hidden_size], written
-        update: Tensor | None,  # [num_tokens, hidden_size]
-        after: Norm | None,
-        scale: float,
+        self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
         before: Norm | None,
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    ) -> Tensor:  # fmt: skip
         if update is not None:
             residual.add_(update if after is None else self.norm(update, after), alpha=scale)
         return residual if before is None else self.norm(residual, before)
 
     def enter(
-        self,
-        embedded: Tensor,  # [num_tokens, embedding_size]
-        embedding_norm: Norm | None,
-        feature: Tensor,  # [num_tokens, hidden_size]
-        feature_norm: Norm | None,
-        *,
-        is_residual_normed: bool,
-    ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
+        self, embedded: Tensor, embedding_norm: Norm | None, feature: Tensor,
+        feature_norm: Norm | None, *, is_residual_normed: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         size = embedded.shape[1]
         both = feature.new_empty(len(feature), size + feature.shape[1])
         first = embedded if embedding_norm is None else self.norm(embedded, embedding_norm)
@@ -105,15 +93,9 @@ class ReferenceOps:
         return both, kept.clone(memory_format=torch.contiguous_format)
 
     def rope_store_attend(
-        self,
-        joined: Tensor,  # [num_tokens, spec.joined_width]
-        rotation: Rotation | None,
-        temperature: Tensor | None,  # [num_tokens] float32
-        plan: PagedStep,
-        cache: KVCache,
-        layer: int,
-        spec: AttentionSpec,
-    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
+        self, joined: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
         query, key, value = prepared_heads(joined, rotation, temperature, spec)
         keys, values, code = cache.keys[layer], cache.values[layer], cache.codes[layer]
         cache.write(layer, plan.slots.long(), key, None if spec.shared_values else value)

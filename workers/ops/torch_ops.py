@@ -118,14 +118,9 @@ class TorchOps(ReferenceOps):
         return out.to(states.dtype)
 
     def attend(
-        self,
-        query: Tensor,  # [num_tokens, num_heads, head_dim]
-        keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
-        values: Tensor,  # [num_slots, num_kv_heads, value_dim]
-        plan: PagedStep,
-        spec: AttentionSpec,
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: PagedStep, spec: AttentionSpec,
         code: KVCode | None = None,
-    ) -> Tensor:  # [num_tokens, num_heads, value_dim]
+    ) -> Tensor:  # fmt: skip
         """Sequence by sequence, so that none is padded."""
         out = query.new_empty(plan.num_tokens, spec.num_heads, spec.value_dim)
         for each in plan.passes or passes_of(plan):

@@ -74,12 +74,9 @@ class Rejection:
     name: ClassVar[str] = "rejection"
 
     def choose(
-        self,
-        rows: DraftRows,
-        sampling: SamplingRows,
-        draft_probs: DraftProbs | None,
+        self, rows: DraftRows, sampling: SamplingRows, draft_probs: DraftProbs | None,
         logits: Tensor,
-    ) -> Choice:
+    ) -> Choice:  # fmt: skip
         greedy = sampling.temperature[rows.seq] < GREEDY_BELOW
         if greedy.all() or not rows.drafted.any():  # nothing to weigh
             return match(rows, draw_rows(rows, sampling, logits))

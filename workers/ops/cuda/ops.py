@@ -34,10 +34,9 @@ from ...verify.device_settings import (
     PROMPT,
     DeviceEdits,
     DeviceSettings,
-    DeviceWalk,
     Settled,
 )
-from ..plan import DeviceLayout, DraftLevel, KeptDrafts, PagedStep, StagedStep
+from ..plan import PagedStep
 from ..protocol import (
     AttentionSpec,
     Experts,
@@ -504,12 +503,9 @@ class CudaOps(ReferenceOps):
         return form.dtype if is_known else torch.uint8
 
     def warm_up(
-        self,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        block_size: int,
+        self, specs: Iterable[AttentionSpec], dtype: torch.dtype, block_size: int,
         form: KVFormat | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if INTERPRETED.value:  # there is nothing to compile
             return
         begin, is_fixed = time.perf_counter(), self._splits == FIXED
@@ -533,39 +529,24 @@ class CudaOps(ReferenceOps):
         return elementwise.norm(states, norm)
 
     def add_norm(
-        self,
-        residual: Tensor,  # [num_tokens, hidden_size], written
-        update: Tensor | None,  # [num_tokens, hidden_size]
-        after: Norm | None,
-        scale: float,
+        self, residual: Tensor, update: Tensor | None, after: Norm | None, scale: float,
         before: Norm | None,
-    ) -> Tensor:  # [num_tokens, hidden_size]
+    ) -> Tensor:  # fmt: skip
         if update is None:
             return residual if before is None else elementwise.norm(residual, before)
         return elementwise.add_norm(residual, update, after, scale, before)
 
     def enter(
-        self,
-        embedded: Tensor,  # [num_tokens, embedding_size]
-        embedding_norm: Norm | None,
-        feature: Tensor,  # [num_tokens, hidden_size]
-        feature_norm: Norm | None,
-        *,
-        is_residual_normed: bool,
-    ) -> tuple[Tensor, Tensor]:  # [num_tokens, both sizes]; [num_tokens, hidden_size]
+        self, embedded: Tensor, embedding_norm: Norm | None, feature: Tensor,
+        feature_norm: Norm | None, *, is_residual_normed: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         parts = (embedded, embedding_norm, feature, feature_norm)
         return elementwise.enter(*parts, is_residual_normed=is_residual_normed)
 
     def rope_store_attend(
-        self,
-        joined: Tensor,  # [num_tokens, spec.joined_width]
-        rotation: Rotation | None,
-        temperature: Tensor | None,  # [num_tokens] float32
-        plan: PagedStep,
-        cache: KVCache,
-        layer: int,
-        spec: AttentionSpec,
-    ) -> Tensor:  # [num_tokens, num_heads * value_dim]
+        self, joined: Tensor, rotation: Rotation | None, temperature: Tensor | None,
+        plan: PagedStep, cache: KVCache, layer: int, spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
         keys, values, code = cache.keys[layer], cache.values[layer], cache.codes[layer]
         if can_prepare(spec):
             query = prepare_and_store(joined, rotation, temperature, plan, keys, values, spec, code)
@@ -585,62 +566,31 @@ class CudaOps(ReferenceOps):
     def edit_on_device(self, logits: Tensor, edits: DeviceEdits) -> None:
         edit(logits, edits, self.num_processors)
 
-    def logprobs_on_device(
-        self, logits: Tensor, tokens: Tensor, edits: DeviceEdits
-    ) -> tuple[Tensor, Tensor]:
-        return logprobs(logits, tokens, edits)
+    logprobs_on_device = staticmethod(logprobs)
 
     def gumbel_argmax_on_device(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        settings: DeviceSettings,
-        tokens: Tensor | int,
+        self, logits: Tensor, positions: Tensor, settings: DeviceSettings, tokens: Tensor | int,
         ahead: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return gumbel_argmax(logits, positions, settings, tokens, self.num_processors, ahead)
 
     def draw_on_device(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        settings: DeviceSettings,
+        self, logits: Tensor, positions: Tensor, settings: DeviceSettings,
         tokens: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return draw(logits, positions, settings, tokens, self.num_processors)
 
-    def lay_out_on_device(self, staged: StagedStep) -> DeviceLayout:
-        return lay_out(staged)
-
-    def settle_on_device(self, drawn: Tensor, walk: DeviceWalk) -> Settled:
-        return settle(drawn, walk)
+    lay_out_on_device = staticmethod(lay_out)
+    settle_on_device = staticmethod(settle)
 
     def move_on_device(
-        self,
-        cache: KVCache,
-        places: Tensor,
-        settled: Settled,
-        query_start: Tensor,
-        query_len: int,
-    ) -> None:
+        self, cache: KVCache, places: Tensor, settled: Settled, query_start: Tensor, query_len: int,
+    ) -> None:  # fmt: skip
         move(places, settled, query_start, query_len)
 
-    def keep_on_device(self, kept: KeptDrafts) -> None:
-        keep(kept)
-
-    def draft_slots_on_device(
-        self,
-        tables: Tensor,
-        known: Tensor,
-        block_size: int,
-        max_known: int,
-        first_spare: int,
-        room: int,
-    ) -> Tensor:
-        return draft_slots(tables, known, block_size, max_known, first_spare, room)
-
-    def draft_level_on_device(self, level: DraftLevel) -> PagedStep:
-        return draft_level(level)
+    keep_on_device = staticmethod(keep)
+    draft_slots_on_device = staticmethod(draft_slots)
+    draft_level_on_device = staticmethod(draft_level)
 
 
 class InvariantCudaOps(CudaOps):
