@@ -99,17 +99,11 @@ _DeployFields: Any = options_of(
     ServeConfig,
     _SERVE,
     (
-        "host",
-        "port",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "num_replicas",
-        "name",
-        "route_prefix",
+        "host", "port", "ssl_certfile", "ssl_keyfile", "num_replicas", "name", "route_prefix",
         "graceful_shutdown_timeout_s",
     ),
     defaults={"port": _PORT},
-)
+)  # fmt: skip
 
 
 class DeployOptions(_DeployFields):

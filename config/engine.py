@@ -17,7 +17,7 @@ from .compat.translate import FOREIGN, check_placed, translate_engine, translate
 from .hub import HfOverrides, is_hub_id
 from .section import SpeculationBase
 from .speculation import GROUP_NAME, NoSpeculation, SpeculativeConfig
-from .strict import Strict, at_key, check_foreign_names, parse, read_mapping
+from .strict import Strict, at_key, check_foreign_names, check_order, parse, read_mapping
 
 
 class ResourcesConfig(Strict):
@@ -450,12 +450,7 @@ class GroupAutoscalingConfig(Strict):
 
     @model_validator(mode="after")
     def _limits_in_order(self) -> GroupAutoscalingConfig:
-        if self.min_members > self.max_members:
-            raise at_key(
-                "min_members",
-                f"min_members ({self.min_members}) must not exceed max_members "
-                f"({self.max_members})",
-            )
+        check_order("min_members", self.min_members, "max_members", self.max_members)
         return self
 
 

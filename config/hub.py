@@ -3,6 +3,7 @@ are addresses in object storage; and why files of a checkpoint are not read, or 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +52,15 @@ def is_address(source: str) -> bool:
 def needs_folder(source: str) -> bool:
     """Whether `source` is an id, an address, or a GGUF file by its name: no folder as yet."""
     return source.lower().endswith(".gguf") or is_hub_id(source) or is_address(source)
+
+
+def stored_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json; empty where it cannot be read, which whoever loads it reports."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def only_pickled(folder: Path) -> str:

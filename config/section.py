@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .strict import Strict, at_key, tag
+from .strict import Strict, at_key, check_order, tag
 
 # Rules with keys of their own: the section's key -> the rule's parameter.
 RULE_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -244,12 +244,9 @@ class ShortestDraft(SpeculationBase):
 
     @model_validator(mode="after")
     def _lengths_in_order(self) -> ShortestDraft:
-        if 0 < self.draft_len < self.draft_min:
-            raise at_key(
-                "draft_min",
-                f"draft_min ({self.draft_min}) must not exceed max_draft_len "
-                f"({self.draft_len}): nothing would ever be drafted",
-            )
+        if self.draft_len:
+            why = ": nothing would ever be drafted"
+            check_order("draft_min", self.draft_min, "max_draft_len", self.draft_len, why)
         return self
 
 

@@ -30,7 +30,7 @@ from .section import (
     ShortestDraft,
     SpeculationBase,
 )
-from .strict import Strict, at_key, sections_in, tag
+from .strict import Strict, at_key, check_order, sections_in, tag
 
 
 class PromptLookupConfig(SpeculationBase):
@@ -103,12 +103,9 @@ class NGramModConfig(SpeculationBase):
 
     @model_validator(mode="after")
     def _lengths_in_order(self) -> NGramModConfig:
-        if 0 < self.draft_len < self.n_min:
-            raise at_key(
-                "n_min",
-                f"n_min ({self.n_min}) must not exceed max_draft_len ({self.draft_len}, "
-                "llama.cpp's n_max): nothing would ever be drafted",
-            )
+        if self.draft_len:
+            why = ", llama.cpp's n_max: nothing would ever be drafted"
+            check_order("n_min", self.n_min, "max_draft_len", self.draft_len, why)
         return self
 
 
@@ -199,12 +196,8 @@ class NGramConfig(SpeculationBase):
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> NGramConfig:
-        if self.min_matching_ngram_size > self.max_matching_ngram_size:
-            raise at_key(
-                "min_matching_ngram_size",
-                f"min_matching_ngram_size ({self.min_matching_ngram_size}) must not exceed "
-                f"max_matching_ngram_size ({self.max_matching_ngram_size})",
-            )
+        sizes = self.min_matching_ngram_size, self.max_matching_ngram_size
+        check_order("min_matching_ngram_size", sizes[0], "max_matching_ngram_size", sizes[1])
         return self
 
     @model_validator(mode="after")
@@ -320,12 +313,10 @@ class DraftModelConfig(PlacedConfig):
     @model_validator(mode="after")
     def _depth_in_order(self) -> DraftModelConfig:
         cache = self.speculation_cache
-        if cache is not None and cache.depth is not None and cache.depth > self.draft_len:
-            raise at_key(
-                "speculation_cache.depth",
-                f"speculation_cache.depth ({cache.depth}) must not exceed max_draft_len "
-                f"({self.draft_len}): more would never be verified",
-            )
+        if cache is not None and cache.depth is not None:
+            why = ": more would never be verified"
+            order = "speculation_cache.depth", cache.depth, "max_draft_len", self.draft_len
+            check_order(*order, why)
         return self
 
     @property

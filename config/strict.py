@@ -120,6 +120,12 @@ def at_key(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(_AT_KEY, "{message}", {"key": key, "message": message})
 
 
+def check_order(lower: str, low: float, upper: str, high: float, why: str = "") -> None:
+    """Raises as `at_key` where `low`, of the key `lower`, is more than `high`, of `upper`."""
+    if low > high:
+        raise at_key(lower, f"{lower} ({low}) must not exceed {upper} ({high}){why}")
+
+
 def _about(names: Sequence[str], key: str, message: str) -> ConfigError:
     """A complaint about a key of the section at `names`; a message may begin with the key."""
     name = ".".join([*names, key])

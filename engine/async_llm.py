@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from types import TracebackType
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from ..config import EngineConfig
@@ -249,12 +248,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     def _adapted(

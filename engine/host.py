@@ -421,10 +421,11 @@ class EngineHost:
         spec = self.target_group.spec.target
         assert spec is not None, "the group has a target"
         num_blocks = agreed_blocks(self.target_group.reports)[0]
-        return self._worker(
+        return worker_spec(
+            self._config,
             1,
             head=_at_its_place(section, spec.path),
-            head_target=self._model_spec(spec.path, num_blocks),
+            head_target=model_spec(self._config, spec.path, num_blocks),
         )
 
     def _target_worker(
@@ -438,8 +439,10 @@ class EngineHost:
         colocated = [s for _, s in draft_sections(config) if s.placement == "colocated"]
         draft = None
         if colocated:
-            draft = self._model_spec(colocated[0].speculative_model, colocated[0].num_kv_blocks)
-        return self._worker(
+            section = colocated[0]
+            draft = model_spec(self._config, section.speculative_model, section.num_kv_blocks)
+        return worker_spec(
+            self._config,
             config.num_ranks,
             stages=config.pipeline_parallel_size,
             rule=config.speculative_config.verification,
@@ -447,7 +450,7 @@ class EngineHost:
             device_step=config.device_step,
             symmetric_memory=config.symmetric_memory,
             target=replace(
-                self._model_spec(model, config.num_kv_blocks, config.max_model_len),
+                model_spec(self._config, model, config.num_kv_blocks, config.max_model_len),
                 deterministic=config.deterministic,
                 kv_dtype=config.kv_cache_dtype,
                 whole_experts=config.enable_expert_parallel,
@@ -466,22 +469,15 @@ class EngineHost:
     def _draft_worker(
         self, section: DraftModelConfig, config: EngineConfig | None = None
     ) -> WorkerSpec:
-        model = self._model_spec(section.speculative_model, section.num_kv_blocks)
+        model = model_spec(self._config, section.speculative_model, section.num_kv_blocks)
         num_scratch_blocks = _scratch_blocks(section, model.block_size)
         model = replace(model, num_scratch_blocks=num_scratch_blocks)
-        return self._worker(
+        return worker_spec(
+            self._config,
             draft_size(config or self._config, section),
             symmetric_memory=self._config.symmetric_memory,
             draft=model,
         )
-
-    def _worker(self, size: int, **parts: Any) -> WorkerSpec:
-        return worker_spec(self._config, size, **parts)
-
-    def _model_spec(
-        self, path: str, num_blocks: int | None, max_model_len: int | None = None
-    ) -> ModelSpec:
-        return model_spec(self._config, path, num_blocks, max_model_len)
 
 
 def worker_spec(config: EngineConfig, size: int, **parts: Any) -> WorkerSpec:

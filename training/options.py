@@ -257,12 +257,8 @@ class MTPOptions(PassOptions):
 
 
 SIZES = (
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
+    "hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+)  # fmt: skip
 
 
 class DraftOptions(Strict):

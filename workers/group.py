@@ -122,8 +122,7 @@ class WorkerGroup(ABC):
         self._is_discarded = False
         self._keep_blocks()
         self.is_asleep = False
-        for callback in self.on_restart:
-            callback()
+        self._begin_anew()
 
     def check_weights(self, weights: NewWeights) -> None:
         """Every rank looks at other weights' names and shapes; none is read.
@@ -237,8 +236,7 @@ class WorkerGroup(ABC):
             for each in self.reports
         ]
         self._keep_blocks()
-        for callback in self.on_restart:
-            callback()
+        self._begin_anew()
 
     def _keep_blocks(self) -> None:
         """Ranks that replace these have as many KV blocks, also where less is left: who plans steps

@@ -10,7 +10,6 @@ strict check reports it.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, shown_value
+from ..hub import stored_config
 from ..section import SpeculationBase
 from ..speculation import SECTIONS, ComposeConfig
 from ..strict import check_foreign_names, nearest, unknown_key, unknown_name
@@ -470,7 +470,7 @@ def _method_of(model: Any, at: str) -> str:
         return "draft_model"  # reported by the check
     if _is_name(model):
         return model
-    config = _read_config(Path(model))
+    config = stored_config(Path(model))
     kinds = [str(config.get(key)) for key in ("speculators_model_type", "model_type")]
     for kind in kinds:
         if isinstance(VLLM.methods.get(kind), Refused):
@@ -497,15 +497,6 @@ def _method_of(model: Any, at: str) -> str:
         ("eagle", "eagle" in folder),
     )
     return next((method for method, is_shown in signs if is_shown), "draft_model")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's configuration; empty where it cannot be read, which loading reports."""
-    try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _with_defaults(kind: Any, defaults: Conversion, given: list[Given], at: str) -> list[Given]:

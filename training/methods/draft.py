@@ -37,13 +37,8 @@ from .distil import Agreement, checked_mask, likeliest, rarest, soft_cross_entro
 
 # Beside the weights: what a text needs to become the same tokens as the target's.
 _CARRIED = (
-    "*token*.json",
-    "*.model",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "generation_config.json",
-)
+    "*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*", "generation_config.json",
+)  # fmt: skip
 
 
 class DraftMethod(Method):

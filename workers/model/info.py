@@ -6,14 +6,13 @@ needs an outline and no more. transformers is imported where a configuration is 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ...config.hub import reason
+from ...config.hub import reason, stored_config
 from ...errors import CheckpointError, ConfigError
 from .checkpoint.hub import Trust, read_mapping, require_checkpoint
 from .checkpoint.pooling import lacks_output_layer
@@ -315,11 +314,9 @@ def stated_context(path: Path) -> int | None:
 
 def _stated(path: Path) -> dict[str, Any]:
     """config.json of the text part; empty where whoever reads it in full reports why."""
-    try:
-        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return dict(data.get("text_config") or data)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return {}
+    data = stored_config(path)
+    text = data.get("text_config")
+    return text if isinstance(text, dict) and text else data
 
 
 def check_length(max_model_len: int, limit: int) -> None:

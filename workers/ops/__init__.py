@@ -22,22 +22,10 @@ from .reference import ReferenceOps
 from .torch_ops import TorchOps
 
 __all__ = [
-    "DeviceLayout",
-    "DeviceOps",
-    "DraftLevel",
-    "KeptDrafts",
-    "Ops",
-    "PagedStep",
-    "PlannedOps",
-    "ReferenceOps",
-    "StagedStep",
-    "c_compiler",
-    "make_invariant_ops",
-    "make_ops",
-    "max_latent_heads",
-    "missing_kernels",
-    "plan_step",
-]
+    "DeviceLayout", "DeviceOps", "DraftLevel", "KeptDrafts", "Ops", "PagedStep", "PlannedOps",
+    "ReferenceOps", "StagedStep", "c_compiler", "make_invariant_ops", "make_ops",
+    "max_latent_heads", "missing_kernels", "plan_step",
+]  # fmt: skip
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from ....config.hub import stored_config
 from ....errors import CheckpointError
 
 _SCALED = ("float-quantized", "int-quantized", "naive-quantized")
@@ -106,12 +106,7 @@ def find_format(path: Path) -> WeightFormat | None:
     Raises:
         CheckpointError: in a way that is not read; names the format and the field.
     """
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # reported by whoever reads the configuration
-    if not isinstance(config, dict):
-        return None
+    config = stored_config(path)
     inner = config.get("text_config")
     for each in (config, inner if isinstance(inner, dict) else {}):
         section = each.get("quantization_config") or each.get("compression_config")

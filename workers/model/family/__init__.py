@@ -6,14 +6,6 @@ from .load import build_family, build_layers
 from .spec import FamilySpec, read_spec, recurrent_layers, without_attention
 
 __all__ = [
-    "Adapters",
-    "FamilyModel",
-    "FamilyRunner",
-    "FamilySpec",
-    "LayerStack",
-    "build_family",
-    "build_layers",
-    "read_spec",
-    "recurrent_layers",
-    "without_attention",
-]
+    "Adapters", "FamilyModel", "FamilyRunner", "FamilySpec", "LayerStack", "build_family",
+    "build_layers", "read_spec", "recurrent_layers", "without_attention",
+]  # fmt: skip
