@@ -283,11 +283,7 @@ def _place(
 
 
 def _no_room(
-    group: GroupEstimate,
-    bundle: Bundle,
-    strategy: str,
-    left: list[_Left],
-    per_bundle: int,
+    group: GroupEstimate, bundle: Bundle, strategy: str, left: list[_Left], per_bundle: int
 ) -> ConfigError:
     """Names the group, what it asks for, and what every node has left."""
     asked = ", ".join(f"{count:g} {name}" for name, count in bundle.items() if count != 0.001)

@@ -319,8 +319,7 @@ class EngineConfig(Strict):
         if self.takes_adapters and self.forward == "bridge":
             key = "lora_modules" if self.lora_modules else "enable_lora"
             raise at_key(
-                key,
-                f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'",
+                key, f"{key}: not available with forward 'bridge'; allowed: 'auto', 'family'"
             )
         return self
 

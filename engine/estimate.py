@@ -126,7 +126,7 @@ def estimate(config: EngineConfig, num_gpus: float) -> list[GroupEstimate]:
             made.append(
                 GroupEstimate(
                     "draft model", field.replace("speculative_model", "draft_tensor_parallel_size"),
-                    config.device, draft.size, draft.rank(), drafts=True,
+                    config.device, draft.size, draft.rank(), drafts=True
                 )
             )  # fmt: skip
     own, fed = None, set[int]()

@@ -222,11 +222,7 @@ def preflight(
 
 
 def _check_models(
-    config: EngineConfig,
-    mistaken: Set[str],
-    errors: list[ConfigError] | None,
-    *,
-    is_local: bool,
+    config: EngineConfig, mistaken: Set[str], errors: list[ConfigError] | None, *, is_local: bool
 ) -> dict[str, Any]:
     """Compares all weights' names and shapes with the models; what these contain.
 

@@ -571,8 +571,7 @@ class Changing(ABC):
     def check_weights(self, target: str, drafter: str = "") -> None:
         """Whether `update_weights` would take these; raises as it does, and changes nothing."""
         self._change(
-            "keep",
-            lambda: self._host.check_weights(self._host.changes(target, drafter), drafter),
+            "keep", lambda: self._host.check_weights(self._host.changes(target, drafter), drafter)
         )
 
     def add_adapter(self, name: str, path: str) -> None:

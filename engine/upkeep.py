@@ -204,13 +204,7 @@ class Upkeep:
         """
         (link,) = checked_link(
             TrainerLink(
-                group_name,
-                master_address,
-                master_port,
-                rank_offset,
-                world_size,
-                backend,
-                timeout_s,
+                group_name, master_address, master_port, rank_offset, world_size, backend, timeout_s
             ),
             [self.engine.num_sent_ranks()],
         )

@@ -105,12 +105,7 @@ class RequestTimer:
         self._times["prefill"].observe(times.prefill_s)
         self._times["first_token"].observe(times.queue_s + times.prefill_s)
 
-    def end(
-        self,
-        reason: str,
-        ended: RequestRecord,
-        first_s: float | None,
-    ) -> None:
+    def end(self, reason: str, ended: RequestRecord, first_s: float | None) -> None:
         """A request has ended, for `reason`.
 
         Args:

@@ -46,12 +46,7 @@ _LACK = "the engine waits for weights from a trainer"
 _PUBLISH_S = 0.05  # between two messages to an ingress that have nothing but the load
 # What of a delta, and of its usage, a flat list has.
 _FLAT = attrgetter(
-    "request_id",
-    "token_ids",
-    "num_accepted",
-    "finish_reason",
-    "stop_token_id",
-    "num_cached_tokens",
+    "request_id", "token_ids", "num_accepted", "finish_reason", "stop_token_id", "num_cached_tokens"
 )
 _USAGE = attrgetter(*(each.name for each in fields(SpeculationUsage)))
 Failure = tuple[str, str, str, str | None]  # request, kind of error, message, field

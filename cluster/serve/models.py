@@ -55,9 +55,7 @@ class WeightsNote:
     weights_id: str = ""  # of the note that named the weights; "": this one
     drafters: tuple[str, ...] = ()  # names, once engines have them
     adapters: dict[str, str] | None = None  # folders by name; None: those of the configuration
-    sent: str = (
-        ""  # of weights that a trainer has sent, newer than `target`, which are in no folder
-    )
+    sent: str = ""  # id of weights that a trainer has sent, newer than `target`, in no folder
 
     def after(self, before: WeightsNote | None) -> WeightsNote:
         """This note, with what only the one before has named."""

@@ -90,9 +90,7 @@ def read_config(path: Path, **trust: Unpack[Trust]) -> Any:
             config = _as_other(data, path)
         else:
             config = AutoConfig.from_pretrained(
-                path,
-                local_files_only=True,
-                trust_remote_code=trust.get("trust_remote_code", False),
+                path, local_files_only=True, trust_remote_code=trust.get("trust_remote_code", False)
             )
     except (
         ValueError,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collective import Collective
+from .checkpoint.weights import TensorSource
 from .info import Heads, Range, split
 
 COLUMN = ("gate_proj", "up_proj")
@@ -37,6 +38,26 @@ class Shard:
     @property
     def length(self) -> int:
         return max(self.padded_len, sum(end - begin for begin, end in self.ranges))
+
+
+def read_part(source: TensorSource, shard: Shard | None, dim: int | None = None) -> Tensor:
+    """What a rank holds of a tensor.
+
+    Args:
+        dim: the only dimension that is cut; None: whichever the shard names.
+    """
+    box = tuple((0, size) for size in source.shape)
+    if shard is None or dim not in (None, shard.dim):
+        return source.read(box)
+    pieces = [
+        source.read((*box[: shard.dim], span, *box[shard.dim + 1 :])) for span in shard.ranges
+    ]
+    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
+    if (short := shard.length - tensor.shape[shard.dim]) > 0:
+        shape = list(tensor.shape)
+        shape[shard.dim] = short
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=shard.dim)
+    return tensor
 
 
 @dataclass(slots=True)

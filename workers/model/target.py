@@ -52,7 +52,7 @@ from .family import (
 )
 from .info import STAGES_FIELD, TESTED, ModelInfo, model_heads, read_model
 from .paged import ForwardChoice, PagedModel
-from .sharding import Shard, ShardPlan, connect, plan_shards, plan_vocabulary
+from .sharding import ShardPlan, connect, plan_shards, plan_vocabulary, read_part
 from .stages import Stage, StageCut, StageRunner
 
 
@@ -101,7 +101,7 @@ def load_weights(
     """Read this rank's part of every tensor that it holds and put it in place."""
     stored, empty = {name: checkpoint.source(name) for name in checkpoint.names}, model.state_dict()
     for name, source in fitting_sources(model, stored, checkpoint.path, is_held).items():
-        tensor = _read(source, plan.shards.get(name)).to(device=device, dtype=empty[name].dtype)
+        tensor = read_part(source, plan.shards.get(name)).to(device=device, dtype=empty[name].dtype)
         if name in plan.rank0_only and rank:
             tensor = torch.zeros_like(tensor)
         _place(model, name, tensor)
@@ -109,7 +109,7 @@ def load_weights(
         if (own := checkpoint.coded.get(name)) is None:
             _place(model, name, _get(model, owner))
             continue
-        tensor = _read(own, plan.shards.get(owner)).to(device=device, dtype=empty[name].dtype)
+        tensor = read_part(own, plan.shards.get(owner)).to(device=device, dtype=empty[name].dtype)
         _place(model, name, tensor)
 
 
@@ -153,26 +153,11 @@ def _twins(
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{names[id(module)]}.{leaf}"
-                tensor = _read(sources[tied.get(full, full)], None)
+                tensor = read_part(sources[tied.get(full, full)], None)
                 twin._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
         return twin
 
     return [whole(module) for module in modules]
-
-
-def _read(source: TensorSource, shard: Shard | None) -> Tensor:
-    box = tuple((0, size) for size in source.shape)
-    if shard is None:
-        return source.read(box)
-    pieces = [
-        source.read((*box[: shard.dim], span, *box[shard.dim + 1 :])) for span in shard.ranges
-    ]
-    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
-    if (short := shard.length - tensor.shape[shard.dim]) > 0:
-        shape = list(tensor.shape)
-        shape[shard.dim] = short
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=shard.dim)
-    return tensor
 
 
 def _get(model: nn.Module, name: str) -> Tensor:

@@ -313,10 +313,7 @@ class SharedEnd:
     """
 
     def __init__(
-        self,
-        servers: Sequence[socket.socket],
-        secret: bytes,
-        handler: Callable[[int, Any], Any],
+        self, servers: Sequence[socket.socket], secret: bytes, handler: Callable[[int, Any], Any]
     ) -> None:
         self._handler = handler
         self._joined: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()

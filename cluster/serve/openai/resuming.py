@@ -123,8 +123,7 @@ class ResumableStream:
         """Raises `InvalidRequestError` where the client's marks are not those of `count`."""
         if len(self._marks) != count:
             raise InvalidRequestError.at(
-                "resume",
-                f"positions of {len(self._marks)} completions, but the stream has {count}",
+                "resume", f"positions of {len(self._marks)} completions, but the stream has {count}"
             )
 
     def mark(self, index: int) -> Mark:

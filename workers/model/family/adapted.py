@@ -21,8 +21,7 @@ from ....scheduler.types import IntArray
 from ...ops import Ops
 from ...ops.protocol import Projection
 from ..checkpoint.adapters import Adapter, adaptable
-from ..checkpoint.weights import TensorSource
-from ..sharding import Shard, ShardPlan
+from ..sharding import Shard, ShardPlan, read_part
 
 Block = TypeVar("Block")
 
@@ -143,8 +142,8 @@ class Adapters:
         pairs = {}
         for name, part in parts.items():
             shard = linears[name].shard
-            down = _read(part.down, shard, 1)
-            up = _read(part.up, shard, 0).float() * part.scale
+            down = read_part(part.down, shard, 1)
+            up = read_part(part.up, shard, 0).float() * part.scale
             pairs[name] = _Pair(
                 down.to(self._device, self._dtype), up.to(self._device, self._dtype)
             )
@@ -213,15 +212,3 @@ def without_adapters(part: Block) -> Block:
     plain = {name: without_adapters(value) for name, value in held.items()}
     changes = {name: value for name, value in plain.items() if value is not held[name]}
     return replace(part, **changes) if changes else part
-
-
-def _read(source: TensorSource, shard: Shard | None, dim: int) -> Tensor:
-    """This rank's part of a matrix whose dimension `dim` is the linear's."""
-    box = [(0, size) for size in source.shape]
-    if shard is None or shard.dim != dim:
-        return source.read(tuple(box))
-    pieces = []
-    for span in shard.ranges:
-        box[dim] = span
-        pieces.append(source.read(tuple(box)))
-    return torch.cat(pieces, dim=dim)

@@ -265,10 +265,7 @@ def nothing(states: Tensor) -> None:
 
 
 def build_alone(
-    builder: Builder,
-    module: Any,
-    name: str,
-    attention: Callable[[Any, str], AttentionBlock],
+    builder: Builder, module: Any, name: str, attention: Callable[[Any, str], AttentionBlock]
 ) -> Layer:
     """The layer of Nemotron-H's `module`; `attention` makes the block of a mixer with attention."""
     mixer, path = module.mixer, f"{name}.mixer"

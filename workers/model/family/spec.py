@@ -212,9 +212,7 @@ def _falcon_h1(config: Any, spec: FamilySpec) -> FamilySpec | str:
     if has_bias and (config.attention_in_multiplier, config.ssm_in_multiplier) != (1.0, 1.0):
         return "its products have biases, and what they read is multiplied"
     return replace(
-        spec,
-        embedding_scale=config.embedding_multiplier,
-        logit_scale=config.lm_head_multiplier,
+        spec, embedding_scale=config.embedding_multiplier, logit_scale=config.lm_head_multiplier
     )
 
 
