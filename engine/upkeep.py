@@ -20,6 +20,7 @@ from .weights import (
     checked_mode,
     checked_sleep,
     checked_tags,
+    kept_scales,
     sent_weights,
 )
 
@@ -89,7 +90,8 @@ class Upkeep:
                             "it replaces the weights of the one drafter that has some; here there "
                             "is none, or there are several",
                         )
-                    paths[name], made[name] = self._states.folder(given, beside, name)
+                    scales = kept_scales(self.config, beside) if name == "weights" else None
+                    paths[name], made[name] = self._states.folder(given, beside, name, scales)
             count = self.engine.update_weights(paths["weights"], paths["drafter"], mode)
         except BaseException:
             for folder in made.values():

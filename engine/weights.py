@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..config import ComposeConfig, NoSpeculation, SpeculationBase
+from ..config import ComposeConfig, EngineConfig, NoSpeculation, SpeculationBase
 from ..config.compat.translate import translate_section
 from ..config.speculation import SHARED_KEYS
 from ..errors import (
@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..workers.model.checkpoint.hub import require_name
 from ..workers.spec import SentWeights, TrainerLink
+from .checkpoints import trust
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,12 +141,19 @@ class SavedStates:
 
     _kept: dict[str, Path] = field(default_factory=dict)  # by "model" and "drafter"
 
-    def folder(self, weights: Weights, beside: str, name: str) -> tuple[str, Path | None]:
+    def folder(
+        self,
+        weights: Weights,
+        beside: str,
+        name: str,
+        scales: Mapping[str, Tensor] | None = None,
+    ) -> tuple[str, Path | None]:
         """The absolute folder of `weights`, and the same where it was made here.
 
         Args:
             beside: folder of the weights that they replace, whose configuration they have.
             name: of the argument.
+            scales: of the KV cache, which stay where tensors come without.
 
         Raises:
             InvalidRequestError: `weights` are neither a path nor tensors by name.
@@ -162,7 +170,7 @@ class SavedStates:
                 for file in Path(beside).glob(pattern):
                     if not file.name.endswith(_INDEX):
                         shutil.copyfile(file, made / file.name)
-            _write(_pairs(weights, name), made, name)
+            _write(_with_scales(_pairs(weights, name), scales or {}), made, name)
         except OSError as error:
             self.drop(made)
             raise CheckpointError.at(name, f"cannot be written to {str(made)!r}: {error}") from None
@@ -188,6 +196,19 @@ class SavedStates:
             self.drop(self._kept.popitem()[1])
 
 
+def kept_scales(config: EngineConfig, folder: str) -> Mapping[str, Tensor]:
+    """Scales of the KV cache that the target in `folder` is served with, by tensors' names.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint any more.
+    """
+    from ..workers.model.checkpoint.weights import Checkpoint
+
+    if config.kv_cache_dtype == "auto":
+        return {}
+    return Checkpoint(Path(folder), **trust(config)).kv_scale_tensors()
+
+
 def _pairs(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a state dict in either form, one at a time."""
     from torch import Tensor
@@ -207,6 +228,20 @@ def _pairs(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             case _:
                 kind = type(entry).__name__
                 raise InvalidRequestError.at(name, f"expected pairs of name and tensor, got {kind}")
+
+
+def _with_scales(
+    pairs: Iterable[tuple[str, Tensor]], scales: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The pairs, and `scales` where they have none of their own."""
+    from ..workers.model.checkpoint.weights import is_kv_scale
+
+    has_own = False
+    for key, tensor in pairs:
+        has_own = has_own or is_kv_scale(key)
+        yield key, tensor
+    if not has_own:
+        yield from scales.items()
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from ..config import HeadConfig
 from ..drafters.heads.protocol import TargetFacts
 from ..drafters.protocol import Drafted, DraftStep, HeadAnswer, HeadAsk
 from ..drafters.registry import captured_layers, check_head
-from ..errors import ConfigError, OutriderError
+from ..errors import CheckpointError, ConfigError, OutriderError
 from ..scheduler.types import StepPlan, Verdict
 from .attention import KV_FORMATS
 from .collective import Agreement, Collective, TrainerGroup, gpu_of
@@ -32,7 +32,7 @@ from .head import HeadService
 from .model.checkpoint.adapters import FIELD, open_adapters
 from .model.checkpoint.hub import local_folder
 from .model.checkpoint.pooling import Pooler, Pooling, read_pooling
-from .model.checkpoint.weights import Checkpoint
+from .model.checkpoint.weights import Checkpoint, Received
 from .model.fit import (
     ServedModel,
     Serving,
@@ -217,13 +217,18 @@ class Worker:
             return answer
         self._staged = ("", {})
         received: dict[str, torch.Tensor] = {}
+        field = "group_name"
         try:
             dtypes = [getattr(torch, dtype) for dtype in message.dtypes]
             tensors = self._trainers[message.group].receive(dtypes, message.shapes)
             received.update(zip(message.names, tensors, strict=True))
+            if spec.kv_dtype in KV_FORMATS:
+                Received(spec.folder, received, **spec.trust).kv_scales()
         except RuntimeError as error:  # torch's: the trainer is gone, or too late
             reason = f"the weights did not arrive: {' '.join(str(error).split())[:300]}"
-        answer = self._agreed("group_name", reason)
+        except CheckpointError as error:
+            field, reason = "names", error.message
+        answer = self._agreed(field, reason)
         if answer.problem:
             return answer
         if message.until == "stage":
@@ -369,7 +374,10 @@ class Worker:
             if form is not None:
                 stage, count = self._stage, self._models[name].info.num_layers
                 first = 0 if stage is None else stage.layers(count).start
-                self._models[name].keep_kv_as(form, Checkpoint(folder, **spec.trust), first)
+                scales = Checkpoint(folder, **spec.trust)
+                if sent is not None:
+                    scales = Received(folder, sent, **spec.trust)
+                self._models[name].keep_kv_as(form, scales, first)
             if name == "draft" and self._models[name].keeps_states:
                 raise ConfigError.at(
                     "speculative_config.speculative_model",
@@ -511,6 +519,8 @@ class Worker:
                     size = spec.tensor_parallel_size
                     folder = replace(model, path=path).folder
                     self._served[name].check(folder, size, **model.trust)
+                    if model.kv_dtype in KV_FORMATS:
+                        Checkpoint(folder, **model.trust).kv_scales()
             field = "drafter"
             if weights.head and spec.head is not None and spec.target is not None:
                 self._check_head(spec.head.model_copy(update={"speculative_model": weights.head}))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from outrider.config import EngineConfig
 from outrider.engine.estimate import estimate
@@ -23,7 +20,7 @@ from ..helpers.device_step.ops import TensorOps
 from ..helpers.engines import complete, engine_of, random_prompts
 from ..helpers.head_files import eagle_tensors, write_eagle
 from ..helpers.hybrid import VOCAB, write_hybrid
-from ..helpers.models import write_guessable
+from ..helpers.models import with_scales, write_guessable
 from ..workers.model.conftest import checkpoint  # noqa: F401
 
 PROMPTS = random_prompts(5, 90, longest=40)
@@ -112,15 +109,6 @@ def test_bytes_of_a_token(target):
         ) as engine:  # fmt: skip
             blocks.append(engine.stats()["kv"]["num_blocks"])
     assert blocks == [(1 << 20) // (16 * wanted * size) for size in (8, 5)]
-
-
-def with_scales(source: str, folder: Path, **scales: object) -> Path:
-    copied = Path(shutil.copytree(source, folder))
-    tensors = load_file(copied / "model.safetensors")
-    for name, value in scales.items():
-        tensors[f"model.layers.1.self_attn.{name.replace('__', '.')}"] = torch.tensor(value)
-    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
-    return copied
 
 
 @pytest.mark.parametrize(

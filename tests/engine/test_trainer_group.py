@@ -11,10 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from outrider import LLM
-from outrider.errors import ConfigError, InvalidRequestError, WorkerError
+from outrider.errors import CheckpointError, ConfigError, InvalidRequestError, WorkerError
 from outrider.workers.collective import TrainerGroup
 
 from ..helpers.engines import complete, plain_outputs, random_prompts
+from ..helpers.models import with_scales
 
 PROMPTS = random_prompts(6, 96)
 
@@ -45,7 +46,7 @@ class Trainer:
         (self.group,) = made
 
     def update(self, folder: str, **changes: Any) -> int:
-        state = load_file(Path(folder, "model.safetensors"))
+        state = state_of(folder)
         names = list(state)
         given = {
             "names": names,
@@ -61,6 +62,10 @@ class Trainer:
         finally:
             if not changes:
                 sending.join()
+
+
+def state_of(folder: str) -> dict[str, Any]:
+    return load_file(Path(folder, "model.safetensors"))
 
 
 def llm_of(model: str, **options: Any) -> LLM:
@@ -110,7 +115,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(tiny_with_tokenize
         with pytest.raises(ConfigError, match="no group 'weights' was joined"):
             llm.update_weights_from_distributed([], [], [])
         trainer = Trainer(llm, 1)
-        state = load_file(Path(tiny.draft, "model.safetensors"))
+        state = state_of(tiny.draft)
         names = list(state)
         dtypes, shapes = [state[n].dtype for n in names], [tuple(state[n].shape) for n in names]
         for changes, message in (
@@ -177,3 +182,36 @@ def test_sleep(tiny_with_tokenizer):
         llm.resume_generation()
         assert complete(llm.engine, PROMPTS)[0] == wanted(tiny.target)
         assert "sent" not in llm.stats()["weights"]
+
+
+def test_scales_of_the_cache_stay_unless_others_come(tiny_with_tokenizer, tmp_path):
+    """From a trainer, and with a state dict; one that is none is refused, and nothing changes."""
+    options = {"kv_cache_dtype": "fp8", "deterministic": True}
+    names = ("k_scale", "v_scale")
+    folders = [tiny_with_tokenizer.target]
+    for index, scales in enumerate(((0.02, 0.5), (0.05, 0.3), (0.0, 1.0))):
+        given = dict(zip(names, scales, strict=True))
+        folders.append(str(with_scales(folders[0], tmp_path / str(index), **given)))
+    none, scaled, others, wrong = folders
+
+    def says(llm: LLM) -> Any:
+        return complete(llm.engine, PROMPTS, at_once=1)[0]
+
+    texts = {}
+    for folder in (none, scaled, others):
+        with llm_of(folder, **options) as llm:
+            texts[folder] = says(llm)
+    assert len({str(text) for text in texts.values()}) == 3
+    with llm_of(scaled, **options) as llm:
+        trainer = Trainer(llm, 1)
+        for update in (trainer.update, lambda folder: llm.update_weights(state_of(folder))):
+            update(none)
+            assert says(llm) == texts[scaled]
+            update(others)
+            assert says(llm) == texts[others]
+            with pytest.raises((CheckpointError, ConfigError), match="one number above 0"):
+                update(wrong)
+            assert says(llm) == texts[others]
+            llm.update_weights(scaled)
+            assert says(llm) == texts[scaled]
+        assert llm.stats()["num_restarts"] == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from .frontend import EOS, VOCAB_SIZE
 
@@ -93,3 +94,13 @@ def skip_other(variant, forward):
         pytest.skip("served by the bridge alone")
     if forward == "bridge" and variant in RECURRENT:
         pytest.skip("served by the family alone")
+
+
+def with_scales(source: str, folder: Path, **scales: object) -> Path:
+    """A copy of a checkpoint, with scales of the KV cache in layer 1."""
+    copied = Path(shutil.copytree(source, folder))
+    tensors = load_file(copied / "model.safetensors")
+    for name, value in scales.items():
+        tensors[f"model.layers.1.self_attn.{name.replace('__', '.')}"] = torch.tensor(value)
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    return copied

@@ -175,6 +175,11 @@ _KV_SCALE = re.compile(
 )
 
 
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor is no weight, but a scale of the KV cache."""
+    return _KV_SCALE.search(name) is not None
+
+
 class Checkpoint:
     """The weight files of one folder. Counts what is read, so that tests can check it.
 
@@ -206,8 +211,7 @@ class Checkpoint:
         self._index = self._read_index()
         own = self.format.weights(self._index) if self.format else None
         stored = {name: name for name in self._index} if own is None else own
-        self._scales = {name: found for name in self._index if (found := _KV_SCALE.search(name))}
-        self._stored = {name: each for name, each in stored.items() if name not in self._scales}
+        self._stored = {name: each for name, each in stored.items() if not is_kv_scale(name)}
         self.keeps = keeps_quantised  # of a quantised format
         if keeps_codes and (kind := self.format) is not None and not kind.is_float:
             coded = [each for each in self._stored if kind.stored_name(each, self._index)]
@@ -234,8 +238,7 @@ class Checkpoint:
             CheckpointError: a scale is not one finite number above 0; names it.
         """
         found: dict[int, list[float]] = {}
-        for name, match in self._scales.items():
-            tensor = self._piece(name).read(whole_box(self._piece(name).shape))
+        for name, tensor in self.kv_scale_tensors().items():
             scale = float(tensor) if tensor.numel() == 1 else math.nan
             if not 0 < scale < math.inf:
                 raise CheckpointError(
@@ -243,12 +246,19 @@ class Checkpoint:
                     f"be one number above 0; it has shape {list(tensor.shape)}, and begins with "
                     f"{tensor.flatten()[:1].tolist()}"
                 )
+            match = _KV_SCALE.search(name)
+            assert match is not None, name
             layer, which = int(match["layer"]), match["which"] or match["projection"]
             pair = found.setdefault(layer, [1.0, 1.0])
             for place, key in enumerate("kv"):
                 if key in which:
                     pair[place] = scale
         return {layer: (keys, values) for layer, (keys, values) in found.items()}
+
+    def kv_scale_tensors(self) -> dict[str, Tensor]:
+        """The scales of the KV cache, as they are stored."""
+        pieces = {name: self._piece(name) for name in self._index if is_kv_scale(name)}
+        return {name: each.read(whole_box(each.shape)) for name, each in pieces.items()}
 
     def _require_plain(self, name: str) -> None:
         """Raises `CheckpointError` for values that mean nothing without a scale."""
@@ -317,18 +327,23 @@ class Checkpoint:
 
 
 class Received(Checkpoint):
-    """Weights that are in memory, in the place of those of a folder whose other files hold."""
+    """Weights that are in memory, in the place of those of a folder whose other files hold.
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    Where they have no scales of the KV cache, those of the folder stay.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], **trust: Unpack[Trust]) -> None:
         self.path, self._tensors, self.format, self.coded = path, tensors, None, {}
+        self._trust = trust
         self.num_elements_read = 0
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._tensors)
+        return sorted(name for name in self._tensors if not is_kv_scale(name))
 
-    def kv_scales(self) -> dict[int, tuple[float, float]]:
-        return {}
+    def kv_scale_tensors(self) -> dict[str, Tensor]:
+        own = {name: each for name, each in self._tensors.items() if is_kv_scale(name)}
+        return own or Checkpoint(self.path, **self._trust).kv_scale_tensors()
 
     def source(self, name: str) -> TensorSource:
         return Whole(self._tensors[name])
