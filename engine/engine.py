@@ -238,6 +238,7 @@ class Engine(Changing):
             "num_failed_steps": self._num_failed_steps,
             **self._recoveries.stats(),
             "workers": self._host.workers(),
+            "world_size": len(self._host.target_group.reports),
             "paused": self.is_paused,
             "sleeping": sorted(self._asleep),
             "weights": self.weights(),

@@ -170,6 +170,7 @@ class FakeEngine:
         return {
             "running": len(self._running),
             "waiting": 0,
+            "world_size": 2,
             "paused": bool(self.pauses),
             "sleeping": bool(self.sleeps) and self.sleeps[-1][0] > 0,
             "kv": {"num_blocks": 8, "num_free_blocks": 8 - len(self._running), "block_size": 16},

@@ -467,6 +467,12 @@ class Trace(TypedDict):
     runs: list[EngineTrace]
 
 
+class WorldSize(TypedDict):
+    """How many ranks the engines have together, or one of them."""
+
+    world_size: int
+
+
 class Paused(TypedDict):
     """Whether an engine is paused."""
 

@@ -130,6 +130,7 @@ GETS: dict[str, tuple[Any, str]] = {
     "/admin/drafters": (answers.Drafters, "The drafters of every engine."),
     "/admin/adaptation": (answers.Adaptations, "Online adaptation of every engine."),
     "/admin/trace": (answers.Trace, "The trace, for `outrider simulate`."),
+    "/get_world_size": (answers.WorldSize, "How many ranks the engines have."),
     "/is_paused": (answers.Paused, "Whether an engine is paused."),
     "/is_sleeping": (answers.Sleeping, "Whether an engine sleeps."),
     "/stats": (answers.Stats, "Statistics of engines and drafters."),
@@ -160,6 +161,10 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/resume": {},
     "/sleep": {"level": {"enum": [1, 2], "default": 1}, "mode": _MODE},
     "/wake_up": {"tags": _TAGS},
+    "/get_world_size": {
+        "include_dp": {"type": "boolean", "default": True},
+        "model": {"type": "string"},
+    },
     "/admin/drafters/{name}": {"model": {"type": "string"}},
     "/admin/trace": {"model": {"type": "string"}},  # by GET
 }

@@ -187,7 +187,7 @@ def admin_routes(models: Models) -> list[Route]:
 
 
 def _trainer_routes(models: Models) -> list[Route]:
-    """Weights from a trainer's process group, under SGLang's names."""
+    """Weights from a trainer's process group, under SGLang's names, and vLLM's of its size."""
 
     async def join(request: Request) -> Response:
         body = await _prepared(models, request, partial(parse, InitGroupBody))
@@ -213,11 +213,22 @@ def _trainer_routes(models: Models) -> list[Route]:
         link = TrainerLink(body.group_name)
         return done("left", await models.find(body.model).client.link_trainer(link))
 
+    async def world_size(request: Request) -> Response:
+        query = query_of(request.query_params, QUERIES["/get_world_size"])
+        include_dp = query.get("include_dp", "true")
+        if include_dp not in ("true", "false"):
+            raise InvalidRequestError.at("include_dp", f"{shown_value(include_dp)}: true or false")
+        engines = await models.find(query.get("model")).client.stats()
+        sizes = [each.get("world_size", 0) for each in engines.values()]
+        size = sum(sizes) if include_dp == "true" else max(sizes, default=0)
+        return JSONResponse({"world_size": size})
+
     def done(what: str, count: int) -> Response:
         message = f"{count} engines: {what}"
         return JSONResponse({"success": True, "message": message, "num_engines": count})
 
     return [
+        Route("/get_world_size", world_size),
         Route("/init_weights_update_group", join, methods=["POST"]),
         Route("/update_weights_from_distributed", update, methods=["POST"]),
         Route("/destroy_weights_update_group", leave, methods=["POST"]),

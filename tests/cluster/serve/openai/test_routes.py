@@ -443,6 +443,12 @@ def test_weights_from_a_trainer(server: Server) -> None:
         "/update_weights_from_distributed",
         "/destroy_weights_update_group",
     )
+    for query, size in (("", 2), ("?include_dp=true", 2), ("?include_dp=false&model=tiny", 2)):
+        assert server.http.get(f"/get_world_size{query}").json() == {"world_size": size}
+    for query, name in (("?include_dp=1", "include_dp"), ("?dp=true", "dp")):
+        refused = server.http.get(f"/get_world_size{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert server.http.get("/get_world_size?model=other").status_code == 404
     group = {"master_address": "trainer", "master_port": 5, "world_size": 3}
     joined = asked(join, **group).json()
     assert joined == {"success": True, "message": "1 engines: joined", "num_engines": 1}
