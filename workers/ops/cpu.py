@@ -25,6 +25,7 @@ from .experts import PackedMixture, PanelMixture, fits_panels, route, routing_ke
 from .kernels import (
     FLOAT,
     GROUP,
+    HAS_TILES,
     INT,
     LANES,
     STRIDE,
@@ -61,7 +62,7 @@ from .kernels.prepare import (
     read_layer,
     read_step,
 )
-from .kernels.tiles import BLOCK, MAX_QUERIES, TILE, panel_bytes, whole_row
+from .kernels.tiles import BLOCK, MAX_QUERIES, TILE, most_keys, panel_bytes, whole_row
 from .kernels.vector import Claims
 from .plan import PagedStep, plan_step
 from .protocol import (
@@ -162,8 +163,9 @@ class CpuOps(TorchOps):
 
     def alignment_of(self, block_size: int) -> int:
         """At multiples of how many keys the first tile of a row's attention begins."""
-        if self.is_invariant and block_size <= TILE:
-            return TILE // block_size * block_size
+        size = most_keys(HAS_TILES and self.dtype == torch.bfloat16)
+        if self.is_invariant and block_size <= size:
+            return size // block_size * block_size
         return block_size
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Projection:

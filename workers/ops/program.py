@@ -32,7 +32,7 @@ from .cpu import (
     kernels_of,
     weight_address,
 )
-from .kernels import GROUP, INT, LANES, STRIDE, VOID, Kernel, Kind, compiled
+from .kernels import GROUP, INT, LANES, PANEL, STRIDE, VOID, Kernel, Kind, compiled
 from .kernels.panels import SCRATCH_BYTES, kind_of
 from .kernels.prepare import item64
 from .kernels.program import (
@@ -429,12 +429,12 @@ class Helpers:
             self._counters = np.zeros(num_counters, dtype=np.int64)
         self._counters[:num_counters] = 0
         size = program.scratch_bytes
-        if len(self._scratch) < num_threads * size:
-            self._scratch = np.zeros(num_threads * size, dtype=np.uint8)
+        if len(self._scratch) < num_threads * size + PANEL:
+            self._scratch = np.zeros(num_threads * size + PANEL, dtype=np.uint8)
         kernel, functions, _ = _compiled_for(program.ops.dtype)
         step = next(self._steps)
         self._gate[0] = step
-        scratch = self._scratch.ctypes.data
+        scratch = -(-self._scratch.ctypes.data // PANEL) * PANEL  # vectors in whole lines
         common = (
             phases.ctypes.data, len(phases), variables.ctypes.data, functions.ctypes.data,
             self._counters.ctypes.data, self._gate.ctypes.data, step, num_threads,

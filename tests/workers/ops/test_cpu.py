@@ -111,6 +111,19 @@ def test_attention(name, dtype):
                 assert_close(kept, expected)
 
 
+def test_scores_far_from_that_of_the_first_key():
+    """Hundreds of powers of two apart, with and without a sink, in whole and in cut tiles."""
+    rng, sinks = np.random.default_rng(0), torch.tensor([900.0, -900.0, 0.0, 100.0])
+    for spec in (AttentionSpec(4, 2, 16, 16, 40.0), AttentionSpec(4, 2, 16, 16, 40.0, sinks=sinks)):
+        for lengths, trees in (
+            ([(0, 300)], [[]]),
+            ([(400, 1), (290, 40)], [random_tree(rng, 5), []]),
+        ):
+            step, num_blocks = step_of(rng, lengths, trees, 16)
+            (mine, theirs), _ = attend_both(spec, torch.bfloat16, step, num_blocks, 16, 0)
+            assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_codes_round_as_torch_does(name, dtype):

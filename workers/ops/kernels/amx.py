@@ -214,6 +214,69 @@ def _emit_rounded(
                 emit_masked_store(builder, value, place, 2, masks[at])
 
 
+def _score_panels(num_steps: int) -> Any:
+    """Dots of as many rows as tiles have with panels of keys; 0: over any number of steps.
+
+    `score(queries, to_query, keys, steps, num_panels, out, to_out)`: queries of few steps stay in
+    tiles.
+    """
+
+    @instruction
+    def score(
+        _: Any, queries: Any, to_query: Any, keys: Any, steps: Any, num_panels: Any, out: Any,
+        to_out: Any,
+    ) -> Any:  # fmt: skip
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            queries, to_query, keys, steps, num_panels, out, to_out = arguments
+            to_group = builder.mul(steps, I64(STEP * STRIDE))
+
+            def left(tile: int, step: Any) -> None:
+                place = builder.add(queries, builder.mul(step, I64(_LINE)))
+                _emit_load(builder, tile, place, to_query)
+
+            def multiply(panel: Any, step: Any, by: int, right: int) -> None:
+                place = builder.add(panel, builder.mul(step, I64(STEP * STRIDE)))
+                _emit_load(builder, right, place, I64(STRIDE))
+                _emit_tile(builder, "tdpbf16ps", I8(0), I8(by), I8(right))
+
+            for step in range(num_steps):
+                left(_LEFT[step], I64(step))
+            with cgutils.for_range(builder, num_panels) as loop:
+                group = builder.mul(builder.lshr(loop.index, I64(2)), to_group)
+                at = builder.mul(builder.and_(loop.index, I64(3)), I64(PANEL))
+                panel = builder.add(keys, builder.add(group, at))
+                _emit_tile(builder, "tilezero", I8(0))
+                for step in range(num_steps):
+                    multiply(panel, I64(step), _LEFT[step], _RIGHT[step])
+                if not num_steps:
+                    with cgutils.for_range(builder, steps) as inner:
+                        left(_LEFT[0], inner.index)
+                        multiply(panel, inner.index, _LEFT[0], _RIGHT[0])
+                _emit_store(
+                    builder, 0, builder.add(out, builder.mul(loop.index, I64(_LINE))), to_out
+                )
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), emit
+
+    return score
+
+
+SCORE_ONE, SCORE_TWO, SCORE_ANY = (_score_panels(num_steps) for num_steps in (1, 2, 0))
+
+
+@inlined
+def score_panels_of(rows, keys, steps, num_panels, out):
+    """Dots of as many rows as tiles have with panels of keys, over whole steps of units."""
+    x, to_x, o, to_o = rows.start, rows.to_row, out.start, out.to_row
+    if steps == 1:
+        SCORE_ONE(x, to_x, keys, steps, num_panels, o, to_o)
+    elif steps == 2:
+        SCORE_TWO(x, to_x, keys, steps, num_panels, o, to_o)
+    else:
+        SCORE_ANY(x, to_x, keys, steps, num_panels, o, to_o)
+
+
 FOUR_PANELS, TWO_PANELS = amx_tile(1), amx_tile(2)
 
 

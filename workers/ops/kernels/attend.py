@@ -5,10 +5,10 @@ Of each sequence, up to `MAX_QUERIES` rows times heads are computed in one pass 
 their turns with a tile, while the next one is read from memory in its order (`vector.py`). All
 queries of a key head are computed together, over keys that are laid out first (`tiles.py`) unless
 there are up to four queries (`score_tile`). `BLOCK` queries at a time go from scores to results, so
-that scores stay in the first cache, and leave out the keys behind the last that they see. Scores
-and sums are float32; weights are of the kernel's kind, and those of bfloat16 are as precise as it
-needs (`weight_of`). A row's results do not depend on what else is in a pass, as long as it begins
-at the same key.
+that scores stay in the first cache, and leave out the keys behind the last that they see; with AMX
+`blocks.py` does that. Scores and sums are float32; weights are of the kernel's kind, and those of
+bfloat16 are as precise as it needs (`weight_of`). A row's results do not depend on what else is in
+a pass, as long as it begins at the same key.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from numba.core import cgutils, types
 
 from . import GROUP, LANES, UNIT, Matrix, inlined
-from .amx import ROWS as TILE_ROWS
-from .amx import STEP, uses_tiles
-from .panels import QUAD, begin_tiles, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
+from .amx import uses_tiles
+from .blocks import attend_blocks
+from .panels import QUAD, emit_indices, emit_products, emit_quad, emit_zip, end_tiles
 from .prepare import item
 from .tiles import (
     BLOCK,
@@ -32,6 +32,7 @@ from .tiles import (
     KeySequence,
     add_panels,
     begin_query,
+    cap,
     decode_rows,
     find_slots,
     first_visible,
@@ -54,12 +55,10 @@ from .vector import (
     Ahead,
     add,
     constant,
-    div,
     emit_fetch_lines,
     emit_load,
     emit_mask,
     emit_store,
-    exp,
     fma,
     greatest,
     instruction,
@@ -74,7 +73,6 @@ from .vector import (
     store,
     store_one,
     store_some,
-    sub,
     total,
     unit_done,
     weight_of,
@@ -244,16 +242,6 @@ def add_few(kind, panels, weights, num_queries, values, num_values, dim, results
 
 
 @inlined
-def cap(scores, num_keys, scale, softcap):
-    """Scores become tanh(scale * score / softcap) * softcap, by way of exp."""
-    one, two, most = splat(np.float32(1)), splat(np.float32(2)), splat(softcap)
-    factor = splat(np.float32(2) * scale / softcap)
-    for key in range(0, num_keys, LANES):
-        grown = exp(mul(load(FULL, scores + key * 4), factor))
-        store(FULL, scores + key * 4, mul(sub(one, div(two, add(grown, one))), most))
-
-
-@inlined
 def _raise_peak(work, query, num_keys, scale, dim):
     """A query's running maximum, with its sum and its result so far scaled to fit it."""
     place, peak_of = row_of(work.scores, query), work.peaks + query * 4
@@ -337,6 +325,9 @@ def _attend_tile(
     few, panels = are_few(kind, num_queries, dim), work.panels
     if not few:
         lay_out(kind, panels, keys, values, ahead, tile, dim, value_dim)
+    if uses_tiles(kind.tag, 0):
+        attend_blocks(kind, work, first_row, num_queries, tile, sequence, step, layer)
+        return
     for first in range(0, num_queries, BLOCK):
         count, part = min(BLOCK, num_queries - first), work_of(work, first, panels.slots)
         num_keys = 0
@@ -348,8 +339,6 @@ def _attend_tile(
             score_few(kind, panels, queries, count, keys, ahead, tile.num_keys, dim, scores)
         if num_keys == 0:
             continue
-        if first == 0 or count < TILE_ROWS:
-            begin_tiles(kind, count, STEP)
         if not few:
             score_panels(kind, panels, queries, count, num_keys, dim, scores)
         for query in range(count):
@@ -396,11 +385,11 @@ def _attend_tiles(kind, work, first_row, num_queries, heads, span, cache, sequen
         values = keys
     block_size, panels = step.block_size, work.panels
     slots, next_slots = panels.slots, panels.slots + TILE * 8
-    tile = tile_from(span[0] // step.alignment * step.alignment, span[1], block_size)
+    tile = tile_from(kind, span[0] // step.alignment * step.alignment, span[1], block_size)
     bits = 0 if heads.num_heads == layer.num_kv_heads else 2
     find_slots(slots, tile, sequence.blocks, block_size)
     while tile.num_keys > 0:
-        next_tile = tile_from(tile.begin + tile.num_keys, span[1], block_size)
+        next_tile = tile_from(kind, tile.begin + tile.num_keys, span[1], block_size)
         find_slots(next_slots, next_tile, sequence.blocks, block_size)
         for index in range(heads.num_heads):
             quad = index * num_quads

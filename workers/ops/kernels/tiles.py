@@ -12,12 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from . import GROUP, HAS_TILES, LANES, PANEL, STRIDE, UNIT, Matrix, inlined
-from .amx import whole_steps
+from .amx import uses_tiles, whole_steps
 from .panels import FLOATS, QUAD, group_rows, transpose_quad, zip_rows
 from .prepare import INT64, item, item64
 from .vector import (
     FULL,
+    add,
+    div,
+    exp,
     fetch_lines,
+    load,
     load_codes,
     load_one,
     load_some,
@@ -27,6 +31,7 @@ from .vector import (
     store,
     store_one,
     store_some,
+    sub,
 )
 
 # Which keys a row sees (`ops/plan.py`): those before it, its ancestors in a tree, a window.
@@ -121,7 +126,25 @@ def hide(scores, row, num_keys, begin, sequence, step, layer):
     _hide_keys(scores, end, whole_pairs(num_keys))
 
 
-TILE = 256  # keys
+@inlined
+def cap(scores, num_keys, scale, softcap):
+    """Scores become tanh(scale * score / softcap) * softcap, by way of exp."""
+    one, two, most = splat(np.float32(1)), splat(np.float32(2)), splat(softcap)
+    factor = splat(np.float32(2) * scale / softcap)
+    for key in range(0, num_keys, LANES):
+        grown = exp(mul(load(FULL, scores + key * 4), factor))
+        store(FULL, scores + key * 4, mul(sub(one, div(two, add(grown, one))), most))
+
+
+TILE = 256  # keys, at most
+
+
+def most_keys(by_tiles: bool) -> int:
+    """Of a tile: with AMX keys, values and scores stay in the first cache together."""
+    return TILE // 2 if by_tiles else TILE
+
+
+_most_keys = inlined(most_keys)
 
 
 class Panels(NamedTuple):
@@ -202,10 +225,11 @@ def whole_pairs(count):
 
 
 @inlined
-def tile_from(begin, last, block_size):
+def tile_from(kind, begin, last, block_size):
     """Neighbouring keys before `last`, whole blocks of them or in one block; there may be none."""
-    most = TILE // block_size * block_size if block_size <= TILE else TILE
-    if block_size > TILE:
+    size = _most_keys(uses_tiles(kind.tag, 0))
+    most = size // block_size * block_size if block_size <= size else size
+    if block_size > size:
         most = min(most, block_size - begin % block_size)
     return Tile(begin, max(min(most, last - begin), 0))
 
@@ -251,20 +275,30 @@ def _lay_keys(panels, keys, ahead, first, units, whole):
 
 
 @inlined
+def pair_of(kind, unit):
+    """Which of a tile's pairs of keys is a unit of weights (`weight_pairs`)."""
+    if not uses_tiles(kind.tag, 0):
+        return unit
+    return unit // 16 * 16 + unit % 16 // 4 * 2 + unit % 4 // 2 * 8 + unit % 2
+
+
+@inlined
 def _lay_values(kind, panels, values, num_values, dim):
     per_unit = UNIT // kind.width
     to_group = TILE // per_unit * STRIDE
-    units = (num_values + per_unit - 1) // per_unit
+    units = whole_steps(kind, (num_values + per_unit - 1) // per_unit)
     for begin in range(0, dim, LANES):
         source = values.start + begin * kind.width
         out = panels.values + begin // GROUP * to_group + begin % GROUP * UNIT
         for unit in range(units):
-            slot = panels.slots + unit * per_unit * 8
+            key = pair_of(kind, unit) * per_unit
+            if key >= num_values:
+                store(FULL, out + unit * STRIDE, splat(np.float32(0)))
+                continue
+            slot = panels.slots + key * 8
             first = source + item64(slot, 0) * values.to_row
             second = source + item64(slot, per_unit - 1) * values.to_row
             zip_rows(kind.tag, first, second, dim - begin, out + unit * STRIDE)
-        for unit in range(units, whole_steps(kind, units)):
-            store(FULL, out + unit * STRIDE, splat(np.float32(0)))
 
 
 @inlined
