@@ -28,6 +28,8 @@ class HeadConfig(PlacedConfig):
     """colocated: in the target's ranks; separate: in a worker of its own."""
     feature_transport: Literal["auto", "socket", "distributed"] = "auto"
     """separate: how hidden states are sent."""
+    p_min: float = Field(0.0, ge=0, le=1)
+    """A draft ends, or loses the branch, where its best token is less likely."""
     draft_tensor_parallel_size: Literal[1] = 1
     """vLLM's key; a head is not sharded."""
 

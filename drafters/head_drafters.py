@@ -24,6 +24,8 @@ class Colocated(Drafter):
         is_chain: no draft branches.
     """
 
+    takes_min_prob = True
+
     def __init__(self, name: str, *, is_chain: bool = False) -> None:
         self.name, self.needs = name, Needs(shape="chain" if is_chain else "tree")
         self._drafts: dict[str, tuple[int, Draft]] = {}  # (number of known tokens, draft)

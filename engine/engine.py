@@ -211,7 +211,8 @@ class Engine(Changing):
             names = ", ".join(each.name for each in asked) or "none"
             raise InvalidRequestError.at(
                 "speculation.min_prob",
-                f"only draft models and Suffix take it; asked here: {names}",
+                f"only drafters with probabilities take it (draft models, heads, Suffix); asked "
+                f"here: {names}",
             )
 
     def abort(self, request_id: str) -> None:

@@ -223,6 +223,7 @@ class SamplingRows:
     # [num_seqs], rivals of every known token that the step computes, the root excepted; -1 is none
     num_prompt_logprobs: IntArray | None = None  # None: no request needs them
     pools: NDArray[np.bool_] | None = None  # [num_seqs], embeddings or scores; None: of none
+    min_probs: FloatArray | None = None  # [num_seqs], as of `SeatSettings`; None: all negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,12 +500,13 @@ class SeatSettings:
     bias_values: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # alike
     adapter: str = ""  # empty: the model alone
     pools: bool = False  # an embedding or score is asked for
+    min_prob: float = -1.0  # as of `SpeculationOptions`, for a head; negative: the head's own
 
     @classmethod
     def of(cls, request: Request) -> SeatSettings:
         """What the target's ranks keep of a request."""
         sampling = request.sampling
-        biases = sampling.logit_bias
+        biases, least = sampling.logit_bias, request.speculation.min_prob
         return cls(
             seed=request.seed,
             temperature=sampling.temperature,
@@ -524,6 +526,7 @@ class SeatSettings:
             bias_values=np.array(list(biases.values()), dtype=np.float32),
             adapter=request.adapter,
             pools=request.pools,
+            min_prob=-1.0 if least is None else least,
         )
 
     @classmethod

@@ -64,7 +64,8 @@ class TeacherForcedHead(HeadService):
     def __init__(
         self, config: HeadConfig, model: PagedModel, path: Path, max_num_seqs: int
     ) -> None:
-        super().__init__(config, model, path, max_num_seqs)
+        whole = config.model_copy(update={"p_min": 0.0})
+        super().__init__(whole, model, path, max_num_seqs)
         self.drop_program()  # it draws by itself
         self._texts: Sequence[IntArray] = ()
         self._chances: list[Tensor] = []  # per level, [num_rows]

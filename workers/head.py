@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from ..config import HeadConfig
 from ..drafters.heads.protocol import (
     Attend,
+    Cut,
     DraftLevels,
     Frontier,
     TargetFacts,
+    Trees,
     Verified,
     drafts_of,
     frontier,
+    log_of_best,
 )
 from ..drafters.heads.tree_drafting import draft, follows, is_plain, joined, runs
 from ..scheduler.types import IntArray, NextDrafts, SamplingRows, StepInput, Verdict, ints
@@ -77,7 +80,7 @@ class HeadRunner:
         self.capture = tuple(sorted(set(self.head.capture)))  # layers whose inputs it reads
         self._embedding, self._output = ends
         self.planned, self._max_num_seqs = planned, max_num_seqs
-        self._shares_noise = config.shares_noise
+        self._shares_noise, self._p_min = config.shares_noise, config.p_min
         self._cache: KVCache | None = None
         self.block_size = 0  # set by `attach`
         self.first_layer = first_layer
@@ -187,14 +190,21 @@ class HeadRunner:
         depth, choose = self.head.room, None
         if step.max_nodes is not None:
             depth = min(depth, int(step.max_nodes[ends.seqs].max()))
-        if not self._is_greedy(step.sampling, ends.seqs):
+        cut = self.cut(step.sampling, ends.seqs)
+        if cut is not None or not self._is_greedy(step.sampling, ends.seqs):
 
             def choose(logits: Tensor, level: int) -> Tensor:
+                if cut is not None:
+                    cut.see(log_of_best(logits)[:, None])
                 positions = ints(ends.lens + level)
                 return self.draw(logits, step.sampling, ends.seqs, positions, self.head.target_ids)
 
         tokens = program.run(done, ends, depth, self._cache, self.first_layer, choose)
-        return drafts_of(step, ends, tokens, ints(np.arange(-1, tokens.shape[1] - 1)))
+        sizes = None
+        if cut is not None:
+            sizes = cut.of(Trees(torch.from_numpy(tokens), None)).sizes
+        parents = ints(np.arange(-1, tokens.shape[1] - 1))
+        return drafts_of(step, ends, tokens, parents, None if sizes is None else sizes.numpy())
 
     def _no_drafts(self, num_seqs: int) -> NextDrafts:
         if len(self._nothing.lens) != num_seqs:
@@ -261,6 +271,13 @@ class HeadRunner:
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         assert self._cache is not None, "no cache is attached"
         self._cache.write(self.first_layer + layer, slots, key, value)
+
+    def cut(self, sampling: SamplingRows, seqs: NDArray[np.int64]) -> Cut | None:
+        least = np.full(len(seqs), self._p_min, dtype=np.float32)
+        if sampling.min_probs is not None:
+            own = sampling.min_probs[seqs]
+            least = np.where(own < 0, least, own)
+        return Cut(torch.from_numpy(least).to(self.target.device)) if least.any() else None
 
     def draw(
         self, logits: Tensor, sampling: SamplingRows, seqs: NDArray[np.int64], positions: IntArray,

@@ -230,6 +230,7 @@ _COLUMNS = np.dtype(
         ("num_prompt_logprobs", np.int32),
         ("min_tokens", np.int32),
         ("pools", np.bool_),
+        ("min_prob", np.float32),
         ("num_prompt", np.int32),  # of the opening; the others are of its settings
     ]
 )
@@ -440,6 +441,7 @@ class Seats:
             thinking=plan.thinking,
             num_prompt_logprobs=scores if scored else None,
             pools=columns["pools"].copy() if columns["pools"].any() else None,
+            min_probs=columns["min_prob"].copy() if (columns["min_prob"] >= 0).any() else None,
         )
         fixed = not (histories or rows.ends or scored or plan.thinking is not None)
         self._packed = (key, rows) if fixed else None

@@ -684,6 +684,7 @@ class Worker:
             model.info.vocab_size,
             has_chances=self._head is not None and self._head.head.has_chances,
             fed_layers=self._fed_layers,
+            p_min=self._spec.head.p_min if self._spec.head else 0.0,
         )
 
     def _find_step_obstacle(self) -> str:

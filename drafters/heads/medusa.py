@@ -105,12 +105,13 @@ class MedusaHead(LastStateHead):
                 self._num_best,
             )
         tree = fixed_tree(self._nodes, start.read.device)
-        ranked = [
-            self._best(head, level.width, start.read, host)[:, level.ranks]
-            for head, level in enumerate(tree.levels)
-        ]
-        tokens = torch.cat(ranked, dim=1)[:, tree.order]
-        return Trees(tokens, tree.parents.expand_as(tokens))
+        parts, logs = [], []
+        for head, level in enumerate(tree.levels):
+            logits = self._logits(head, start.read, host)[:, None]
+            columns, own = level.take(logits, with_logs=start.cut is not None)
+            parts.append(self._ids(columns))
+            logs.append(own)
+        return tree.filled(parts, logs)
 
     def _likeliest(
         self, head: int, hidden: Tensor, host: HeadHost
@@ -118,10 +119,6 @@ class MedusaHead(LastStateHead):
         """Log-probabilities of the head's likeliest tokens, and these."""
         best, columns = ranked(self._logits(head, hidden, host)[:, None], self._num_best)
         return best, self._ids(columns)
-
-    def _best(self, head: int, width: int, hidden: Tensor, host: HeadHost) -> Tensor:
-        """The head's most likely tokens [num_drafts, width], best first."""
-        return self._ids(self._logits(head, hidden, host).topk(width, dim=1).indices)
 
     def _logits(self, head: int, hidden: Tensor, host: HeadHost) -> Tensor:
         """[num_drafts, vocab], or of the truncated vocabulary."""

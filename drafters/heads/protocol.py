@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -227,6 +227,61 @@ class Trees:
     parents: Tensor | None
     sizes: Tensor | None = None  # [num_drafts], the first so many are nodes; None: all
     chances: Tensor | None = None  # [num_drafts, num_nodes] float32, as of `Draft`
+    # [num_drafts, num_nodes] float32, sums of the logarithms of the probabilities along the nodes'
+    # paths; None: not computed, as of tokens that are drawn (`Cut.see`).
+    scores: Tensor | None = None
+
+
+class Cut:
+    """Ends drafts before nodes that the head finds too unlikely, where their parents are right.
+
+    Where tokens are drawn, the likeliest token's probability decides: it depends on the nodes above
+    alone. Elsewhere each node's own does, which no draw has decided. So drafts stay exact under
+    every rule.
+    """
+
+    def __init__(self, least: Tensor) -> None:  # [num_drafts] float32, 0: no node is
+        self._least = least
+        self._seen: list[Tensor] = []  # [num_drafts, width] each
+
+    def see(self, best: Tensor) -> None:  # [num_drafts, width]
+        """Takes the logarithms of the probabilities of the next levels' likeliest tokens."""
+        self._seen.append(best)
+
+    def of(self, trees: Trees) -> Trees:
+        """What is left of drafts; the order of their nodes stays."""
+        scores = trees.scores
+        if scores is None:
+            scores = torch.cat(self._seen, dim=1).cumsum(1)
+        num_nodes = scores.shape[1]
+        lanes = torch.arange(num_nodes, device=scores.device)
+        parents = (lanes - 1).expand(scores.shape) if trees.parents is None else trees.parents
+        is_first, up = parents < 0, parents.clamp(min=0)
+        own = scores - torch.where(is_first, 0.0, scores.gather(1, up))
+        kept = (own >= self._least.log()[:, None]) | (self._least == 0)[:, None]
+        if trees.sizes is not None:
+            kept &= lanes < trees.sizes[:, None]
+        if trees.parents is None:
+            return replace(trees, sizes=kept.long().cumprod(1).sum(1))
+        for _ in range((num_nodes - 1).bit_length()):  # each reaches twice as far up
+            kept &= is_first | kept.gather(1, up)
+            is_first, up = is_first | is_first.gather(1, up), up.gather(1, up)
+        order = kept.logical_not().long().sort(dim=1, stable=True).indices
+        place = torch.empty_like(order).scatter_(1, order, lanes.expand_as(order))
+        parents = parents.gather(1, order)
+        found = place.gather(1, parents.clamp(min=0))
+        return Trees(
+            trees.tokens.gather(1, order),
+            torch.where(parents < 0, -1, found),
+            kept.sum(1),
+            None if trees.chances is None else trees.chances.gather(1, order),
+        )
+
+
+def log_of_best(logits: Tensor) -> Tensor:  # [..., vocab] -> [...] float32
+    """Logarithm of the likeliest token's probability."""
+    logits = logits.float()
+    return logits.amax(-1) - logits.logsumexp(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +297,8 @@ class DraftStart:
     # verification rule draws; the second argument is the first level (0 is the draft's first).
     draw: Callable[[Tensor, int], Tensor]  # by what the output layer reads [.., width, hidden_size]
     draw_from: Callable[[Tensor, int], Tensor]  # by logits [.., width, draft_vocab]
+    # Ends drafts once they are made, and has seen what was drawn; other nodes then have scores.
+    cut: Cut | None = None
 
 
 class HeadHost(Protocol):
@@ -273,6 +330,9 @@ class HeadHost(Protocol):
 
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes rows that `cached` reads, for a layer of the head without attention."""
+
+    def cut(self, sampling: SamplingRows, seqs: NDArray[np.int64]) -> Cut | None:
+        """What ends the drafts of the sequences `seqs` [num_drafts]; None: nothing does."""
 
     def draw(
         self,

@@ -161,14 +161,15 @@ def merged(levels: Sequence[BeamLevel], max_nodes: int) -> Trees:
     parents = [torch.full_like(aboves[0], -1)]
     parents += [above + begin for above, begin in zip(aboves[1:], begins)]
     scores = torch.cat(path_scores, dim=1).masked_fill(kept == 0, -torch.inf)
-    order = scores.argsort(dim=1, descending=True, stable=True)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
     place = torch.empty_like(order)
     place.scatter_(1, order, torch.arange(size, device=order.device).expand_as(order))
     above = torch.cat(parents, dim=1)
     above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
     first = order[:, :max_nodes]
     ids = torch.cat(tokens, dim=1).gather(1, first)
-    return Trees(ids, above.gather(1, first), kept.sum(1).clamp(max=first.shape[1]))
+    sizes = kept.sum(1).clamp(max=first.shape[1])
+    return Trees(ids, above.gather(1, first), sizes, scores=scores[:, :max_nodes])
 
 
 def load_redrafter(config: ReDrafterConfig, target: TargetFacts) -> ReDrafterHead:

@@ -46,6 +46,7 @@ from .protocol import (
     drafts_of,
     frontier,
     last_emitted,
+    log_of_best,
     on,
 )
 
@@ -133,12 +134,14 @@ def best_nodes(
 ) -> Trees:
     """The best nodes of a pool, best first; ties go to the earlier, so parents come first."""
     count = min(max_nodes, ids.shape[1])
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    best, order = scores.sort(dim=1, descending=True, stable=True)
+    kept = order[:, :count]
     place = torch.full_like(ids, -1)
     place.scatter_(1, kept, torch.arange(count, device=ids.device).expand(len(ids), -1))
     parents = above.gather(1, kept)
     found = place.gather(1, parents.clamp(min=0))
-    return Trees(ids.gather(1, kept), torch.where(parents < 0, -1, found))
+    parents = torch.where(parents < 0, -1, found)
+    return Trees(ids.gather(1, kept), parents, scores=best[:, :count])
 
 
 MAX_DEPTH = np.iinfo(np.int32).max  # of drafts whose length a step does not bound
@@ -153,6 +156,20 @@ class TreeLevel:
     inner: Tensor  # nodes with children, in the order of their rows
     width: int  # ranks that are looked at
 
+    def take(
+        self,
+        logits: Tensor,  # [num_drafts, num_rows, vocab], of the rows above; of 1 row: the same
+        *,
+        with_logs: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # [num_drafts, num_nodes] each
+        """The nodes' columns, and logarithms of their probabilities if asked for."""
+        best, columns = logits.topk(self.width, dim=2)
+        rows = 0 if logits.shape[1] == 1 else self.rows
+        if not with_logs:
+            return columns[:, rows, self.ranks], None
+        logs = best.float() - logits.float().logsumexp(2, keepdim=True)
+        return columns[:, rows, self.ranks], logs[:, rows, self.ranks]
+
 
 @dataclass(frozen=True, slots=True)
 class FixedTree:
@@ -161,6 +178,22 @@ class FixedTree:
     levels: tuple[TreeLevel, ...]
     order: Tensor  # [num_nodes], the draft's nodes among those of all levels
     parents: Tensor  # [num_nodes], of the draft's nodes
+
+    def filled(
+        self,
+        tokens: Sequence[Tensor],  # per level, [num_drafts, num_nodes]
+        logs: Sequence[Tensor | None],  # per level, as of `TreeLevel.take`
+    ) -> Trees:
+        """The drafts."""
+        whole = torch.cat(list(tokens), dim=1)[:, self.order]
+        scores, above = list[Tensor](), whole.new_zeros((), dtype=torch.float32)
+        for level, own in zip(self.levels, logs, strict=True):
+            if own is None:
+                return Trees(whole, self.parents.expand_as(whole))
+            scores.append(own + (above[:, level.rows] if scores else above))
+            above = scores[-1][:, level.inner]
+        ordered = torch.cat(scores, dim=1)[:, self.order]
+        return Trees(whole, self.parents.expand_as(whole), scores=ordered)
 
 
 @cache  # made by the first call: a captured step copies nothing to the device
@@ -231,7 +264,7 @@ class TreeDraftingHead:
 
     def expand(self, start: DraftStart, depth: int, host: HeadHost) -> Trees:
         if self._nodes is not None:
-            return Trees(*self._fixed(fixed_tree(self._nodes, start.base.device), start, host))
+            return self._fixed(fixed_tree(self._nodes, start.base.device), start, host)
         if self._config.use_dynamic_tree:
             return self._dynamic(start, host)
         return Trees(self._chain(start, min(depth, self._config.draft_len), host), None)
@@ -245,19 +278,19 @@ class TreeDraftingHead:
             drawn.append(start.draw(state.read, level)[:, 0])
         return torch.stack(drawn, dim=1)
 
-    def _fixed(self, tree: FixedTree, start: DraftStart, host: HeadHost) -> tuple[Tensor, Tensor]:
+    def _fixed(self, tree: FixedTree, start: DraftStart, host: HeadHost) -> Trees:
         """A static tree: each node is a rank among its parent's likeliest tokens."""
-        state, parts = Level(start.feature[:, None], start.read[:, None]), []
+        state, parts, logs = Level(start.feature[:, None], start.read[:, None]), [], []
         for level in tree.levels:
-            ranked = self._logits(state.read, host).topk(level.width, dim=2).indices
-            one = ranked.shape[1] == 1
-            tokens = self._ids(ranked[:, 0 if one else level.rows, level.ranks])
+            logits = self._logits(state.read, host)
+            columns, own = level.take(logits, with_logs=start.cut is not None)
+            tokens = self._ids(columns)
             parts.append(tokens)
+            logs.append(own)
             if len(level.inner):
                 above = level.rows[level.inner].expand(len(tokens), -1)
                 state = self._advance(start, state, tokens[:, level.inner], above, host)
-        tokens = torch.cat(parts, dim=1)[:, tree.order]
-        return tokens, tree.parents.expand_as(tokens)
+        return tree.filled(parts, logs)
 
     def _dynamic(self, start: DraftStart, host: HeadHost) -> Trees:
         """Expands the best nodes of each level; the draft is the best nodes of all levels."""
@@ -330,7 +363,11 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         logits = host.draft_logits(read.flatten(0, 1))
         return draw_from(logits.unflatten(0, read.shape[:2]), level)
 
+    cut = host.cut(step.sampling, ends.seqs)
+
     def draw_from(logits: Tensor, level: int) -> Tensor:
+        if cut is not None:
+            cut.see(log_of_best(logits))
         width = logits.shape[1]
         positions = ints(ends.lens[:, None] + np.arange(level, level + width)).reshape(-1)
         seqs = np.repeat(ends.seqs, width)
@@ -347,8 +384,11 @@ def draft(head: Head, done: Verified, host: HeadHost) -> NextDrafts:
         host.draft_attention(step, done.verdict, ends) if head.room else None,
         draw,
         draw_from,
+        cut,
     )
     trees = head.expand(start, depth, host)
+    if cut is not None:
+        trees = cut.of(trees)
     num_nodes, parts = trees.tokens.shape[1], [trees.tokens]
     if trees.parents is not None:
         parts.append(trees.parents)

@@ -240,7 +240,7 @@ def test_a_least_probability_needs_a_drafter_that_takes_it(tiny):
             made = Request(name, ints([3, 4]), sampling, 1, speculation=wish, emitted=ints(emitted))
             engine.submit(made, box)
 
-        with pytest.raises(InvalidRequestError, match="only draft models.*: ngram") as caught:
+        with pytest.raises(InvalidRequestError, match="only drafters with prob.*: ngram") as caught:
             ask("a", wishes[0])
         assert caught.value.field == "speculation.min_prob"
         for name, wish in zip("bc", wishes[1:], strict=True):

@@ -37,3 +37,13 @@ def drafts_seen(monkeypatch, target, speculative, prompts, max_tokens=14, chance
     assert all(drafter["faults"] == 0 for drafter in stats["drafters"].values())
     assert len(seen) > 10
     return seen, stats
+
+
+def paths_of(trees, row):
+    """By node of one of a head's drafts: the tokens from the root down."""
+    paths = []
+    for token, parent in zip(trees.tokens[row].tolist(), trees.parents[row].tolist()):
+        assert parent < len(paths), "parents come first"
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert len(set(paths)) == len(paths)
+    return paths

@@ -95,6 +95,7 @@ def head_drafts(part, build_step):
         dense: bool = False,
         temperature: float = 0.0,
         grants: Sequence[Sequence[int]] = ((40, 40), (40, 40)),
+        min_probs: Sequence[float] = (),
     ) -> tuple[HeadService, list]:
         model = load_model(
             Path(target),
@@ -125,7 +126,11 @@ def head_drafts(part, build_step):
         )
         found = []
         for step, verdict, most in zip((prompts, trees), verdicts, grants, strict=True):
-            sampling = replace(step.sampling, temperature=np.full(2, temperature, np.float32))
+            sampling = replace(
+                step.sampling,
+                temperature=np.full(2, temperature, np.float32),
+                min_probs=np.array(min_probs, np.float32) if min_probs else None,
+            )
             step = replace(step, max_nodes=ints(list(most)), sampling=sampling)
             hidden = model.forward_capturing(step, cache, head.capture)[1]
             drafts = head.draft(step, verdict, hidden).next_drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,14 @@ from outrider.config import EagleConfig, MedusaConfig
 from outrider.drafters.heads.protocol import frontier
 from outrider.drafters.heads.tree_drafting import next_tokens
 from outrider.scheduler.budget import DraftBudget
-from outrider.scheduler.types import Draft, NextDrafts, Verdict, ints
+from outrider.scheduler.types import (
+    Draft,
+    NextDrafts,
+    SeatSettings,
+    SpeculationOptions,
+    Verdict,
+    ints,
+)
 from outrider.tests.helpers.head_files import medusa_tensors, write_medusa
 from outrider.tests.helpers.heads.remote import (
     assert_same_drafts,
@@ -106,8 +114,6 @@ def test_every_computed_token_knows_the_next(judged):
 
 
 def test_a_partial_chunk_is_told_its_next_token(judged):
-    from dataclasses import replace
-
     step, verdict = judged
     step = replace(step, samples=np.array([True, False]), next_tokens=ints([-1, 77]))
     verdict = replace(verdict, emitted=ints([21, 22, 40]), emitted_start=ints([0, 3, 3]))
@@ -129,7 +135,6 @@ def test_where_a_draft_goes_on(judged):
 
 def test_drafts_and_sections_cross_processes(judged):
     import pickle
-    from dataclasses import replace
 
     _, verdict = judged
     drafts = NextDrafts(ints([1, 2]), ints([-1, 0]), ints([0, 2, 2]), ints([8, 0]), 0.5)
@@ -173,3 +178,53 @@ def test_rows_that_are_put_off_change_no_draft(shapes, monkeypatch, shape, place
     assert_same_drafts(seen, run(target, section), least_share=0.5)  # grants follow the texts
     assert not any(put_off)
     assert seen.outputs == plain(target)
+
+
+@pytest.mark.parametrize("place", ["colocated", "separate"])
+@pytest.mark.parametrize(
+    ("shape", "rule", "temperature"),
+    [
+        ("eagle3-chain", "coupled", 0.9),
+        ("eagle3-dynamic", "coupled", 0.0),
+        ("eagle1-tree", "rejection", 0.0),
+        ("medusa-tree", "coupled", 0.9),
+        ("redrafter", "block", 0.0),
+        ("mtp", "coupled", 0.9),
+        ("dspark", "coupled", 0.0),
+    ],
+)
+def test_drafts_end_where_a_head_is_unsure(shapes, monkeypatch, shape, rule, temperature, place):
+    """The first requests have wishes of their own, the others the section's."""
+    target, section = shapes[shape]
+    section = {**section, "verification": rule}
+    section = separate(section) if place == "separate" else section
+    of = SeatSettings.of.__func__
+    wishes = {100: 1.0, 101: 0.0}
+
+    def wishing(cls, request):
+        wish = SpeculationOptions(min_prob=wishes.get(request.seed))
+        return of(cls, replace(request, speculation=wish))
+
+    run, sampling = runner(monkeypatch), {"temperature": temperature}
+    room = {"max_num_batched_tokens": 256, "num_kv_blocks": 128}  # as much whatever others draft
+    whole = run(target, section, sampling=sampling, **room)
+    with monkeypatch.context() as patch:
+        patch.setattr(SeatSettings, "of", classmethod(wishing))
+        cut = run(target, {**section, "p_min": 0.2}, sampling=sampling, **room)
+    assert cut.outputs == whole.outputs == plain(target, **sampling)
+    num_shorter = 0
+    for key, draft in cut.drafts.items():
+        paths, wanted = _paths(*draft), _paths(*whole.drafts.get(key, draft))
+        if shape != "redrafter":  # a shorter search, which other beams survive
+            assert paths <= wanted
+        assert key[0] != "0"
+        num_shorter += key[0] != "1" and len(paths) < len(wanted)
+    assert num_shorter + len(whole.drafts) - len(cut.drafts) > 20
+    assert any(key[0] == "1" for key in cut.drafts)
+
+
+def _paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return set(paths)

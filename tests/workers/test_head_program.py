@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -97,6 +99,21 @@ def test_drafts_and_rows_are_those_of_the_operations(
     assert found == wanted
     assert found[-1][2][-1] > 0
     torch.testing.assert_close(stored(head), stored(other))
+
+
+def test_drafts_end_where_those_of_the_operations_do(section, head_drafts, by_operations):
+    folder, config = section("three", max_draft_len=4, p_min=1.0)
+    sizes = set()
+    for own, temperature in itertools.product((0.0, 0.2, 0.3, 0.4, 0.5), (0.0, 0.9)):
+        options = {"temperature": temperature, "min_probs": (own, -1.0)}
+        _, found = head_drafts(folder, config, **options)
+        _, wanted = by_operations(lambda options=options: head_drafts(folder, config, **options))
+        assert found == wanted
+        for _, _, starts in found:
+            assert starts[1] == starts[2]  # the section's own cuts everything
+            assert starts[1] == 4 or own
+            sizes.add(starts[1])
+    assert len(sizes) > 2
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...drafters.heads.protocol import DraftStart, EarlierRows, HeadRows
+from ...drafters.heads.protocol import Cut, DraftStart, EarlierRows, HeadRows, log_of_best
 from ..attention import KVCache
 from ..head import HeadRunner
 from ..head_layers import CommittedRows, PagedAttend, PagedLevels
@@ -119,11 +119,15 @@ class DeviceHead:
         """Drafts for the next step; after the compaction."""
         feature, read = (part.index_select(0, settled.last) for part in rows)
         levels = self._levels(layout, settled) if self._head.room else None
-        draws = self._drawing(layout, settled.base, shape)
+        seats, cut = self._seats, None
+        if shape.sampler is not Sampler.PLAIN:  # with it, all seats whose drafts may be cut
+            cut = Cut(seats.least_probs.index_select(0, layout.seats))
+        draws = self._drawing(layout, settled.base, shape, cut)
         ops = cast(DeviceOps, self._planned.ops)
-        start = DraftStart(settled.base, settled.emitted, feature, read, levels, *draws)
+        start = DraftStart(settled.base, settled.emitted, feature, read, levels, *draws, cut)
         trees = self._head.expand(start, shape.num_nodes, self._service)
-        seats = self._seats
+        if cut is not None:
+            trees = cut.of(trees)
         assert not seats.sizes.has_chances or trees.chances is not None, "the head has chances"
         words = shape.num_seqs * sum(seats.sizes.draft_parts)
         kept = KeptDrafts(
@@ -156,6 +160,7 @@ class DeviceHead:
         layout: DeviceLayout,
         base: Tensor,  # [num_drafts] int64
         shape: StepShape,
+        cut: Cut | None,
     ) -> tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]:
         """`DraftStart.draw` and `draw_from` by the seats' settings."""
         service, ids = self._service, self._head.target_ids
@@ -187,11 +192,15 @@ class DeviceHead:
             positions, settings, ahead = rows_of(level, read.shape[1])
             taken = DeviceSettings._make(share.take(each) for each in settings)
             drawn = ops.draw_on_device(own.float(), share.take(positions) + ahead, taken, ids)
-            drawn = drawn.long()
-            every = service.collective.all_gather(drawn, dim=0)
-            return every[: len(flat)].view(num_drafts, -1)
+            sent = torch.stack([drawn, log_of_best(own).view(torch.int32)], dim=1)
+            every = service.collective.all_gather(sent, dim=0)[: len(flat)]
+            assert cut is not None, shape
+            cut.see(every[:, 1].contiguous().view(torch.float32).view(num_drafts, -1))
+            return every[:, 0].long().view(num_drafts, -1)
 
         def from_logits(logits: Tensor, level: int) -> Tensor:
+            if cut is not None:
+                cut.see(log_of_best(logits))
             flat = logits.flatten(0, 1).float()
             positions, settings, ahead = rows_of(level, logits.shape[1])
             drawn = ops.draw_on_device(flat, positions + ahead, settings, ids)

@@ -178,6 +178,7 @@ class SeatSizes:
     vocab_size: int = 0  # of the counts of tokens; 0: there are none
     has_chances: bool = False  # of a head's drafts
     fed_layers: tuple[int, ...] = ()  # whose inputs steps leave for separate heads
+    p_min: float = 0.0  # of the head: probability that a drafted node needs
 
     @property
     def spare_slot(self) -> int:
@@ -250,6 +251,7 @@ class SeatSizes:
             "settings": NUM_SETTINGS,
             "draft_tokens": self.num_draft_nodes,
             "draft_parents": self.num_draft_nodes,
+            "least_probs": 1,
         }
         if self.has_edits:
             widths |= {
@@ -286,7 +288,9 @@ class DeviceSeats:
     def __init__(self, sizes: SeatSizes, device: torch.device) -> None:
         assert sizes.num_words < 1 << 31, sizes
         self.sizes, self.device = sizes, device
-        self.kinds = SeatKinds(sizes.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits)
+        self.kinds = SeatKinds(
+            sizes.num_seats, sizes.num_draft_nodes, has_edits=sizes.has_edits, p_min=sizes.p_min
+        )
         self.memory = torch.zeros(sizes.num_words, dtype=torch.int32, device=device)
         self._begin: dict[str, int] = {}
         views: dict[str, Tensor] = {}
@@ -304,6 +308,7 @@ class DeviceSeats:
         # Tokens and parents [num_rows, num_draft_nodes], numbers [num_rows]: a head's drafts.
         self.drafts = views["draft_tokens"], views["draft_parents"]
         self.draft_counts = views["draft_counts"]
+        self.least_probs = views["least_probs"].view(torch.float32)[:, 0]  # [num_rows], alike
         self._views = views
         self.edits: EditTables | None = None
         self._counts: TokenCounts | None = None
@@ -364,7 +369,10 @@ class DeviceSeats:
         assert num_tokens <= self.sizes.width, (num_tokens, self.sizes)
         self.kinds.open(opening)
         cuts = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-        rows = {"settings": np.array([(settings.seed, *cuts)], _SETTINGS).view(np.int32)}
+        rows = {
+            "settings": np.array([(settings.seed, *cuts)], _SETTINGS).view(np.int32),
+            "least_probs": np.array([self.kinds.least_prob(settings)], np.float32).view(np.int32),
+        }
         if self._counts is not None:
             self._counts.open(opening)
             rows |= edit_rows(opening, self.sizes.vocab_size)

@@ -99,11 +99,16 @@ class SeatKinds:
     """What the shape of a step depends on, by seat; kept from the openings of all plans."""
 
     def __init__(
-        self, num_seats: int, num_draft_nodes: int = 0, *, has_edits: bool = False
+        self,
+        num_seats: int,
+        num_draft_nodes: int = 0,
+        *,
+        has_edits: bool = False,
+        p_min: float = 0.0,
     ) -> None:
         self.num_seats = num_seats  # steps with seats beyond these have no shape
         self._num_draft_nodes = num_draft_nodes  # of a head on the device; 0: there is none
-        self._has_edits = has_edits
+        self._has_edits, self._p_min = has_edits, p_min
         self._samplers = np.zeros(num_seats, dtype=np.int8)
         self._least_lens = np.zeros(num_seats, dtype=np.int32)  # of known tokens, with a shape
         self._num_logprobs = np.full(num_seats, -1, dtype=np.int32)
@@ -111,11 +116,18 @@ class SeatKinds:
     def open(self, opening: Opening) -> None:
         """Takes in the settings of a request that takes a seat."""
         seat, settings = opening.seat, opening.settings
-        self._samplers[seat] = Sampler.of(settings, has_edits=self._has_edits)
+        sampler = Sampler.of(settings, has_edits=self._has_edits)
+        if self._num_draft_nodes and self.least_prob(settings):
+            sampler = max(sampler, Sampler.SAMPLED)  # which has the head's whole logits
+        self._samplers[seat] = sampler
         # The host computes the tokens known by now, and scores those of the prompt.
         scored = opening.num_prompt + 1 if settings.num_prompt_logprobs >= 0 else 0
         self._least_lens[seat] = max(len(opening.tokens), scored)
         self._num_logprobs[seat] = settings.num_logprobs
+
+    def least_prob(self, settings: SeatSettings) -> float:
+        """What a head's nodes need to be drafted."""
+        return self._p_min if settings.min_prob < 0 else settings.min_prob
 
     def num_logprobs(self, plan: StepPlan) -> IntArray:  # [num_seqs]
         """Most likely tokens that each sequence reports; -1 is none, not even the emitted."""

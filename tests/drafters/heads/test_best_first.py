@@ -11,7 +11,7 @@ import torch
 from outrider.config import MedusaConfig, PEagleConfig, parse
 from outrider.drafters.heads.tree_drafting import best_first_tree, ranked
 from outrider.errors import ConfigError
-from outrider.tests.helpers.drafts import drafts_seen
+from outrider.tests.helpers.drafts import drafts_seen, paths_of
 from outrider.tests.helpers.eagle import MaskReference
 from outrider.tests.helpers.head_files import (
     eagle_tensors,
@@ -60,15 +60,6 @@ def chances_of(logits, table, root):
         return (logs if table is None else logs + table[(root, *path)[-1]]).log_softmax(0)
 
     return after
-
-
-def paths_of(trees, row):
-    paths = []
-    for token, parent in zip(trees.tokens[row].tolist(), trees.parents[row].tolist()):
-        assert parent < len(paths), "parents come first"
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    assert len(set(paths)) == len(paths)
-    return paths
 
 
 def independent(logits):  # [num_drafts, num_levels, vocab]

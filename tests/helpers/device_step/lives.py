@@ -12,7 +12,7 @@ from outrider.scheduler import tree
 from outrider.scheduler.loop import OverlapLoop
 from outrider.scheduler.sampling import SamplingParams
 from outrider.scheduler.scheduler import Scheduler
-from outrider.scheduler.types import Batch, Draft, Request, Verdict, ints
+from outrider.scheduler.types import Batch, Draft, Request, SpeculationOptions, Verdict, ints
 from outrider.workers import seats
 from outrider.workers.device_step.seats import SeatSizes
 from outrider.workers.target import TargetService, follows
@@ -27,6 +27,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_k": 9, "top_p": 0.8},
     {"temperature": 1.2, "min_p": 0.05},
 ]
+LEAST_PROB = 0.03
 PENALISED = {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5}  # takes the host path
 
 
@@ -133,9 +134,12 @@ def requests_of(rng: random.Random, vocab: int = VOCAB) -> list[Request]:
         chosen = PENALISED if is_penalised else rng.choice(SETTINGS)
         settings = SamplingParams(max_tokens=rng.randrange(1, 5 if is_penalised else 40), **chosen)
         stops = (rng.randrange(vocab),) if rng.random() < 0.3 else ()
-        requests.append(
-            Request(f"r{index}", prompt, settings, seed=rng.randrange(1 << 62), eos_token_ids=stops)
+        request = Request(
+            f"r{index}", prompt, settings, seed=rng.randrange(1 << 62), eos_token_ids=stops
         )
+        if index % 3 == 2:  # a head's drafts are cut
+            request = replace(request, speculation=SpeculationOptions(min_prob=LEAST_PROB))
+        requests.append(request)
     return requests
 
 
