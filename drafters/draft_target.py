@@ -141,6 +141,14 @@ class DraftTarget(OwnWorkers, Drafter):
         if self._cache is not None:
             self.cache_counts = self._cache.counts = counts
 
+    def begin_anew(self) -> None:
+        if self._cache is None:
+            return
+        if self._pending is not None:  # what was prepared last, for nobody
+            self._receive(self._timeout_s)
+        self._cache.begin_anew()
+        self.cache_counts = self._cache.counts
+
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         drafts = [tree.EMPTY] * batch.num_seqs
         try:
@@ -566,6 +574,14 @@ class Members(Drafter):
             tokens = TokenBuffer(request.prompt, request.emitted)
             self._routes[request.id] = _Routed(request, tokens)
         self._source.num_requests = len(self._routes)
+
+    def begin_anew(self) -> None:
+        if self._has_cache:
+            self.cache_counts = CacheCounts()
+        for drafter in self._drafters.values():
+            drafter.begin_anew()
+            if self.cache_counts is not None:
+                drafter.share_counts(self.cache_counts)
 
     def propose(self, batch: Batch, budgets: IntArray) -> list[Draft]:
         self._take_changes()

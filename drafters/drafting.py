@@ -245,6 +245,7 @@ class Drafting:
 
     def begin_anew(self) -> None:
         """Forgets what was counted so far, of requests that have all ended."""
+        self._attempt("begin_anew", self.drafter.begin_anew)
         self.stats = DrafterStats(speculation_cache=self.drafter.cache_counts)
         if self._section is not None and self._section.acceptance_window:
             self._gate = AcceptanceGate(self._section)

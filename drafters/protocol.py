@@ -192,6 +192,9 @@ class Drafter:
     def close(self, request_ids: Sequence[str]) -> None:
         """Called when requests are finished; frees their state."""
 
+    def begin_anew(self) -> None:
+        """Called when all requests so far have ended: forgets what was counted of them."""
+
     def detach(self) -> None:
         """Called in the engine's thread before `shutdown`, while the target goes on without it."""
 

@@ -200,13 +200,17 @@ class SpeculationCache:
         shares_noise: bool,
     ) -> None:
         self._config = config
-        self._depth = depth
+        self._depth, self._max_nodes = depth, max_nodes
         self._budget = min(config.budget, max_outcomes)
         self._source = source
         self._shares_noise = shares_noise
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets all entries, and what was measured and counted of them."""
         self._entries: dict[str, _Entry] = {}
-        self._rates = OutcomeRates(max_nodes, min(config.outcomes, _MAX_RANKS))
-        self.pace = Pace(adaptive=config.adaptive)
+        self._rates = OutcomeRates(self._max_nodes, min(self._config.outcomes, _MAX_RANKS))
+        self.pace = Pace(adaptive=self._config.adaptive)
         self.counts = CacheCounts()
 
     @property

@@ -120,6 +120,7 @@ SECTIONS = {
     "tree": {"decoding_type": "Suffix", "shape": "tree", "max_draft_len": 8},
     "both": {"decoding_type": "Compose", "members": [{"decoding_type": "NGram"}, DRAFT]},
     "draft model": DRAFT,
+    "prepared": {**DRAFT, "speculation_cache": {}},
 }
 
 
@@ -149,6 +150,9 @@ def test_what_steps_cost_is_measured_before_the_first_request(tiny, monkeypatch,
         stats = engine.stats()
         assert stats["steps"]["num_steps"] == stats["requests"]["num_prompt_tokens"] == 0
         assert not any(any(each["num_calls"]) for each in stats["drafters"].values())
+        caches = [each["speculation_cache"] or {} for each in stats["drafters"].values()]
+        assert not any(any(each.values()) for each in caches)
+        assert any(caches) == ("speculation_cache" in section)
         assert complete(engine, PROMPTS, at_once=3)[0] == wanted
 
 
