@@ -32,7 +32,7 @@ def run(name: str, *arguments: Any) -> str:
 @pytest.mark.slow
 def test_a_head_learns_between_updates_of_weights() -> None:
     """The same tokens, and so the same rewards, whether the head learns or not."""
-    short = ("--updates", 2, "--prompts", 12, "--steps", 10)
+    short = ("--updates", 2, "--prompts", 4, "--steps", 4)
     tables = [run("rollout.py", *short, *more).splitlines()[1:] for more in ((), ("--frozen",))]
     learning, frozen = ([line.split() for line in table] for table in tables)
     assert [row[:2] for row in learning] == [row[:2] for row in frozen]
