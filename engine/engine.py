@@ -385,8 +385,8 @@ class Engine(Changing):
     def _step(self, advance: Callable[[], list[Delta]]) -> None:
         try:
             self._deliver(advance())
-            for request_id, reason in self._structured.failures().items():
-                self._deliver(self._loop.abort(request_id, "error", reason))
+            for request_id, error in self._structured.failures().items():
+                self._deliver(self._loop.abort(request_id, "error", error.message, error.field))
             self._num_failed_in_a_row = 0
         except WorkerDiedError as error:
             for request_id in self._loop.scheduler.accuse():

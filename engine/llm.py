@@ -218,8 +218,7 @@ class Run:
         elif assembler.finished and not was_finished:
             self._engine.abort(delta.request_id)  # a stop string; one delta follows
         if delta.finish_reason == "error":
-            reason = delta.error or "the step of this request failed"
-            job.error = job.error or WorkerError(reason)
+            job.error = job.error or delta.failure
         return job
 
     def abort(self) -> None:

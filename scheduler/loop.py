@@ -87,10 +87,14 @@ class Loop:
         self.drafting.open([request])
 
     def abort(
-        self, request_id: str, reason: str = "abort", error: str | None = None
+        self,
+        request_id: str,
+        reason: str = "abort",
+        error: str | None = None,
+        field: str | None = None,
     ) -> list[Delta]:
         """Ends a request; its blocks are free afterwards."""
-        deltas = self.scheduler.abort(request_id, reason, error)
+        deltas = self.scheduler.abort(request_id, reason, error, field)
         if deltas:
             self.drafting.close([request_id])
         return deltas
@@ -188,11 +192,15 @@ class OverlapLoop(Loop):
         super().add(request)
 
     def abort(
-        self, request_id: str, reason: str = "abort", error: str | None = None
+        self,
+        request_id: str,
+        reason: str = "abort",
+        error: str | None = None,
+        field: str | None = None,
     ) -> list[Delta]:
         if not self._in_flight(request_id):
-            return super().abort(request_id, reason, error)
-        deltas = self.scheduler.abort(request_id, reason, error)
+            return super().abort(request_id, reason, error, field)
+        deltas = self.scheduler.abort(request_id, reason, error, field)
         if deltas:  # drafters observe the posted step, then close
             self._closing.append(request_id)
         return deltas

@@ -276,7 +276,11 @@ class Scheduler:
         self.counts.num_prompt_tokens += num_prompt
 
     def abort(
-        self, request_id: str, reason: str = "abort", error: str | None = None
+        self,
+        request_id: str,
+        reason: str = "abort",
+        error: str | None = None,
+        field: str | None = None,
     ) -> list[Delta]:
         """Ends a request wherever it is; empty if it is not known (any more)."""
         sequence = self._sequences.get(request_id)
@@ -287,7 +291,8 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._end(sequence, reason)
-        return [Delta(request_id, (), finish_reason=reason, usage=sequence.usage, error=error)]
+        usage = sequence.usage
+        return [Delta(request_id, (), finish_reason=reason, usage=usage, error=error, field=field)]
 
     def expired(self) -> list[str]:
         """Requests whose deadline has passed."""

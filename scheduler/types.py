@@ -13,6 +13,7 @@ from typing import TypeVar, dataclass_transform
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import InvalidRequestError, OutriderError, WorkerError
 from .sampling import SamplingParams
 
 IntArray = NDArray[np.int32]
@@ -461,11 +462,18 @@ class Delta:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     usage: SpeculationUsage | None = None  # so far
     error: str | None = None
+    field: str | None = None  # of the request, where that is what was wrong
     # Of the prompt's tokens but the first; with the first tokens, if the request asked for them.
     prompt_logprobs: Logprobs | None = None
     trace: StepTrace | None = None  # where the request asked for it
     times: RequestTimes | None = None  # with the first tokens
     pooled: FloatArray | None = None  # [width], the embedding or score that was asked for
+
+    @property
+    def failure(self) -> OutriderError:
+        """What the request's caller gets where it ended with "error"."""
+        reason = self.error or "the step of this request failed"
+        return InvalidRequestError(reason, field=self.field) if self.field else WorkerError(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,8 +347,7 @@ class EdgeLink:
 
     def _why(self, delta: Delta) -> tuple[str, str, str | None]:
         """The failure of a request whose steps failed, or whose engine did."""
-        reason = delta.error or "the step of this request failed"
-        return failure_of(self._door.engine.check) or described(WorkerError(reason))
+        return failure_of(self._door.engine.check) or described(delta.failure)
 
     def _release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

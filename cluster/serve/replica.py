@@ -293,7 +293,7 @@ def _decode_one_token(engine: Engine) -> None:
     while not ends:
         ends = [each for each in sink.get() if each.finish_reason is not None]
     if ends[0].finish_reason == "error":
-        raise WorkerError(ends[0].error or "the step of this request failed")
+        raise ends[0].failure
 
 
 def _may_compute(config: EngineConfig) -> bool:

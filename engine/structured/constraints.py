@@ -226,6 +226,7 @@ def _bit(token: int) -> int:
 
 
 _MAX_KEPT: Final = 64  # compiled grammars
+_MAX_BEGUN: Final = 16  # tokens with which a new one is tried
 
 
 class Compiler:
@@ -265,7 +266,8 @@ class Compiler:
             tokens = self._token_constraint(request)
             constraint: Constraint | None = tokens
             if wanted is not None:
-                grammar = GrammarConstraint(self._compiled(grammar_of(wanted)), self._vocab_size)
+                matcher = self._compiled(grammar_of(wanted), wanted.is_json)
+                grammar = GrammarConstraint(matcher, self._vocab_size)
                 constraint = grammar if tokens is None else Both(grammar, tokens)
                 least = math.inf if request.sampling.ignore_eos else request.sampling.min_tokens
                 if least:
@@ -292,14 +294,23 @@ class Compiler:
             self._vocab_size, sampling.allowed_token_ids, bad, ends, request.min_tokens
         )
 
-    def _compiled(self, grammar: str) -> LLMatcher:
+    def _compiled(self, grammar: str, is_json: bool) -> LLMatcher:
         with self._lock:
-            return self._matcher(grammar).deep_copy()
+            return self._matcher(grammar, is_json).deep_copy()
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+    def _compile(self, grammar: str, is_json: bool) -> LLMatcher:
+        limits = parser_limits(is_json=is_json)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
+        # Too many alternatives at the beginning are not found before a text of them has ended.
+        bits = np.frombuffer(matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        for token in allowed[:_MAX_BEGUN]:
+            begun = matcher.deep_copy()
+            begun.consume_token(token)
+            if begun.is_error():
+                raise ValueError(begun.get_error())
         return matcher
 
     def _spell(self, bad_words: tuple[str, ...]) -> Spellings:

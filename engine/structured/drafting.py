@@ -26,6 +26,7 @@ from .constraints import (
     is_allowed,
     packed,
 )
+from .grammar import invalid
 
 # What is done to a draft never depends on tokens drawn after the node in question, so that
 # verification stays exact: a guess that was drawn from a distribution stays where the grammar
@@ -215,7 +216,7 @@ class ConstrainedDrafting:
         self._compiler = compiler
         self._expected: dict[str, Constraint] = {}
         self._states: dict[str, _State] = {}
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, InvalidRequestError] = {}
         # By step in flight: the drafters' own drafts, and whose window was kept.
         self._own: dict[int, tuple[list[Draft], list[bool]]] = {}
 
@@ -232,7 +233,7 @@ class ConstrainedDrafting:
         """The constraints of the requests that are opened next; replaces what was left over."""
         self._expected = dict(constraints)
 
-    def failures(self) -> dict[str, str]:
+    def failures(self) -> dict[str, InvalidRequestError]:
         """Requests whose constraint failed, with the reason; each is returned once."""
         failed, self._failed = self._failed, {}
         return failed
@@ -327,6 +328,5 @@ class ConstrainedDrafting:
             self._fail(state, error)
 
     def _fail(self, state: _State, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:300]
         field = constraint_field(state.request.sampling)
-        self._failed[state.request.id] = f"{field}: the text cannot go on: {reason}"
+        self._failed[state.request.id] = invalid(field, f"the text cannot go on: {error}")

@@ -25,6 +25,7 @@ from ..chat.lark import WHITESPACE
 # automaton with a state per remainder. One request could hold up all others for minutes with them.
 
 MAX_TEXT: Final = 8192  # characters of the shortest match of a pattern, or of one text
+MAX_OPTIONAL: Final = 1000  # properties of an object that may be left out: 4 items of a row each
 MAX_MULTIPLE: Final = 10_000  # states of the automaton
 _MAX_MULTIPLES: Final = 20_000  # of all of a schema together
 _ENDLESS: Final = 10**12
@@ -39,6 +40,10 @@ _COUNT = re.compile(r"\{(\d+)(?:,\d*)?\}")
 _ESCAPE = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x..|u....|U........|.)", re.DOTALL)
 _LARK_TOKEN = re.compile(
     r"//[^\n]*|\"(?P<text>(?:\\.|[^\"\\\n])*)\"|/(?P<pattern>(?:\\.|[^/\\\n])+)/"
+)
+# Alternatives in a row that are texts, where a text's characters are "_".
+_LISTED = re.compile(
+    r"(?<=[:(|])\s*(?P<texts>\"_+\"i?(?:\s*\|\s*\"_+\"i?){63,})(?=\s*[|)]|[ \t]*(?:\n|\Z))"
 )
 
 
@@ -67,10 +72,41 @@ def check_lark(grammar: str) -> None:
             check_text(token["text"])
 
 
+def with_terminals(grammar: str) -> str:
+    """A grammar in Lark's notation with its long lists of texts as one terminal each.
+
+    Of rules the library's parser takes some thousands at once, of a terminal's texts any number.
+    """
+
+    def blank(token: re.Match[str]) -> str:
+        if token["text"] is None:
+            return " " * len(token[0])
+        return f'"{"_" * len(token["text"])}"'
+
+    name = "TEXTS"
+    while name in grammar:
+        name += "_"
+    parts, terminals, end = list[str](), list[str](), 0
+    for found in _LISTED.finditer(_LARK_TOKEN.sub(blank, grammar)):
+        begin, behind = found.span("texts")
+        parts.append(f"{grammar[end:begin]}{name}{len(terminals)}")
+        terminals.append(f"{name}{len(terminals)}: {grammar[begin:behind]}")
+        end = behind
+    return "\n".join(["".join(parts) + grammar[end:], *terminals])
+
+
 def check_schema_bounds(schema: Any) -> None:
     """The patterns, texts and multiples of a JSON schema (raises `ValueError`)."""
     multiples: list[int] = []
     joins = False
+    for node in _nodes(schema, _LITERAL_KEYS):
+        if isinstance(node, dict) and isinstance(properties := node.get("properties"), dict):
+            num_optional = len(properties.keys() - _texts(node.get("required")))
+            if num_optional > MAX_OPTIONAL:
+                raise ValueError(
+                    f"an object with {num_optional} properties that are not required; "
+                    f"at most {MAX_OPTIONAL}"
+                )
     for key, value in _keywords(schema):
         joins = joins or key in _JOINING_KEYS
         if key in _PATTERN_KEYS and isinstance(value, str):
@@ -188,12 +224,18 @@ def _states(multiple: float) -> int:
 
 _MAX_NESTING: Final = 128  # brackets within brackets of a grammar
 _STOP_REASONS: Final = {"NoExtensionBias": "no text of finite length matches it"}
+_CROWDED = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _MAX_MESSAGE: Final = 300  # characters of the library's message
 
 
-def parser_limits() -> LLParserLimits:
-    """Bounds of compiling a grammar and of computing a mask: some tens of milliseconds each."""
+def parser_limits(*, is_json: bool = False) -> LLParserLimits:
+    """Bounds of compiling a grammar and of computing a mask: some tens of milliseconds each.
+
+    A user's grammar may read one text in many ways, and then takes a time that grows faster than
+    the number of its items; a JSON schema's items are its properties and alternatives.
+    """
     return LLParserLimits(
+        max_items_in_row=4 * MAX_OPTIONAL + 100 if is_json else 2000,
         initial_lexer_fuel=2_000_000,
         step_lexer_fuel=400_000,
         max_lexer_states=100_000,
@@ -219,9 +261,8 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         for text in wanted.choice:
             check_text(text)
-        # One terminal: of rules the library's parser takes 2000 at once.
         texts = " | ".join(json.dumps(text) for text in dict.fromkeys(wanted.choice))
-        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+        return str(LLMatcher.grammar_from_lark(with_terminals(f"start: {texts}")))
     assert wanted.grammar is not None, wanted
     _check_nesting(wanted.grammar)
     try:
@@ -229,7 +270,7 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     except Exception as error:  # noqa: BLE001 - a rule that is missing, or there twice
         raise ValueError(str(error)) from None
     check_lark(lark)
-    return str(LLMatcher.grammar_from_lark(lark))
+    return str(LLMatcher.grammar_from_lark(with_terminals(lark)))
 
 
 def check(sampling: SamplingParams, eos_token_ids: tuple[int, ...], field: str = "") -> None:
@@ -270,6 +311,8 @@ def invalid(field: str, problem: str) -> InvalidRequestError:
     """The library's complaint as an error that names the field."""
     brief = " ".join(problem.replace("<non-verbose/>", "").split())
     brief = _STOP_REASONS.get(brief, brief)
+    if crowded := _CROWDED.search(brief):
+        brief = f"{crowded[1]} alternatives and more in one place; at most {crowded[2]}"
     if len(brief) > _MAX_MESSAGE:
         brief = brief[:_MAX_MESSAGE] + "..."
     return InvalidRequestError.at(field, f"{brief}")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ....engine.weights import DrafterChange, PauseMode, checked_link
-from ....errors import EngineDeadError, WorkerError
+from ....errors import EngineDeadError
 from ....scheduler.types import Delta, Request
 from ....workers.spec import SentWeights, TrainerLink
 from ..resume_tokens import ResumeTokens, TokenStore
@@ -152,7 +152,7 @@ class LocalClient:
                 for delta in await sink.queue.get():
                     ended = delta.finish_reason is not None
                     if delta.finish_reason == "error":
-                        raise WorkerError(delta.error or "the step of this request failed")
+                        raise delta.failure
                     yield delta
         finally:
             if not ended:

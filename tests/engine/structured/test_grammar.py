@@ -50,6 +50,7 @@ def refused(wanted: dict, **options) -> InvalidRequestError:
         {"grammar": "start: /a{10000}/"},
         {"grammar": 'start: "' + "a" * 8193 + '"'},
         {"grammar": 'root ::= "' + "a" * 8193 + '"'},
+        {"json": {"items": {"properties": {f"{key}": {} for key in range(1001)}}}},
         {"grammar": "start: nothing"},
         {"grammar": "root ::= ("},
         {"grammar": "root ::= missing"},
@@ -93,12 +94,32 @@ def test_what_is_large_within_the_bounds_is_allowed():
         check(SamplingParams(structured_outputs=wanted), (1,))
 
 
-def test_as_many_choices_as_there_may_be(tokenizer):
-    """Of more than 2000 rules at once the library's parser gives up in the middle of a text."""
-    choices = [f"{index}" for index in range(4096)]
-    grammar = grammar_of(StructuredOutputs(choice=choices))
-    matcher = LLMatcher(from_tokenizer(tokenizer), grammar, log_level=0, limits=parser_limits())
-    for token in tokenizer.encode("4095"):
+TEXTS = " | ".join(f'"{index}"' for index in range(4096))
+OPTIONAL = {f"{index}": {} for index in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"choice": [f"{index}" for index in range(4096)]}, "4095"),
+        ({"grammar": f"start: {TEXTS}"}, "4095"),
+        ({"grammar": f'root ::= "<" ( {TEXTS} )+ ">"'}, "<40954094>"),
+        (
+            {"grammar": f'start: "<" c "|"\nc: d | {TEXTS} | "(" d // "\nd: "x" | /[|]"/'},
+            "<4095|",
+        ),
+        ({"grammar": f'start: "TEXTS" c\nc: "x" | {TEXTS.replace(" |", "i |")} "!"'}, "TEXTS4094"),
+        ({"json": {"properties": OPTIONAL}}, '{"999": 1, "y": 2}'),
+        ({"json": {"properties": OPTIONAL, "required": ["3"]}}, '{"3": 1, "999": 1}'),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_as_many_alternatives_as_there_may_be(tokenizer, wanted, text):
+    """Of thousands of rules at once the library's parser gives up in the middle of a text."""
+    asked = StructuredOutputs(**wanted)
+    limits = parser_limits(is_json=asked.is_json)
+    matcher = LLMatcher(from_tokenizer(tokenizer), grammar_of(asked), log_level=0, limits=limits)
+    for token in tokenizer.encode(text):
         assert matcher.consume_token(token), matcher.get_error()
     assert matcher.is_accepting()
 

@@ -200,12 +200,16 @@ def check(frontend: Frontend, request, tokens: tuple[int, ...]) -> None:
         assert sequence not in [tokens[at : at + width] for at in range(len(tokens))]
 
 
+CROWDED = "start: " + " | ".join(f'"{index}" "."' for index in range(2100))
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids"),
         ({"structured_outputs": {"regex": "[ab]+"}, "allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"structured_outputs": {"choice": ["c"]}, "bad_words": ["c"]}, "bad_words"),
+        ({"structured_outputs": {"grammar": CROWDED}}, "structured_outputs.grammar"),
     ],
 )
 def test_where_nothing_is_left(models, settings, field):
@@ -221,3 +225,10 @@ def test_where_nothing_is_left(models, settings, field):
         _, last = collect_all(engine, frontend.requests("later", prompt, later))
         assert last["later"].finish_reason == "error"
         assert last["later"].error.startswith("bad_words: the text cannot go on: every token")
+        assert isinstance(last["later"].failure, InvalidRequestError)
+        assert last["later"].failure.field == "bad_words"
+        crowded = f"start: /[ab]{{3}}/ b\nb:{CROWDED[6:]}"
+        later = SamplingParams(structured_outputs={"grammar": crowded}, max_tokens=99)
+        _, last = collect_all(engine, frontend.requests("later", prompt, later))
+        assert "2101 alternatives and more in one place; at most 2000" in last["later"].error
+        assert last["later"].failure.field == "structured_outputs.grammar"
