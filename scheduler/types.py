@@ -462,12 +462,12 @@ class Delta:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     usage: SpeculationUsage | None = None  # so far
     error: str | None = None
-    field: str | None = None  # of the request, where that is what was wrong
     # Of the prompt's tokens but the first; with the first tokens, if the request asked for them.
     prompt_logprobs: Logprobs | None = None
     trace: StepTrace | None = None  # where the request asked for it
     times: RequestTimes | None = None  # with the first tokens
     pooled: FloatArray | None = None  # [width], the embedding or score that was asked for
+    field: str | None = None  # of the request, where that is what was wrong with it
 
     @property
     def failure(self) -> OutriderError:

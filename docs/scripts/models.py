@@ -19,7 +19,7 @@ from ...workers.model.bridge import build_meta
 from ...workers.model.checkpoint.adapters import adaptable
 from ...workers.model.checkpoint.gguf_checkpoint import architectures_of
 from ...workers.model.family import FamilySpec, read_spec, recurrent_layers
-from ...workers.model.info import SERVED_AS, TESTED
+from ...workers.model.info import SERVED_AS, TESTED, TESTED_ALONE
 from ...workers.model.target import without_stages
 
 PAGE = Path(__file__).resolve().parents[1] / "models.md"
@@ -114,7 +114,7 @@ _WITH_ATTENTION: dict[str, dict[str, Any]] = {
 def render() -> str:
     """The table."""
     lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
-    rest = sorted(TESTED - MODELS.keys())
+    rest = sorted((TESTED | TESTED_ALONE) - MODELS.keys())
     lines += [f"| {' | '.join(_row(kind))} |" for kind in (*MODELS, *rest)]
     return "\n".join(lines)
 
@@ -133,7 +133,7 @@ def _row(kind: str) -> Iterator[str]:
     yield f"`{kind}`"
     yield MODELS.get(kind) or f"`{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]}`"
     yield "family" if is_family else "bridge"
-    yield "1, 2, 4" if is_family else "1, 2"
+    yield "1, 2, 4" if is_family else "1" if kind in TESTED_ALONE else "1, 2"
     yield "" if without_stages(config) else "yes"
     yield "yes" if recurrent_layers(config) else ""
     yield _adapted(config) if is_family else ""

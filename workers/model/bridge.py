@@ -185,6 +185,11 @@ def _stateful(which: str, model: Any) -> CheckpointError:
     )
 
 
+def _own_attention(module: nn.Module, why: str) -> CheckpointError:
+    kind = module.config.model_type  # type: ignore[union-attr]
+    return CheckpointError(f"{kind!r} is not supported: its attention cannot be replaced: {why}")
+
+
 @contextlib.contextmanager
 def explained(config: Any) -> Iterator[None]:
     """Whatever a model's own code raises on a flat batch is a `CheckpointError`."""
@@ -197,6 +202,11 @@ def explained(config: Any) -> Iterator[None]:
 
 
 def _unfit(config: Any, error: Exception) -> CheckpointError:
+    if getattr(config, "index_topk", None):
+        return CheckpointError(
+            f"{config.model_type!r} is not supported: its attention is sparse, to tokens that an "
+            "indexer chooses (index_topk)"
+        )
     return CheckpointError(
         f"{config.model_type!r} is not a causal language model that can be served: "
         f"{reason(error, config.name_or_path)}"
@@ -372,6 +382,8 @@ class BridgeRunner:
         assert logits.shape == (1, width), (logits.shape, width)
         others = [layer for layer in layers if layer not in observer.specs]
         if unknown := [layer for layer in others if layer not in self._others]:
+            if not observer.specs:
+                raise _own_attention(self._model, "its modules compute it themselves")
             raise _stateful(f"layers {unknown}", self._model)
         observer.specs |= dict.fromkeys(others, NO_ATTENTION)
         return tuple(observer.specs[layer] for layer in sorted(observer.specs))
@@ -418,7 +430,7 @@ def paged_attention(
     value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: Tensor | None,
     *,
-    outrider_attention: _Planned | _Observer,
+    outrider_attention: _Planned | _Observer | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -427,6 +439,8 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What every layer calls in place of transformers' attention functions."""
+    if outrider_attention is None:
+        raise _own_attention(module, "its layers pass on no arguments to it")
     out = outrider_attention.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),

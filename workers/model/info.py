@@ -50,6 +50,13 @@ TESTED = frozenset(
 )
 """Model types of which tests compare every kind of step with transformers' own forward, at one rank
 and at two. Others are compared when they are loaded, on one rank."""
+TESTED_ALONE = frozenset(
+    {
+        *("afmoe", "beam", "bitnet", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+        "laguna",
+    }
+)
+"""Of the others, those of which tests compare the same at one rank."""
 
 SERVED_AS = {
     "kimi_k2": "deepseek_v3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from outrider.tests.helpers.equality import TEXTS, script
 from outrider.tests.helpers.models import BLOCK, CPU, TABLES, full_logits
 from outrider.workers.collective import Collective
 from outrider.workers.model.family import spec
-from outrider.workers.model.info import TESTED, check_numbers, check_type, describe
+from outrider.workers.model.info import TESTED, TESTED_ALONE, check_numbers, check_type, describe
 from outrider.workers.model.sharding import is_experts
 from outrider.workers.model.target import load_model
 
@@ -157,8 +158,13 @@ def check_prompt(tmp_path, part, build_step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", sorted(TESTED - spec._READERS.keys()))
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *itertools.product(sorted(TESTED - spec._READERS.keys()), (1, 2)),
+        *((kind, 1) for kind in sorted(TESTED_ALONE)),
+    ],
+)
 def test_every_type_that_is_claimed(check, kind, size):
     """Of a mixture, two ranks also share out whole experts."""
     oracle = check(kind, size)
@@ -228,7 +234,8 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(check_prompt, tmp_path):
 
 def test_the_family_is_tested_by_its_own_tests():
     assert spec._READERS.keys() <= TESTED
-    assert all(kind in CONFIG_MAPPING for kind in TESTED)
+    assert all(kind in CONFIG_MAPPING for kind in TESTED | TESTED_ALONE)
+    assert not TESTED & TESTED_ALONE
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,9 @@ def test_the_family_is_tested_by_its_own_tests():
         ("zamba2", "of this Zamba2ForCausalLM keep a state other than keys and values"),
         ("lfm2", "of this Lfm2ForCausalLM keep a state other than keys and values"),
         ("falcon", "its attention cannot be replaced"),
-        ("stablelm", "is not a causal language model that can be served"),
+        ("stablelm", "its attention cannot be replaced: its layers pass on no arguments to it"),
+        ("codegen", "its attention cannot be replaced: its modules compute it themselves"),
+        ("axk2", r"its attention is sparse, to tokens that an indexer chooses \(index_topk\)"),
     ],
 )
 def test_a_type_whose_forward_would_be_wrong_is_refused(tmp_path, kind, why):
