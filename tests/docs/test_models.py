@@ -10,7 +10,7 @@ import pytest
 from outrider.docs.scripts import models as script
 from outrider.workers.model.checkpoint.gguf_checkpoint import ARCHITECTURES
 from outrider.workers.model.family import spec
-from outrider.workers.model.info import SERVED_AS, TESTED
+from outrider.workers.model.info import SERVED_AS, TESTED, TESTED_ALONE
 
 PAGE = script.PAGE.read_text(encoding="utf-8")
 
@@ -30,7 +30,7 @@ def test_the_table_is_up_to_date():
 
 def test_every_type_that_is_tested_has_a_row_where_it_is_served(rows):
     family = spec._READERS.keys() | SERVED_AS.keys()
-    assert rows.keys() == TESTED | SERVED_AS.keys()
+    assert rows.keys() == TESTED | TESTED_ALONE | SERVED_AS.keys()
     assert script.MODELS.keys() == family
     for kind, row in rows.items():
         assert row["forward"] == ("family" if kind in family else "bridge"), kind
@@ -44,4 +44,4 @@ def test_every_architecture_of_files_is_in_the_table(rows):
 
 
 def test_heads_are_of_types_that_are_served():
-    assert script.HEADS.keys() <= TESTED | SERVED_AS.keys()
+    assert script.HEADS.keys() <= TESTED | TESTED_ALONE | SERVED_AS.keys()
